@@ -1,0 +1,1 @@
+"""CUDA kernels, each beside its NumPy reference."""

@@ -1,0 +1,1 @@
+"""Moving bytes: transports below, groups and their collectives above."""

@@ -1,0 +1,1 @@
+"""Timelines and plots, drawn from recorded events."""

@@ -1,0 +1,1 @@
+"""One chapter, one module."""

@@ -1,0 +1,1 @@
+"""What several strategies need; no strategy itself."""
