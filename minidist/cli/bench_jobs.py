@@ -1,0 +1,116 @@
+"""Jobs that measure on command, so that contenders take turns in one run on a noisy machine.
+
+A job is a set of processes (the ranks of one contender). Each rank connects back over a Unix socket and sleeps in the
+kernel until it is told what to measure; only one job measures at a time. Rounds go over the contenders in turn, and the
+median over rounds is reported, so a disturbance hits all of them alike.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from minidist.errors import LaunchError, PeerLostError
+
+START_LIMIT = 60.0  # seconds until every rank of a job must have connected: PyTorch alone takes a few to import
+ANSWER_LIMIT = 300.0  # seconds one measurement may take
+
+
+class Job:
+    """The ranks of one contender, waiting for commands.
+
+    Args:
+        name: what the table calls it.
+        size: how many ranks `command` starts.
+        command: argument list; a copy runs once (`launcher` does the rest) or once per rank with RANK set.
+        once_per_rank: start `size` copies with RANK and WORLD_SIZE in their environment.
+    Raises:
+        LaunchError if a rank does not connect in time, with what the processes printed.
+    """
+
+    def __init__(self, name: str, size: int, command: list[str], *, once_per_rank: bool = False) -> None:
+        self.name, self.size = name, size
+        self._folder = tempfile.TemporaryDirectory(prefix="minidist-bench-")
+        path = Path(self._folder.name)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path / "meet"))
+        self._listener.listen(size)
+        self._log = open(path / "log", "w+")
+        copies: list[dict[str, str]] = [{}]
+        if once_per_rank:
+            copies = [{"RANK": str(rank), "WORLD_SIZE": str(size)} for rank in range(size)]
+        self._processes = [
+            subprocess.Popen([*command, "--meet", str(path)], stdout=self._log, stderr=self._log,
+                             stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1", **extra})
+            for extra in copies
+        ]
+        self._ranks: dict[int, Any] = {}
+        self._accept_ranks()
+
+    def _accept_ranks(self) -> None:
+        self._listener.settimeout(START_LIMIT)
+        try:
+            while len(self._ranks) < self.size:
+                connection, _ = self._listener.accept()
+                connection.settimeout(ANSWER_LIMIT)
+                stream = connection.makefile("rw")
+                self._ranks[json.loads(stream.readline())["rank"]] = stream
+        except (TimeoutError, ValueError) as error:
+            output = self.output()
+            self.close()
+            raise LaunchError(f"bench: {self.name} started {len(self._ranks)} of {self.size} ranks: {output}") from error
+
+    def output(self) -> str:
+        """The last of what the job's processes printed."""
+        self._log.flush()
+        self._log.seek(0)
+        return self._log.read()[-2000:].strip() or "(it printed nothing)"
+
+    def ask(self, **question: Any) -> list[Any]:
+        """Send every rank the same question; returns their answers in rank order."""
+        for rank in range(self.size):
+            self._ranks[rank].write(json.dumps(question) + "\n")
+            self._ranks[rank].flush()
+        answers = []
+        for rank in range(self.size):
+            line = self._ranks[rank].readline()
+            if not line:
+                raise PeerLostError(f"bench: rank {rank} of {self.name} ended: {self.output()}", rank)
+            answers.append(json.loads(line))
+        return answers
+
+    def close(self) -> None:
+        """End the job's processes and remove its folder."""
+        for stream in self._ranks.values():
+            stream.close()
+        for process in self._processes:
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._listener.close()
+        self._log.close()
+        self._folder.cleanup()
+
+
+def answer(folder: str, rank: int, measure: Callable[..., Any]) -> None:
+    """The rank's side: connect, then answer every question with `measure(**question)` until the asker hangs up."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(str(Path(folder) / "meet"))
+        with connection.makefile("rw") as stream:
+            stream.write(json.dumps({"rank": rank}) + "\n")
+            stream.flush()
+            for line in stream:
+                stream.write(json.dumps(measure(**json.loads(line))) + "\n")
+                stream.flush()
+
+
+def worker_command(module: str, contender: str) -> list[str]:
+    """How one rank of a contender is started."""
+    return [sys.executable, "-m", module, contender]
