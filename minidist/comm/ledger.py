@@ -1,0 +1,136 @@
+"""The ledger: what one rank sent, counted by phase, axis, verb and algorithm; and events for whoever subscribes.
+
+    with ledger.during("step"):          # phases: "setup" until told otherwise, then what you name
+        group.all_reduce(gradients)      # counted under the group's axis and the verb the user called
+        with ledger.control():           # loss, clipping and overflow scalars: counted under the axis "control"
+            group.all_reduce(loss)
+    ledger.sent_bytes("step")            # {"dp": {"all_reduce": 1048576}, "control": {"all_reduce": 8}}
+
+Bytes are payload: the signature and shape that ride in a message's header are not counted, nor are header-only messages
+by which neighbours compare calls (they carry no payload), nor what a rank sends to itself (nothing leaves it).
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened on one rank; times are time.perf_counter() seconds.
+
+    kind "message": one message sent. details: src, dst (world ranks), nbytes, verb, algorithm, axis, label, step, chunk
+                    (what the algorithm says of the piece in flight; None where it says nothing).
+    kind "call":    one verb from begin to end. details: axis, verb, algorithm, op, nbytes, size, sequence, where.
+    """
+
+    kind: str
+    name: str
+    start: float
+    stop: float
+    world_rank: int
+    thread: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Count:
+    """Bytes and messages sent."""
+
+    nbytes: int = 0
+    messages: int = 0
+
+
+class Ledger:
+    """Counts of one rank, shared by all its groups. Safe to use from several threads."""
+
+    def __init__(self, world_rank: int = 0) -> None:
+        self.world_rank = world_rank
+        self.phase = "setup"
+        self.subscribers: tuple[Callable[[Event], None], ...] = ()
+        self._counts: dict[tuple[str, str, str, str], Count] = {}    # (phase, axis, verb, algorithm)
+        self._lock = threading.Lock()
+        self._local = threading.local()                              # control() holds for the thread that said it
+
+    def record(self, axis: str, verb: str, algorithm: str, nbytes: int, messages: int = 1,
+               phase: str | None = None) -> None:
+        """Add `messages` messages of `nbytes` bytes altogether, sent by this rank (in `phase`, else the present)."""
+        key = (phase or self.phase, axis, verb, algorithm)
+        with self._lock:
+            count = self._counts.setdefault(key, Count())
+            count.nbytes += nbytes
+            count.messages += messages
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Count calls begun in the block under `phase`."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    @contextmanager
+    def control(self) -> Iterator[None]:
+        """Count calls that this thread begins in the block under the axis "control"."""
+        before = self.in_control
+        self._local.control = True
+        try:
+            yield
+        finally:
+            self._local.control = before
+
+    @property
+    def in_control(self) -> bool:
+        """Whether this thread is inside control()."""
+        return getattr(self._local, "control", False)
+
+    def sent_bytes(self, phase: str | None = None) -> dict[str, dict[str, int]]:
+        """Payload bytes sent, {axis: {verb: bytes}}; of one phase, or of all."""
+        return {axis: {verb: count.nbytes for verb, count in verbs.items()}
+                for axis, verbs in self._by_axis(phase).items()}
+
+    def messages(self, phase: str | None = None) -> dict[str, dict[str, int]]:
+        """Messages sent, {axis: {verb: messages}}; of one phase, or of all."""
+        return {axis: {verb: count.messages for verb, count in verbs.items()}
+                for axis, verbs in self._by_axis(phase).items()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every count by itself: dicts of phase, axis, verb, algorithm, nbytes, messages, in a fixed order."""
+        with self._lock:
+            return [{"phase": phase, "axis": axis, "verb": verb, "algorithm": algorithm,
+                     "nbytes": count.nbytes, "messages": count.messages}
+                    for (phase, axis, verb, algorithm), count in sorted(self._counts.items())]
+
+    def clear(self) -> None:
+        """Forget all counts; subscribers stay."""
+        with self._lock:
+            self._counts.clear()
+
+    def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
+        """Call `callback(event)` for each message sent and each call ended, in the thread it happened in.
+
+        Returns a function that ends the subscription. Without subscribers no event is made and no clock is read.
+        """
+        self.subscribers = (*self.subscribers, callback)
+
+        def unsubscribe() -> None:
+            self.subscribers = tuple(other for other in self.subscribers if other is not callback)
+
+        return unsubscribe
+
+    def publish(self, event: Event) -> None:
+        """Hand `event` to every subscriber."""
+        for subscriber in self.subscribers:
+            subscriber(event)
+
+    def _by_axis(self, phase: str | None) -> dict[str, dict[str, Count]]:
+        table: dict[str, dict[str, Count]] = {}
+        for row in self.rows():
+            if phase is None or row["phase"] == phase:
+                count = table.setdefault(row["axis"], {}).setdefault(row["verb"], Count())
+                count.nbytes += row["nbytes"]
+                count.messages += row["messages"]
+        return table

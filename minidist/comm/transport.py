@@ -1,0 +1,101 @@
+"""The interface of a transport: it moves bytes between two ranks, and knows nothing else.
+
+    handle = transport.start_send(peer, tag, view, meta)            # the array must not change before wait()
+    handle = transport.start_recv(peer, tag, accept, reduce=None)   # accept(meta, nbytes) says where the bytes go
+    handle.wait()
+
+A group builds everything on these two: send, recv, exchange, and every collective. A new transport is one short file
+that keeps the promises below, plus one line in tests/comm/test_conformance.py, which holds it to them.
+
+Order       Messages between two ranks with the same tag arrive in the order they were started. Tags are independent:
+            a message that nobody asks for yet never holds up one with another tag.
+Progress    `wait()` drives the transfer in the calling thread, and while it waits every other handle of this rank
+            moves on too. So `start_send; start_recv; wait both` never deadlocks, whatever the sizes, on any transport.
+Threads     Every method may be called from several threads of the rank at once (a group's worker beside the caller).
+Limits      A wait ends after `limit` seconds at the latest, with errors.TimeoutError that names this rank, the peer
+            and the tag. A lost peer raises PeerLostError with its world rank. After `abort(error)` every wait that is
+            not yet satisfied raises `error`.
+Waiting     A waiting rank yields its core: a short spin at most, then it sleeps in the kernel.
+Counting    Transports do not count. Calls do (comm/call.py).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from minidist.errors import CommError
+
+META_LIMIT = 4096
+"""Most bytes a message's `meta` may have."""
+
+Accept = Callable[[bytes, int], np.ndarray]
+"""`accept(meta, nbytes)` -> the 1-D contiguous array of exactly `nbytes` bytes that the payload fills.
+
+Called once, when the header has arrived, in a thread of the receiving rank, under no lock of the transport. What it
+raises (MismatchError, say) is raised by the handle's `wait()`; the payload is then dropped and the link stays usable.
+"""
+
+Reduce = Callable[[np.ndarray, int, np.ndarray], None]
+"""`reduce(target, start, piece)` combines `piece` into `target[start:start + len(piece)]`, straight from the buffer.
+
+`target` is what `accept` returned; `piece` is 1-D, typed like `target`, holds whole elements, and is only read (it may
+be the sender's own memory). Pieces cover the target once, in order; an empty message may bring none.
+"""
+
+
+class Tag(NamedTuple):
+    """What keeps streams of messages apart: a group's 64-bit id, and a number within it (unsigned 64-bit both)."""
+
+    group: int
+    sequence: int
+
+
+class Handle(ABC):
+    """A transfer on its way. It keeps the arrays it needs alive."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when the transfer is complete: the array sent may change, the array received is full.
+
+        Raises: PeerLostError, TimeoutError, what `abort` was given, or what `accept` or `reduce` raised.
+        """
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether wait() would return, or raise, at once. Never blocks."""
+
+
+class Transport(ABC):
+    """One rank's end of the links to every other rank of the job.
+
+    Attributes: name        "threads", "sockets", ...
+                world_rank  this rank in the job
+                world_size  number of ranks in the job
+                limit       seconds that any one wait may last; may be changed between calls
+    """
+
+    name: str
+    world_rank: int
+    world_size: int
+    limit: float
+
+    @abstractmethod
+    def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
+        """Begin to send `view` (1-D, contiguous, host memory, any dtype, perhaps read-only or empty) and `meta`.
+
+        `peer` is a world rank other than this one: a group delivers messages to itself.
+        """
+
+    @abstractmethod
+    def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
+        """Begin to receive the next message of `tag` from `peer` into what `accept` returns, or `reduce` it there."""
+
+    @abstractmethod
+    def abort(self, error: CommError) -> None:
+        """Make every wait of this rank that is not yet satisfied, now or later, raise `error`. From any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release threads, connections, memory and files. Messages that were waited for have been delivered."""
