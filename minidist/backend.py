@@ -1,0 +1,269 @@
+"""NumPy or CuPy behind one name, `xp`; dtypes; random numbers that do not depend on the device or on the split.
+
+    xp = array_module(x)                                    # numpy, or cupy if x lives on a GPU
+    w = random_normal("blocks.0.fc.weight", 7, range(n))    # any slice of range(n) draws the same numbers
+
+CuPy is imported only when a CUDA device is asked for. Here "low precision" means float16 and bfloat16: both are stored
+and sent as they are, computed in float32 and rounded once (a bfloat16 sum of 4,096 ones gives 256 otherwise).
+"""
+
+import ctypes
+import hashlib
+import sys
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from minidist.errors import ConfigError, DeviceError
+
+Array: TypeAlias = Any  # a numpy.ndarray or a cupy.ndarray; CuPy has no types to name here
+
+_DTYPES = {name: np.dtype(name) for name in (
+    "float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")}
+_DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
+FLOATS = frozenset(_DTYPES[name] for name in ("float64", "float32", "float16", "bfloat16"))
+LOW_PRECISION = frozenset(_DTYPES[name] for name in ("float16", "bfloat16"))
+_SIGNIFICANT_BITS = {_DTYPES["float64"]: 53, _DTYPES["float32"]: 24, _DTYPES["float16"]: 11, _DTYPES["bfloat16"]: 8}
+
+
+# ---------------------------------------------------------------------------------------------------- modules, devices
+
+def _cupy() -> ModuleType | None:
+    """CuPy if somebody imported it already: an array of it cannot exist otherwise."""
+    return sys.modules.get("cupy")
+
+
+def is_array(value: object) -> bool:
+    """Whether `value` is a NumPy or CuPy array."""
+    if isinstance(value, np.ndarray):
+        return True
+    cupy = _cupy()
+    return cupy is not None and isinstance(value, cupy.ndarray)
+
+
+def array_module(*arrays: object) -> Any:
+    """The module that computes on `arrays`: cupy if any of them lives on a GPU, else numpy. Never imports CuPy."""
+    cupy = _cupy()
+    if cupy is not None and any(isinstance(array, cupy.ndarray) for array in arrays):
+        return cupy
+    return np
+
+
+def module_for(device: str) -> Any:
+    """The array module of a device: "cpu" -> numpy, "cuda" -> cupy.
+
+    Raises: DeviceError if CuPy or its GPU is not there; ConfigError for another name.
+    """
+    if device == "cpu":
+        return np
+    if device != "cuda":
+        raise ConfigError(f"unknown device {device!r}; choose cpu or cuda")
+    try:
+        import cupy  # noqa: PLC0415 - half a second, and only where a GPU is asked for
+    except ImportError as error:
+        raise DeviceError("device cuda needs CuPy, which is not installed; pip install 'minidist[cuda13]' (or cuda12), "
+                          "or choose --device cpu") from error
+    if not cupy.is_available():
+        raise DeviceError("device cuda: CuPy is installed but finds no usable GPU or driver; choose --device cpu")
+    return cupy
+
+
+def device_of(array: Array) -> str:
+    """Where an array lives: "cpu" or "cuda"."""
+    return "cpu" if isinstance(array, np.ndarray) else "cuda"
+
+
+def to_host(array: Array) -> np.ndarray:
+    """`array` itself if it is NumPy's, else a host copy in pinned memory (the GPU's copy engine writes it directly)."""
+    if isinstance(array, np.ndarray):
+        return array
+    import cupyx  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
+
+    host = cupyx.empty_pinned(array.shape, array.dtype)
+    array.get(out=host)
+    return host
+
+
+def to_device(array: Array, device: str) -> Array:
+    """`array` on `device`; itself if it is there already.
+
+    Raises: DeviceError, ConfigError as `module_for`.
+    """
+    xp = module_for(device)
+    if device_of(array) == device:
+        return array
+    if xp is np:
+        return to_host(array)
+    result = xp.empty(array.shape, array.dtype)
+    result.set(np.ascontiguousarray(array))
+    return result
+
+
+# ----------------------------------------------------------------------------------------------------------- dtypes
+
+def dtype(name: Any) -> np.dtype:
+    """The dtype called `name` ("float32", "bfloat16", "int64", …); a dtype passes through.
+
+    Raises: ConfigError with the names it knows.
+    """
+    found = _DTYPES.get(name) if isinstance(name, str) else np.dtype(name)
+    if found is None or found not in _DTYPES.values():
+        raise ConfigError(f"unknown dtype {name!r}; choose one of {', '.join(_DTYPES)}")
+    return found
+
+
+def dtype_name(kind: Any) -> str:
+    """The name that `dtype` takes: "bfloat16" for ml_dtypes' type too."""
+    return np.dtype(kind).name
+
+
+def widen(array: Array) -> Array:
+    """`array` in the dtype it is computed in: float32 for low precision, else itself."""
+    return array.astype(np.float32) if array.dtype in LOW_PRECISION else array
+
+
+def wire_view(array: np.ndarray) -> np.ndarray:
+    """The bytes of a contiguous host array: a 1-D uint8 view, also of bfloat16 and of empty arrays."""
+    if not array.flags.c_contiguous:
+        raise ConfigError(f"wire_view: an array of shape {array.shape} is not contiguous; pass np.ascontiguousarray(x)")
+    return array.reshape(-1).view(np.uint8)
+
+
+def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
+    """a @ b, (…, m, k) @ (…, k, n), where low precision accumulates in float32 and is rounded once.
+
+    NumPy's own float16 matmul is 420 times slower than float32's; CuPy's handles low precision itself in two dims, but
+    not in more (it upcasts float16, and knows no batched bfloat16), so those take the same way round by float32.
+    """
+    xp = array_module(a, b)
+    if a.dtype not in LOW_PRECISION or (xp is not np and a.ndim == b.ndim == 2):
+        return xp.matmul(a, b, out=out) if out is not None else xp.matmul(a, b)
+    result = xp.matmul(widen(a), widen(b))
+    if out is None:
+        return result.astype(a.dtype)
+    out[...] = result
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------- random numbers
+
+_BLOCK = 16384  # indices hashed at once on the host: with its scratch this stays in the second-level cache
+_GOLDEN, _MIX_1, _MIX_2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _stream_key(name: str, seed: int) -> np.uint64:
+    """64 bits for the stream (name, seed)."""
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "little"))
+
+
+def _hash_into(xp: Any, bits: Array, key: np.uint64, spare: Array) -> None:
+    """Overwrite indices (uint64) by splitmix64(key ^ index). Source: Steele, Lea & Flood 2014."""
+    bits ^= key
+    bits += _GOLDEN
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        xp.right_shift(bits, np.uint64(shift), out=spare)
+        bits ^= spare
+        bits *= factor
+    xp.right_shift(bits, np.uint64(31), out=spare)
+    bits ^= spare
+
+
+def _draw(name: str, seed: int, index: Any, kind: np.dtype, convert: Any) -> Array:
+    """Hash `index` block by block and let `convert(xp, bits, spare)` turn each block's bits into values."""
+    xp = array_module(index)
+    if not isinstance(index, range):
+        index = xp.asarray(index)
+        if index.dtype.kind not in "iu":
+            raise ConfigError(f"random numbers are drawn at integer positions, not {dtype_name(index.dtype)}")
+    key, shape = _stream_key(name, seed), (len(index),) if isinstance(index, range) else index.shape
+    flat = index if isinstance(index, range) else index.reshape(-1)
+    result = xp.empty(len(flat), kind)
+    block = _BLOCK if xp is np else max(1, len(flat))
+    spare = xp.empty(min(block, len(flat)), np.uint64)
+    for start in range(0, len(flat), block):
+        piece = flat[start:start + block]
+        if isinstance(piece, range):
+            bits = np.arange(piece.start, piece.stop, piece.step, dtype=np.int64).view(np.uint64)
+        else:
+            bits = piece.astype(np.uint64)
+        _hash_into(xp, bits, key, spare[:len(bits)])
+        result[start:start + len(bits)] = convert(xp, bits, spare[:len(bits)])
+    return result.reshape(shape)
+
+
+def random_bits(name: str, seed: int, index: Any) -> Array:
+    """64 random bits for each global position in `index` (integer array of any shape, or a range): uint64.
+
+    A counter hash of (name, seed, position): no state, so a shard that asks for its own positions gets exactly its
+    slice of the whole, in any order, and NumPy and CuPy agree to the bit.
+    Cost: about 8 ns a number on one core.
+    """
+    return _draw(name, seed, index, np.dtype(np.uint64), lambda xp, bits, spare: bits)
+
+
+def random_uniform(name: str, seed: int, index: Any, kind: Any = "float32") -> Array:
+    """Uniform numbers in [0, 1) at the global positions `index`: the hash's top bits, as many as the dtype holds."""
+    kind = dtype(kind)
+    if kind not in FLOATS:
+        raise ConfigError(f"random_uniform draws floats, not {dtype_name(kind)}")
+    digits = _SIGNIFICANT_BITS[kind]
+    wide = np.float64 if digits > 24 else np.float32
+
+    def convert(xp: Any, bits: Array, spare: Array) -> Array:
+        xp.right_shift(bits, np.uint64(64 - digits), out=spare)
+        return spare.astype(wide) * wide(2.0 ** -digits)
+
+    return _draw(name, seed, index, kind, convert)
+
+
+_SUM_MEAN = 2 * 65535                                    # of four uniform 16-bit integers
+_SUM_STD = float(np.sqrt(4 * (65536.0 ** 2 - 1) / 12))
+_EVEN_LANES, _LOW_HALF = np.uint64(0x0000FFFF0000FFFF), np.uint64(0xFFFFFFFF)
+
+
+def random_normal(name: str, seed: int, index: Any, kind: Any = "float32") -> Array:
+    """Numbers of mean 0, standard deviation 1 and nearly normal law at the global positions `index`.
+
+    The sum of the hash's four 16-bit integers, centred and scaled: integers up to the one rounding multiplication, so
+    NumPy and CuPy give the same bits, which their log and cos would not. Values lie within ±3.47.
+    """
+    kind = dtype(kind)
+    if kind not in FLOATS:
+        raise ConfigError(f"random_normal draws floats, not {dtype_name(kind)}")
+    wide = np.dtype(np.float64) if kind == np.float64 else np.dtype(np.float32)
+    scale = wide.type(1.0 / _SUM_STD)
+
+    def convert(xp: Any, bits: Array, spare: Array) -> Array:
+        xp.right_shift(bits, np.uint64(16), out=spare)
+        spare &= _EVEN_LANES
+        bits &= _EVEN_LANES
+        bits += spare                                    # two sums of two in the 32-bit halves
+        xp.right_shift(bits, np.uint64(32), out=spare)
+        bits += spare
+        bits &= _LOW_HALF
+        return (bits.view(np.int64) - _SUM_MEAN).astype(wide) * scale
+
+    return _draw(name, seed, index, kind, convert)
+
+
+# ----------------------------------------------------------------------------------------------------------- allocator
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3            # from glibc's malloc.h
+
+
+def tune_allocator(keep_bytes: int = 1 << 30) -> bool:
+    """Let the C library keep freed memory up to `keep_bytes` instead of handing each large array back to the system.
+
+    A training step frees and takes the same big arrays again; by default glibc returns each to the kernel, and every
+    fresh 4 KiB page costs a fault and a clearing. Changes the process. Returns whether it did: Linux with glibc only.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:                                  # musl has none
+        return False
+    mmap_limit = min(keep_bytes, 1 << 25)                # glibc refuses more than 32 MiB
+    return bool(mallopt(_M_MMAP_THRESHOLD, mmap_limit)) and bool(mallopt(_M_TRIM_THRESHOLD, keep_bytes))

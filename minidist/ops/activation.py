@@ -1,0 +1,134 @@
+"""GELU, SiLU, ReLU, softmax and log-softmax.
+
+GELU and SiLU compute their slope beside their value, while the block of rows they work on is still in the cache, and
+save it instead of x: backward is then one product, and nothing transcendental runs twice.
+"""
+
+from minidist.backend import Array, array_module, widen
+from minidist.ops.blocks import row_blocks
+from minidist.tape import Node, Saved, op, saved
+
+_GELU_IN = 0.7978845608028654      # sqrt(2 / pi)
+_GELU_CUBE = 0.044715
+
+
+def _gelu_block(xp, x, y, slope, s, t):
+    """y = x h with h = (1 + tanh u) / 2 and u = x (c + k x²); slope = h + y (1 - h) 2 (c + 3 k x²)."""
+    c, k = _GELU_IN, _GELU_IN * _GELU_CUBE
+    xp.multiply(x, x, out=s)
+    s *= k
+    s += c                           # s = c + k x²
+    xp.multiply(s, x, out=t)
+    xp.tanh(t, out=t)
+    t *= 0.5
+    t += 0.5                         # t = h
+    xp.multiply(x, t, out=y)
+    s *= 6.0
+    s -= 4.0 * c                     # s = 2 (c + 3 k x²)
+    s *= y
+    xp.multiply(s, t, out=slope)
+    xp.subtract(s, slope, out=slope)
+    slope += t
+
+
+def _silu_block(xp, x, y, slope, s, t):
+    """y = x h with h = 1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2; slope = h + y (1 - h)."""
+    xp.multiply(x, 0.5, out=t)
+    xp.tanh(t, out=t)
+    t *= 0.5
+    t += 0.5                         # t = h
+    xp.multiply(x, t, out=y)
+    xp.multiply(y, t, out=s)
+    xp.subtract(y, s, out=slope)
+    slope += t
+
+
+def _value_and_slope(block, x: Array) -> tuple[Array, Array]:
+    """Run a block function over all of x; both results in x's dtype, computed in float32 or better."""
+    xp = array_module(x)
+    wide = xp.ascontiguousarray(widen(x)).reshape(-1)
+    y, slope = xp.empty_like(wide), xp.empty_like(wide)
+    for where, (s, t) in row_blocks(xp, wide, scratch=2):
+        block(xp, wide[where], y[where], slope[where], s, t)
+    return (y.reshape(x.shape).astype(x.dtype, copy=False), slope.reshape(x.shape).astype(x.dtype, copy=False))
+
+
+@op
+def gelu(x: Array) -> tuple[Array, Saved]:
+    """x Φ(x) in its tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))). Source: Hendrycks & Gimpel 2016."""
+    y, slope = _value_and_slope(_gelu_block, x)
+    return y, saved(slope=slope)
+
+
+@gelu.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return dy * node.slope
+
+
+@op
+def silu(x: Array) -> tuple[Array, Saved]:
+    """x / (1 + exp(-x)), also called swish."""
+    y, slope = _value_and_slope(_silu_block, x)
+    return y, saved(slope=slope)
+
+
+@silu.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return dy * node.slope
+
+
+@op
+def relu(x: Array) -> tuple[Array, Saved]:
+    """max(x, 0)"""
+    y = array_module(x).maximum(x, x.dtype.type(0))
+    return y, saved(y=y)
+
+
+@relu.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return dy * (node.y > 0).astype(dy.dtype)
+
+
+@op
+def softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
+    """exp(x) / sum(exp(x)) along `dim`; the row's own maximum is taken off first, so nothing overflows.
+
+    A row of -inf alone gives zeros (attention with nothing to look at), not NaN.
+    """
+    xp = array_module(x)
+    wide = widen(x)
+    top = wide.max(axis=dim, keepdims=True)
+    y = wide - xp.where(xp.isinf(top), xp.zeros_like(top), top)
+    xp.exp(y, out=y)
+    total = y.sum(axis=dim, keepdims=True)
+    y /= xp.where(total == 0, xp.ones_like(total), total)
+    y = y.astype(x.dtype, copy=False)
+    return y, saved(y=y)
+
+
+@softmax.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    y, wide = widen(node.y), widen(dy)
+    dx = wide * y
+    dx -= y * dx.sum(axis=node.options.get("dim", -1), keepdims=True)
+    return dx.astype(dy.dtype, copy=False)
+
+
+@op
+def log_softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
+    """x - log(sum(exp(x))) along `dim`."""
+    xp = array_module(x)
+    wide = widen(x)
+    y = wide - wide.max(axis=dim, keepdims=True)
+    y -= xp.log(xp.exp(y).sum(axis=dim, keepdims=True))
+    y = y.astype(x.dtype, copy=False)
+    return y, saved(y=y)
+
+
+@log_softmax.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    xp, wide = array_module(dy), widen(dy)
+    dx = xp.exp(widen(node.y))
+    dx *= -wide.sum(axis=node.options.get("dim", -1), keepdims=True)
+    dx += wide
+    return dx.astype(dy.dtype, copy=False)

@@ -1,0 +1,58 @@
+"""Cross-entropy of logits against token ids."""
+
+from minidist.backend import Array, array_module, widen
+from minidist.errors import DtypeError, ShapeError
+from minidist.ops.blocks import row_blocks
+from minidist.ops.linear import rows
+from minidist.tape import Node, Saved, op, saved
+
+
+def _check(logits: Array, targets: Array) -> None:
+    if targets.dtype.kind not in "iu":
+        raise DtypeError(f"cross_entropy: targets are token ids, integers, not {targets.dtype}")
+    if logits.ndim < 1 or targets.shape != logits.shape[:-1]:
+        raise ShapeError(f"cross_entropy: targets {targets.shape} do not fit logits {logits.shape}; "
+                         f"they need shape {logits.shape[:-1]}")
+    if targets.size and (int(targets.min()) < 0 or int(targets.max()) >= logits.shape[-1]):
+        raise ShapeError(f"cross_entropy: targets {int(targets.min())}..{int(targets.max())} outside the vocabulary; "
+                         f"logits {logits.shape} allow 0..{logits.shape[-1] - 1}")
+
+
+@op
+def cross_entropy(logits: Array, targets: Array, *, divisor: float | None = None) -> tuple[Array, Saved]:
+    """Sum over tokens of -log softmax(logits)[target], over `divisor` (default: the number of tokens).
+
+    (…, V) floats, (…) integers -> one number. A strategy passes the global token count, so that losses and gradients of
+    the shards add up (never a mean of means).
+    """
+    _check(logits, targets)
+    xp = array_module(logits)
+    wide, ids = rows(widen(logits)), targets.reshape(-1)
+    count = divisor if divisor is not None else ids.size
+    log_total = xp.empty((len(wide), 1), wide.dtype)      # log(sum(exp(logits))) of each token
+    for where, (e,) in row_blocks(xp, wide, scratch=1):
+        top = wide[where].max(axis=1, keepdims=True)
+        xp.subtract(wide[where], top, out=e)
+        xp.exp(e, out=e)
+        total = e.sum(axis=1, keepdims=True)
+        xp.log(total, out=total)
+        xp.add(total, top, out=log_total[where])
+    losses = log_total[:, 0] - wide[xp.arange(len(wide)), ids]
+    loss = losses.sum() / losses.dtype.type(count)
+    return xp.asarray(loss, logits.dtype), saved(logits=logits, ids=ids, log_total=log_total, divisor=count)
+
+
+@cross_entropy.gradient("logits")
+def _(node: Node, dy: Array) -> Array:
+    """(softmax - one-hot) dy / divisor"""
+    xp = array_module(dy)
+    wide = rows(widen(node.logits))
+    scale = widen(dy) / wide.dtype.type(node.divisor)
+    dx = xp.empty(wide.shape, wide.dtype)
+    for where, _ in row_blocks(xp, wide):
+        d = dx[where]
+        xp.subtract(wide[where], node.log_total[where], out=d)
+        xp.exp(d, out=d)
+        d *= scale
+    dx[xp.arange(len(dx)), node.ids] -= scale
+    return dx.reshape(node.logits.shape).astype(node.logits.dtype, copy=False)

@@ -1,0 +1,109 @@
+"""Layer norm and RMS norm over the last dim, computed and differentiated a block of rows at a time."""
+
+from typing import Any
+
+from minidist.backend import Array, array_module, widen
+from minidist.errors import ShapeError
+from minidist.ops.blocks import row_blocks
+from minidist.ops.linear import rows
+from minidist.tape import Node, Saved, op, saved
+
+
+def _check(name: str, x: Array, **weights: Array) -> None:
+    for argument, value in weights.items():
+        if value.shape != x.shape[-1:]:
+            raise ShapeError(f"{name}: {argument} {value.shape} does not fit x {x.shape}; "
+                             f"it needs shape {x.shape[-1:]}")
+
+
+def _normalize(x: Array, eps: float, centre: bool) -> tuple[Array, Array]:
+    """Rows scaled to mean square 1 (and mean 0 first, if `centre`), and the scale of each: (rows, n), (rows, 1)."""
+    xp = array_module(x)
+    wide = xp.ascontiguousarray(rows(widen(x)))
+    n = wide.shape[1]
+    hat, scale = xp.empty_like(wide), xp.empty((len(wide), 1), wide.dtype)
+    average = xp.full((n, 1), 1.0 / n, wide.dtype)     # x @ average is the mean of each row, by BLAS
+    for where, (square,) in row_blocks(xp, wide, scratch=1):
+        h = hat[where]
+        if centre:
+            xp.subtract(wide[where], wide[where] @ average, out=h)
+        else:
+            h[...] = wide[where]
+        xp.multiply(h, h, out=square)
+        variance = square @ average
+        variance += eps
+        xp.divide(1.0, xp.sqrt(variance), out=scale[where])
+        h *= scale[where]
+    return hat, scale
+
+
+def _norm_gradients(node: Node, dy: Array) -> dict[str, Array]:
+    """All gradients of a norm in one pass: with g = dy w,  dx = scale (g - mean(g) - hat mean(g hat)).
+
+    RMS norm has no mean(g) term. dw sums dy hat over the rows, db sums dy.
+    """
+    xp = array_module(dy)
+    wide, hat, scale, w = xp.ascontiguousarray(rows(widen(dy))), node.hat, node.scale, widen(node.w)
+    n = wide.shape[1]
+    dx, share = xp.empty_like(wide), (w / n).reshape(n, 1)
+    dw, db = xp.zeros((1, n), wide.dtype), xp.zeros((1, n), wide.dtype)
+    for where, (product,) in row_blocks(xp, wide, scratch=1):
+        g, h, d = wide[where], hat[where], dx[where]
+        xp.multiply(g, h, out=product)
+        ones = xp.ones((1, len(g)), g.dtype)
+        dw += ones @ product
+        along = product @ share                         # mean(dy w hat) of each row
+        xp.multiply(h, along, out=product)
+        xp.multiply(g, w, out=d)
+        d -= product
+        if node.centre:
+            db += ones @ g
+            d -= g @ share
+        d *= scale[where]
+    kind = dy.dtype
+    return {"x": dx.reshape(dy.shape).astype(kind, copy=False), "w": dw[0].astype(kind, copy=False),
+            "b": db[0].astype(kind, copy=False)}
+
+
+@op
+def layer_norm(x: Array, w: Array, b: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
+    """(x - mean) / sqrt(var + eps) * w + b over the last dim: (…, n), (n,), (n,) -> (…, n). Source: Ba et al. 2016."""
+    _check("layer_norm", x, w=w, b=b)
+    hat, scale = _normalize(x, eps, centre=True)
+    y = hat * widen(w)
+    y += widen(b)
+    return y.reshape(x.shape).astype(x.dtype, copy=False), saved(hat=hat, scale=scale, w=w, centre=True)
+
+
+@layer_norm.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return node.once(_norm_gradients, dy)["x"]
+
+
+@layer_norm.gradient("w")
+def _(node: Node, dy: Array) -> Array:
+    return node.once(_norm_gradients, dy)["w"]
+
+
+@layer_norm.gradient("b")
+def _(node: Node, dy: Array) -> Array:
+    return node.once(_norm_gradients, dy)["b"]
+
+
+@op
+def rms_norm(x: Array, w: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
+    """x / sqrt(mean(x²) + eps) * w over the last dim: (…, n), (n,) -> (…, n). Source: Zhang & Sennrich 2019."""
+    _check("rms_norm", x, w=w)
+    hat, scale = _normalize(x, eps, centre=False)
+    y: Any = hat * widen(w)
+    return y.reshape(x.shape).astype(x.dtype, copy=False), saved(hat=hat, scale=scale, w=w, centre=False)
+
+
+@rms_norm.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return node.once(_norm_gradients, dy)["x"]
+
+
+@rms_norm.gradient("w")
+def _(node: Node, dy: Array) -> Array:
+    return node.once(_norm_gradients, dy)["w"]

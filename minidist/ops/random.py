@@ -1,0 +1,50 @@
+"""Dropout whose mask depends on the layer, the seed, the step and the global token, never on how the work is split."""
+
+from typing import Any
+
+import numpy as np
+
+from minidist.backend import Array, array_module, random_bits
+from minidist.errors import ConfigError, ShapeError
+from minidist.tape import Node, Saved, op, saved
+
+
+def _positions(xp: Any, shape: tuple[int, ...], tokens: Any, columns: Any, width: int | None) -> Array:
+    """The global position of each element: token * width + column."""
+    lead, n = shape[:-1], shape[-1]
+    tokens = xp.arange(int(np.prod(lead)), dtype="int64").reshape(lead) if tokens is None else xp.asarray(tokens)
+    if columns is None:
+        columns = range(n)
+    if tokens.shape != lead or len(columns) != n:
+        raise ShapeError(f"dropout: x {shape} needs global tokens of shape {lead}, not {tokens.shape}, "
+                         f"and {n} columns, not {len(columns)}")
+    return tokens.astype("int64")[..., None] * (width or n) + xp.asarray(columns, dtype="int64")
+
+
+@op
+def dropout(x: Array, *, rate: float, name: str, seed: int, step: int, tokens: Any = None, columns: Any = None,
+            width: int | None = None) -> tuple[Array, Saved]:
+    """Zero a share `rate` of x (…, n) and scale the rest by 1 / (1 - rate).
+
+    Which elements fall is a hash of (name, seed, step, global token, global column). A shard of the batch or sequence
+    passes `tokens`, integers of shape (…): the global index of each of its tokens; a shard of the width passes
+    `columns`, a range, and the whole `width`. The shards' masks are then exactly the slices of the whole one.
+    """
+    if not 0.0 <= rate < 1.0:
+        raise ConfigError(f"dropout: rate {rate} is not in [0, 1)")
+    xp = array_module(x)
+    if rate == 0.0:
+        return x.copy(), saved(factor=xp.ones((), x.dtype))
+    bits = random_bits(f"{name}/dropout/{step}", seed, _positions(xp, x.shape, tokens, columns, width))
+    kept = bits >= np.uint64(int(rate * 2.0 ** 64))
+    return _apply(x, kept, rate), saved(kept=kept, rate=rate)
+
+
+def _apply(x: Array, kept: Array, rate: float) -> Array:
+    """x where kept, scaled; zero elsewhere."""
+    return x * (kept.astype(x.dtype) * x.dtype.type(1.0 / (1.0 - rate)))
+
+
+@dropout.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return dy if node.options["rate"] == 0.0 else _apply(dy, node.kept, node.rate)

@@ -1,0 +1,95 @@
+"""Sums, means, maxima and variances over dims. Low precision is summed in float32 and rounded once."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from minidist.backend import LOW_PRECISION, Array, array_module, widen
+from minidist.errors import ShapeError
+from minidist.tape import Node, Saved, op, saved
+
+Dims: TypeAlias = int | Sequence[int] | None
+
+
+def _dims(dim: Dims, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The dims a reduction runs over, as non-negative numbers."""
+    given = range(len(shape)) if dim is None else (dim,) if isinstance(dim, int) else dim
+    for d in given:
+        if not -len(shape) <= d < len(shape):
+            raise ShapeError(f"no dim {d} in an array of shape {shape}")
+    return tuple(sorted({d % len(shape) for d in given}))
+
+
+def _stretched(node: Node, y: Array) -> Array:
+    """A reduced array of the node (its result or dy) with the reduced dims back as ones, to broadcast against x."""
+    shape = node.shapes["x"]
+    dims = _dims(node.options.get("dim"), shape)
+    return y.reshape(tuple(1 if i in dims else n for i, n in enumerate(shape)))
+
+
+def _count(node: Node) -> int:
+    """How many numbers of x went into each one of the result."""
+    shape = node.shapes["x"]
+    return math.prod(shape[d] for d in _dims(node.options.get("dim"), shape))
+
+
+def _total(x: Array, dims: tuple[int, ...], keepdims: bool) -> Array:
+    """Sum over dims, in float32 at least where x is a float."""
+    return x.sum(axis=dims, keepdims=keepdims, dtype="float32" if x.dtype in LOW_PRECISION else x.dtype)
+
+
+@op
+def sum(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:  # noqa: A001 - as NumPy's
+    """Sum over all dims, one, or several."""
+    return _total(x, _dims(dim, x.shape), keepdims).astype(x.dtype, copy=False), saved()
+
+
+@sum.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return array_module(dy).broadcast_to(_stretched(node, dy), node.shapes["x"])
+
+
+@op
+def mean(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:
+    """Mean over all dims, one, or several."""
+    dims = _dims(dim, x.shape)
+    count = math.prod(x.shape[d] for d in dims)
+    total = _total(x, dims, keepdims)
+    return (total / total.dtype.type(count)).astype(x.dtype, copy=False), saved()
+
+
+@mean.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    share = (widen(dy) / widen(dy).dtype.type(_count(node))).astype(dy.dtype, copy=False)
+    return array_module(dy).broadcast_to(_stretched(node, share), node.shapes["x"])
+
+
+@op
+def max(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:  # noqa: A001 - as NumPy's
+    """Maximum over all dims, one, or several; where several numbers tie, they share the gradient equally."""
+    y = x.max(axis=_dims(dim, x.shape), keepdims=keepdims)
+    return y, saved(x=x, y=y)
+
+
+@max.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    winners = node.x == _stretched(node, node.y)
+    ties = winners.sum(axis=_dims(node.options.get("dim"), node.x.shape), keepdims=True).astype(dy.dtype)
+    return winners.astype(dy.dtype) * (_stretched(node, dy) / ties)
+
+
+@op
+def var(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:
+    """Variance over all dims, one, or several: the mean of the squared distance to the mean (divisor n)."""
+    dims = _dims(dim, x.shape)
+    wide = widen(x)
+    centred = wide - wide.mean(axis=dims, keepdims=True)
+    y = (centred * centred).mean(axis=dims, keepdims=keepdims)
+    return y.astype(x.dtype, copy=False), saved(centred=centred)
+
+
+@var.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    wide: Any = widen(dy)
+    scale = wide * wide.dtype.type(2.0 / _count(node))
+    return (node.centred * _stretched(node, scale)).astype(dy.dtype, copy=False)

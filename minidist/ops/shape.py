@@ -1,0 +1,122 @@
+"""Reshape, transpose, pick, join, split: no arithmetic, so nothing is saved but shapes."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from minidist.backend import Array, array_module
+from minidist.errors import ShapeError
+from minidist.tape import Node, Saved, op, saved
+from minidist.tensor import Tensor
+
+
+@op
+def reshape(x: Array, shape: Sequence[int]) -> tuple[Array, Saved]:
+    """The same numbers in another shape; one size may be -1. A view where the layout allows."""
+    return x.reshape(shape), saved()
+
+
+@reshape.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return dy.reshape(node.shapes["x"])
+
+
+@op
+def transpose(x: Array, dims: Sequence[int] | None = None) -> tuple[Array, Saved]:
+    """Dim i of the result is dim dims[i] of x; without dims they are reversed. A view."""
+    order = tuple(reversed(range(x.ndim))) if dims is None else tuple(d % x.ndim for d in dims)
+    return x.transpose(order), saved(back=tuple(int(i) for i in np.argsort(order)))
+
+
+@transpose.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return dy.transpose(node.back)
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether an index is made of numbers, slices, None and …, so that no element is picked twice."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is Ellipsis or isinstance(part, (int, np.integer, slice)) for part in parts)
+
+
+@op
+def getitem(x: Array, index: Any) -> tuple[Array, Saved]:
+    """x[index]: slices (a view), integer arrays or a bool array (a copy)."""
+    try:
+        return x[index], saved(index=index, kind=x.dtype)
+    except IndexError as error:
+        raise ShapeError(f"getitem: index {index!r} does not fit shape {x.shape}: {error}") from error
+
+
+@getitem.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    xp = array_module(dy)
+    dx = xp.zeros(node.shapes["x"], node.kind)
+    if _is_basic(node.index):
+        dx[node.index] = dy
+    else:
+        xp.add.at(dx, node.index, dy)
+    return dx
+
+
+@op
+def take(x: Array, index: Array, *, dim: int = 0) -> tuple[Array, Saved]:
+    """Gather slices of x along `dim` at integer positions `index` (any shape, no gradient)."""
+    n = x.shape[dim]
+    if index.size and (int(index.min()) < 0 or int(index.max()) >= n):
+        raise ShapeError(f"take: positions {int(index.min())}..{int(index.max())} outside dim {dim} of {x.shape}; "
+                         f"they must lie in 0..{n - 1}")
+    return array_module(x).take(x, index, axis=dim), saved(index=index, kind=x.dtype)
+
+
+@take.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    xp, shape = array_module(dy), node.shapes["x"]
+    dim = node.options.get("dim", 0) % len(shape)
+    dx = xp.zeros(shape, node.kind)
+    xp.add.at(dx, (slice(None),) * dim + (node.index,), dy)
+    return dx
+
+
+@op
+def _concat(*parts: Array, dim: int) -> tuple[Array, Saved]:
+    if not parts:
+        raise ShapeError("concat: no arrays to join; pass at least one")
+    ends = tuple(itertools.accumulate(part.shape[dim] for part in parts))
+    return array_module(*parts).concatenate(parts, axis=dim), saved(bounds=(0, *ends))
+
+
+@_concat.gradient("parts")
+def _(node: Node, dy: Array, which: int) -> Array:
+    where: list[Any] = [slice(None)] * dy.ndim
+    where[node.options["dim"]] = slice(node.bounds[which], node.bounds[which + 1])
+    return dy[tuple(where)]
+
+
+def concat(parts: Sequence[Any], *, dim: int = 0) -> Tensor:
+    """Join arrays along `dim`; their other dims agree."""
+    return _concat(*parts, dim=dim)
+
+
+@op
+def split(x: Array, sections: int | Sequence[int], *, dim: int = 0) -> tuple[tuple[Array, ...], Saved]:
+    """Cut x along `dim` into `sections` equal parts, or parts of the given sizes: a tuple of views."""
+    n = x.shape[dim]
+    if isinstance(sections, int):
+        if sections < 1 or n % sections:
+            raise ShapeError(f"split: dim {dim} of shape {x.shape} does not divide into {sections}; "
+                             f"pass a list of sizes")
+        sizes: Sequence[int] = [n // sections] * sections
+    else:
+        sizes = sections
+    if sum(sizes) != n or min(sizes, default=0) < 0:
+        raise ShapeError(f"split: sizes {list(sizes)} do not add up to dim {dim} of shape {x.shape}")
+    cuts = list(itertools.accumulate(sizes))[:-1]
+    return tuple(array_module(x).split(x, cuts, axis=dim)), saved()
+
+
+@split.gradient("x")
+def _(node: Node, dy: tuple[Array, ...]) -> Array:
+    return array_module(*dy).concatenate(dy, axis=node.options.get("dim", 0))
