@@ -1,0 +1,85 @@
+"""The `minidist` command: one file a command, loaded when it is asked for.
+
+A command's module offers add_arguments(parser) and run(args) -> exit status. What a user got wrong (ConfigError) is one
+line on stderr and exit status 2; an interrupt is 130; anything else is left to Python, or, on a rank of a larger job,
+to minidist.launch, which names the rank and ends the job everywhere.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from minidist.errors import ConfigError
+
+COMMANDS = {
+    "train": "train a model under a plan; runs under mpirun, srun, minidist launch, or alone with -n N",
+    "launch": "start N processes here, or on several nodes, as torchrun does",
+    "bench": "time collectives and training steps, side by side with other libraries where installed",
+    "lesson": "print, run or list lessons",
+    "check": "grade the exercise of a lesson",
+    "doctor": "what this machine has, what is missing, and how to get it",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status (0 well, 1 failed, 2 bad input, 130 interrupted)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command, prefix = (arguments[0] if arguments else ""), "minidist"
+    try:
+        module, prefix = (_module(command), f"minidist {command}") if command in COMMANDS else (None, prefix)
+        parser = _parser(command, module)
+        args = parser.parse_args(arguments)
+        if module is None:                              # no command at all
+            parser.print_help()
+            return 0
+        return int(module.run(args))
+    except ConfigError as error:
+        return _refuse(prefix, error)
+    except KeyboardInterrupt:
+        return _interrupted()
+
+
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(f"minidist.cli.{command}")
+
+
+def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
+    """The parser of `minidist`; only the command that was asked for knows its options, so the others stay unloaded."""
+    from minidist.cli.common import Parser
+
+    parser = Parser(prog="minidist", description="Distributed training from scratch: every chapter runs.",
+                    epilog="`minidist COMMAND --help` lists a command's options")
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
+    for name, what in COMMANDS.items():
+        if module is not None and name == command:
+            module.add_arguments(commands.add_parser(name, help=what, description=_description(module, what)))
+        else:
+            commands.add_parser(name, help=what)
+    return parser
+
+
+def _description(module: ModuleType, what: str) -> str:
+    """The first paragraph of the command's own docstring, or the table's line."""
+    return (module.__doc__ or what).split("\n\n")[0]
+
+
+def _version() -> str:
+    from minidist import __version__
+    return f"minidist {__version__}"
+
+
+def _refuse(prefix: str, error: ConfigError) -> int:
+    """One line a job, however many of its ranks saw the same mistake; exit status 2."""
+    from minidist import launch
+
+    if launch.speaks_first(error):
+        print(f"{prefix}: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _interrupted() -> int:
+    print("minidist: interrupted", file=sys.stderr, flush=True)
+    return 130

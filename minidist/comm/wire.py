@@ -197,7 +197,7 @@ class Kind(enum.IntEnum):
 
 
 _PLAIN_DTYPE = re.compile(r"[<>|](?:[biufcSUV]\d{1,6}|[mM]8(?:\[\w+\])?)")    # NumPy's own, with byte order
-_BASES = (bool, int, float, str, bytes, list, dict)                          # subclasses travel as these
+_BASES: tuple[type[Any], ...] = (int, float, str, bytes, list, dict)         # subclasses travel as these
 
 
 def pack(obj: Any) -> bytes:

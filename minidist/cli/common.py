@@ -1,0 +1,111 @@
+"""What the commands share: an argument parser that helps with spelling, and parsers of option values."""
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from minidist.errors import ConfigError
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with one line for a mistake instead of a page, and the nearest option or value that exists.
+
+    Raises: ConfigError where argparse would print its usage and exit; `minidist` turns it into a line and status 2.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self._with_nearest(message)}; see `{self.prog} --help`")
+
+    def _with_nearest(self, message: str) -> str:
+        """'invalid choice' and 'unrecognized arguments', with what was probably meant."""
+        choice = re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message)
+        if choice:
+            return message + meant(choice[1], [name.strip(" '") for name in choice[2].split(",")])
+        unknown = re.match(r"unrecognized arguments: (--?[^ =]+)", message)
+        if unknown:
+            return message + meant(unknown[1], self._every_option())
+        return message
+
+    def _every_option(self) -> list[str]:
+        """Option strings of this parser and of its commands: argparse reports leftovers at the top."""
+        parsers, names = [self], []
+        while parsers:
+            parser = parsers.pop()
+            for action in parser._actions:
+                names += action.option_strings
+                if isinstance(action, argparse._SubParsersAction):
+                    parsers += action.choices.values()
+        return names
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """'; did you mean X?' for the nearest of `known`, or nothing."""
+    nearest = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
+def fail(message: str) -> NoReturn:
+    """A user's mistake: one line on stderr and exit status 2."""
+    raise ConfigError(message)
+
+
+def number_of_bytes(text: str) -> int:
+    """'64MiB' -> 67108864. Units: B, KB, MB, GB, TB (powers of 1000); KiB, MiB, GiB, TiB and K, M, G, T (of 1024)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 4096, 64KiB, 1.5MB or 2GiB")
+    return round(float(match[1]) * UNITS[match[2].upper()])
+
+
+def sizes(text: str) -> list[int]:
+    """'1KiB:64MiB' -> bytes, doubling from the first to the last; '1KiB,3MB' -> these; '4KiB' -> one."""
+    if ":" not in text:
+        return [number_of_bytes(part) for part in text.split(",")]
+    first, last = map(number_of_bytes, text.split(":", 1))
+    if not 0 < first <= last:
+        raise argparse.ArgumentTypeError(f"{text!r}: a range runs from a size above 0 to one no smaller")
+    doubling = [first]
+    while doubling[-1] * 2 <= last:
+        doubling.append(doubling[-1] * 2)
+    return doubling
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.strip().isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """'2,4' -> [2, 4]."""
+    return [positive(part) for part in text.split(",")]
+
+
+def seconds(text: str) -> float:
+    """A positive number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return value
+
+
+def write_json(file: str | Path, value: Any) -> None:
+    """Write what --json asked for. Raises ConfigError if the file cannot be written."""
+    try:
+        Path(file).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {file}: {error.strerror}") from error
