@@ -1,0 +1,181 @@
+"""`minidist bench step`: one training step of ours beside PyTorch eager's, in one run, one BLAS thread a rank.
+
+Jobs take turns round by round. Memory is the peak resident size less what the process held after its imports and one
+warm-up step of a tiny model (so that nobody pays for modules loaded on first use), in separate processes.
+"""
+
+import argparse
+import importlib.util
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidist.cli.bench_jobs import Job, answer, worker_command
+from minidist.nn import GPTConfig
+
+MODULE = "minidist.cli.bench_step"
+CLIP = 1.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained: a GPT and how many sequences each rank takes."""
+
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    context: int = 128
+    batch: int = 8
+    vocabulary: int = 256
+
+    def config(self) -> GPTConfig:
+        """The model as minidist.nn names it."""
+        return GPTConfig(vocabulary=self.vocabulary, context=self.context, layers=self.layers, width=self.width,
+                         heads=self.heads)
+
+    def arguments(self) -> list[str]:
+        """The same, as the worker's arguments."""
+        return [f"--{name}={value}" for name, value in vars(self).items()]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender's line: median seconds a step, tokens/s over all ranks, peak bytes above import of its largest rank."""
+
+    name: str
+    ranks: int
+    step_seconds: float
+    tokens_per_second: float
+    peak_bytes: int
+
+
+def start_job(contender: str, ranks: int, model: Model, transport: str) -> Job:
+    """Start the ranks of one contender."""
+    command = [*worker_command(MODULE, contender), *model.arguments()]
+    if contender == "PyTorch":
+        return Job(contender, ranks, command, once_per_rank=True)
+    launch = [sys.executable, "-m", "minidist", "launch", "-n", str(ranks), "--transport", transport, "--threads", "1"]
+    return Job(contender, ranks, [*launch, "-m", *command[2:]])
+
+
+def measure_all(model: Model, ranks: list[int], rounds: int, steps: int, transport: str,
+                progress: Callable[[str], None]) -> list[Row]:
+    """A row for ours at each rank count, and for PyTorch's where it is installed; every round asks each job in turn."""
+    names = ["minidist", "PyTorch"] if importlib.util.find_spec("torch") else ["minidist"]
+    jobs = [start_job(name, count, model, transport) for count in ranks for name in names]
+    seconds: list[list[float]] = [[] for _ in jobs]
+    peaks = [0] * len(jobs)
+    try:
+        for round_number in range(rounds):
+            for index, job in enumerate(jobs):
+                progress(f"round {round_number + 1} of {rounds}: {job.name}, {job.size} ranks")
+                answers = job.ask(steps=steps)
+                slowest = [max(row) for row in zip(*(a["seconds"] for a in answers), strict=True)]
+                seconds[index] += slowest
+                peaks[index] = max(a["peak_bytes"] for a in answers)
+    finally:
+        for job in jobs:
+            job.close()
+    tokens = model.batch * model.context
+    rows = []
+    for job, times, peak in zip(jobs, seconds, peaks, strict=True):
+        median = statistics.median(times)
+        rows.append(Row(job.name, job.size, median, tokens * job.size / median, peak))
+    return rows
+
+
+# ---------------------------------------------------------------- the ranks' side
+
+
+def resident_peak() -> int:
+    """Peak resident bytes of this process since it started (VmHWM, Linux)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def our_rank(model: Model) -> tuple[int, Callable[[int], dict[str, Any]]]:
+    """One rank of minidist: DDP over the ranks that the launcher started."""
+    import minidist as md
+
+    world = md.init(threads=1)
+
+    def trainer(config: GPTConfig) -> Any:
+        return md.Trainer(md.Plan(dp=world.size), config, world, clip=CLIP)
+
+    tiny = GPTConfig(vocabulary=16, context=8, layers=1, width=8, heads=2)
+    trainer(tiny).step(random_batch(16, world.size, 8))
+    floor = resident_peak()
+    full = trainer(model.config())
+    batch = random_batch(model.vocabulary, model.batch * world.size, model.context)
+    return world.rank, timed(lambda: full.step(batch), floor)
+
+
+def torch_rank(model: Model, folder: str) -> tuple[int, Callable[[int], dict[str, Any]]]:
+    """One rank of PyTorch eager; DistributedDataParallel over gloo where there are several."""
+    import torch
+
+    from minidist.cli.bench_peers import torch_step
+
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size > 1:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    tiny = GPTConfig(vocabulary=16, context=8, layers=1, width=8, heads=2)
+    torch_step(tiny, ranks=size, clip=CLIP)(*map(torch.from_numpy, random_batch(16, 1, 8)))
+    floor = resident_peak()
+    step = torch_step(model.config(), ranks=size, clip=CLIP)
+    ids, targets = map(torch.from_numpy, random_batch(model.vocabulary, model.batch, model.context))
+    return rank, timed(lambda: step(ids, targets), floor)
+
+
+def random_batch(vocabulary: int, sequences: int, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and targets, each (sequences, context) int64."""
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, vocabulary, (sequences, context + 1))
+    return np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
+
+
+def timed(step: Callable[[], Any], floor: int) -> Callable[[int], dict[str, Any]]:
+    """Answer a question: run `steps` steps (after two to warm up, the first time), give seconds and peak bytes."""
+    warm = False
+
+    def measure(steps: int) -> dict[str, Any]:
+        nonlocal warm
+        for _ in range(0 if warm else 2):
+            step()
+        warm = True
+        seconds = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+        return {"seconds": seconds, "peak_bytes": resident_peak() - floor}
+
+    return measure
+
+
+def main() -> None:
+    """Run as one rank of a contender."""
+    parser = argparse.ArgumentParser(description="one rank of a contender; started by minidist bench step")
+    parser.add_argument("contender", choices=["minidist", "PyTorch"])
+    parser.add_argument("--meet", required=True)
+    for name, value in vars(Model()).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = vars(parser.parse_args())
+    contender, folder = options.pop("contender"), options.pop("meet")
+    model = Model(**options)
+    rank, measure = our_rank(model) if contender == "minidist" else torch_rank(model, folder)
+    answer(folder, rank, measure)
+
+
+if __name__ == "__main__":
+    main()
