@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("-n", "--ranks", type=counts, default=[1, 2], metavar="N,N", help="rank counts (1,2)")
     step.add_argument("--rounds", type=positive, default=4, help="turns each contender gets (4)")
     step.add_argument("--steps", type=positive, default=5, help="steps a turn (5)")
-    step.add_argument("--transport", choices=("sockets", "shm"), default="sockets", help="ours, between ranks (sockets)")
+    step.add_argument("--transport", choices=("sockets", "shm"), default="sockets",
+                      help="ours, between ranks (sockets)")
     for name, value in vars(bench_step.Model()).items():
         what_it_is = "sequences a rank" if name == "batch" else f"the model's {name}"
         step.add_argument(f"--{name}", type=positive, default=value, help=f"{what_it_is} ({value})")
@@ -130,7 +131,8 @@ def _print_all_reduce(result: dict[str, Any], console: Console) -> None:
             table.add_column(f"{REFERENCE[name]} / {name}", justify="right")
         for size in result["sizes"]:
             row = [_cell(size, times[name][size], ranks) for name in result["contenders"]]
-            table.add_row(f"{size:,}", *row, *(f"{times[REFERENCE[name]][size] / times[name][size]:.2f}×" for name in ratios))
+            row += [f"{times[REFERENCE[name]][size] / times[name][size]:.2f}×" for name in ratios]
+            table.add_row(f"{size:,}", *row)
         console.print(table)
     if "gloo" not in result["contenders"]:
         console.print(f"gloo was left out: pip install {_package('gloo')}", style="dim")
@@ -157,9 +159,9 @@ def _print_step(result: dict[str, Any], console: Console) -> None:
     for column in ("", "ranks", "ms a step", "tokens/s", "of its 1 rank", "beside PyTorch", "peak MiB above import"):
         table.add_column(column, justify="right" if column else "left")
     for row in rows:
-        table.add_row(row["name"], str(row["ranks"]), f"{row['step_seconds'] * 1e3:.1f}", f"{row['tokens_per_second']:,.0f}",
-                      _ratio(row, rows, name=row["name"], ranks=1), _ratio(row, rows, name="PyTorch", ranks=row["ranks"]),
-                      f"{row['peak_bytes'] / 2**20:.0f}")
+        table.add_row(row["name"], str(row["ranks"]), f"{row['step_seconds'] * 1e3:.1f}",
+                      f"{row['tokens_per_second']:,.0f}", _ratio(row, rows, name=row["name"], ranks=1),
+                      _ratio(row, rows, name="PyTorch", ranks=row["ranks"]), f"{row['peak_bytes'] / 2**20:.0f}")
     console.print(table)
     if not any(row["name"] == "PyTorch" for row in rows):
         console.print(f"PyTorch was left out: pip install {_package('gloo')}", style="dim")

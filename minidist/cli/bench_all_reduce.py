@@ -108,7 +108,7 @@ def _timed(barrier: Callable[[], Any], all_reduce: Callable[[np.ndarray], Any], 
         buffer = np.full(nbytes // 4, 1.5, np.float32)
         all_reduce(buffer)
         if not (buffer == 1.5 * size).all():
-            raise ArithmeticError(f"all_reduce of {nbytes} B of 1.5 over {size} ranks gave {buffer[:4]}, not {1.5 * size}")
+            raise ArithmeticError(f"all_reduce of {nbytes} B of 1.5 over {size} ranks: not all {1.5 * size}: {buffer[:4]}")
         seconds = []
         for _ in range(repeats + 2):  # two to warm up
             buffer.fill(1.5)

@@ -40,7 +40,7 @@ class Job:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path / "meet"))
         self._listener.listen(size)
-        self._log = open(path / "log", "w+")
+        self._log = open(path / "log", "w+")  # noqa: SIM115 - as long as the job
         copies: list[dict[str, str]] = [{}]
         if once_per_rank:
             copies = [{"RANK": str(rank), "WORLD_SIZE": str(size)} for rank in range(size)]
@@ -61,9 +61,9 @@ class Job:
                 stream = connection.makefile("rw")
                 self._ranks[json.loads(stream.readline())["rank"]] = stream
         except (TimeoutError, ValueError) as error:
-            output = self.output()
+            started, output = len(self._ranks), self.output()
             self.close()
-            raise LaunchError(f"bench: {self.name} started {len(self._ranks)} of {self.size} ranks: {output}") from error
+            raise LaunchError(f"bench: {self.name} started {started} of {self.size} ranks: {output}") from error
 
     def output(self) -> str:
         """The last of what the job's processes printed."""

@@ -1,7 +1,7 @@
 """The peer of `minidist bench step`: the same GPT in PyTorch eager, as its users would write it.
 
-Pre-norm blocks, biases, GELU in its tanh form (GPT-2's), `scaled_dot_product_attention`, AdamW, clipping by global norm,
-DistributedDataParallel over gloo where there are several ranks. PyTorch is imported here only, when it is asked for.
+Pre-norm blocks, biases, GELU in its tanh form (GPT-2's), `scaled_dot_product_attention`, AdamW, clipping by global
+norm, DistributedDataParallel over gloo where there are several ranks. PyTorch is imported only here, when asked for.
 """
 
 from collections.abc import Callable

@@ -47,7 +47,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Row:
-    """One contender's line: median seconds a step, tokens/s over all ranks, peak bytes above import of its largest rank."""
+    """One contender: median seconds a step, tokens/s over all ranks, peak bytes above import of its largest rank."""
 
     name: str
     ranks: int

@@ -45,8 +45,9 @@ def draw_steps(path: Path, rows: list[dict[str, Any]]) -> None:
     speed, memory = figure.subplots(1, 2)
     labels = [f"{row['name']}\n{row['ranks']} rank{'s' if row['ranks'] > 1 else ''}" for row in rows]
     colours = [COLOURS[row["name"]] for row in rows]
-    for panel, values, title in ((speed, [row["tokens_per_second"] for row in rows], "tokens/s"),
-                                 (memory, [row["peak_bytes"] / 2**20 for row in rows], "peak MiB above import, a rank")):
+    speeds = [row["tokens_per_second"] for row in rows]
+    peaks = [row["peak_bytes"] / 2**20 for row in rows]
+    for panel, values, title in ((speed, speeds, "tokens/s"), (memory, peaks, "peak MiB above import, a rank")):
         bars = panel.bar(labels, values, color=colours)
         panel.bar_label(bars, fmt="{:,.0f}", padding=2)
         panel.set_title(title, loc="left")
