@@ -24,7 +24,7 @@ import inspect
 import itertools
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -135,7 +135,7 @@ class WeightGradient:
         Raises: GradientError when called again.
         """
         if self._dy is None:
-            raise GradientError(f"the gradient of {self.parameter.name or 'a parameter'} that was put off has run already")
+            raise GradientError(f"this gradient of {self.parameter.name or 'a parameter'} has been computed already")
         dy, self._dy = self._dy, None
         with no_grad():
             self._walk.run_gradient(self._node, self._edge, dy)
@@ -279,16 +279,22 @@ def op(forward: Callable[..., tuple[Any, Saved]]) -> Op:
     return Op(forward)
 
 
+class _Arrived(NamedTuple):
+    """The gradient of an output so far; `ours` if nobody else has that array, so that it may be added to in place."""
+
+    gradient: Array
+    ours: bool
+
+
 class _Walk:
     """One backward: gradients on their way to their nodes, and how many contributions each leaf still waits for."""
 
     def __init__(self, defer_weights: bool) -> None:
         self.defer_weights = defer_weights
         self.deferred: list[WeightGradient] = []
-        self._arrived: dict[int, list[Array | None]] = {}   # id(node) -> one gradient per output
-        self._summed: set[tuple[int, int]] = set()          # (id(node), index) that we summed: safe to add to in place
-        self._waiting: dict[int, int] = {}                  # id(leaf) -> contributions still to come
-        self._leaves: dict[int, Array] = {}                 # id(leaf with tensor hooks) -> sum so far
+        self._arrived: dict[int, list[_Arrived | None]] = {}  # id(node) -> one gradient per output
+        self._waiting: dict[int, int] = {}                    # id(leaf) -> contributions still to come
+        self._leaves: dict[int, Array] = {}                   # id(leaf with tensor hooks) -> sum so far
 
     def survey(self, start: Node) -> list[Node]:
         """All nodes behind `start`, oldest first; counts the contributions each leaf will get."""
@@ -296,7 +302,7 @@ class _Walk:
         while stack:
             node = stack.pop()
             if node.released:
-                raise GradientError(f"backward: an earlier backward used the node of {node.op.name} and dropped what it "
+                raise GradientError(f"backward: an earlier backward ran through {node.op.name} and dropped what it "
                                     f"saved; run the forward again, or add the losses and go backward once")
             for edge in node.edges:
                 source = edge.source
@@ -309,7 +315,7 @@ class _Walk:
 
     def visit(self, node: Node) -> None:
         """Everything that used this node's outputs has run: hand their gradients on."""
-        dys = self._arrived.pop(id(node))
+        dys = [None if arrived is None else arrived.gradient for arrived in self._arrived.pop(id(node))]
         for index, hooks in node.hooks.items():
             dys[index] = _call_hooks(hooks, dys[index])
         if len(dys) == 1:
@@ -336,13 +342,14 @@ class _Walk:
             node, dy, edge.argument - len(node.op.arguments))
         if isinstance(gradient, np.generic):
             gradient = np.asarray(gradient)
+        ours = not _shares_buffer(gradient, dy)
         if isinstance(edge.source, Tensor):
-            self._add_to_leaf(edge.source, gradient, dy)
+            self._add_to_leaf(edge.source, gradient, ours)
         else:
-            self.deliver(edge.source, edge.index, gradient)
+            self.deliver(edge.source, edge.index, gradient, ours)
 
-    def deliver(self, node: Node, index: int, gradient: Array) -> None:
-        """Add to the gradient of one of a node's outputs."""
+    def deliver(self, node: Node, index: int, gradient: Array, ours: bool) -> None:
+        """Add to the gradient of one of a node's outputs; `ours` says that nobody else has `gradient`."""
         _, shape, kind = node.outputs[index]
         assert gradient.shape == shape and gradient.dtype == kind, (
             f"gradient for {node.op.name}'s result: {gradient.dtype} {gradient.shape}, expected {kind} {shape}")
@@ -350,25 +357,28 @@ class _Walk:
         slots = self._arrived.setdefault(id(node), [None] * len(node.outputs))
         before = slots[index]
         if before is None:
-            slots[index] = gradient
-        elif (id(node), index) in self._summed:
-            before += gradient
-        else:  # `before` may be a view of somebody else's dy: leave it alone
-            slots[index] = account.current().hold(before + gradient, "workspace")
-            self._summed.add((id(node), index))
+            slots[index] = _Arrived(gradient, ours)
+        elif before.ours:
+            total = before.gradient
+            total += gradient
+        elif ours:
+            gradient += before.gradient
+            slots[index] = _Arrived(gradient, True)
+        else:  # both are views of somebody's dy: leave them alone
+            slots[index] = _Arrived(account.current().hold(before.gradient + gradient, "workspace"), True)
 
-    def _add_to_leaf(self, leaf: Tensor, gradient: Array, dy: Any) -> None:
+    def _add_to_leaf(self, leaf: Tensor, gradient: Array, ours: bool) -> None:
         assert gradient.shape == leaf.shape, f"gradient of shape {gradient.shape} for a leaf of shape {leaf.shape}"
         self._waiting[id(leaf)] -= 1
         last = not self._waiting[id(leaf)]
         if leaf.tensor_hooks:  # they see the total of this backward, so it is summed apart first
             if id(leaf) in self._leaves:
-                gradient = self._leaves.pop(id(leaf)) + gradient
+                gradient, ours = self._leaves.pop(id(leaf)) + gradient, True
             if not last:
                 self._leaves[id(leaf)] = gradient
                 return
-            gradient = _call_hooks(leaf.tensor_hooks, gradient)
-        leaf.accumulate(gradient, own=not _shares_buffer(gradient, dy))
+            gradient, ours = _call_hooks(leaf.tensor_hooks, gradient), False
+        leaf.accumulate(gradient, own=ours)
         if last and isinstance(leaf, Parameter):
             for hook in list(leaf.hooks):
                 hook(leaf)
@@ -384,7 +394,9 @@ def _call_hooks(hooks: Sequence[Callable[[Array], Array | None]], gradient: Arra
 
 
 def _shares_buffer(gradient: Array, dy: Any) -> bool:
-    """Whether `gradient` is dy or a view of it, as the gradient of an addition is."""
+    """Whether `gradient` is dy or a view of it (the gradient of an addition is), or repeats one number by strides."""
+    if not gradient.flags.c_contiguous:
+        return True
     owner = account.owner_of(gradient)
     return any(owner is account.owner_of(d) for d in (dy if isinstance(dy, tuple) else (dy,)))
 
@@ -404,10 +416,10 @@ def backward(loss: Tensor, dy: Array | None = None, *, defer_weights: bool = Fal
     walk = _Walk(defer_weights)
     if loss.node is None:
         walk._waiting[id(loss)] = 1
-        walk._add_to_leaf(loss, dy, dy)
+        walk._add_to_leaf(loss, dy, False)
         return []
     nodes = walk.survey(loss.node)
-    walk.deliver(loss.node, loss.index, dy)
+    walk.deliver(loss.node, loss.index, dy, False)
     with no_grad():
         while nodes:
             walk.visit(nodes.pop())

@@ -1,12 +1,15 @@
 """Causal attention: each token looks at itself and the tokens before it.
 
-Scores are computed for one sequence and a block of its queries at a time and never kept: the forward saves only the
-logarithm of each row's sum, and backward computes the probabilities again from it (as flash attention does), so memory
-grows with the number of tokens and not with its square. A block of queries is multiplied only with the keys it may see,
-which skips nearly half of the work when there are several blocks.
+Scores are computed for a block of queries at a time and never kept: the forward saves only the logarithm of each row's
+sum, and backward computes the probabilities again from it (as flash attention does), so memory grows with the number of
+tokens, not with its square. A block of queries is multiplied only with the keys it may see, which skips nearly half of
+the work when there are several blocks.
+
+Inside, score matrices are transposed, (…, K, Q), keys down and queries across: the maximum over the keys then runs
+along whole rows of memory, and numbers that belong to a query, (…, 1, Q), broadcast without a copy.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,99 +18,117 @@ from minidist.backend import Array, array_module, matmul, widen
 from minidist.errors import ShapeError
 from minidist.tape import Node, Saved, op, saved
 
-QUERY_BLOCK = 128  # queries at a time on the host: their scores against 1,024 keys are 512 KiB a head
+QUERY_BLOCK = 64         # queries at a time on the host: one head's scores against 1,024 keys are 256 KiB
+QUERY_BLOCK_GPU = 1024   # larger, since each block is a row of kernel launches
 
 
-def _blocks(xp: Any, length: int) -> Iterator[tuple[slice, slice, Array]]:
-    """(queries, the keys they see, bias of those scores: 0 or -inf): blocks over one sequence."""
-    height = QUERY_BLOCK if xp is np else length
-    for start in range(0, length, height):
+def _sequences(xp: Any, count: int) -> Iterable[Any]:
+    """What to index a batch with: one sequence after the other on the host (cache), all at once on a GPU (launches)."""
+    return range(count) if xp is np else [slice(None)]
+
+
+def _blocks(xp: Any, length: int) -> Iterator[tuple[slice, slice]]:
+    """(queries, the keys that some of them see), the last block first: it sees all keys, the others a part."""
+    height = QUERY_BLOCK if xp is np else QUERY_BLOCK_GPU
+    for start in reversed(range(0, length, height)):
         stop = min(start + height, length)
-        ahead = xp.arange(stop)[None, :] > xp.arange(start, stop)[:, None]
-        yield slice(start, stop), slice(0, stop), ahead
+        yield slice(start, stop), slice(0, stop)
 
 
-def _scores(xp: Any, q: Array, k: Array, ahead: Array) -> Array:
-    """q kᵀ / sqrt(D), -inf where a key lies ahead: (H, Q, D), (H, K, D) -> (H, Q, K)."""
-    scores = matmul(q, k.swapaxes(-1, -2))
-    scores *= scores.dtype.type(q.shape[-1] ** -0.5)
-    xp.copyto(scores, scores.dtype.type(-np.inf), where=ahead)
+def _flip(x: Array) -> Array:
+    """(…, m, n) -> (…, n, m): a view."""
+    return x.swapaxes(-1, -2)
+
+
+def _scores(q: Array, k: Array, queries: slice, keys: slice) -> Array:
+    """k qᵀ of one block, -inf where a key lies ahead of its query: (…, T, D) twice -> (…, K, Q); q comes scaled."""
+    scores = matmul(k[..., keys, :], _flip(q[..., queries, :]))
+    n = queries.stop - queries.start
+    xp = array_module(q)
+    ahead = xp.arange(n)[:, None] > xp.arange(n)[None, :]      # only among the block's own tokens
+    scores[..., queries, :] += xp.where(ahead, scores.dtype.type(-np.inf), scores.dtype.type(0))
     return scores
 
 
-def _attend(q: Array, k: Array, v: Array, y: Array) -> Array:
-    """Write the attention of one sequence into y (H, T, D); returns log(sum(exp(scores))) (H, T, 1)."""
+def _attend(q: Array, k: Array, v: Array, y: Array, log_total: Array) -> None:
+    """Attention (…, T, D), written into y, and log(sum(exp(scores))) of each query into log_total (…, 1, T)."""
     xp = array_module(q)
-    log_total = xp.empty((*q.shape[:-1], 1), q.dtype)
-    for queries, keys, ahead in _blocks(xp, q.shape[-2]):
-        p = _scores(xp, q[..., queries, :], k[..., keys, :], ahead)
-        top = p.max(axis=-1, keepdims=True)
+    q = q * q.dtype.type(q.shape[-1] ** -0.5)
+    for queries, keys in _blocks(xp, q.shape[-2]):
+        p = _scores(q, k, queries, keys)
+        top = p.max(axis=-2, keepdims=True)
         p -= top
         xp.exp(p, out=p)
-        total = p.sum(axis=-1, keepdims=True)
-        y[..., queries, :] = matmul(p, v[..., keys, :]) / total
-        log_total[..., queries, :] = xp.log(total) + top
-    return log_total
+        total = matmul(xp.ones((1, keys.stop), p.dtype), p)
+        xp.multiply(matmul(_flip(p), v[..., keys, :]), _flip(1.0 / total), out=y[..., queries, :])
+        xp.add(xp.log(total), top, out=log_total[..., queries])
 
 
 def _attend_gradients(q: Array, k: Array, v: Array, y: Array, log_total: Array, dy: Array,
                       dq: Array, dk: Array, dv: Array) -> None:
-    """Write dq, and add dk and dv, of one sequence; all (H, T, D).
+    """Write dq, dk, dv; all (…, T, D).
 
-    With p the probabilities and r = sum(dy y) a row: dv = pᵀ dy, ds = p (dy vᵀ - r) / sqrt(D), dq = ds k, dk = dsᵀ q.
+    With p the probabilities, c = 1 / sqrt(D) and r = sum(dy y) of each query:
+    dv = pᵀ dy, ds = p (dy vᵀ - r), dq = c ds k, dk = c dsᵀ q.
     """
     xp = array_module(q)
-    row = (dy * y).sum(axis=-1, keepdims=True)
-    for queries, keys, ahead in _blocks(xp, q.shape[-2]):
+    scale = q.dtype.type(q.shape[-1] ** -0.5)
+    q = q * scale
+    row = xp.einsum("...td,...td->...t", dy, y)[..., None, :]
+    for queries, keys in _blocks(xp, q.shape[-2]):
         q_block, dy_block = q[..., queries, :], dy[..., queries, :]
-        p = _scores(xp, q_block, k[..., keys, :], ahead)
-        p -= log_total[..., queries, :]
+        p = _scores(q, k, queries, keys)
+        p -= log_total[..., queries]
         xp.exp(p, out=p)
-        dv[..., keys, :] += matmul(p.swapaxes(-1, -2), dy_block)
-        ds = matmul(dy_block, v[..., keys, :].swapaxes(-1, -2))
-        ds -= row[..., queries, :]
+        ds = matmul(v[..., keys, :], _flip(dy_block))
+        ds -= row[..., queries]
         ds *= p
-        ds *= ds.dtype.type(q.shape[-1] ** -0.5)
-        dq[..., queries, :] = matmul(ds, k[..., keys, :])
-        dk[..., keys, :] += matmul(ds.swapaxes(-1, -2), q_block)
+        matmul(_flip(ds), k[..., keys, :], out=dq[..., queries, :])
+        if queries.stop == q.shape[-2]:   # the first block taken sees all keys: it writes, the others add
+            matmul(p, dy_block, out=dv)
+            matmul(ds, q_block, out=dk)
+        else:
+            dv[..., keys, :] += matmul(p, dy_block)
+            dk[..., keys, :] += matmul(ds, q_block)
+    dq *= scale
 
 
-def _repeat(x: Array, heads: int) -> Array:
-    """(H_kv, T, D) with each head repeated for the query heads that share it: a view if they are as many."""
-    return x if len(x) == heads else array_module(x).repeat(x, heads // len(x), axis=0)
-
-
-def _sum_groups(x: Array, heads: int) -> Array:
-    """Back from (H, T, D) to (heads, T, D): the sum over the query heads that share a key head."""
-    return x if len(x) == heads else x.reshape(heads, len(x) // heads, *x.shape[1:]).sum(axis=1)
-
-
-def _check(name: str, q: Array, k: Array, v: Array) -> None:
-    if q.ndim != 4 or k.shape != v.shape or k.ndim != 4 or q.shape[::2] + q.shape[3:] != k.shape[::2] + k.shape[3:]:
-        raise ShapeError(f"{name}: q {q.shape}, k {k.shape}, v {v.shape}; they need shapes (B, H, T, D), "
-                         f"(B, H_kv, T, D) twice")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ShapeError(f"{name}: {q.shape[1]} query heads do not divide among {k.shape[1]} key and value heads")
+def _shared(x: Array, heads: int) -> Array:
+    """(…, H_kv, T, D) with each head repeated for the query heads that share it: x itself if they are as many."""
+    return x if x.shape[-3] == heads else array_module(x).repeat(x, heads // x.shape[-3], axis=-3)
 
 
 def _forward(q: Array, k: Array, v: Array, y: Array) -> Array:
-    """Attention of a batch into y; all (B, H or H_kv, T, D). Returns log(sum(exp(scores))): (B, H, T, 1)."""
-    xp, heads = array_module(q), q.shape[1]
-    log_total = xp.empty((*q.shape[:-1], 1), q.dtype)
-    for i in range(len(q)):
-        log_total[i] = _attend(q[i], _repeat(k[i], heads), _repeat(v[i], heads), y[i])
+    """Attention of a batch into y; all (B, H or H_kv, T, D). Returns log(sum(exp(scores))): (B, H, 1, T)."""
+    xp, (b, heads, t, _) = array_module(q), q.shape
+    log_total = xp.empty((b, heads, 1, t), q.dtype)
+    for i in _sequences(xp, b):
+        _attend(q[i], _shared(k[i], heads), _shared(v[i], heads), y[i], log_total[i])
     return log_total
 
 
 def _backward(q: Array, k: Array, v: Array, y: Array, log_total: Array, dy: Array,
               dq: Array, dk: Array, dv: Array) -> None:
-    """Write the gradients of a batch into dq, dk, dv."""
+    """Write the gradients of a batch into dq (B, H, T, D) and dk, dv (B, H_kv, T, D)."""
     xp, heads, kv_heads = array_module(q), q.shape[1], k.shape[1]
-    for i in range(len(q)):
-        dk_all, dv_all = xp.zeros(q.shape[1:], q.dtype), xp.zeros(q.shape[1:], q.dtype)
-        _attend_gradients(q[i], _repeat(k[i], heads), _repeat(v[i], heads), y[i], log_total[i], dy[i],
+    for i in _sequences(xp, len(q)):
+        if heads == kv_heads:
+            _attend_gradients(q[i], k[i], v[i], y[i], log_total[i], dy[i], dq[i], dk[i], dv[i])
+            continue
+        dk_all, dv_all = xp.empty(q[i].shape, q.dtype), xp.empty(q[i].shape, q.dtype)
+        _attend_gradients(q[i], _shared(k[i], heads), _shared(v[i], heads), y[i], log_total[i], dy[i],
                           dq[i], dk_all, dv_all)
-        dk[i], dv[i] = _sum_groups(dk_all, kv_heads), _sum_groups(dv_all, kv_heads)
+        for target, each in ((dk, dk_all), (dv, dv_all)):   # a key head's gradient is the sum over its query heads
+            shape = target[i].shape
+            target[i] = each.reshape(*shape[:-2], heads // kv_heads, *shape[-2:]).sum(axis=-3)
+
+
+def _check(q: Array, k: Array, v: Array) -> None:
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (len(q), *q.shape[2:]) != (len(k), *k.shape[2:]):
+        raise ShapeError(f"causal_attention: q {q.shape}, k {k.shape}, v {v.shape}; they need shapes (B, H, T, D), "
+                         f"(B, H_kv, T, D), (B, H_kv, T, D)")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ShapeError(f"causal_attention: {q.shape[1]} query heads do not divide among {k.shape[1]} key heads")
 
 
 @op
@@ -116,8 +137,9 @@ def causal_attention(q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
 
     With fewer key and value heads than query heads, H / H_kv query heads in a row share one (grouped-query attention).
     Cost: 4·T²·D FLOPs a head forward, less what lies ahead; memory: B·H·T numbers beside q, k, v and the result.
+    Source: Vaswani et al. 2017; Dao et al. 2022.
     """
-    _check("causal_attention", q, k, v)
+    _check(q, k, v)
     q_wide, k_wide, v_wide = widen(q), widen(k), widen(v)
     y = array_module(q).empty(q.shape, q_wide.dtype)
     log_total = _forward(q_wide, k_wide, v_wide, y)
@@ -148,8 +170,13 @@ def _(node: Node, dy: Array) -> Array:
     return node.once(_gradients, dy)["v"]
 
 
+def _by_head(x: Array, heads: int) -> Array:
+    """(B, T, H·D) as (B, H, T, D): a view."""
+    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+
+
 def _unpack(qkv: Array, heads: int) -> tuple[Array, Array, Array]:
-    """(B, T, 3 H D) as three views (B, H, T, D)."""
+    """(B, T, 3·H·D) as three views (B, H, T, D)."""
     b, t, n = qkv.shape
     parts = qkv.reshape(b, t, 3, heads, n // (3 * heads)).transpose(2, 0, 3, 1, 4)
     return parts[0], parts[1], parts[2]
@@ -163,20 +190,17 @@ def causal_attention_packed(qkv: Array, *, heads: int) -> tuple[Array, Saved]:
     """
     if qkv.ndim != 3 or qkv.shape[-1] % (3 * heads):
         raise ShapeError(f"causal_attention_packed: qkv {qkv.shape} with {heads} heads; it needs (B, T, 3·heads·D)")
-    xp = array_module(qkv)
     wide = widen(qkv)
-    q, k, v = _unpack(wide, heads)
-    y = xp.empty((*qkv.shape[:2], qkv.shape[2] // 3), wide.dtype)
-    log_total = _forward(q, k, v, y.reshape(*y.shape[:2], heads, -1).swapaxes(1, 2))
+    y = array_module(qkv).empty((*qkv.shape[:2], qkv.shape[2] // 3), wide.dtype)
+    log_total = _forward(*_unpack(wide, heads), _by_head(y, heads))
     y = y.astype(qkv.dtype, copy=False)
     return y, saved(qkv=qkv, y=y, log_total=log_total)
 
 
 @causal_attention_packed.gradient("qkv")
 def _(node: Node, dy: Array) -> Array:
-    xp, heads = array_module(dy), node.options["heads"]
-    qkv = widen(node.qkv)
-    dqkv = xp.empty(qkv.shape, qkv.dtype)
-    y, dy_heads = (widen(x).reshape(*x.shape[:2], heads, -1).swapaxes(1, 2) for x in (node.y, dy))
-    _backward(*_unpack(qkv, heads), y, node.log_total, dy_heads, *_unpack(dqkv, heads))
+    heads, qkv = node.options["heads"], widen(node.qkv)
+    dqkv = array_module(dy).empty(qkv.shape, qkv.dtype)
+    _backward(*_unpack(qkv, heads), _by_head(widen(node.y), heads), node.log_total, _by_head(widen(dy), heads),
+              *_unpack(dqkv, heads))
     return dqkv.astype(dy.dtype, copy=False)

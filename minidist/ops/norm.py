@@ -1,7 +1,5 @@
 """Layer norm and RMS norm over the last dim, computed and differentiated a block of rows at a time."""
 
-from typing import Any
-
 from minidist.backend import Array, array_module, widen
 from minidist.errors import ShapeError
 from minidist.ops.blocks import row_blocks
@@ -16,25 +14,28 @@ def _check(name: str, x: Array, **weights: Array) -> None:
                              f"it needs shape {x.shape[-1:]}")
 
 
-def _normalize(x: Array, eps: float, centre: bool) -> tuple[Array, Array]:
-    """Rows scaled to mean square 1 (and mean 0 first, if `centre`), and the scale of each: (rows, n), (rows, 1)."""
+def _normalize(x: Array, w: Array, b: Array | None, eps: float) -> tuple[Array, Saved]:
+    """hat * w (+ b), where hat is x with each row scaled to mean square 1, its mean taken off first if there is a b."""
     xp = array_module(x)
-    wide = xp.ascontiguousarray(rows(widen(x)))
+    wide, w_wide = xp.ascontiguousarray(rows(widen(x))), widen(w)
     n = wide.shape[1]
-    hat, scale = xp.empty_like(wide), xp.empty((len(wide), 1), wide.dtype)
+    y, hat, scale = xp.empty_like(wide), xp.empty_like(wide), xp.empty((len(wide), 1), wide.dtype)
     average = xp.full((n, 1), 1.0 / n, wide.dtype)     # x @ average is the mean of each row, by BLAS
-    for where, (square,) in row_blocks(xp, wide, scratch=1):
-        h = hat[where]
-        if centre:
-            xp.subtract(wide[where], wide[where] @ average, out=h)
-        else:
+    for where, _ in row_blocks(xp, wide):
+        h, z = hat[where], y[where]
+        if b is None:
             h[...] = wide[where]
-        xp.multiply(h, h, out=square)
-        variance = square @ average
+        else:
+            xp.subtract(wide[where], wide[where] @ average, out=h)
+        xp.multiply(h, h, out=z)
+        variance = z @ average
         variance += eps
         xp.divide(1.0, xp.sqrt(variance), out=scale[where])
         h *= scale[where]
-    return hat, scale
+        xp.multiply(h, w_wide, out=z)
+        if b is not None:
+            z += widen(b)
+    return y.reshape(x.shape).astype(x.dtype, copy=False), saved(hat=hat, scale=scale, w=w, centre=b is not None)
 
 
 def _norm_gradients(node: Node, dy: Array) -> dict[str, Array]:
@@ -69,10 +70,7 @@ def _norm_gradients(node: Node, dy: Array) -> dict[str, Array]:
 def layer_norm(x: Array, w: Array, b: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
     """(x - mean) / sqrt(var + eps) * w + b over the last dim: (…, n), (n,), (n,) -> (…, n). Source: Ba et al. 2016."""
     _check("layer_norm", x, w=w, b=b)
-    hat, scale = _normalize(x, eps, centre=True)
-    y = hat * widen(w)
-    y += widen(b)
-    return y.reshape(x.shape).astype(x.dtype, copy=False), saved(hat=hat, scale=scale, w=w, centre=True)
+    return _normalize(x, w, b, eps)
 
 
 @layer_norm.gradient("x")
@@ -94,9 +92,7 @@ def _(node: Node, dy: Array) -> Array:
 def rms_norm(x: Array, w: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
     """x / sqrt(mean(x²) + eps) * w over the last dim: (…, n), (n,) -> (…, n). Source: Zhang & Sennrich 2019."""
     _check("rms_norm", x, w=w)
-    hat, scale = _normalize(x, eps, centre=False)
-    y: Any = hat * widen(w)
-    return y.reshape(x.shape).astype(x.dtype, copy=False), saved(hat=hat, scale=scale, w=w, centre=False)
+    return _normalize(x, w, None, eps)
 
 
 @rms_norm.gradient("x")
