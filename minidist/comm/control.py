@@ -1,0 +1,285 @@
+"""The monitor: one connection from every rank, so that a death anywhere is known everywhere within milliseconds.
+
+A rank that is nobody's neighbour would otherwise wait for ever on one that waits on one that died. The monitor is a
+thread of our launcher, or a child process of rank 0 where another launcher started the ranks (rendezvous.py). It moves
+no data.
+
+    rank -> monitor                                  monitor -> rank
+    meet     round, info                             met      round, [info of rank 0, info of rank 1, ...]
+    missing  round                                   missing  round, [ranks that have not come]
+    failed   loss, blames                            noted    whether this was the job's first failure
+    goodbye                                          lost     loss        (who, process id, host, how, traceback)
+
+A connection that ends without goodbye, or a failure reported, is a loss. The first loss is the job's; it goes to every
+other rank, also to those that connect later.
+
+Strangers: whoever does not pass the handshake (wire.py) within a few seconds, claims a rank that is taken, or comes
+with another job size is refused and its address logged. At most PENDING connections may be unproven at a time; the
+oldest goes first, so a crowd of slow strangers cannot keep a rank out.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from minidist.comm import wire
+from minidist.comm.link import ControlLink, Loss
+from minidist.errors import CommError, HandshakeError, LaunchError
+
+__all__ = ["ControlLink", "Loss", "Monitor"]
+
+PENDING = 64              # connections that have not proven themselves yet
+HANDSHAKE_LIMIT = 10.0    # seconds a connection gets for that
+BLAME_WAIT = 0.25         # seconds the monitor waits to learn itself of a rank that another reports as lost
+
+log = logging.getLogger("minidist.control")
+
+
+@dataclasses.dataclass
+class Seat:
+    """A rank's place at the monitor."""
+
+    world_rank: int
+    pid: int
+    host: str
+    sock: socket.socket
+    left: bool = False
+    sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Send one frame; a rank that does not take it is about to be noticed as lost by its own thread."""
+        with self.sending, contextlib.suppress(CommError, OSError, ValueError):
+            wire.send_frame(self.sock, {"kind": kind, **content}, 1.0)
+
+
+class Monitor:
+    """Watches over the ranks of one job.
+
+    Args:
+        size: ranks of the job.                 token: the job's secret.
+        host, port: where to listen; port 0 takes a free one. `address` says which.
+        how: what the launcher knows of a rank's end (`how(rank) -> "was killed by SIGKILL"`), None if nothing.
+    Attributes:
+        loss: the first rank that did not end well, or None.
+    Raises: LaunchError if the port is taken.
+    """
+
+    def __init__(self, size: int, token: bytes, *, host: str = "127.0.0.1", port: int = 0,
+                 how: Callable[[Seat], str | None] | None = None) -> None:
+        self.size = size
+        self._token, self._how = token, how or (lambda seat: None)
+        try:
+            self._listener = socket.create_server((host, port), backlog=max(128, size))
+        except OSError as error:
+            raise LaunchError(f"cannot listen on {host}:{port} ({error.strerror}); is another job using it? choose another "
+                              "port with --master-port or MASTER_PORT") from error
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self.loss: Loss | None = None
+        self._changed = threading.Condition()
+        self._seats: dict[int, Seat] = {}
+        self._strangers: dict[socket.socket, None] = {}       # in order of arrival
+        self._rounds: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin to accept ranks. Before this there is no thread, so the caller may fork; the kernel keeps a queue."""
+        self._listener.settimeout(1.0)
+        self._run(self._accept)
+
+    def close(self) -> None:
+        """Hang up on everybody and end every thread."""
+        _hang_up(self._listener)
+        with self._changed:
+            self._closed = True
+            for sock in [*self._strangers, *(seat.sock for seat in self._seats.values())]:
+                _hang_up(sock)
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(2.0)
+        self._listener.close()
+
+    def close_in_child(self) -> None:
+        """In a forked child: let go of the inherited socket."""
+        self._listener.close()
+
+    def lose(self, loss: Loss) -> bool:
+        """Note a loss and tell every rank that is still there; returns whether it was the first."""
+        with self._changed:
+            if self.loss is not None:
+                return False
+            self.loss = loss
+            others = [seat for seat in self._seats.values() if seat.world_rank != loss.world_rank and not seat.left]
+            self._changed.notify_all()
+        for seat in others:
+            seat.send("lost", loss=dataclasses.asdict(loss))
+        return True
+
+    def wait(self, limit: float | None = None) -> bool:
+        """Wait until every rank has said goodbye (True), or one is lost, or `limit` s have passed (False)."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.loss is not None or self._all_left(), limit)
+            return self.loss is None and self._all_left()
+
+    def wait_until_stopped(self, limit: float) -> bool:
+        """After a loss: wait until every rank but the lost one has hung up."""
+        with self._changed:
+            return self._changed.wait_for(lambda: all(seat.left for seat in self._seats.values()
+                                                      if self.loss is None or seat.world_rank != self.loss.world_rank),
+                                          limit)
+
+    def has_left(self, world_rank: int) -> bool:
+        """Whether this rank has said goodbye, or its connection is gone."""
+        with self._changed:
+            return world_rank in self._seats and self._seats[world_rank].left
+
+    def absent(self) -> list[int]:
+        """Ranks that have never connected."""
+        with self._changed:
+            return sorted(set(range(self.size)) - set(self._seats))
+
+    def _all_left(self) -> bool:
+        return len(self._seats) == self.size and all(seat.left for seat in self._seats.values())
+
+    def _run(self, target: Callable[..., None], *args: Any) -> None:
+        def run() -> None:
+            try:
+                target(*args)
+            finally:
+                with self._changed:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name="minidist monitor", daemon=True)
+        with self._changed:                                    # close() joins only threads that have started
+            self._threads.add(thread)
+            thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:                                    # the one second has passed, or no file is left: go on
+                time.sleep(0.01)
+                continue
+            with self._changed:
+                if self._closed:
+                    sock.close()
+                    return
+                self._strangers[sock] = None
+                if len(self._strangers) > PENDING:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    _hang_up(oldest)
+            self._run(self._serve, sock)
+
+    def _serve(self, sock: socket.socket) -> None:
+        """One connection, from its handshake to its end."""
+        with sock:
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                seat = self._admit(sock)
+            except (CommError, OSError) as error:
+                if not self._closed:
+                    log.warning("minidist monitor: %s", error)
+                return
+            finally:
+                with self._changed:
+                    self._strangers.pop(sock, None)
+            self._listen(seat)
+
+    def _admit(self, sock: socket.socket) -> Seat:
+        """Handshake, then the questions a rightful rank answers rightly."""
+        hello = wire.admit(sock, self._token, HANDSHAKE_LIMIT)
+        peer = wire.address_of(sock)
+        match hello:
+            case {"world_rank": int(rank), "world_size": int(size), "pid": int(pid), "host": str(host)}:
+                seat = Seat(rank, pid, host, sock)
+            case _:
+                raise HandshakeError(f"{peer} was refused: it belongs to this job but is no rank: {sorted(hello)}")
+        reason = None
+        with self._changed:
+            if size != self.size:
+                reason = f"this job has {self.size} ranks, it says {size}"
+            elif not 0 <= rank < self.size:
+                reason = f"there is no rank {rank} of {self.size}"
+            elif rank in self._seats:
+                reason = f"rank {rank} is already there, as process {self._seats[rank].pid} on {self._seats[rank].host}"
+            else:
+                self._seats[rank] = seat
+        if reason is not None:
+            seat.send("refused", reason=reason)
+            raise HandshakeError(f"{peer} was refused: {reason}")
+        seat.send("welcome")
+        if self.loss is not None:
+            seat.send("lost", loss=dataclasses.asdict(self.loss))
+        return seat
+
+    def _listen(self, seat: Seat) -> None:
+        try:
+            while not seat.left:
+                self._take(seat, wire.recv_frame(seat.sock, None))
+        except (CommError, OSError, ValueError, KeyError, TypeError) as error:
+            if not seat.left and not self._closed:
+                how = self._how(seat) or (f"ended without a word ({error})" if isinstance(error, CommError) else
+                                          f"sent what no rank sends ({error!r})")
+                self.lose(Loss(seat.world_rank, seat.pid, seat.host, how))
+        with self._changed:
+            seat.left = True
+            self._changed.notify_all()
+
+    def _take(self, seat: Seat, frame: dict[str, Any]) -> None:
+        match frame["kind"]:
+            case "meet":
+                self._meet(seat, frame["round"], frame["info"])
+            case "missing":
+                with self._changed:
+                    missing = sorted(set(range(self.size)) - set(self._rounds[frame["round"]]))
+                seat.send("missing", round=frame["round"], value=missing)
+            case "failed":
+                if frame["blames"] is not None:
+                    self._wait_for_cause()
+                first = self.lose(Loss(**frame["loss"]))
+                seat.send("noted", value=first)
+            case "goodbye":
+                with self._changed:
+                    seat.left = True
+                    self._changed.notify_all()
+            case kind:
+                raise CommError(f"unknown frame {kind!r}")
+
+    def _meet(self, seat: Seat, number: int, info: Any) -> None:
+        with self._changed:
+            self._rounds[number][seat.world_rank] = info
+            if len(self._rounds[number]) < self.size:
+                return
+            infos = self._rounds.pop(number)
+            seats = list(self._seats.values())
+        for each in seats:
+            each.send("met", round=number, value=[infos[rank] for rank in range(self.size)])
+
+    def _wait_for_cause(self) -> None:
+        """Somebody saw a peer go; that peer's own end is the cause, and we are about to hear of it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.loss is not None, BLAME_WAIT)
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Wake whoever reads or accepts on `sock`; that thread closes it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def how_it_ended(status: int) -> str:
+    """A process's wait status in words."""
+    if os.WIFSIGNALED(status):
+        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"exited with status {os.WEXITSTATUS(status)} without goodbye"

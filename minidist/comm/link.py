@@ -1,0 +1,266 @@
+"""A rank's end of the control connection: it meets the others, hears who died, and says how this rank ends.
+
+    link = ControlLink.connect(address, token, world_rank, world_size)
+    infos = link.meet({"port": 4711})         # all-gather through the monitor: how ranks tell each other where they are
+    link.on_loss(transport.abort)             # called within milliseconds of a death anywhere in the job
+    link.goodbye()                            # or link.report(exception)
+
+The monitor is the other end (control.py). A daemon thread listens; the transport's own threads never do.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from minidist.comm import wire
+from minidist.errors import CommError, ConfigError, HandshakeError, PeerLostError, TimeoutError
+
+GRACE = 5.0                # seconds a rank gets to end after the job has failed
+CONNECT_LIMIT = 60.0       # seconds until the monitor must have answered
+_TRACEBACK_CHARS = 4000    # the tail of a traceback is what names the line
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """Why a job fails: the first rank that did not end well.
+
+    `status` is the exit status that the whole job should end with: 2 for bad input, else 1.
+    """
+
+    world_rank: int
+    pid: int
+    host: str
+    how: str
+    traceback: str = ""
+    status: int = 1
+
+    @classmethod
+    def by_exception(cls, error: BaseException, world_rank: int) -> "Loss":
+        """This process fails with `error`."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        message = str(error)[:1000]
+        how = f"failed with {type(error).__name__}" + (f": {message}" if message else "")
+        return cls(world_rank, os.getpid(), platform.node(), how, text[-_TRACEBACK_CHARS:],
+                   2 if isinstance(error, ConfigError) else 1)
+
+    def __str__(self) -> str:
+        where = f" (process {self.pid} on {self.host})" if self.pid else ""
+        return f"rank {self.world_rank}{where} {self.how}"
+
+    def error(self) -> PeerLostError:
+        """What the other ranks raise: the first line says who and how, the rest is the tail of its traceback."""
+        tail = "".join(f"\n    {line}" for line in self.traceback.splitlines()[-12:])
+        return PeerLostError(f"{self}{tail}", self.world_rank)
+
+
+def monitor_gone(world_rank: int) -> Loss:
+    """What a rank makes of a control connection that ends without a word."""
+    return Loss(world_rank, os.getpid(), platform.node(),
+                "lost its connection to the job's monitor: the launcher, or rank 0's host, is gone")
+
+
+class ControlLink:
+    """One rank's connection to the job's monitor.
+
+    Attributes: world_rank, world_size
+                local_host   the address under which this process reached the monitor; peers reach this rank there too
+                loss         the Loss that ended the job, or None
+    """
+
+    def __init__(self, sock: socket.socket, world_rank: int, world_size: int, *, grace: float = GRACE,
+                 end: Callable[[str], None] | None = None) -> None:
+        """Over an admitted connection; `end(message)` ends a process that is still busy `grace` s after a failure."""
+        self.world_rank, self.world_size = world_rank, world_size
+        self.local_host: str = sock.getsockname()[0]
+        self.loss: Loss | None = None
+        self._sock, self._grace, self._end = sock, grace, end or end_process
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._callbacks: list[Callable[[PeerLostError], None]] = []
+        self._rounds = itertools.count()
+        self._answers: dict[tuple[str, int], Any] = {}
+        self._watch: threading.Timer | None = None
+        self._closed = False
+        self._listener = threading.Thread(target=self._listen, name="minidist control", daemon=True)
+        self._listener.start()
+
+    @classmethod
+    def connect(cls, address: tuple[str, int], token: bytes, world_rank: int, world_size: int, *,
+                limit: float = CONNECT_LIMIT, grace: float = GRACE,
+                end: Callable[[str], None] | None = None) -> "ControlLink":
+        """Connect, trying again until the monitor listens.
+
+        Raises: HandshakeError if it refuses us; TimeoutError naming the address after `limit` seconds.
+        """
+        deadline = time.monotonic() + limit
+        hello = {"world_rank": world_rank, "world_size": world_size, "pid": os.getpid(), "host": platform.node()}
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                sock = socket.create_connection(address, timeout=max(left, 0.1))
+                break
+            except OSError as error:
+                if left <= 0:
+                    raise TimeoutError(f"rank {world_rank} could not reach the job's monitor at {address[0]}:"
+                                       f"{address[1]} within {limit:g} s ({error})") from error
+                time.sleep(min(0.05, left))
+        try:
+            sock.settimeout(None)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            wire.greet(sock, token, hello, max(deadline - time.monotonic(), 1.0))
+            welcome = wire.recv_frame(sock, max(deadline - time.monotonic(), 1.0))
+            if welcome.get("kind") != "welcome":
+                raise HandshakeError(f"the monitor at {address[0]}:{address[1]} refused rank {world_rank}: "
+                                     f"{welcome.get('reason')}")
+        except (CommError, OSError):
+            sock.close()
+            raise
+        return cls(sock, world_rank, world_size, grace=grace, end=end)
+
+    def meet(self, info: dict[str, Any], limit: float = CONNECT_LIMIT) -> list[dict[str, Any]]:
+        """Every rank gives a small dict and gets all of them, in world rank order. Every rank calls it equally often.
+
+        Cost:    2 control frames a rank; P dicts each way through the monitor. For start-up, not for data.
+        Raises:  TimeoutError naming the ranks that did not come; PeerLostError if one was lost.
+        """
+        number = next(self._rounds)
+        self._send({"kind": "meet", "round": number, "info": info})
+        infos = self._answer("met", number, limit)
+        if infos is None:
+            self._send({"kind": "missing", "round": number})
+            missing = self._answer("missing", number, 2.0)
+            raise TimeoutError(f"rank {self.world_rank} waited {limit:g} s for all {self.world_size} ranks to meet; "
+                               + (f"{_ranks(missing)} did not come" if missing else "the monitor does not answer"))
+        return list(infos)
+
+    def on_loss(self, callback: Callable[[PeerLostError], None]) -> None:
+        """Call `callback(error)` when the job fails elsewhere, in the listener's thread; at once if it has already."""
+        with self._changed:
+            self._callbacks.append(callback)
+            loss = self.loss
+        if loss is not None:
+            callback(loss.error())
+
+    def wait_for_loss(self, limit: float) -> Loss | None:
+        """The loss that ended the job, if the monitor tells within `limit` s.
+
+        A peer's data connection may break a moment before the monitor says why; who is about to report a lost peer
+        asks here first.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.loss is not None or self._closed, limit)
+            return self.loss
+
+    def report(self, error: BaseException) -> bool:
+        """Tell the job that this rank fails; the others stop. Returns whether this was the job's first failure.
+
+        From here on this process, too, has `grace` seconds to end.
+        """
+        self._expect_end(f"its own {type(error).__name__}")
+        loss = Loss.by_exception(error, self.world_rank)
+        blames = error.world_rank if isinstance(error, PeerLostError) else None
+        try:
+            self._send({"kind": "failed", "loss": dataclasses.asdict(loss), "blames": blames})
+        except CommError:
+            return self.loss is None or self.loss.world_rank == self.world_rank
+        return bool(self._answer("noted", 0, 1.0, despite_loss=True))
+
+    def goodbye(self) -> None:
+        """This rank is done and ends well; the connection is closed."""
+        with contextlib.suppress(CommError):
+            self._send({"kind": "goodbye"})
+        self.close()
+
+    def close(self) -> None:
+        """Hang up; without a goodbye before it, the monitor takes this rank for lost."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._watch is not None:
+            self._watch.cancel()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)          # wakes the listener, which closes the socket
+        if threading.current_thread() is not self._listener:
+            self._listener.join(1.0)
+
+    def wait_until_released(self, limit: float) -> None:
+        """After report(): wait until the other ranks have stopped, so that their last words are not cut off."""
+        self._listener.join(limit)
+
+    def _send(self, frame: dict[str, Any]) -> None:
+        with self._sending:
+            if self._closed:
+                raise PeerLostError(f"rank {self.world_rank} has closed its connection to the job's monitor")
+            wire.send_frame(self._sock, frame)
+
+    def _answer(self, kind: str, number: int, limit: float, *, despite_loss: bool = False) -> Any:
+        """The monitor's answer, or None after `limit` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: (kind, number) in self._answers or self._closed
+                                   or (self.loss is not None and not despite_loss), limit)
+            if (kind, number) in self._answers:
+                return self._answers.pop((kind, number))
+            if self.loss is not None and not despite_loss:
+                raise self.loss.error()
+        return None
+
+    def _listen(self) -> None:
+        with self._sock:
+            try:
+                while True:
+                    frame = wire.recv_frame(self._sock, None)
+                    if frame["kind"] == "lost":
+                        self._lost(Loss(**frame["loss"]))
+                    else:
+                        with self._changed:
+                            self._answers[frame["kind"], frame.get("round", 0)] = frame["value"]
+                            self._changed.notify_all()
+            except (CommError, OSError, ValueError):       # ValueError: the socket was closed under us
+                if not self._closed:
+                    self._lost(monitor_gone(self.world_rank))
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _lost(self, loss: Loss) -> None:
+        """Note the first loss, tell everybody who asked, and see to it that this process ends."""
+        with self._changed:
+            if self.loss is not None:
+                return
+            self.loss = loss
+            callbacks = list(self._callbacks)
+            self._changed.notify_all()
+        self._expect_end(str(loss).splitlines()[0])
+        for callback in callbacks:
+            callback(loss.error())
+
+    def _expect_end(self, why: str) -> None:
+        """End the process by force if it has not said goodbye `grace` seconds from now."""
+        with self._changed:
+            if self._watch is not None or self._closed:
+                return
+            message = f"minidist: rank {self.world_rank} was still busy {self._grace:g} s after {why}; ended"
+            self._watch = threading.Timer(self._grace, self._end, [message])
+            self._watch.daemon = True
+            self._watch.start()
+
+
+def end_process(message: str) -> None:
+    """Print one line and end this process at once, whatever its other threads are doing."""
+    with contextlib.suppress(OSError, ValueError):
+        print(message, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,244 @@
+"""control: ranks meet, a death is known everywhere at once, strangers stay outside."""
+
+import contextlib
+import functools
+import logging
+import os
+import platform
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from minidist.comm import control, wire
+from minidist.comm.control import ControlLink, Loss, Monitor
+from minidist.errors import ConfigError, HandshakeError, LaunchError, PeerLostError, TimeoutError
+
+TOKEN = wire.new_token()
+
+
+@contextlib.contextmanager
+def job(size, *, present=None, grace=60.0, end=None, how=None):
+    """A monitor and the links of its ranks (all, or those `present`); afterwards no thread is left."""
+    before = set(threading.enumerate())
+    monitor, links = Monitor(size, TOKEN, how=how), []
+    monitor.start()
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            connect = functools.partial(ControlLink.connect, monitor.address, TOKEN, world_size=size, grace=grace, end=end)
+            links += pool.map(lambda rank: connect(world_rank=rank), range(size) if present is None else present)
+        yield monitor, links
+    finally:
+        for link in links:
+            link.close()
+        monitor.close()
+    deadline = time.monotonic() + 2
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left
+
+
+def losses(links):
+    """A list per link that fills with (error, when)."""
+    noted = [[] for _ in links]
+    for link, notes in zip(links, noted, strict=True):
+        link.on_loss(lambda error, notes=notes: notes.append((error, time.monotonic())))
+    return noted
+
+
+def wait_for(condition, limit=2.0):
+    deadline = time.monotonic() + limit
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert condition()
+
+
+def test_ranks_meet_in_world_rank_order_as_often_as_they_like():
+    with job(5) as (_, links), ThreadPoolExecutor(5) as pool:
+        for turn in range(3):
+            infos = list(pool.map(lambda link, turn=turn: link.meet({"port": 100 * turn + link.world_rank}), links))
+            assert infos == [[{"port": 100 * turn + rank} for rank in range(5)]] * 5
+
+
+def test_who_did_not_come_is_named():
+    with job(4, present=[0, 2]) as (monitor, links), ThreadPoolExecutor(2) as pool:
+        for error in pool.map(lambda link: pytest.raises(TimeoutError, link.meet, {}, 0.2).value, links):
+            assert "ranks 1, 3 did not come" in str(error)
+        assert monitor.absent() == [1, 3]
+
+
+def test_goodbye_of_all_is_a_good_end():
+    with job(3) as (monitor, links):
+        for link in links[:2]:
+            link.goodbye()
+        assert not monitor.wait(0.05)
+        links[2].goodbye()
+        assert monitor.wait(2.0)
+        assert monitor.loss is None
+
+
+def test_a_lost_connection_is_told_to_every_other_rank_within_milliseconds():
+    with job(8, how=lambda seat: "was killed by SIGKILL") as (monitor, links):
+        noted = losses(links)
+        started = time.monotonic()
+        links[5]._sock.shutdown(socket.SHUT_RDWR)          # what the kernel does when the process dies
+        links[5]._closed = True
+        wait_for(lambda: all(notes for rank, notes in enumerate(noted) if rank != 5))
+        assert max(when for rank, notes in enumerate(noted) if rank != 5 for _, when in notes) - started < 0.25
+        for rank, notes in enumerate(noted):
+            if rank != 5:
+                [(error, _)] = notes
+                assert error.world_rank == 5
+                assert str(error) == f"rank 5 (process {os.getpid()} on {platform.node()}) was killed by SIGKILL"
+        assert monitor.loss.world_rank == 5
+
+
+def raised(error):
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_a_reported_exception_arrives_with_its_traceback():
+    with job(3) as (_, links):
+        noted = losses(links)
+        assert links[1].report(raised(ZeroDivisionError("by nothing")))
+        wait_for(lambda: noted[0] and noted[2])
+        for rank in (0, 2):
+            text = str(noted[rank][0][0])
+            assert text.startswith(f"rank 1 (process {os.getpid()} on {platform.node()}) failed with "
+                                   "ZeroDivisionError: by nothing\n")
+            assert "raise error" in text
+        assert not noted[1]
+        assert not links[0].report(ValueError("second")), "only the first failure is the job's"
+        assert links[0].loss.status == 1
+
+
+def test_bad_input_asks_for_status_2():
+    with job(2) as (monitor, links):
+        links[0].report(ConfigError("no such file"))
+        wait_for(lambda: links[1].loss)
+        assert links[1].loss.status == monitor.loss.status == 2
+
+
+def test_whoever_saw_a_peer_go_is_not_blamed_for_it():
+    """Rank 0's data connection to rank 1 breaks a moment before the monitor hears of rank 1's own failure."""
+    with job(2) as (monitor, links), ThreadPoolExecutor(1) as pool:
+        second = pool.submit(links[0].report, PeerLostError("rank 1 closed the connection", world_rank=1))
+        time.sleep(0.05)
+        assert links[1].report(ValueError("the cause"))
+        assert second.result() is False
+        assert monitor.loss.world_rank == 1
+        assert "the cause" in monitor.loss.how
+
+
+def test_a_loss_before_the_callback_or_the_connection_is_told_too():
+    with job(3, present=[0, 1]) as (monitor, links):
+        monitor.lose(Loss(1, 4711, "elsewhere", "exited with status 3"))
+        wait_for(lambda: links[0].loss)
+        assert str(losses(links[:1])[0][0][0]) == "rank 1 (process 4711 on elsewhere) exited with status 3"
+        late = ControlLink.connect(monitor.address, TOKEN, 2, 3, grace=60)
+        with pytest.raises(PeerLostError, match="4711"):
+            late.meet({})
+        late.close()
+
+
+def test_a_loss_ends_a_meeting():
+    with job(3) as (_, links), ThreadPoolExecutor(2) as pool:
+        meeting = [pool.submit(link.meet, {}) for link in links[:2]]
+        time.sleep(0.05)
+        links[2].report(ValueError("not today"))
+        for future in meeting:
+            assert "not today" in str(future.exception(2.0))
+
+
+def test_the_monitor_itself_may_die():
+    with job(2) as (monitor, links):
+        noted = losses(links)
+        monitor.close()
+        wait_for(lambda: all(noted))
+        assert "monitor" in str(noted[0][0][0])
+
+
+def test_who_does_not_end_is_ended():
+    ended = []
+    with job(3, grace=0.1, end=ended.append) as (_, links):
+        links[1].report(ValueError("mine"))
+        links[2].goodbye()                                 # in time, and left alone
+        wait_for(lambda: len(ended) == 2)
+        time.sleep(0.1)
+        assert sorted(message.split(" s after ")[0] for message in ended) == [
+            f"minidist: rank {rank} was still busy 0.1" for rank in (0, 1)]
+        assert "ValueError: mine" in max(ended, key=len)
+
+
+@pytest.mark.parametrize(("rank", "size", "why"), [(0, 2, "already there"), (2, 2, "no rank 2"), (1, 3, "has 2 ranks")])
+def test_a_wrong_rank_is_refused_and_the_job_goes_on(rank, size, why, caplog):
+    with job(2) as (_, links), ThreadPoolExecutor(2) as pool:
+        with pytest.raises(HandshakeError, match=why):
+            ControlLink.connect(links[0]._sock.getpeername(), TOKEN, rank, size, limit=2)
+        assert list(pool.map(lambda link: link.meet({}), links)) == [[{}, {}]] * 2
+    assert why in caplog.text
+    assert "127.0.0.1:" in caplog.text
+
+
+def test_a_wrong_token_is_refused_and_logged_with_the_address(caplog):
+    with job(2) as (monitor, links), ThreadPoolExecutor(2) as pool:
+        with pytest.raises(HandshakeError, match="token"):
+            ControlLink.connect(monitor.address, wire.new_token(), 1, 2, limit=2)
+        assert list(pool.map(lambda link: link.meet({}), links)) == [[{}, {}]] * 2
+    assert "127.0.0.1:" in caplog.text
+    assert TOKEN.decode() not in caplog.text
+
+
+def test_a_crowd_of_silent_strangers_keeps_nobody_out(caplog, monkeypatch):
+    """More connections than may be pending, none of which says a word; then the rightful ranks come."""
+    caplog.set_level(logging.CRITICAL)
+    monkeypatch.setattr(control, "PENDING", 8)
+    with job(2, present=[]) as (monitor, links), contextlib.ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(socket.create_connection(monitor.address))
+        links += [ControlLink.connect(monitor.address, TOKEN, rank, 2, limit=5) for rank in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(lambda link: link.meet({}), links)) == [[{}, {}]] * 2
+        assert len(monitor._strangers) <= 8
+
+
+def test_garbage_scanners_and_half_words_do_no_harm(caplog):
+    caplog.set_level(logging.CRITICAL)
+    with job(2) as (monitor, links), ThreadPoolExecutor(2) as pool:
+        for data in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(300), bytes(66), b"\xff" * 5000):
+            with socket.create_connection(monitor.address) as sock, contextlib.suppress(OSError):
+                sock.sendall(data)
+        assert list(pool.map(lambda link: link.meet({}), links)) == [[{}, {}]] * 2
+        assert monitor.loss is None
+
+
+@pytest.mark.parametrize("frame", [{"kind": "dance"}, [1, 2], {"no": "kind"}, {"kind": "meet"}, {"kind": "failed"}])
+def test_a_rank_that_speaks_nonsense_is_lost_not_the_monitor(frame):
+    with job(2) as (monitor, links):
+        wire.send_frame(links[1]._sock, frame)
+        wait_for(lambda: links[0].loss)
+        assert monitor.loss.world_rank == 1
+
+
+def test_a_taken_port_is_one_line():
+    with job(1) as (monitor, _), pytest.raises(LaunchError, match=r"cannot listen on 127.0.0.1:\d+") as caught:
+        Monitor(1, TOKEN, port=monitor.address[1])
+    assert "\n" not in str(caught.value)
+
+
+def test_nobody_listens():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    with pytest.raises(TimeoutError, match="could not reach"):
+        ControlLink.connect(address, TOKEN, 0, 1, limit=0.2)
+
+
+@pytest.mark.parametrize(("status", "says"), [(9, "was killed by SIGKILL"), (3 << 8, "exited with status 3"),
+                                              (0, "exited with status 0 without goodbye")])
+def test_how_a_process_ended(status, says):
+    assert says in control.how_it_ended(status)
