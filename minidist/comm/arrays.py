@@ -1,0 +1,148 @@
+"""The arrays of a call: the caller's argument made ready to send, and where its result goes.
+
+The one place where arrays cross between device and host: algorithms see contiguous NumPy arrays only.
+Copies: an argument that is contiguous and on the host is sent as it is; a result is received into `out`, or into the new
+array that is returned. What is not contiguous, or is on a GPU, is copied once on its way in or out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from minidist import account, backend
+from minidist.comm.signature import dtype_code
+from minidist.errors import DtypeError, ShapeError
+
+Place = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+"""`place(shape, dtype)` -> the contiguous host array that an incoming block fills."""
+
+PlaceOf = Callable[[int], Place]
+"""`place(rank)` -> where the block that comes from `rank` goes."""
+
+
+def argument(x: Any) -> np.ndarray:
+    """`x` (array, scalar or nested list) as a contiguous host array: itself, or a copy if it has to be.
+
+    Raises: DtypeError for a dtype that cannot travel.
+    """
+    host = backend.to_host(x) if backend.is_array(x) else np.asarray(x)
+    dtype_code(host.dtype)
+    array = np.asarray(host, order="C")
+    return array if array is x else account.current().hold(array, "communication")
+
+
+def apart(array: np.ndarray, out: Any, part: np.ndarray | None = None) -> np.ndarray:
+    """`array`, or a copy of it if writing to `out` would spoil it: if they share memory.
+
+    They may be the same elements at the same places, or `out` be just the `part` of the array that it replaces.
+    """
+    if not isinstance(out, np.ndarray) or not np.may_share_memory(array, out):
+        return array
+    if _same_elements(array if part is None else part, out):
+        return array
+    return account.current().hold(array.copy(), "communication")
+
+
+def _same_elements(a: np.ndarray, b: np.ndarray) -> bool:
+    return (a.shape == b.shape and a.strides == b.strides
+            and a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
+
+
+def device_of(*arrays: Any) -> str | None:
+    """Where the first of these that is an array lives; "cpu" for other values; None if all are None."""
+    given = [array for array in arrays if array is not None]
+    if not given:
+        return None
+    return backend.device_of(given[0]) if backend.is_array(given[0]) else "cpu"
+
+
+class Result:
+    """Where a verb's result goes: into `out` if the caller gave one, else into a new array.
+
+        result = Result("all_reduce", out)
+        array = result.array(shape, dtype)      # contiguous, on the host: for the algorithm to fill
+        return result.deliver("cpu")            # out, or the new array, on the device asked for
+    """
+
+    def __init__(self, verb: str, out: Any = None) -> None:
+        self.verb, self.out = verb, out
+        self._host: np.ndarray | None = None
+        if out is not None and not backend.is_array(out):
+            raise DtypeError(f"{verb}: out= must be an array, not {type(out).__name__}")
+        if isinstance(out, np.ndarray) and not out.flags.writeable:
+            raise ShapeError(f"{verb}: out= is read-only; pass a writable array")
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """The array to fill: `out` itself where that is contiguous and on the host.
+
+        Raises: ShapeError, DtypeError if `out` does not have this shape and dtype.
+        """
+        out = self.out
+        if out is None:
+            self._host = np.empty(shape, dtype)
+        else:
+            if out.shape != shape:
+                raise ShapeError(f"{self.verb}: out= has shape {out.shape}, the result has {shape}")
+            if out.dtype != dtype:
+                raise DtypeError(f"{self.verb}: out= has dtype {out.dtype}, the result has {dtype}")
+            direct = isinstance(out, np.ndarray) and out.flags.c_contiguous
+            self._host = out if direct else account.current().hold(np.empty(shape, dtype), "communication")
+        return self._host
+
+    def deliver(self, device: str | None) -> Any:
+        """What the caller gets: `out`, filled, or the new array on `device`."""
+        assert self._host is not None, "array() comes before deliver()"
+        if self.out is None:
+            return backend.to_device(self._host, device or "cpu")
+        if self._host is not self.out:
+            self.out[...] = backend.to_device(self._host, backend.device_of(self.out))
+        return self.out
+
+
+class Rows:
+    """The result of a gather: blocks of every rank, one after the other along the first dim.
+
+    The blocks' lengths are not known before they arrive. Where they are all like this rank's own, as they nearly always
+    are, each is received straight into its place in the result; where they are not, into arrays of their own that are
+    joined at the end (two copies more).
+    """
+
+    def __init__(self, result: Result, own: np.ndarray, size: int) -> None:
+        self._result, self._own, self._whole = result, own, None
+        shape = (size * len(own), *own.shape[1:])
+        if result.out is None or result.out.shape == shape:
+            self._whole = result.array(shape, own.dtype)
+
+    def put_own(self, rank: int) -> np.ndarray:
+        """This rank's block, copied to its place in the result if that is known; `own` is not read any more."""
+        if self._whole is None:
+            return self._own.copy()
+        place = self.place(rank)(self._own.shape, self._own.dtype)
+        if not _same_elements(place, self._own):
+            place[...] = self._own
+        return place
+
+    def place(self, rank: int) -> Place:
+        """Where the block of `rank` is received."""
+        def of_rank(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+            if self._whole is None or shape != self._own.shape:
+                return account.current().hold(np.empty(shape, dtype), "communication")
+            return self._whole[rank * len(self._own):(rank + 1) * len(self._own)]
+
+        return of_rank
+
+    def place_whole(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Where all blocks at once are received."""
+        if self._whole is None or self._whole.shape != shape:
+            self._whole = self._result.array(shape, dtype)
+        return self._whole
+
+    def join(self, blocks: list[np.ndarray]) -> np.ndarray:
+        """All blocks in rank order, as the array of the result."""
+        if self._whole is not None and all(block.shape == self._own.shape for block in blocks):
+            return self._whole
+        rows = sum(len(block) for block in blocks)
+        whole = self._result.array((rows, *self._own.shape[1:]), self._own.dtype)
+        whole[...] = np.concatenate(blocks)  # not into it: blocks may stand where equal ones would have
+        return whole

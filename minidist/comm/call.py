@@ -1,0 +1,213 @@
+"""One collective call, as the algorithms see it: neighbours, and messages that are tagged, checked and counted.
+
+An algorithm is a function of (call, arrays). It names peers by their rank in the group and knows nothing of transports,
+ledgers or other calls. What is sent goes out under the call's signature; what is received under another one raises
+MismatchError that shows both calls.
+
+All collectives of a group travel under one tag, so that between two ranks they form one stream in the order of the
+calls: a rank that left out or swapped a call meets its peer's next message at once, where tags that counted the calls
+would let both wait for ever.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minidist import account
+from minidist.comm import source
+from minidist.comm.arrays import Place
+from minidist.comm.ledger import Event
+from minidist.comm.signature import Shape, Signature, dtype_code, mismatch, pack_block, unpack
+from minidist.comm.transport import Handle, Reduce, Tag, Transport
+from minidist.errors import MismatchError
+
+if TYPE_CHECKING:
+    from minidist.comm.group import Group
+
+COLLECTIVE = 0
+"""The sequence of the tag that a group's collectives share; point-to-point messages have one with the high bit set."""
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+class Call:
+    """A collective that this rank has entered, or will.
+
+    Attributes: rank, size, next_rank, prev_rank   within the group
+                signature   what all ranks must agree on
+                work        `work(call)` carries the call out and returns its result
+                device      where this rank's arrays live; None until a message tells a rank that brought none
+    """
+
+    def __init__(self, group: "Group", verb: str, algorithm: str, work: Callable[["Call"], Any], *, op: str | None = None,
+                 root: int | None = None, dtype: np.dtype | None = None, shape: Shape | None = None,
+                 device: str | None = "cpu") -> None:
+        self.rank, self.size = group.rank, group.size
+        self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        self.work, self.device = work, device
+        self.ledger, self.phase = group.ledger, group.ledger.phase
+        self.axis = "control" if group.ledger.in_control else group.axis
+        self.signature = Signature(group.id, group.next_sequence(), verb, algorithm, op, root,
+                                   None if dtype is None else dtype_code(dtype), shape, source.caller())
+        self._transport: Transport = group.transport
+        self._world_ranks, self._tag = group.world_ranks, Tag(group.id, COLLECTIVE)
+        self._key, where = self.signature.pack()
+        self._meta = self._key + where
+        self._nbytes = self._messages = 0
+
+    def run(self) -> Any:
+        """Carry the call out, count what it sent, tell the ledger's subscribers."""
+        start = time.perf_counter() if self.ledger.subscribers else 0.0
+        try:
+            return self.work(self)
+        finally:
+            self.ledger.record(self.axis, self.signature.verb, self.signature.algorithm, self._nbytes, self._messages,
+                               self.phase)
+            if self.ledger.subscribers and start:
+                self._publish("call", start, {"op": self.signature.op, "nbytes": self._nbytes, "size": self.size,
+                                              "sequence": self.signature.sequence, "where": self.signature.where})
+
+    # ------------------------------------------------------------------------ messages whose length both sides know
+
+    def start_send(self, dst: int, array: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> Handle:
+        """Begin to send a contiguous array to rank `dst`. step and chunk are told to the ledger's subscribers only."""
+        return self._start_send(dst, array, self._meta, step, chunk)
+
+    def start_recv(self, src: int, into: np.ndarray, reduce: Reduce | None = None) -> Handle:
+        """Begin to receive from rank `src` into a contiguous array of the same length, or to `reduce` it there.
+
+        Raises (in wait): MismatchError if the sender is in another call, or the length differs.
+        """
+        key, into = self._key, into.reshape(-1)
+
+        def accept(meta: bytes, nbytes: int) -> np.ndarray:
+            if not meta.startswith(key):
+                self._compare(unpack(meta)[0], src)
+            if nbytes != into.nbytes:
+                raise MismatchError(f"rank {self._world_ranks[self.rank]} in {self.signature.describe()} expects "
+                                    f"{into.nbytes} bytes from rank {self._world_ranks[src]}, which sent {nbytes}")
+            return into
+
+        return self._transport.start_recv(self._world_ranks[src], self._tag, accept, reduce)
+
+    def send(self, dst: int, array: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> None:
+        """start_send and wait."""
+        self.start_send(dst, array, step=step, chunk=chunk).wait()
+
+    def recv(self, src: int, into: np.ndarray, reduce: Reduce | None = None) -> None:
+        """start_recv and wait."""
+        self.start_recv(src, into, reduce).wait()
+
+    def exchange(self, dst: int, outgoing: np.ndarray, src: int, into: np.ndarray, reduce: Reduce | None = None, *,
+                 step: int | None = None, chunk: int | None = None) -> None:
+        """Send to `dst` and receive from `src` at once; no order of the two could deadlock."""
+        received = self.start_recv(src, into, reduce)
+        sent = self.start_send(dst, outgoing, step=step, chunk=chunk)
+        received.wait()  # first: a peer in another call shows here, and may never take what was sent
+        sent.wait()
+
+    # ------------------------------------------------------------------ messages that bring their dtype and shape along
+
+    def start_send_block(self, dst: int, block: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> Handle:
+        """As start_send, with dtype, shape and device in the header."""
+        meta = self._meta + pack_block(block.dtype, block.shape, self.device or "cpu")
+        return self._start_send(dst, block, meta, step, chunk)
+
+    def send_block(self, dst: int, block: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> None:
+        """start_send_block and wait."""
+        self.start_send_block(dst, block, step=step, chunk=chunk).wait()
+
+    def recv_block(self, src: int, place: Place) -> np.ndarray:
+        """Receive a block from rank `src` into the array that `place(shape, dtype)` returns, and return that."""
+        handle, arrived = self._start_recv_block(src, place)
+        handle.wait()
+        return arrived[0]
+
+    def exchange_blocks(self, dst: int, outgoing: np.ndarray, src: int, place: Place, *, step: int | None = None,
+                        chunk: int | None = None) -> np.ndarray:
+        """Send a block to `dst` and receive one from `src` at once; returns the one received."""
+        handle, arrived = self._start_recv_block(src, place)
+        sent = self.start_send_block(dst, outgoing, step=step, chunk=chunk)
+        handle.wait()
+        sent.wait()
+        return arrived[0]
+
+    # ------------------------------------------------------------------------------------------------------- the rest
+
+    def agree(self) -> None:
+        """Compare signatures with both neighbours, by one header without payload to next_rank and one from prev_rank.
+
+        Verbs in which some rank hears from nobody (the root of a broadcast, a leaf of a reduce), and algorithms whose
+        first receive is not from prev_rank, begin with this: wherever two ranks of the group disagree, some two
+        neighbours on the circle do, and both of them learn it from their first message.
+        """
+        if self.size > 1:
+            received = self.start_recv(self.prev_rank, _NOTHING)
+            sent = self._transport.start_send(self._world_ranks[self.next_rank], self._tag, _NOTHING, self._meta)
+            received.wait()
+            sent.wait()
+
+    def workspace(self, length: int, dtype: np.dtype) -> np.ndarray:
+        """A 1-D array to work in, told to the memory account as communication."""
+        return account.current().hold(np.empty(length, dtype), "communication")
+
+    def _start_send(self, dst: int, array: np.ndarray, meta: bytes, step: int | None, chunk: int | None) -> Handle:
+        self._nbytes += array.nbytes
+        self._messages += 1
+        peer = self._world_ranks[dst]
+        if not self.ledger.subscribers:
+            return self._transport.start_send(peer, self._tag, array.reshape(-1), meta)
+        start = time.perf_counter()
+        handle = self._transport.start_send(peer, self._tag, array.reshape(-1), meta)
+        label = "" if chunk is None else f"c{chunk}"
+        return Told(handle, lambda: self._publish("message", start, {
+            "src": self._world_ranks[self.rank], "dst": peer, "nbytes": array.nbytes, "label": label, "step": step,
+            "chunk": chunk}))
+
+    def _start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
+        """The handle, and the list that will hold the block."""
+        arrived: list[np.ndarray] = []
+
+        def accept(meta: bytes, nbytes: int) -> np.ndarray:
+            theirs, block = unpack(meta)
+            if not meta.startswith(self._key):
+                self._compare(theirs, src)
+            if block is None:
+                raise mismatch(self.signature, self._world_ranks[self.rank], theirs, self._world_ranks[src])
+            self.device = self.device or block.device
+            arrived.append(place(block.shape, block.dtype))
+            return arrived[0].reshape(-1)
+
+        return self._transport.start_recv(self._world_ranks[src], self._tag, accept), arrived
+
+    def _compare(self, theirs: Signature, src: int) -> None:
+        if not theirs.agrees(self.signature):
+            raise mismatch(self.signature, self._world_ranks[self.rank], theirs, self._world_ranks[src])
+
+    def _publish(self, kind: str, start: float, details: dict[str, Any]) -> None:
+        verb, algorithm = self.signature.verb, self.signature.algorithm
+        self.ledger.publish(Event(kind, verb, start, time.perf_counter(), self._transport.world_rank,
+                                  threading.current_thread().name,
+                                  {"axis": self.axis, "verb": verb, "algorithm": algorithm, **details}))
+
+
+class Told(Handle):
+    """A send that somebody watches: when it is complete, `tell()` is called once."""
+
+    def __init__(self, handle: Handle, tell: Callable[[], None]) -> None:
+        self._handle, self._tell = handle, tell
+
+    def wait(self) -> None:
+        self._handle.wait()
+        tell, self._tell = self._tell, _say_nothing
+        tell()
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+
+def _say_nothing() -> None:
+    """What a send that has been told says when it is waited for again."""

@@ -1,0 +1,20 @@
+"""Cutting an array into one chunk a rank, as numpy.array_split does: the first n mod P chunks have one element more."""
+
+import numpy as np
+
+
+def bounds(length: int, size: int) -> list[int]:
+    """Where the `size` chunks begin and the last one ends: size + 1 numbers."""
+    short, longer = divmod(length, size)
+    return [rank * short + min(rank, longer) for rank in range(size + 1)]
+
+
+def split(array: np.ndarray, size: int) -> list[np.ndarray]:
+    """Views of the `size` chunks along the first dim."""
+    edges = bounds(len(array), size)
+    return [array[start:stop] for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def longest(length: int, size: int) -> int:
+    """Elements of the longest chunk: ceil(length / size)."""
+    return -(-length // size)

@@ -1,0 +1,24 @@
+"""Dissemination: news doubles its reach every step.
+
+Source: Hensgen, Finkel & Manber 1988.
+"""
+
+import numpy as np
+
+from minidist.comm.call import Call
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+def barrier(call: Call) -> None:
+    """Step k: tell the rank 2^k places on, hear from the rank 2^k places back; who has heard so has heard of 2^(k+1) ranks.
+
+    P=4      r0 sends    r1 sends    r2 sends    r3 sends
+    step 0   -> r1       -> r2       -> r3       -> r0
+    step 1   -> r2       -> r3       -> r0       -> r1
+
+    Cost:    ceil(log2 P) messages of 0 bytes per rank.
+    """
+    for step in range((call.size - 1).bit_length()):
+        distance = 1 << step
+        call.exchange((call.rank + distance) % call.size, _NOTHING, (call.rank - distance) % call.size, _NOTHING, step=step)

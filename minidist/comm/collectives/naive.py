@@ -1,0 +1,193 @@
+"""Naive: everything passes through the root. Correct, simple, and the baseline that shows why nobody does it:
+
+the root alone sends or receives P-1 times what each other rank does, one message after the other, while all other
+links are idle. Where a verb has no root, rank 0 plays it.
+
+    P=4, all_reduce          r1 -> r0   r2 -> r0   r3 -> r0   (r0 adds)   r0 -> r1   r0 -> r2   r0 -> r3
+
+notes: N3 §1, N4 §2
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minidist.comm.arrays import Place, PlaceOf, Rows
+from minidist.comm.call import Call
+from minidist.comm.collectives.chunks import split
+from minidist.comm.collectives.reduction import Reduction, add_from
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
+    """The root sends the whole array to each other rank in turn.
+
+    P=4, root 0   step 0   r0 -> r1      step 1   r0 -> r2      step 2   r0 -> r3
+
+    Args:    x (...), at the root; place(shape, dtype): where the others receive it.
+    Returns: the array, x itself at the root.
+    Cost:    P-1 messages, all from the root; (P-1)*nbytes.
+    """
+    call.agree()
+    if call.rank != root:
+        return call.recv_block(root, place)
+    assert x is not None, "the root has the array"
+    for step, dst in enumerate(_others(call.size, root)):
+        call.send_block(dst, x, step=step)
+    return x
+
+
+def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, root: int) -> None:
+    """Each rank sends the whole array to the root, which adds them in rank order to its own.
+
+    P=4, root 0   step 0   r1 -> r0      step 1   r2 -> r0      step 2   r3 -> r0
+
+    Args:    x (n,), only read; out (n,) at the root, may be x.
+    Cost:    P-1 messages, all to the root; (P-1)*nbytes.
+    Rounding: the root adds low precision in float32 and rounds once.
+    """
+    call.agree()
+    if call.rank == root:
+        assert out is not None, "the root has a result"
+        op.finish(add_from(call, _others(call.size, root), x, out, op), out)
+    else:
+        call.send(root, x, step=call.rank - (call.rank > root))
+
+
+def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """Reduce to rank 0, then broadcast from it.
+
+    Cost:    2(P-1) messages; 2(P-1)*nbytes, the ring's bytes: but half of them leave one rank, the other half arrive at it.
+    """
+    reduce(call, x, out if call.rank == 0 else None, op, root=0)
+    if call.rank == 0:
+        for dst in range(1, call.size):
+            call.send(dst, out, step=call.size - 2 + dst)
+    else:
+        call.recv(0, out)
+
+
+def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """Reduce to rank 0, which then sends each rank its chunk.
+
+    Args:    x (n,), only read; out: chunk `rank` of the result.
+    Cost:    2(P-1) messages; (P-1)*nbytes to rank 0, and all chunks but its own from it. Workspace: n elements at rank 0.
+    """
+    if call.rank != 0:
+        reduce(call, x, None, op, root=0)
+        call.recv(0, out)
+        return
+    whole = call.workspace(len(x), x.dtype)
+    reduce(call, x, whole, op, root=0)
+    chunks = split(whole, call.size)
+    for dst in range(1, call.size):
+        call.send(dst, chunks[dst], step=call.size - 2 + dst, chunk=dst)
+    out[...] = chunks[0]
+
+
+def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndarray | None:
+    """Each rank sends its block to the root.
+
+    P=4, root 0   step 0   r1 -> r0      step 1   r2 -> r0      step 2   r3 -> r0
+
+    Args:    own (m, ...), any m; rows: where the root receives the blocks, None elsewhere.
+    Returns: at the root all blocks, one after the other in rank order; elsewhere None.
+    Cost:    P-1 messages, all to the root; the bytes of all blocks but the root's.
+    """
+    call.agree()
+    if call.rank != root:
+        call.send_block(root, own, step=call.rank - (call.rank > root), chunk=call.rank)
+        return None
+    assert rows is not None, "the root has a place for the blocks"
+    return rows.join([own if src == root else call.recv_block(src, rows.place(src)) for src in range(call.size)])
+
+
+def scatter(call: Call, parts: Sequence[np.ndarray] | None, place: Place, root: int) -> np.ndarray:
+    """The root sends each rank its part.
+
+    P=4, root 0   step 0   r0 -> r1      step 1   r0 -> r2      step 2   r0 -> r3
+
+    Args:    parts: P arrays, at the root; place(shape, dtype): where the others receive theirs.
+    Returns: this rank's part.
+    Cost:    P-1 messages, all from the root; the bytes of all parts but the root's.
+    """
+    call.agree()
+    if call.rank != root:
+        return call.recv_block(root, place)
+    assert parts is not None, "the root has the parts"
+    for step, dst in enumerate(_others(call.size, root)):
+        call.send_block(dst, parts[dst], step=step, chunk=dst)
+    return parts[root]
+
+
+def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
+    """Gather to rank 0, then broadcast the whole from it.
+
+    Cost:    2(P-1) messages; the bytes of all blocks but rank 0's to it, then (P-1)*(the bytes of all blocks) from it.
+    """
+    whole = gather(call, own, rows, root=0)
+    if whole is None:
+        return call.recv_block(0, rows.place_whole)
+    for dst in range(1, call.size):
+        call.send_block(dst, whole, step=call.size - 2 + dst)
+    return whole
+
+
+def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
+    """Every part goes to rank 0 first, then to the rank it is for.
+
+    P=3           r1 -> r0: p10 p12      r2 -> r0: p20 p21      r0 -> r1: p01 p21      r0 -> r2: p02 p12
+
+    Args:    parts: P arrays, part d for rank d; place(rank): where the part from `rank` is received.
+    Returns: the parts for this rank, by source; its own among them as it was given.
+    Cost:    2(P-1)^2 messages; each part twice, but those of rank 0 or for rank 0 once. Workspace: rank 0 holds all parts.
+    """
+    call.agree()
+    if call.rank == 0:
+        return _relay(call, parts, place)
+    sent = [call.start_send_block(0, parts[dst], chunk=dst) for dst in _others(call.size, call.rank)]
+    for handle in sent:
+        handle.wait()
+    return [parts[src] if src == call.rank else call.recv_block(0, place(src)) for src in range(call.size)]
+
+
+def barrier(call: Call) -> None:
+    """Each rank tells rank 0 that it is here; when all are, rank 0 tells each.
+
+    Cost:    2(P-1) messages of 0 bytes.
+    """
+    call.agree()
+    if call.rank != 0:
+        call.send(0, _NOTHING, step=call.rank - 1)
+        call.recv(0, _NOTHING)
+        return
+    for src in range(1, call.size):
+        call.recv(src, _NOTHING)
+    for dst in range(1, call.size):
+        call.send(dst, _NOTHING, step=call.size - 2 + dst)
+
+
+def _relay(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
+    """Rank 0 of all_to_all: receive what everybody has for everybody else, then pass it on."""
+    mine, mail = [parts[0]], {}
+    for src in range(1, call.size):
+        for dst in _others(call.size, src):
+            block = call.recv_block(src, place(src) if dst == 0 else _in_workspace(call))
+            if dst == 0:
+                mine.append(block)
+            else:
+                mail[src, dst] = block
+    for dst in range(1, call.size):
+        for src in _others(call.size, dst):
+            call.send_block(dst, parts[dst] if src == 0 else mail[src, dst], chunk=dst)
+    return mine
+
+
+def _others(size: int, rank: int) -> list[int]:
+    return [other for other in range(size) if other != rank]
+
+
+def _in_workspace(call: Call) -> Place:
+    """Place for a block that is only passing through."""
+    return lambda shape, dtype: call.workspace(int(np.prod(shape)), dtype).reshape(shape)

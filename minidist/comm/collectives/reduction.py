@@ -1,0 +1,110 @@
+"""What an op does to two arrays, and in which dtype it adds up.
+
+float16, bfloat16 and the float8s combine in float32 and are rounded once: once a hop where a partial result travels
+(ring, tree), once altogether where one rank sees every value (naive, direct). Every other dtype combines in itself, as
+NumPy's ufuncs do: integers wrap round, bool's sum and max are "or", its prod and min "and", NaN wins in max and min.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from minidist.comm.call import Call
+from minidist.comm.transport import Reduce
+from minidist.errors import ConfigError, DtypeError
+
+UFUNCS: dict[str, np.ufunc] = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+
+
+class Reduction(NamedTuple):
+    """One op on one dtype over `size` ranks.
+
+    total: the dtype it accumulates in; loop: the dtype that a ufunc is told to compute in (None: NumPy's choice is right).
+    """
+
+    op: str
+    dtype: np.dtype
+    total: np.dtype
+    loop: np.dtype | None
+    size: int
+
+    def combine(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+        """out = a (op) b, all of one length; `out` may be `a` or `b`. Rounds to out's dtype."""
+        UFUNCS[self.op](a, b, out=out, dtype=self.loop, casting="same_kind")
+
+    def into(self, source: np.ndarray) -> Reduce:
+        """The Reduce that writes target = source (op) what arrives; `source` may be the target itself."""
+        ufunc, loop = UFUNCS[self.op], self.loop
+
+        def reduce(target: np.ndarray, start: int, piece: np.ndarray) -> None:
+            stop = start + len(piece)
+            ufunc(source[start:stop], piece, out=target[start:stop], dtype=loop, casting="same_kind")
+
+        return reduce
+
+    def onto(self, total: np.ndarray) -> Reduce:
+        """The Reduce that adds what arrives to `total`, and leaves the target alone: for a total wider than the wire."""
+        def reduce(target: np.ndarray, start: int, piece: np.ndarray) -> None:
+            stop = start + len(piece)
+            self.combine(total[start:stop], piece, out=total[start:stop])
+
+        return reduce
+
+    def finish(self, total: np.ndarray, out: np.ndarray) -> None:
+        """Write the result from the combination of all ranks' values: a mean is divided here, once. `out` may be total."""
+        if self.op == "mean":
+            np.divide(total, self.size, out=out, dtype=self.loop, casting="same_kind")
+        elif out is not total:
+            out[...] = total
+
+
+@lru_cache(maxsize=512)
+def reduction(op: str, dtype: np.dtype, size: int) -> Reduction:
+    """The reduction `op` on arrays of `dtype`.
+
+    Raises: ConfigError for an op that does not exist; DtypeError for one that the dtype does not take (mean of integers).
+    """
+    if op not in UFUNCS:
+        raise ConfigError(f"unknown op {op!r}; choose one of {', '.join(UFUNCS)}")
+    low = dtype == np.float16 or (dtype.type.__module__ == ml_dtypes.__name__ and _is_float(dtype))
+    if op == "mean" and not (low or dtype.kind in "fc"):
+        raise DtypeError(f"op mean of {dtype} would have to round; cast to a float dtype, or take op sum")
+    total = np.dtype(np.float32) if low else dtype
+    one = np.zeros(1, total)
+    try:
+        combined = UFUNCS[op](one, one)
+    except TypeError:
+        combined = None
+    if combined is None or combined.dtype.newbyteorder("=") != total.newbyteorder("="):
+        raise DtypeError(f"op {op} is not defined for dtype {dtype}, or gives another dtype")
+    return Reduction(op, dtype, total, total if low else None, size)
+
+
+def add_from(call: Call, sources: Iterable[int], x: np.ndarray, out: np.ndarray, op: Reduction) -> np.ndarray:
+    """x (op) what each of `sources` sends, in that order, added straight from the receive buffer.
+
+    Args:    x, out (n,); x is only read, and may be out, which is overwritten.
+    Returns: the total: `out`, or `x` if there are no sources; in low precision a float32 workspace, not rounded yet.
+    """
+    if op.total == out.dtype:
+        total = x
+        for src in sources:
+            call.recv(src, out, op.into(total))
+            total = out
+    else:
+        total = call.workspace(len(x), op.total)
+        total[...] = x
+        for src in sources:
+            call.recv(src, out, op.onto(total))
+    return total
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    try:
+        ml_dtypes.finfo(dtype)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,111 @@
+"""Ring: every rank talks to its two neighbours only, all links are busy at once, and each carries the least possible.
+
+An all-reduce is a reduce-scatter, after which rank r holds the sum of chunk r, and then an all-gather of those sums:
+
+    P=3            r0                  r1                  r2
+    start          a0 a1 a2            b0 b1 b2            c0 c1 c2
+    reduce-scatter sum0                sum1                sum2             2 steps of n/3 elements
+    all-gather     sum0 sum1 sum2      sum0 sum1 sum2      sum0 sum1 sum2   2 steps of n/3 elements
+
+Each rank sends 2(P-1)/P of the array whatever P is: that is why the ring scales.
+
+notes: N1 Ring AllReduce, N4 §2.    Source: Patarasuk & Yuan 2009.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minidist.comm.arrays import Rows
+from minidist.comm.call import Call
+from minidist.comm.collectives.chunks import longest, split
+from minidist.comm.collectives.reduction import Reduction
+
+
+def reduce_around(call: Call, chunks: Sequence[np.ndarray], partials: Sequence[np.ndarray], op: Reduction) -> None:
+    """The first half of the ring: partial sums travel, each rank adds its own chunk to what arrives and passes it on.
+
+    P=3      r0 sends    r1 sends    r2 sends
+    step 0   c2 -> r1    c0 -> r2    c1 -> r0
+    step 1   c1 -> r1    c2 -> r2    c0 -> r0
+
+    Args:    chunks    this rank's values, cut in P; only read.
+             partials  P-1 arrays: where the sum of each step goes, the last being chunk `rank` of the result. An array
+                       may come again two steps later, and may be the chunk that is added (in place).
+    Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Each arriving chunk is added straight from the
+             receive buffer to this rank's own and written once: no copy, no allocation.
+    Raises:  MismatchError if the neighbour is in another call.
+    """
+    outgoing = chunks[call.prev_rank]
+    for step, partial in enumerate(partials):
+        incoming = (call.rank - 2 - step) % call.size
+        own = chunks[incoming]
+        call.exchange(call.next_rank, outgoing, call.prev_rank, partial[:len(own)], op.into(own),
+                      step=step, chunk=(incoming + 1) % call.size)
+        outgoing = partial[:len(own)]
+
+
+def gather_around(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0) -> None:
+    """The second half of the ring: finished chunks travel once around.
+
+    P=3      r0 sends    r1 sends    r2 sends
+    step 0   c0 -> r1    c1 -> r2    c2 -> r0
+    step 1   c2 -> r1    c0 -> r2    c1 -> r0
+
+    Args:    chunks: P arrays; chunk `rank` is full, the others are filled.
+    Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly; no copy.
+    """
+    for step in range(call.size - 1):
+        outgoing = (call.rank - step) % call.size
+        call.exchange(call.next_rank, chunks[outgoing], call.prev_rank, chunks[outgoing - 1],
+                      step=first_step + step, chunk=outgoing)
+
+
+def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """Reduce-scatter, then all-gather, in `out`.
+
+    Args:    x, out (n,), contiguous; x is only read, and may be out.
+    Cost:    2(P-1) messages per rank; 2(P-1)*nbytes over all ranks, exactly, whether or not P divides n.
+             No workspace: partial sums stand in `out`.
+    Rounding: low precision is added in float32 and rounded once a hop, P-1 times in all.
+    """
+    if call.size == 1:
+        op.finish(x, out)
+        return
+    sums = split(out, call.size)
+    reduce_around(call, split(x, call.size), [sums[(call.rank - 2 - step) % call.size] for step in range(call.size - 1)], op)
+    if op.op == "mean":
+        op.finish(sums[call.rank], sums[call.rank])
+    gather_around(call, sums, first_step=call.size - 1)
+
+
+def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """The first half alone: rank r gets the reduced chunk r of the flattened array.
+
+    Args:    x (n,), contiguous, only read; out: chunk `rank`, at most ceil(n/P) elements; may be that part of x.
+    Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Workspace: two chunks (none at P = 2).
+    """
+    if call.size == 1:
+        op.finish(x, out)
+        return
+    spare = [call.workspace(longest(len(x), call.size), x.dtype) for _ in range(min(2, call.size - 2))]
+    partials = [spare[step % 2] for step in range(call.size - 2)]
+    reduce_around(call, split(x, call.size), [*partials, out], op)
+    if op.op == "mean":
+        op.finish(out, out)
+
+
+def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
+    """The second half alone, with blocks of any length: each says its shape in its header.
+
+    Args:    own (m, ...), any m, this rank's block; rows: where the others' are received.
+    Returns: all blocks, one after the other in rank order.
+    Cost:    P-1 messages per rank; (P-1)*(the bytes of all blocks) over all ranks, exactly; no copy where all are equal.
+    """
+    blocks = {call.rank: own}
+    for step in range(call.size - 1):
+        outgoing = (call.rank - step) % call.size
+        incoming = (outgoing - 1) % call.size
+        blocks[incoming] = call.exchange_blocks(call.next_rank, blocks[outgoing], call.prev_rank, rows.place(incoming),
+                                                step=step, chunk=outgoing)
+    return rows.join([blocks[rank] for rank in range(call.size)])

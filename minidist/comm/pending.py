@@ -1,0 +1,130 @@
+"""Calls under way: what a `start_…` verb returns, and the worker that carries a group's calls out in order."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from minidist import account
+from minidist.comm.transport import Handle, Transport
+from minidist.errors import CommError
+
+if TYPE_CHECKING:
+    from minidist.comm.call import Call
+
+_LOOK = 1.0  # seconds between looks at whether the worker still lives
+
+
+class Pending(ABC):
+    """A call that was started. Its argument must not change before wait() returned, nor `out` be read."""
+
+    @abstractmethod
+    def wait(self) -> Any:
+        """Return the call's result, or raise what it raised. May be called again, and from any thread."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether wait() would return or raise at once."""
+
+
+class PendingCall(Pending):
+    """A collective in a worker's queue."""
+
+    def __init__(self, call: "Call", worker: "Worker") -> None:
+        self.call, self.worker = call, worker
+        self.finished = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def wait(self) -> Any:
+        while not self.finished.wait(_LOOK):  # no limit here: each wait of the call itself, in the worker, has one
+            if not self.worker.alive():
+                raise CommError(f"the group was closed before {self.call.signature.describe()} was carried out")
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    def done(self) -> bool:
+        return self.finished.is_set()
+
+
+class PendingMessage(Pending):
+    """A send, a receive, or both, already with the transport; wait() drives them in the calling thread."""
+
+    def __init__(self, handles: list[Handle], deliver: Callable[[], Any]) -> None:
+        self.handles, self.deliver = handles, deliver
+        self.result: Any = None
+        self.delivered = False
+
+    def wait(self) -> Any:
+        for handle in self.handles:
+            handle.wait()
+        if not self.delivered:
+            self.result, self.delivered = self.deliver(), True
+        return self.result
+
+    def done(self) -> bool:
+        return all(handle.done() for handle in self.handles)
+
+
+class Worker:
+    """The thread that carries out a group's started calls, one after the other, in the order they were started.
+
+    It uses the memory account of the thread that made it. An error reaches whoever waits for the call, and aborts the
+    transport, so that the rank learns of it at its next wait of any kind; the calls behind it then fail too.
+    """
+
+    def __init__(self, name: str, transport: Transport) -> None:
+        self.unfinished = 0
+        self._transport, self._account = transport, account.current()
+        self._queue: deque[PendingCall] = deque()
+        self._changed = threading.Condition(threading.Lock())
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: "Call") -> PendingCall:
+        """Put a call at the end of the queue."""
+        pending = PendingCall(call, self)
+        with self._changed:
+            self._queue.append(pending)
+            self.unfinished += 1
+            self._changed.notify()
+        return pending
+
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Carry out what is queued, then end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        with account.use(self._account):
+            while (pending := self._next()) is not None:
+                self._carry_out(pending)
+                del pending  # else the last call's arrays would live until the next call
+
+    def _next(self) -> PendingCall | None:
+        with self._changed:
+            while not self._queue:
+                if self._closing:
+                    return None
+                self._changed.wait()
+            return self._queue.popleft()
+
+    def _carry_out(self, pending: PendingCall) -> None:
+        try:
+            pending.result = pending.call.run()
+        except BaseException as error:  # raised by wait()
+            pending.error = error
+            self._transport.abort(error if isinstance(error, CommError) else CommError(
+                f"{pending.call.signature.describe()} failed: {type(error).__name__}: {error}"))
+        with self._changed:
+            self.unfinished -= 1
+        pending.finished.set()

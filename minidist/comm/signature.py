@@ -1,0 +1,126 @@
+"""The signature of a call: what every rank must agree on, and how a disagreement is told.
+
+A message's header (`meta`) is three msgpack objects one after the other:
+
+    key     [group, sequence, verb, algorithm, op, root, dtype, shape]   equal on all ranks of the call, byte for byte
+    where   "file:line"                                           of the program that called; may differ
+    block   [dtype, shape, device]                                of this message, where the receiver cannot know them
+
+so that the receiver of a matching message compares one bytes prefix. None in dtype or shape stands for "this rank does
+not know it" (a broadcast's receiver) or, inside a shape, for "may differ" (the first dim of a gather).
+"""
+
+import ast
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import msgpack
+import numpy as np
+from numpy.lib import format as npy_format
+
+from minidist.errors import DtypeError, MismatchError
+
+Shape = tuple[int | None, ...]
+
+
+@lru_cache(maxsize=256)
+def dtype_code(dtype: np.dtype) -> str:
+    """The name of a dtype on the wire: NumPy's own string ("<f4"), or ml_dtypes' name ("bfloat16").
+
+    Raises: DtypeError for a dtype whose values are references (object, StringDType) or that has no name.
+    """
+    if dtype.hasobject or dtype.itemsize == 0:
+        raise DtypeError(f"arrays of dtype {dtype} cannot be sent: their values are references or have no bytes; "
+                         f"convert to numbers or fixed-length strings first")
+    if getattr(ml_dtypes, dtype.name, None) is dtype.type:
+        return dtype.name
+    code = npy_format.dtype_to_descr(dtype) if dtype.names else dtype.str
+    text = code if isinstance(code, str) else repr(code)
+    if dtype_of(text) != dtype:
+        raise DtypeError(f"arrays of dtype {dtype} cannot be sent: the dtype has no name that other ranks know")
+    return text
+
+
+@lru_cache(maxsize=256)
+def dtype_of(code: str) -> np.dtype:
+    """The dtype that `dtype_code` named."""
+    if code[:1] == "[":
+        return np.dtype(npy_format.descr_to_dtype(ast.literal_eval(code)))
+    return np.dtype(getattr(ml_dtypes, code, code))
+
+
+class Block(NamedTuple):
+    """What a message brings, where the receiver cannot know it; `device` is where the sender's array lives."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    device: str
+
+
+def pack_block(dtype: np.dtype, shape: tuple[int, ...], device: str) -> bytes:
+    """The third object of a header."""
+    return msgpack.packb((dtype_code(dtype), shape, device))
+
+
+class Signature(NamedTuple):
+    """One rank's view of one call. Compared field by field, `where` aside."""
+
+    group: int
+    sequence: int
+    verb: str
+    algorithm: str | None
+    op: str | None
+    root: int | None
+    dtype: str | None
+    shape: Shape | None
+    where: str
+
+    def pack(self) -> tuple[bytes, bytes]:
+        """(key, where) as they go into a header."""
+        return msgpack.packb(self[:8]), msgpack.packb(self.where)
+
+    def describe(self) -> str:
+        """ "all_reduce(float32 (3, 4), op=sum, algorithm=ring), number 7 of the group, at train.py:40"."""
+        kind = "" if self.dtype is None else str(dtype_of(self.dtype))
+        shape = "" if self.shape is None else "(" + ", ".join("?" if n is None else str(n) for n in self.shape) + ")"
+        parts = [f"{kind} {shape}".strip(), *(f"{name}={value}" for name, value in (
+            ("op", self.op), ("root", self.root), ("algorithm", self.algorithm)) if value is not None)]
+        return f"{self.verb}({', '.join(part for part in parts if part)}), number {self.sequence} of the group, at {self.where}"
+
+    def agrees(self, other: "Signature") -> bool:
+        """Whether both describe the same call; what one of them does not know matches anything."""
+        return (self[:6] == other[:6] and _same(self.dtype, other.dtype)
+                and (self.shape is None or other.shape is None
+                     or (len(self.shape) == len(other.shape) and all(map(_same, self.shape, other.shape)))))
+
+
+def _same(mine: Any, theirs: Any) -> bool:
+    return mine is None or theirs is None or mine == theirs
+
+
+def unpack(meta: bytes) -> tuple[Signature, Block | None]:
+    """A header's signature, and its block if it carries one.
+
+    Raises: MismatchError if the header is not one of ours.
+    """
+    unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=len(meta) or 1)
+    unpacker.feed(meta)
+    try:
+        key, where, *block = unpacker
+        signature = Signature(*key, where)
+        if not block:
+            return signature, None
+        code, shape, device = block[0]
+        return signature, Block(dtype_of(code), shape, device)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise MismatchError(f"a message whose header is not a call's: {meta[:80]!r}") from error
+
+
+def mismatch(mine: Signature, my_rank: int, theirs: Signature, their_rank: int) -> MismatchError:
+    """The error that shows both calls, by world rank, and says in what they differ."""
+    names = [name for name, a, b in zip(Signature._fields[:8], mine, theirs, strict=False) if a != b]
+    return MismatchError(f"ranks disagree in {', '.join(names) or 'length'}:\n"
+                         f"  rank {my_rank} calls {mine.describe()}\n"
+                         f"  rank {their_rank} calls {theirs.describe()}\n"
+                         f"every rank of a group must make the same calls in the same order")

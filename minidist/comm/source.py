@@ -1,0 +1,55 @@
+"""Which line of whose program called: the part of an error message that sends the reader to the right place.
+
+A place is "file:line" of the first frame outside minidist/comm, walking outwards. Cost: about 1 µs.
+"""
+
+import sys
+from pathlib import Path
+from types import FrameType, TracebackType
+
+_HERE = str(Path(__file__).parent)
+_LONGEST = 200
+
+
+def place(filename: str, line: int) -> str:
+    """ "file:line"; of a very long path the end."""
+    return f"{filename[-_LONGEST:]}:{line}"
+
+
+def caller(frame: FrameType | None = None) -> str:
+    """The place outside minidist/comm that led to this call (or to `frame`)."""
+    if frame is None:
+        frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
+        frame = frame.f_back
+    return place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def raised_at(error: BaseException) -> str:
+    """The innermost place outside minidist/comm that `error` passed through, else where it was raised."""
+    found, trace = "an unknown place", error.__traceback__
+    outside = False
+    while trace is not None:
+        here = _is_ours(trace)
+        if not here or not outside:
+            found = place(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        outside = outside or not here
+        trace = trace.tb_next
+    return found
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename.startswith(_HERE)
+
+
+def doing(thread: int | None) -> str:
+    """What a thread is in the middle of: "all_reduce at train.py:40", or the place alone outside minidist/comm."""
+    frame = sys._current_frames().get(thread) if thread is not None else None
+    if frame is None:
+        return "nothing: its thread has ended"
+    verb, place_outside = None, caller(frame)
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+        if frame.f_code.co_filename.endswith("group.py") and not frame.f_code.co_name.startswith("_"):
+            verb = frame.f_code.co_name
+        frame = frame.f_back
+    return f"{verb} at {place_outside}" if verb else f"at {place_outside}"

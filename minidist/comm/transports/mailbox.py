@@ -1,0 +1,165 @@
+"""A transport within one process: each rank is a thread with a mailbox.
+
+Two kinds of link. "threads" is buffered: a send copies its bytes and is complete at once. "threads-unbuffered" is a
+rendezvous: a send is complete only when the receiver has taken the bytes, straight from the sender's array. The second
+turns a hidden assumption ("my neighbour will receive some time") into a deadlock that a test can see.
+
+How a message travels: the sender puts it into the receiver's mailbox; there it is matched with the oldest receive posted
+for the same (peer, tag), whichever came first; and the next thread of the receiving rank that waits, for whatever it
+waits, carries out the matched pair. Copies: one on "threads-unbuffered", two on "threads".
+"""
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping
+
+import numpy as np
+
+from minidist.comm.transport import Accept, Handle, Reduce, Tag, Transport
+from minidist.errors import CommError, TimeoutError
+
+
+class _Transfer(Handle):
+    """A send or a receive of one rank; `complete` changes under that rank's mailbox lock only."""
+
+    def __init__(self, home: "Mailbox", peer: int, tag: Tag) -> None:
+        self.home, self.peer, self.tag = home, peer, tag
+        self.complete = False
+        self.error: BaseException | None = None
+
+    def wait(self) -> None:
+        self.home.wait_for(self)
+
+    def done(self) -> bool:
+        return self.complete or self.home.aborted is not None
+
+
+class _Send(_Transfer):
+    def __init__(self, home: "Mailbox", peer: int, tag: Tag, view: np.ndarray, meta: bytes) -> None:
+        super().__init__(home, peer, tag)
+        self.view, self.meta = view, meta
+
+    def __str__(self) -> str:
+        return f"for rank {self.peer} to take {self.view.nbytes} bytes"
+
+
+class _Recv(_Transfer):
+    def __init__(self, home: "Mailbox", peer: int, tag: Tag, accept: Accept, reduce: Reduce | None) -> None:
+        super().__init__(home, peer, tag)
+        self.accept, self.reduce = accept, reduce
+
+    def __str__(self) -> str:
+        return f"for a message from rank {self.peer}"
+
+    def take(self, send: _Send) -> None:
+        """Move the payload to where `accept` says; what it raises belongs to this handle."""
+        try:
+            target = self.accept(send.meta, send.view.nbytes)
+            piece = send.view.view(target.dtype)
+            if self.reduce is None:
+                target[...] = piece
+            else:
+                self.reduce(target, 0, piece)
+        except Exception as error:  # raised again by wait()
+            self.error = error
+
+
+class Mailbox(Transport):
+    """One rank's mailbox; `peers` are the mailboxes of all ranks, this one among them."""
+
+    def __init__(self, world_rank: int, peers: Mapping[int, "Mailbox"], world_size: int, limit: float,
+                 unbuffered: bool) -> None:
+        self.name = "threads-unbuffered" if unbuffered else "threads"
+        self.world_rank, self.world_size, self.limit = world_rank, world_size, limit
+        self.aborted: CommError | None = None
+        self._peers, self._unbuffered = peers, unbuffered
+        self._changed = threading.Condition(threading.Lock())
+        self._arrived: defaultdict[tuple[int, Tag], deque[_Send]] = defaultdict(deque)
+        self._posted: defaultdict[tuple[int, Tag], deque[_Recv]] = defaultdict(deque)
+        self._matched: deque[tuple[_Recv, _Send]] = deque()
+
+    def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
+        send = _Send(self, peer, tag, view if self._unbuffered else view.copy(), meta)
+        send.complete = not self._unbuffered
+        self._peers[peer]._deliver(send)
+        return send
+
+    def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
+        recv = _Recv(self, peer, tag, accept, reduce)
+        with self._changed:
+            self._posted[peer, tag].append(recv)
+            self._match((peer, tag))
+        return recv
+
+    def abort(self, error: CommError) -> None:
+        with self._changed:
+            self.aborted = self.aborted or error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        self._arrived.clear()
+        self._posted.clear()
+
+    def wait_for(self, handle: _Transfer) -> None:
+        """Carry out matched pairs until `handle` is complete; sleep while there are none."""
+        deadline = time.monotonic() + self.limit
+        while (pair := self._next_pair(handle, deadline)) is not None:
+            recv, send = pair
+            recv.take(send)
+            self._finish(recv)
+            if not send.complete:
+                send.home._finish(send)
+        if handle.error is not None:
+            raise handle.error
+
+    def _next_pair(self, handle: _Transfer, deadline: float) -> tuple[_Recv, _Send] | None:
+        """The next matched pair to carry out, or None once `handle` is complete."""
+        with self._changed:
+            while not handle.complete:
+                if self.aborted is not None:
+                    raise self.aborted
+                if self._matched:
+                    return self._matched.popleft()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s {handle} (tag {handle.tag.group:x}"
+                                       f"/{handle.tag.sequence}); did rank {handle.peer} make the matching call?")
+                self._changed.wait(left)
+        return None
+
+    def _deliver(self, send: _Send) -> None:
+        """Called by the sending rank's thread."""
+        key = (send.home.world_rank, send.tag)
+        with self._changed:
+            self._arrived[key].append(send)
+            if self._match(key):
+                self._changed.notify_all()
+
+    def _match(self, key: tuple[int, Tag]) -> bool:
+        """Pair the oldest message with the oldest receive of the same peer and tag, if both are there."""
+        arrived, posted = self._arrived[key], self._posted[key]
+        if not (arrived and posted):
+            return False
+        self._matched.append((posted.popleft(), arrived.popleft()))
+        return True
+
+    def _finish(self, transfer: _Transfer) -> None:
+        with self._changed:
+            transfer.complete = True
+            self._changed.notify_all()
+
+
+def connect(size: int, limit: float, unbuffered: bool) -> list[Mailbox]:
+    """The mailboxes of `size` ranks, joined to each other."""
+    peers: dict[int, Mailbox] = {}
+    for rank in range(size):
+        peers[rank] = Mailbox(rank, peers, size, limit, unbuffered)
+    return list(peers.values())
+
+
+def loopback(world_rank: int, limit: float) -> Mailbox:
+    """A rank's buffered link to itself: the one link that no transport has."""
+    peers: dict[int, Mailbox] = {}
+    peers[world_rank] = Mailbox(world_rank, peers, 1, limit, unbuffered=False)
+    return peers[world_rank]

@@ -1,0 +1,116 @@
+"""Ranks as threads of one process: for tests, first lessons, and reading.
+
+    results = run_threads(fn, args, size=4, limit=60)      # fn(world, *args) on every rank; results in rank order
+
+The transport is in mailbox.py; here is what starts the ranks, and ends them all when one fails.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minidist import account
+from minidist.comm import source
+from minidist.comm.group import Group
+from minidist.comm.ledger import Ledger
+from minidist.comm.transports.mailbox import connect
+from minidist.errors import CommError, PeerLostError, TimeoutError
+
+_GRACE = 5.0  # seconds that ranks get to end after one has failed
+
+
+def name_rank(error: BaseException, world_rank: int) -> BaseException:
+    """The same exception, its traceback untouched, now saying which rank raised it: "rank 3: …".
+
+    The rank goes in front of the message where the message is the exception's first argument, as it nearly always is;
+    any other exception (KeyError, OSError, …) gets a CommError that names the rank as its cause, which Python prints first.
+    """
+    if error.args and isinstance(error.args[0], str) and str(error) == error.args[0]:
+        error.args = (f"rank {world_rank}: {error.args[0]}", *error.args[1:])
+    else:
+        error.__cause__ = CommError(f"rank {world_rank} failed at {source.raised_at(error)}")
+    return error
+
+
+class _Job:
+    """What the ranks of one run share: results, and the first failure."""
+
+    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], size: int, limit: float, unbuffered: bool) -> None:
+        self.fn, self.args, self.size = fn, args, size
+        self.transports = connect(size, limit, unbuffered)
+        self.results: list[Any] = [None] * size
+        self.failure: tuple[int, BaseException] | None = None
+        self.running = set(range(size))
+        self.changed = threading.Condition()
+        self.threads = [threading.Thread(target=self.run_rank, args=(rank,), name=f"rank {rank}", daemon=True)
+                        for rank in range(size)]
+
+    def run_rank(self, rank: int) -> None:
+        """The body of a rank's thread."""
+        world = Group(self.transports[rank], Ledger(rank), tuple(range(self.size)))
+        try:
+            with account.use(account.MemoryAccount()):
+                self.results[rank] = self.fn(world, *self.args)
+            world.close()
+        except BaseException as error:  # run_threads raises it in the caller
+            self.fail(rank, error)
+        finally:
+            with self.changed:
+                self.running.discard(rank)
+                self.changed.notify_all()
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Remember the first failure; every other rank learns of it at its present or next wait."""
+        with self.changed:
+            if self.failure is not None:
+                return
+            self.failure = (rank, error)
+        how = f"rank {rank} failed with {type(error).__name__}: {error} (at {source.raised_at(error)})"
+        for transport in self.transports:
+            transport.abort(PeerLostError(how, world_rank=rank))
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all ranks ended, or one failed, within `seconds`."""
+        with self.changed:
+            return self.changed.wait_for(lambda: not self.running or self.failure is not None, seconds)
+
+    def stop(self) -> None:
+        """After a failure: let the ranks end."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self.running, _GRACE)
+
+    def late(self) -> TimeoutError:
+        """The error that names the ranks still running, and the call each is in."""
+        with self.changed:
+            hanging = sorted(self.running)
+        calls = "; ".join(f"rank {rank} in {source.doing(self.threads[rank].ident)}" for rank in hanging)
+        ended = sorted(set(range(self.size)) - set(hanging))
+        return TimeoutError(f"{len(hanging)} of {self.size} ranks had not ended after {self.transports[0].limit:g} s: {calls}"
+                            + (f"; ended: rank {', '.join(map(str, ended))}" if ended else ""))
+
+
+def run_threads(fn: Callable[..., Any], args: Sequence[Any] = (), size: int = 1, limit: float = 60.0,
+                unbuffered: bool = False) -> list[Any]:
+    """Run `fn(world, *args)` on `size` ranks, each a thread with its own ledger and memory account.
+
+    Returns: what each rank returned, in rank order.
+    Raises:  the first failure of any rank, of its own type and with its own traceback, naming the rank (see name_rank);
+             the other ranks are ended by PeerLostError. TimeoutError if a rank has not ended after `limit` seconds (also
+             the limit of every wait inside), naming who hangs and in which call.
+    """
+    job = _Job(fn, args, size, limit, unbuffered)
+    for thread in job.threads:
+        thread.start()
+    try:
+        if not job.wait(limit):
+            raise job.late()
+        if job.failure is not None:
+            rank, error = job.failure
+            job.stop()
+            raise name_rank(error, rank)
+        return job.results
+    finally:
+        if job.running:
+            for transport in job.transports:
+                transport.abort(CommError("the run has ended"))
+            job.stop()

@@ -1,0 +1,186 @@
+"""What each collective verb does before its algorithm runs: check the arguments, find a place for the result.
+
+A function here returns a Call that is ready to run, in the caller's thread now or in the group's worker later. Whatever
+is wrong with one rank's own arguments is raised here, at once; in what the ranks disagree, the messages tell.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minidist.comm.arrays import Place, Result, Rows, apart, argument, device_of
+from minidist.comm.call import Call
+from minidist.comm.collectives.choose import ALGORITHMS, choose
+from minidist.comm.collectives.chunks import split
+from minidist.comm.collectives.reduction import reduction
+from minidist.errors import ConfigError, DtypeError, ShapeError
+
+if TYPE_CHECKING:
+    from minidist.comm.group import Group
+
+
+def broadcast(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
+    root, result = rank_in(group, "root", root), Result("broadcast", out)
+    name = choose("broadcast", algorithm, 0, group.size)
+    array = _at_root(group, "broadcast", x, root)
+
+    def work(call: Call) -> Any:
+        full = ALGORITHMS["broadcast"][name](call, array, result.array, root)
+        _keep(result, call, full, root)
+        return result.deliver(call.device)
+
+    return Call(group, "broadcast", name, work, root=root, device=device_of(x, out), **_kind(out if x is None else x))
+
+
+def scatter(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
+    root, result = rank_in(group, "root", root), Result("scatter", out)
+    name = choose("scatter", algorithm, 0, group.size)
+    array = _at_root(group, "scatter", x, root)
+    if array is not None and array.ndim == 0:
+        raise ShapeError(f"scatter: rank {group.rank} passes an array without dims; the first dim is cut in {group.size}")
+    parts = None if array is None else split(array, group.size)
+
+    def work(call: Call) -> Any:
+        part = ALGORITHMS["scatter"][name](call, parts, result.array, root)
+        _keep(result, call, part, root)
+        return result.deliver(call.device)
+
+    return Call(group, "scatter", name, work, root=root, device=device_of(x, out), **_kind(x))
+
+
+def reduce(group: "Group", x: Any, op: str, root: int, out: Any, algorithm: str) -> Call:
+    root, at_root = rank_in(group, "root", root), group.rank == root
+    result = Result("reduce", out if at_root else None)
+    array = apart(argument(x), result.out)
+    name, how = choose("reduce", algorithm, array.nbytes, group.size), reduction(op, array.dtype, group.size)
+    total = result.array(array.shape, array.dtype).reshape(-1) if at_root else None
+
+    def work(call: Call) -> Any:
+        ALGORITHMS["reduce"][name](call, array.reshape(-1), total, how, root)
+        return result.deliver(call.device) if at_root else None
+
+    return Call(group, "reduce", name, work, op=op, root=root, device=device_of(x), **_kind(array))
+
+
+def all_reduce(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Call:
+    array, result = apart(argument(x), out), Result("all_reduce", out)
+    name, how = choose("all_reduce", algorithm, array.nbytes, group.size), reduction(op, array.dtype, group.size)
+    total = result.array(array.shape, array.dtype).reshape(-1)
+
+    def work(call: Call) -> Any:
+        ALGORITHMS["all_reduce"][name](call, array.reshape(-1), total, how)
+        return result.deliver(call.device)
+
+    return Call(group, "all_reduce", name, work, op=op, device=device_of(x), **_kind(array))
+
+
+def reduce_scatter(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Call:
+    array, result = argument(x), Result("reduce_scatter", out)
+    name, how = choose("reduce_scatter", algorithm, array.nbytes, group.size), reduction(op, array.dtype, group.size)
+    mine = split(array.reshape(-1), group.size)[group.rank]
+    flat = apart(array.reshape(-1), out, mine)
+    chunk = result.array(mine.shape, array.dtype)
+
+    def work(call: Call) -> Any:
+        ALGORITHMS["reduce_scatter"][name](call, flat, chunk, how)
+        return result.deliver(call.device)
+
+    return Call(group, "reduce_scatter", name, work, op=op, device=device_of(x), **_kind(array))
+
+
+def gather(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
+    root, at_root = rank_in(group, "root", root), group.rank == root
+    own, result = _rows_of(argument(x)), Result("gather", out if at_root else None)
+    name = choose("gather", algorithm, 0, group.size)
+
+    def work(call: Call) -> Any:
+        if not at_root:
+            return ALGORITHMS["gather"][name](call, own, None, root)
+        rows = Rows(result, own, call.size)
+        ALGORITHMS["gather"][name](call, rows.put_own(call.rank), rows, root)
+        return result.deliver(call.device)
+
+    return Call(group, "gather", name, work, root=root, device=device_of(x), dtype=own.dtype, shape=(None, *own.shape[1:]))
+
+
+def all_gather(group: "Group", x: Any, out: Any, algorithm: str) -> Call:
+    own, result = _rows_of(argument(x)), Result("all_gather", out)
+    name = choose("all_gather", algorithm, 0, group.size)
+
+    def work(call: Call) -> Any:
+        rows = Rows(result, own, call.size)
+        ALGORITHMS["all_gather"][name](call, rows.put_own(call.rank), rows)
+        return result.deliver(call.device)
+
+    return Call(group, "all_gather", name, work, device=device_of(x), dtype=own.dtype, shape=(None, *own.shape[1:]))
+
+
+def all_to_all(group: "Group", x: Sequence[Any], out: Sequence[Any] | None, algorithm: str) -> Call:
+    name, parts = choose("all_to_all", algorithm, 0, group.size), _parts(group, x, out)
+    results = [Result("all_to_all", None if out is None else out[rank]) for rank in range(group.size)]
+
+    def place(rank: int) -> Place:
+        return results[rank].array
+
+    def work(call: Call) -> Any:
+        own = ALGORITHMS["all_to_all"][name](call, parts, place)[call.rank]
+        results[call.rank].array(own.shape, own.dtype)[...] = own
+        return [result.deliver(call.device) for result in results]
+
+    return Call(group, "all_to_all", name, work, device=device_of(*x), dtype=parts[0].dtype)
+
+
+def barrier(group: "Group", algorithm: str) -> Call:
+    name = choose("barrier", algorithm, 0, group.size)
+    return Call(group, "barrier", name, ALGORITHMS["barrier"][name])
+
+
+def rank_in(group: "Group", name: str, rank: int) -> int:
+    """`rank`, or ConfigError if the group has none such; `name` is what the argument is called."""
+    if not isinstance(rank, int | np.integer) or not 0 <= rank < group.size:
+        raise ConfigError(f"{name}={rank!r}: the group {group.axis} has ranks 0 to {group.size - 1}")
+    return int(rank)
+
+
+def _kind(x: Any) -> dict[str, Any]:
+    """dtype and shape for a signature; None where this rank brought nothing that says them."""
+    if x is None:
+        return {"dtype": None, "shape": None}
+    x = x if hasattr(x, "dtype") else np.asarray(x)
+    return {"dtype": x.dtype, "shape": x.shape}
+
+
+def _at_root(group: "Group", verb: str, x: Any, root: int) -> np.ndarray | None:
+    """The root's array, ready to send; None elsewhere."""
+    if group.rank != root:
+        return None
+    if x is None:
+        raise ShapeError(f"{verb}: rank {root} is the root and passes None; the root brings the array")
+    return argument(x)
+
+
+def _keep(result: Result, call: Call, own: np.ndarray, root: int) -> None:
+    """At the root, which receives nothing, the result is a copy of its own."""
+    if call.rank == root:
+        kept = result.array(own.shape, own.dtype)
+        if kept is not own:
+            kept[...] = own
+
+
+def _rows_of(array: np.ndarray) -> np.ndarray:
+    """An array that can be joined along its first dim: a scalar is one row."""
+    return array.reshape(1) if array.ndim == 0 else array
+
+
+def _parts(group: "Group", x: Sequence[Any], out: Sequence[Any] | None) -> list[np.ndarray]:
+    """The arrays of an all_to_all, ready to send: one for each rank, of one dtype, apart from all of `out`."""
+    for name, arrays in (("x", x), ("out", out)):
+        if arrays is not None and len(arrays) != group.size:
+            raise ShapeError(f"all_to_all: {name} has {len(arrays)} arrays, the group has {group.size} ranks; pass one for each")
+    parts = [argument(part) for part in x]
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) > 1:
+        raise DtypeError(f"all_to_all: the arrays have dtypes {', '.join(sorted(map(str, dtypes)))}; cast them to one")
+    shared = any(isinstance(other, np.ndarray) and np.may_share_memory(part, other) for part in parts for other in out or ())
+    return [part.copy() for part in parts] if shared else parts
