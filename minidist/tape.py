@@ -261,8 +261,9 @@ class Op:
         for name, value in values.items():
             owner = next((p for p in parameters if p.data is value), None)
             node._saved[name] = value if owner is None else owner
-            if owner is None and is_array(value):
-                memory.hold(value, "activations")
+            for array in value if isinstance(value, list) else [value]:
+                if is_array(array) and owner is None:
+                    memory.hold(array, "activations")
         return node
 
     def _describe(self, arrays: Sequence[Any]) -> str:

@@ -1,9 +1,9 @@
 """Causal attention: each token looks at itself and the tokens before it.
 
-Scores are computed for a block of queries at a time and never kept: the forward saves only the logarithm of each row's
-sum, and backward computes the probabilities again from it (as flash attention does), so memory grows with the number of
-tokens, not with its square. A block of queries is multiplied only with the keys it may see, which skips nearly half of
-the work when there are several blocks.
+Scores are computed for a block of queries at a time, and a block is multiplied only with the keys it may see, which
+skips nearly half of the work when there are several blocks. Long sequences keep no scores: the forward saves only the
+logarithm of each row's sum, and backward computes the probabilities again from it (as flash attention does), so memory
+grows with the number of tokens, not with its square. Short ones keep the probabilities, which take little room then.
 
 Inside, score matrices are transposed, (…, K, Q), keys down and queries across: the maximum over the keys then runs
 along whole rows of memory, and numbers that belong to a query, (…, 1, Q), broadcast without a copy.
@@ -20,6 +20,7 @@ from minidist.tape import Node, Saved, op, saved
 
 QUERY_BLOCK = 64         # queries at a time on the host: one head's scores against 1,024 keys are 256 KiB
 QUERY_BLOCK_GPU = 1024   # larger, since each block is a row of kernel launches
+KEEP_UP_TO = 256         # tokens in a sequence whose probabilities are kept: two of backward's seven products less
 
 
 def _sequences(xp: Any, count: int) -> Iterable[Any]:
@@ -50,8 +51,11 @@ def _scores(q: Array, k: Array, queries: slice, keys: slice) -> Array:
     return scores
 
 
-def _attend(q: Array, k: Array, v: Array, y: Array, log_total: Array) -> None:
-    """Attention (…, T, D), written into y, and log(sum(exp(scores))) of each query into log_total (…, 1, T)."""
+def _attend(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: list[Array]) -> None:
+    """Attention (…, T, D), written into y, and log(sum(exp(scores))) of each query into log_total (…, 1, T).
+
+    Appends each block's probabilities (…, K, Q) to `kept` if the sequence is short.
+    """
     xp = array_module(q)
     q = q * q.dtype.type(q.shape[-1] ** -0.5)
     for queries, keys in _blocks(xp, q.shape[-2]):
@@ -60,11 +64,14 @@ def _attend(q: Array, k: Array, v: Array, y: Array, log_total: Array) -> None:
         p -= top
         xp.exp(p, out=p)
         total = matmul(xp.ones((1, keys.stop), p.dtype), p)
-        xp.multiply(matmul(_flip(p), v[..., keys, :]), _flip(1.0 / total), out=y[..., queries, :])
+        p *= 1.0 / total
+        matmul(_flip(p), v[..., keys, :], out=y[..., queries, :])
         xp.add(xp.log(total), top, out=log_total[..., queries])
+        if q.shape[-2] <= KEEP_UP_TO:
+            kept.append(p)
 
 
-def _attend_gradients(q: Array, k: Array, v: Array, y: Array, log_total: Array, dy: Array,
+def _attend_gradients(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: Iterator[Array], dy: Array,
                       dq: Array, dk: Array, dv: Array) -> None:
     """Write dq, dk, dv; all (…, T, D).
 
@@ -77,9 +84,11 @@ def _attend_gradients(q: Array, k: Array, v: Array, y: Array, log_total: Array, 
     row = xp.einsum("...td,...td->...t", dy, y)[..., None, :]
     for queries, keys in _blocks(xp, q.shape[-2]):
         q_block, dy_block = q[..., queries, :], dy[..., queries, :]
-        p = _scores(q, k, queries, keys)
-        p -= log_total[..., queries]
-        xp.exp(p, out=p)
+        p = next(kept, None)
+        if p is None:
+            p = _scores(q, k, queries, keys)
+            p -= log_total[..., queries]
+            xp.exp(p, out=p)
         ds = matmul(v[..., keys, :], _flip(dy_block))
         ds -= row[..., queries]
         ds *= p
@@ -98,25 +107,25 @@ def _shared(x: Array, heads: int) -> Array:
     return x if x.shape[-3] == heads else array_module(x).repeat(x, heads // x.shape[-3], axis=-3)
 
 
-def _forward(q: Array, k: Array, v: Array, y: Array) -> Array:
-    """Attention of a batch into y; all (B, H or H_kv, T, D). Returns log(sum(exp(scores))): (B, H, 1, T)."""
+def _forward(q: Array, k: Array, v: Array, y: Array) -> tuple[Array, list[Array]]:
+    """Attention of a batch into y; all (B, H or H_kv, T, D). Returns log(sum(exp(scores))) (B, H, 1, T), what is kept."""
     xp, (b, heads, t, _) = array_module(q), q.shape
-    log_total = xp.empty((b, heads, 1, t), q.dtype)
+    log_total, kept = xp.empty((b, heads, 1, t), q.dtype), []
     for i in _sequences(xp, b):
-        _attend(q[i], _shared(k[i], heads), _shared(v[i], heads), y[i], log_total[i])
-    return log_total
+        _attend(q[i], _shared(k[i], heads), _shared(v[i], heads), y[i], log_total[i], kept)
+    return log_total, kept
 
 
-def _backward(q: Array, k: Array, v: Array, y: Array, log_total: Array, dy: Array,
+def _backward(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: list[Array], dy: Array,
               dq: Array, dk: Array, dv: Array) -> None:
     """Write the gradients of a batch into dq (B, H, T, D) and dk, dv (B, H_kv, T, D)."""
-    xp, heads, kv_heads = array_module(q), q.shape[1], k.shape[1]
+    xp, heads, kv_heads, blocks = array_module(q), q.shape[1], k.shape[1], iter(kept)
     for i in _sequences(xp, len(q)):
         if heads == kv_heads:
-            _attend_gradients(q[i], k[i], v[i], y[i], log_total[i], dy[i], dq[i], dk[i], dv[i])
+            _attend_gradients(q[i], k[i], v[i], y[i], log_total[i], blocks, dy[i], dq[i], dk[i], dv[i])
             continue
         dk_all, dv_all = xp.empty(q[i].shape, q.dtype), xp.empty(q[i].shape, q.dtype)
-        _attend_gradients(q[i], _shared(k[i], heads), _shared(v[i], heads), y[i], log_total[i], dy[i],
+        _attend_gradients(q[i], _shared(k[i], heads), _shared(v[i], heads), y[i], log_total[i], blocks, dy[i],
                           dq[i], dk_all, dv_all)
         for target, each in ((dk, dk_all), (dv, dv_all)):   # a key head's gradient is the sum over its query heads
             shape = target[i].shape
@@ -142,16 +151,16 @@ def causal_attention(q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
     _check(q, k, v)
     q_wide, k_wide, v_wide = widen(q), widen(k), widen(v)
     y = array_module(q).empty(q.shape, q_wide.dtype)
-    log_total = _forward(q_wide, k_wide, v_wide, y)
+    log_total, kept = _forward(q_wide, k_wide, v_wide, y)
     y = y.astype(q.dtype, copy=False)
-    return y, saved(q=q, k=k, v=v, y=y, log_total=log_total)
+    return y, saved(q=q, k=k, v=v, y=y, log_total=log_total, kept=kept)
 
 
 def _gradients(node: Node, dy: Array) -> dict[str, Array]:
     xp = array_module(dy)
     q, k, v = widen(node.q), widen(node.k), widen(node.v)
     dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in (q, k, v))
-    _backward(q, k, v, widen(node.y), node.log_total, widen(dy), dq, dk, dv)
+    _backward(q, k, v, widen(node.y), node.log_total, node.kept, widen(dy), dq, dk, dv)
     return {name: x.astype(dy.dtype, copy=False) for name, x in (("q", dq), ("k", dk), ("v", dv))}
 
 
@@ -192,15 +201,15 @@ def causal_attention_packed(qkv: Array, *, heads: int) -> tuple[Array, Saved]:
         raise ShapeError(f"causal_attention_packed: qkv {qkv.shape} with {heads} heads; it needs (B, T, 3·heads·D)")
     wide = widen(qkv)
     y = array_module(qkv).empty((*qkv.shape[:2], qkv.shape[2] // 3), wide.dtype)
-    log_total = _forward(*_unpack(wide, heads), _by_head(y, heads))
+    log_total, kept = _forward(*_unpack(wide, heads), _by_head(y, heads))
     y = y.astype(qkv.dtype, copy=False)
-    return y, saved(qkv=qkv, y=y, log_total=log_total)
+    return y, saved(qkv=qkv, y=y, log_total=log_total, kept=kept)
 
 
 @causal_attention_packed.gradient("qkv")
 def _(node: Node, dy: Array) -> Array:
     heads, qkv = node.options["heads"], widen(node.qkv)
     dqkv = array_module(dy).empty(qkv.shape, qkv.dtype)
-    _backward(*_unpack(qkv, heads), _by_head(widen(node.y), heads), node.log_total, _by_head(widen(dy), heads),
-              *_unpack(dqkv, heads))
+    _backward(*_unpack(qkv, heads), _by_head(widen(node.y), heads), node.log_total, node.kept,
+              _by_head(widen(dy), heads), *_unpack(dqkv, heads))
     return dqkv.astype(dy.dtype, copy=False)
