@@ -1,0 +1,16 @@
+"""Modules: functions with parameters, up to a GPT."""
+
+from minidist.nn.attention import CausalSelfAttention
+from minidist.nn.config import GPTConfig
+from minidist.nn.dropout import Dropout, DropoutKey
+from minidist.nn.embedding import Embedding
+from minidist.nn.gpt import GPT, Block
+from minidist.nn.hooks import Handle
+from minidist.nn.linear import Linear
+from minidist.nn.mlp import MLP
+from minidist.nn.module import Module
+from minidist.nn.norm import LayerNorm, RMSNorm
+from minidist.nn.weights import Init, Weight
+
+__all__ = ["GPT", "MLP", "Block", "CausalSelfAttention", "Dropout", "DropoutKey", "Embedding", "GPTConfig", "Handle",
+           "Init", "LayerNorm", "Linear", "Module", "RMSNorm", "Weight"]

@@ -1,0 +1,18 @@
+"""Optimizers, clipping, and learning-rate schedules.
+
+    optimizer = AdamW(model.parameters(), lr=3e-4)
+    ...                                                     # backward
+    norm = global_norm(p.grad for p in model.parameters())
+    optimizer.step(lr=warmup_cosine(step, peak=3e-4, warmup=100, total=1000), scale=clip_scale(norm, 1.0))
+    optimizer.zero_grad()
+"""
+
+from minidist.optim.adam import Adam, AdamW
+from minidist.optim.clip import clip_by_global_norm, clip_scale, global_norm, sum_of_squares
+from minidist.optim.optimizer import Optimizable, Optimizer, at_least_two_dims
+from minidist.optim.rmsprop import RMSProp
+from minidist.optim.schedules import constant, warmup_cosine
+from minidist.optim.sgd import SGD
+
+__all__ = ["SGD", "Adam", "AdamW", "Optimizable", "Optimizer", "RMSProp", "at_least_two_dims", "clip_by_global_norm",
+           "clip_scale", "constant", "global_norm", "sum_of_squares", "warmup_cosine"]

@@ -1,0 +1,43 @@
+"""Causal self-attention: each token gathers from itself and the tokens before it."""
+
+from minidist import ops
+from minidist.backend import Array
+from minidist.nn.config import GPTConfig
+from minidist.nn.linear import Linear
+from minidist.nn.module import Module
+from minidist.tensor import Tensor
+
+
+class CausalSelfAttention(Module):
+    """(B, T, width) -> (B, T, width): one linear makes queries, keys and values; a second mixes the heads' results.
+
+    The last dim of qkv's output holds the queries of all heads, then the keys, then the values. With fewer key heads,
+    heads / kv_heads neighbouring query heads share one.
+    """
+
+    def __init__(self, config: GPTConfig, *, out_std: float) -> None:
+        self.heads, self.key_heads, self.head_width = config.heads, config.key_heads, config.head_width
+        self.rotary = config.positions == "rotary"
+        outputs = (self.heads + 2 * self.key_heads) * self.head_width
+        self.qkv = Linear(config.width, outputs, std=0.02, dtype=config.dtype)
+        self.out = Linear(config.width, config.width, std=out_std, dtype=config.dtype)
+
+    def forward(self, x: Tensor, positions: Array) -> Tensor:
+        qkv = self.qkv(x)
+        if self.key_heads == self.heads and not self.rotary:
+            return self.out(ops.causal_attention_packed(qkv, heads=self.heads))
+        queries, keys = self.heads * self.head_width, self.key_heads * self.head_width
+        q, k, v = ops.split(qkv, [queries, keys, keys], dim=-1)
+        y = self.attend(self._by_head(q), self._by_head(k), self._by_head(v), positions)       # (B, H, T, D)
+        return self.out(y.transpose(0, 2, 1, 3).reshape(x.shape))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
+        """(B, H, T, D), (B, H_kv, T, D) twice, global positions (T,) -> (B, H, T, D)."""
+        if self.rotary:
+            q, k = ops.rotary(q, positions), ops.rotary(k, positions)
+        return ops.causal_attention(q, k, v)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """(B, T, heads·D) -> (B, heads, T, D)"""
+        b, t, n = x.shape
+        return x.reshape(b, t, n // self.head_width, self.head_width).transpose(0, 2, 1, 3)

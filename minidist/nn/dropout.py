@@ -1,0 +1,45 @@
+"""Dropout that knows which token it works on, so that a split of the batch drops what the whole would."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from minidist import ops
+from minidist.backend import Array
+from minidist.errors import ConfigError
+from minidist.nn.module import Module
+from minidist.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class DropoutKey:
+    """What dropout depends on beside the layer: the run's seed, the step, and the global number of each token."""
+
+    seed: int
+    step: int
+    tokens: Array                # (B, T) integers
+
+    @staticmethod
+    def of_sequences(seed: int, step: int, first: int, count: int, length: int) -> "DropoutKey":
+        """The key of `count` whole sequences of `length` tokens, of which the first is number `first` of the batch."""
+        return DropoutKey(seed, step, np.arange(first * length, (first + count) * length).reshape(count, length))
+
+
+class Dropout(Module):
+    """In training, zero a share `rate` of x (B, T, width) and scale the rest; otherwise x itself.
+
+    Raises:  ConfigError if rate is not in [0, 1), or when training without a key.
+    """
+
+    def __init__(self, rate: float) -> None:
+        if not 0.0 <= rate < 1.0:
+            raise ConfigError(f"dropout rate {rate!r} is not in [0, 1)")
+        self.rate = rate
+
+    def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
+        if not self.training or self.rate == 0.0:
+            return x
+        if key is None:
+            raise ConfigError(f"dropout {self.path!r} of rate {self.rate} trains without a key; "
+                              f"pass key=DropoutKey(seed, step, tokens) to the model, or call model.eval()")
+        return ops.dropout(x, rate=self.rate, name=self.path, seed=key.seed, step=key.step, tokens=key.tokens)

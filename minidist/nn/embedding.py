@@ -1,0 +1,19 @@
+"""Embedding: a row of numbers for each id."""
+
+from typing import Any
+
+from minidist import ops
+from minidist.backend import Array
+from minidist.nn.module import Module
+from minidist.nn.weights import Init, Weight
+from minidist.tensor import Tensor
+
+
+class Embedding(Module):
+    """Integers (…) in 0..count-1 -> (…, width), with weight (count, width)."""
+
+    def __init__(self, count: int, width: int, *, std: float = 0.02, dtype: Any = "float32") -> None:
+        self.weight = Weight((count, width), Init("normal", std), dtype=dtype)
+
+    def forward(self, ids: Array) -> Tensor:
+        return ops.embedding(self.weight, ids)

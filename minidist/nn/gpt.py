@@ -1,0 +1,151 @@
+"""GPT: token and position embeddings, a stack of blocks, a norm and an output layer.
+
+    model = GPT(GPTConfig(vocabulary=103, context=128, layers=4, width=128, heads=4))
+    model.initialize(seed=0)
+    model.loss(inputs, targets).backward()
+    model.generate([7], 200, temperature=0.8, seed=0)
+
+Blocks are pre-norm, as GPT-2's. Weights begin normal with deviation 0.02; projections back onto the residual stream, of
+which there are 2 a layer, with 0.02 / sqrt(2·layers), so that the stream's size does not grow with depth.
+Source: Radford et al. 2019.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from minidist import ops
+from minidist.backend import Array, device_of, random_uniform, to_device, to_host
+from minidist.errors import ConfigError, ShapeError
+from minidist.nn.attention import CausalSelfAttention
+from minidist.nn.config import GPTConfig
+from minidist.nn.dropout import Dropout, DropoutKey
+from minidist.nn.embedding import Embedding
+from minidist.nn.linear import Linear
+from minidist.nn.mlp import MLP
+from minidist.nn.module import Module
+from minidist.nn.norm import LayerNorm, RMSNorm
+from minidist.tensor import Tensor, no_grad
+
+STD = 0.02
+
+
+class Block(Module):
+    """Attention, then MLP, each on a normed copy and added back: (B, T, width) -> (B, T, width)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        norm = LayerNorm if config.norm == "layer" else RMSNorm
+        out_std = STD * (2 * config.layers) ** -0.5
+        self.norm_attention = norm(config.width, dtype=config.dtype)
+        self.attention = CausalSelfAttention(config, out_std=out_std)
+        self.dropout_attention = Dropout(config.dropout)
+        self.norm_mlp = norm(config.width, dtype=config.dtype)
+        self.mlp = MLP(config.width, config.hidden, activation=config.activation, std=STD, out_std=out_std,
+                       dtype=config.dtype)
+        self.dropout_mlp = Dropout(config.dropout)
+
+    def forward(self, x: Tensor, positions: Array, key: DropoutKey | None = None) -> Tensor:
+        x = x + self.dropout_attention(self.attention(self.norm_attention(x), positions), key)
+        return x + self.dropout_mlp(self.mlp(self.norm_mlp(x)), key)
+
+
+class GPT(Module):
+    """Token ids (B, T) -> logits (B, T, vocabulary), by embed, blocks and project: where a pipeline may cut."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        self.config = config
+        self.tokens = Embedding(config.vocabulary, config.width, std=STD, dtype=config.dtype)
+        self.positions = (Embedding(config.context, config.width, std=STD, dtype=config.dtype)
+                          if config.positions == "learned" else None)
+        self.dropout = Dropout(config.dropout)
+        self.blocks = [Block(config) for _ in range(config.layers)]
+        self.norm = (LayerNorm if config.norm == "layer" else RMSNorm)(config.width, dtype=config.dtype)
+        self.head = (None if config.tied else
+                     Linear(config.width, config.vocabulary, bias=False, std=STD, dtype=config.dtype))
+        self.assign_names()
+
+    def forward(self, ids: Array, positions: Array | None = None, key: DropoutKey | None = None) -> Tensor:
+        """Args:    ids: (B, T) integers.
+                    positions: (T,) global positions, 0..T-1 unless a shard of the sequence says otherwise.
+                    key: which tokens of which step these are, for dropout in training.
+        """
+        return self.project(self.hidden(ids, positions, key))
+
+    def hidden(self, ids: Array, positions: Array | None = None, key: DropoutKey | None = None) -> Tensor:
+        """What comes out of the last block: (B, T, width)."""
+        ids = self._here(ids)
+        if ids.ndim != 2:
+            raise ShapeError(f"GPT: ids have shape {ids.shape}; they need shape (sequences, tokens)")
+        positions = self._here(np.arange(ids.shape[1]) if positions is None else positions)
+        x = self.embed(ids, positions, key)
+        for block in self.blocks:
+            x = block(x, positions, key)
+        return x
+
+    def embed(self, ids: Array, positions: Array, key: DropoutKey | None = None) -> Tensor:
+        """Ids (B, T), positions (T,) -> (B, T, width).
+
+        Raises:  ShapeError for more tokens than the context holds.
+        """
+        x = self.tokens(ids)
+        if self.positions is not None:
+            if len(positions) > self.config.context:
+                raise ShapeError(f"GPT: sequences of {len(positions)} tokens are longer than the context of "
+                                 f"{self.config.context}; cut them, or build the model with a longer context")
+            x = x + self.positions(positions)
+        return self.dropout(x, key)
+
+    def project(self, x: Tensor) -> Tensor:
+        """(…, width) -> logits (…, vocabulary)."""
+        x = self.norm(x)
+        return ops.linear(x, self.tokens.weight.transpose()) if self.head is None else self.head(x)
+
+    def loss(self, inputs: Array, targets: Array, divisor: float | None = None, *, positions: Array | None = None,
+             key: DropoutKey | None = None) -> Tensor:
+        """Sum of the cross-entropies of all tokens over `divisor` (default: their number), as one number.
+
+        Args:    inputs, targets: (B, T) integers; a strategy passes the global token count as divisor.
+        """
+        logits = self(inputs, positions, key)
+        return ops.cross_entropy(logits, self._here(targets), divisor=divisor)
+
+    def generate(self, ids: Sequence[int] | Array, count: int, *, temperature: float = 1.0,
+                 seed: int = 0) -> np.ndarray:
+        """`ids` and `count` more, each drawn from softmax(logits / temperature) given those before.
+
+        Args:    temperature: 1 draws as the model believes, less prefers the likelier, 0 takes the likeliest.
+        Returns: (len(ids) + count,) int64: the same for the same weights, arguments and machine.
+        Cost:    a forward of up to `context` tokens for each new one.
+        Raises:  ConfigError without a first token or with a negative temperature.
+        """
+        if not len(ids) or not temperature >= 0.0:
+            raise ConfigError(f"generate: needs at least one first token and temperature from 0; "
+                              f"came {len(ids)} tokens, temperature {temperature!r}")
+        text = np.concatenate([np.asarray(ids, np.int64), np.zeros(count, np.int64)])
+        chances = random_uniform("generate", seed, range(count), "float64")
+        mode = self.training
+        self.eval()
+        try:
+            with no_grad():
+                for stop in range(len(ids), len(text)):
+                    seen = text[max(0, stop - self.config.context):stop]
+                    logits = self.project(self.hidden(seen[None])[:, -1])
+                    text[stop] = pick(to_host(logits.data)[0], temperature, float(chances[stop - len(ids)]))
+        finally:
+            self.train(mode)
+        return text
+
+    def _here(self, array: Any) -> Array:
+        """`array` on the device of the weights."""
+        return to_device(np.asarray(array) if isinstance(array, (list, tuple)) else array,
+                         device_of(self.tokens.weight.data))
+
+
+def pick(logits: np.ndarray, temperature: float, chance: float) -> int:
+    """The id that `chance` in [0, 1) falls on when ids divide that interval by softmax(logits / temperature)."""
+    wide = logits.astype(np.float64)
+    if temperature == 0.0:
+        return int(wide.argmax())
+    bounds = np.cumsum(np.exp((wide - wide.max()) / temperature))
+    return min(int(np.searchsorted(bounds, chance * bounds[-1], side="right")), len(wide) - 1)

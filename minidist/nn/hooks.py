@@ -1,0 +1,128 @@
+"""Hooks on a module's way forward and back; ZeRO-3 and pipelines live on them.
+
+    handle = module.register_backward_hook(lambda module: free(module))
+    ...
+    handle.remove()
+
+Forward hooks run around `forward`. For backward hooks the module's call is enclosed between two nodes on the tape:
+
+    enter ── nodes of the module ── leave            the tape walks newest first: leave, nodes, enter
+      └───────── marker ──────────────┘
+
+`leave` passes the module's outputs on; when it is reached a gradient has arrived and nothing inside has run yet:
+backward_pre hooks. `enter` is older than everything inside, so when the walk comes to it all of that has run: backward
+hooks. The marker, an array of no elements, ties them together, so that `enter` is reached although a module of token
+ids hands no gradient on. Each call of a module has its own pair.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from minidist import ops
+from minidist.backend import Array, array_module
+from minidist.tape import Node, Saved, op, saved
+from minidist.tensor import Tensor, is_grad_enabled
+
+KINDS = ("forward_pre", "forward", "backward_pre", "backward")
+
+
+class Handle:
+    """What registering a hook returns."""
+
+    def __init__(self, hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> None:
+        self._hooks, self._hook = hooks, hook
+
+    def remove(self) -> None:
+        """Take the hook away; a second time does nothing."""
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+class Hooks:
+    """The hooks of one module, by kind, in the order they were registered."""
+
+    def __init__(self) -> None:
+        self.by_kind: dict[str, list[Callable[..., Any]]] = {kind: [] for kind in KINDS}
+
+    def add(self, kind: str, hook: Callable[..., Any]) -> Handle:
+        """Register one."""
+        self.by_kind[kind].append(hook)
+        return Handle(self.by_kind[kind], hook)
+
+    def run(self, kind: str, module: Any) -> None:
+        """Call all hooks of a kind; each may remove itself."""
+        for hook in list(self.by_kind[kind]):
+            hook(module)
+
+
+@op
+def _module_enter(anchor: Array) -> tuple[Array, Saved]:
+    return anchor, saved()
+
+
+@_module_enter.gradient("anchor")
+def _(node: Node, dy: Array) -> Array:
+    return dy
+
+
+@op
+def _module_leave(y: Array, marker: Array) -> tuple[Array, Saved]:
+    return y, saved()
+
+
+@_module_leave.gradient("y")
+def _(node: Node, dy: Array) -> Array:
+    return dy
+
+
+@_module_leave.gradient("marker")
+def _(node: Node, dy: Array) -> Array:
+    return array_module(dy).zeros(0, dy.dtype)
+
+
+class _Passage:
+    """One call of a module, between its enter and its leave."""
+
+    def __init__(self, module: Any, hooks: Hooks) -> None:
+        self.module, self.hooks = module, hooks
+        self.arrived = False
+        self.marker = _module_enter(Tensor(np.zeros(0, np.float32), requires_grad=True))
+        self.marker.register_hook(self._complete)
+
+    def leave(self, result: Any) -> Any:
+        """The module's result with every Tensor that asks for a gradient sent through a leave node."""
+        if isinstance(result, (tuple, list)):
+            return type(result)(self.leave(part) for part in result)
+        if not isinstance(result, Tensor) or not result.requires_grad:
+            return result
+        same_kind = self.marker if result.dtype == self.marker.dtype else ops.cast(self.marker, result.dtype)
+        left = _module_leave(result, same_kind)
+        left.register_hook(self._arrive)
+        return left
+
+    def _arrive(self, dy: Array) -> None:
+        if not self.arrived:  # of several outputs the first
+            self.arrived = True
+            self.hooks.run("backward_pre", self.module)
+
+    def _complete(self, dy: Array) -> None:
+        self.hooks.run("backward", self.module)
+
+
+def call(module: Any, hooks: Hooks, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """module.forward with its hooks around it."""
+    for hook in list(hooks.by_kind["forward_pre"]):
+        replaced = hook(module, args)
+        if replaced is not None:
+            args = replaced if isinstance(replaced, tuple) else (replaced,)
+    watched = is_grad_enabled() and (hooks.by_kind["backward_pre"] or hooks.by_kind["backward"])
+    passage = _Passage(module, hooks) if watched else None
+    result = module.forward(*args, **options)
+    if passage is not None:
+        result = passage.leave(result)
+    for hook in list(hooks.by_kind["forward"]):
+        replaced = hook(module, args, result)
+        result = result if replaced is None else replaced
+    return result

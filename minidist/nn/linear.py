@@ -1,0 +1,23 @@
+"""Linear: y = x W + b."""
+
+from typing import Any
+
+from minidist import ops
+from minidist.nn.module import Module
+from minidist.nn.weights import ZEROS, Init, Weight
+from minidist.tensor import Tensor
+
+
+class Linear(Module):
+    """(…, inputs) -> (…, outputs), with weight (inputs, outputs) and bias (outputs,).
+
+    Args:    std: deviation of the weight at the start; 1/sqrt(inputs), which keeps the size of x, unless given.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = True, std: float | None = None,
+                 dtype: Any = "float32") -> None:
+        self.weight = Weight((inputs, outputs), Init("normal", inputs ** -0.5 if std is None else std), dtype=dtype)
+        self.bias = Weight((outputs,), ZEROS, dtype=dtype) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)

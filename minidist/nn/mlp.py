@@ -1,0 +1,28 @@
+"""The MLP of a block: each token by itself, through a wider layer."""
+
+from typing import Any
+
+from minidist import ops
+from minidist.errors import ConfigError
+from minidist.nn.linear import Linear
+from minidist.nn.module import Module
+from minidist.tensor import Tensor
+
+
+class MLP(Module):
+    """(…, width) -> (…, width) through `hidden` numbers.
+
+    "gelu": down(gelu(up(x))).  "silu", gated (SwiGLU): down(silu(gate(x)) up(x)). Source: Shazeer 2020.
+    """
+
+    def __init__(self, width: int, hidden: int, *, activation: str = "gelu", std: float = 0.02,
+                 out_std: float | None = None, dtype: Any = "float32") -> None:
+        if activation not in ("gelu", "silu"):
+            raise ConfigError(f"MLP: activation is {activation!r}; choose gelu or silu")
+        self.gate = Linear(width, hidden, std=std, dtype=dtype) if activation == "silu" else None
+        self.up = Linear(width, hidden, std=std, dtype=dtype)
+        self.down = Linear(hidden, width, std=std if out_std is None else out_std, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = ops.gelu(self.up(x)) if self.gate is None else ops.silu(self.gate(x)) * self.up(x)
+        return self.down(inner)

@@ -1,0 +1,193 @@
+"""Module: a function with parameters, made of smaller ones.
+
+    class Twice(Module):
+        def __init__(self, width):
+            self.inner = Linear(width, width)          # any attribute that is a Module, a Parameter, or a list or dict
+
+        def forward(self, x):                          # of Modules belongs to it, in the order of assignment
+            return self.inner(self.inner(x))
+
+    model = Twice(8)
+    model.initialize(seed=0)                           # parameters have shapes before, values after
+    y = model(x)
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from minidist.backend import device_of, to_device, to_host
+from minidist.errors import DataError
+from minidist.nn import hooks
+from minidist.nn.hooks import Handle, Hooks
+from minidist.nn.weights import Weight
+from minidist.tensor import Parameter
+
+
+class Module(ABC):
+    """Base of all modules. Subclasses assign their parts in `__init__` and compute in `forward`."""
+
+    training = True
+    path = ""                       # dotted place in the whole model, once assign_names or initialize ran on it
+    _hooks: Hooks | None = None     # made when the first hook is registered: a module without hooks costs nothing
+
+    @abstractmethod
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """What the module computes. Call the module itself, not this: then its hooks run."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if self._hooks is None:
+            return self.forward(*args, **options)
+        return hooks.call(self, self._hooks, args, options)
+
+    # ------------------------------------------------------------------------------------------------- its parts
+
+    def children(self) -> Iterator[tuple[str, "Module"]]:
+        """(name, module) of the parts directly below: "norm", "blocks.0", …; in order of assignment."""
+        for name, part in self._parts():
+            if isinstance(part, Module):
+                yield name, part
+
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, "Module"]]:
+        """(dotted path, module) of this module (path: the prefix) and all below, each module once."""
+        seen: set[int] = set()
+        for path, module in self._walk(prefix):
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield path, module
+
+    def modules(self) -> Iterator["Module"]:
+        """This module and all below, each once."""
+        return (module for _, module in self.named_modules())
+
+    def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
+        """(dotted path, parameter), each parameter once, under the first of its paths: tied weights count once."""
+        seen: set[int] = set()
+        for path, module in self.named_modules(prefix):
+            for name, part in module._parts():
+                if isinstance(part, Parameter) and id(part) not in seen:
+                    seen.add(id(part))
+                    yield _join(path, name), part
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Each parameter once, in the order of named_parameters: the same on every rank."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        for name, value in vars(self).items():
+            if isinstance(value, (Module, Parameter)):
+                yield name, value
+            elif isinstance(value, (list, tuple, dict)):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                yield from ((f"{name}.{key}", part) for key, part in items if isinstance(part, (Module, Parameter)))
+
+    def _walk(self, path: str) -> Iterator[tuple[str, "Module"]]:
+        yield path, self
+        for name, child in self.children():
+            yield from child._walk(_join(path, name))
+
+    # -------------------------------------------------------------------------------------------------- its state
+
+    def assign_names(self, prefix: str = "") -> None:
+        """Tell parameters and modules their dotted paths in the whole model, which begin with `prefix`."""
+        for path, module in self.named_modules(prefix):
+            module.path = path
+        for name, parameter in self.named_parameters(prefix):
+            parameter.name = name
+
+    def initialize(self, seed: int, *, device: str = "cpu", prefix: str = "") -> None:
+        """Draw all declared weights, by name and seed alone; a part of a model draws as within the whole if `prefix` is
+        its path there.
+
+        Raises:  DeviceError, ConfigError for a device that is not there.
+        """
+        self.assign_names(prefix)
+        for parameter in self.parameters():
+            if isinstance(parameter, Weight):
+                parameter.data = parameter.draw(seed, device=device)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all parameters on the host, by dotted path."""
+        return {name: np.array(to_host(parameter.data)) for name, parameter in self.named_parameters()}
+
+    def load_state_dict(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Copy arrays into the parameters, in place where they have values. Nothing changes on error.
+
+        Raises:  DataError if a name is missing or unknown, or a shape or dtype differs.
+        """
+        mine = dict(self.named_parameters())
+        _check_state(type(self).__name__, mine, arrays)
+        for name, parameter in mine.items():
+            parameter.name = parameter.name or name
+            if isinstance(parameter, Weight) and not parameter.drawn:
+                parameter.data = np.array(arrays[name])
+            else:
+                parameter.data[...] = to_device(arrays[name], device_of(parameter.data))
+
+    def train(self, mode: bool = True) -> "Module":
+        """Training behaviour (dropout) on or off, here and below; returns self."""
+        for module in self.modules():
+            module.training = mode
+        return self
+
+    def eval(self) -> "Module":
+        """Training behaviour off; returns self."""
+        return self.train(False)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for parameter in self.parameters():
+            parameter.zero_grad()
+
+    # -------------------------------------------------------------------------------------------------- its hooks
+
+    def register_forward_pre_hook(self, hook: Callable[["Module", tuple[Any, ...]], Any]) -> Handle:
+        """Call `hook(module, args)` before forward; what it returns, if not None, replaces the positional arguments."""
+        return self._add_hook("forward_pre", hook)
+
+    def register_forward_hook(self, hook: Callable[["Module", tuple[Any, ...], Any], Any]) -> Handle:
+        """Call `hook(module, args, result)` after forward; what it returns, if not None, replaces the result."""
+        return self._add_hook("forward", hook)
+
+    def register_backward_pre_hook(self, hook: Callable[["Module"], None]) -> Handle:
+        """Call `hook(module)` in backward, before anything of the module runs; an outer module's before an inner's.
+
+        Once for each call of the module that backward reaches, as all backward hooks. Register before the forward.
+        """
+        return self._add_hook("backward_pre", hook)
+
+    def register_backward_hook(self, hook: Callable[["Module"], None]) -> Handle:
+        """Call `hook(module)` in backward when all of this call of the module has run; inner modules' before an outer's.
+
+        Gradients of weights that were put off (`defer_weights`) still come later, and those of a weight that is used
+        elsewhere too are not yet final: Parameter.hooks tell that.
+        """
+        return self._add_hook("backward", hook)
+
+    def _add_hook(self, kind: str, hook: Callable[..., Any]) -> Handle:
+        if self._hooks is None:
+            self._hooks = Hooks()
+        return self._hooks.add(kind, hook)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _check_state(who: str, mine: Mapping[str, Parameter], arrays: Mapping[str, np.ndarray]) -> None:
+    missing, unknown = sorted(mine.keys() - arrays.keys()), sorted(arrays.keys() - mine.keys())
+    if missing or unknown:
+        raise DataError(f"{who}: the saved weights do not fit this model: missing {_some(missing)}, unknown "
+                        f"{_some(unknown)}; load them into the model they were saved from")
+    for name, parameter in mine.items():
+        array = arrays[name]
+        if array.shape != parameter.shape or array.dtype != parameter.dtype:
+            raise DataError(f"{who}: saved {name} is {array.dtype} {array.shape}, the model needs {parameter.dtype} "
+                            f"{parameter.shape}; cast or build the model they were saved from")
+
+
+def _some(names: list[str]) -> str:
+    """"none", or the first three names and how many more."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "none"

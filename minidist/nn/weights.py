@@ -1,0 +1,107 @@
+"""Weights that are declared first and drawn later, whole or a slice at a time.
+
+A model is built without numbers. A strategy may then cut it up; only what a rank keeps is drawn, and since every
+element is a hash of (name, seed, position in the whole tensor), any split starts equal to the unsplit model, bit by bit.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from minidist import backend
+from minidist.backend import LOW_PRECISION, Array, module_for, random_normal
+from minidist.errors import ConfigError, ShapeError
+from minidist.tensor import Parameter
+
+Part = range | Sequence[Any]  # positions in the flattened tensor, or a slice or integer array for each leading dim
+
+
+@dataclass(frozen=True)
+class Init:
+    """How the elements of a tensor begin: normal with mean 0 and deviation `std`, or all zero or one."""
+
+    law: Literal["normal", "zeros", "ones"]
+    std: float = 1.0
+
+    def draw(self, name: str, seed: int, positions: Any, dtype: Any, *, device: str = "cpu") -> Array:
+        """The elements at integer `positions` (a range or an array of any shape) of the tensor `name`.
+
+        Low precision is the rounding of what float32 draws.
+        """
+        xp, kind = module_for(device), backend.dtype(dtype)
+        if self.law != "normal":
+            shape = (len(positions),) if isinstance(positions, range) else positions.shape
+            return xp.full(shape, 1.0 if self.law == "ones" else 0.0, kind)
+        index = positions if xp is np else xp.asarray(positions)
+        values = random_normal(name, seed, index, "float32" if kind in LOW_PRECISION else kind)
+        values *= values.dtype.type(self.std)
+        return values.astype(kind, copy=False)
+
+
+ZEROS, ONES = Init("zeros"), Init("ones")
+
+
+class Weight(Parameter):
+    """A Parameter that knows its shape, dtype and how it begins, but holds no numbers until they are drawn or loaded.
+
+    Args:    shape: of the whole tensor; init: see Init; dtype: a float dtype.
+    """
+
+    __slots__ = ("init", "drawn")
+
+    def __init__(self, shape: Sequence[int], init: Init, *, dtype: Any = "float32", name: str = "") -> None:
+        nothing = np.broadcast_to(np.zeros((), backend.dtype(dtype)), tuple(shape))  # has a shape and one element
+        super().__init__(nothing, name=name)
+        self.init = init
+        self.drawn = False
+
+    @property
+    def data(self) -> Array:
+        """The array itself.
+
+        Raises: ConfigError before anything was drawn or loaded.
+        """
+        if not self.drawn:
+            raise ConfigError(f"parameter {self.name or '(unnamed)'} of shape {self.shape} has no values yet; "
+                              f"call model.initialize(seed) or model.load_state_dict(...) first")
+        return self._data
+
+    @data.setter
+    def data(self, array: Array) -> None:
+        Parameter.data.fset(self, array)  # type: ignore[attr-defined]
+        self.drawn = True
+
+    def draw(self, seed: int, part: Part = (), *, device: str = "cpu") -> Array:
+        """The first values of `part` of this tensor; () is all of it. Nothing outside the part is computed.
+
+            weight.draw(7, (slice(0, 4),))                    # rows 0 to 3
+            weight.draw(7, (slice(None), [0, 1, 8, 9]))       # four columns
+            weight.draw(7, range(1000, 2000))                 # a flat shard
+
+        Raises:  ConfigError without a name; ShapeError if the part does not fit.
+        """
+        if not self.name:
+            raise ConfigError(f"a parameter of shape {self.shape} has no name yet, and its values depend on it; "
+                              f"draw through model.initialize(seed), or call model.assign_names() first")
+        return self.init.draw(self.name, seed, positions_of(self.shape, part), self.dtype, device=device)
+
+
+def positions_of(shape: Sequence[int], part: Part) -> Any:
+    """Where the elements of `part` lie in a flattened tensor of `shape`: a range, or int64 in the part's shape."""
+    if isinstance(part, range):
+        if len(part) and not (min(part[0], part[-1]) >= 0 and max(part[0], part[-1]) < math.prod(shape)):
+            raise ShapeError(f"positions {part} outside a tensor of shape {tuple(shape)}, {math.prod(shape)} elements")
+        return part
+    if len(part) > len(shape):
+        raise ShapeError(f"{len(part)} indices for a tensor of shape {tuple(shape)}")
+    result = np.zeros((), np.int64)
+    for dim, size in enumerate(shape):
+        try:
+            chosen = np.arange(size)[part[dim] if dim < len(part) else slice(None)]
+        except IndexError as error:
+            raise ShapeError(f"index {part[dim]!r} does not fit dim {dim} of shape {tuple(shape)}: {error}") from error
+        result = result[..., None] * size + chosen
+    return result

@@ -1,0 +1,37 @@
+"""RMSProp: each weight's step divided by how large its gradients have been lately."""
+
+from collections.abc import Callable, Iterable
+
+from minidist.backend import Array
+from minidist.optim.optimizer import Optimizable, Optimizer, Step, add_decay, at_least_two_dims, in_range
+
+
+class RMSProp(Optimizer):
+    """v = alpha v + (1 - alpha) g²;  p -= lr g / (sqrt(v) + eps).
+
+    Weight decay adds weight_decay p to g. Memory: one array. Source: Tieleman & Hinton 2012; formula as in PyTorch.
+    """
+
+    state_names = ("v",)
+    scratch_blocks = 2
+
+    def __init__(self, parameters: Iterable[Optimizable], lr: float, *, alpha: float = 0.99, eps: float = 1e-8,
+                 weight_decay: float = 0.0, decay: Callable[[Optimizable], bool] = at_least_two_dims) -> None:
+        self.alpha = in_range(self, "alpha", alpha, 0.0, 1.0)
+        self.eps = in_range(self, "eps", eps, 0.0)
+        super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
+
+    def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
+        xp, c = step.xp, step.constant
+        (v,), (s, t) = state, scratch
+        xp.multiply(g, c(step.scale), s)
+        add_decay(s, p, t, step)
+        xp.multiply(v, c(self.alpha), v)
+        xp.multiply(s, s, t)
+        xp.multiply(t, c(1.0 - self.alpha), t)
+        xp.add(v, t, v)
+        xp.sqrt(v, t)
+        xp.add(t, c(self.eps), t)
+        xp.divide(s, t, s)
+        xp.multiply(s, c(step.lr), s)
+        xp.subtract(p, s, p)

@@ -1,0 +1,34 @@
+"""Stochastic gradient descent, with momentum."""
+
+from collections.abc import Callable, Iterable
+
+from minidist.backend import Array
+from minidist.optim.optimizer import Optimizable, Optimizer, Step, add_decay, at_least_two_dims, in_range
+
+
+class SGD(Optimizer):
+    """p -= lr u, where u remembers earlier gradients:  u = momentum u + g;  without momentum u = g.
+
+    The first step sets u = g. Weight decay adds weight_decay p to g. Memory: one array, none without momentum.
+    Source: Polyak 1964; formula as in PyTorch.
+    """
+
+    scratch_blocks = 2
+
+    def __init__(self, parameters: Iterable[Optimizable], lr: float, *, momentum: float = 0.0,
+                 weight_decay: float = 0.0, decay: Callable[[Optimizable], bool] = at_least_two_dims) -> None:
+        self.momentum = in_range(self, "momentum", momentum, 0.0, 1.0)
+        self.state_names = ("momentum",) if momentum else ()
+        super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
+
+    def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
+        xp, c, s = step.xp, step.constant, scratch[0]
+        u = s
+        xp.multiply(g, c(step.scale), s)
+        add_decay(s, p, scratch[1], step)
+        if state:
+            u = state[0]                     # zeros before the first step, so that sets u = g
+            xp.multiply(u, c(self.momentum), u)
+            xp.add(u, s, u)
+        xp.multiply(u, c(step.lr), s)
+        xp.subtract(p, s, p)
