@@ -1,8 +1,8 @@
 """The arrays of a call: the caller's argument made ready to send, and where its result goes.
 
 The one place where arrays cross between device and host: algorithms see contiguous NumPy arrays only.
-Copies: an argument that is contiguous and on the host is sent as it is; a result is received into `out`, or into the new
-array that is returned. What is not contiguous, or is on a GPU, is copied once on its way in or out.
+Copies: an argument that is contiguous and on the host is sent as it is; a result is received into `out`, or into the
+new array that is returned. What is not contiguous, or is on a GPU, is copied once on its way in or out.
 """
 
 from collections.abc import Callable

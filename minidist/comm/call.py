@@ -42,12 +42,12 @@ class Call:
                 device      where this rank's arrays live; None until a message tells a rank that brought none
     """
 
-    def __init__(self, group: "Group", verb: str, algorithm: str, work: Callable[["Call"], Any], *, op: str | None = None,
-                 root: int | None = None, dtype: np.dtype | None = None, shape: Shape | None = None,
-                 device: str | None = "cpu") -> None:
+    def __init__(self, group: "Group", verb: str, algorithm: str, work: Callable[["Call"], Any], *,
+                 op: str | None = None, root: int | None = None, dtype: np.dtype | None = None,
+                 shape: Shape | None = None, device: str | None = "cpu") -> None:
         self.rank, self.size = group.rank, group.size
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        self.work, self.device = work, device
+        self.verb, self.algorithm, self.work, self.device = verb, algorithm, work, device
         self.ledger, self.phase = group.ledger, group.ledger.phase
         self.axis = "control" if group.ledger.in_control else group.axis
         self.signature = Signature(group.id, group.next_sequence(), verb, algorithm, op, root,
@@ -64,8 +64,7 @@ class Call:
         try:
             return self.work(self)
         finally:
-            self.ledger.record(self.axis, self.signature.verb, self.signature.algorithm, self._nbytes, self._messages,
-                               self.phase)
+            self.ledger.record(self.axis, self.verb, self.algorithm, self._nbytes, self._messages, self.phase)
             if self.ledger.subscribers and start:
                 self._publish("call", start, {"op": self.signature.op, "nbytes": self._nbytes, "size": self.size,
                                               "sequence": self.signature.sequence, "where": self.signature.where})
@@ -111,7 +110,8 @@ class Call:
 
     # ------------------------------------------------------------------ messages that bring their dtype and shape along
 
-    def start_send_block(self, dst: int, block: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> Handle:
+    def start_send_block(self, dst: int, block: np.ndarray, *, step: int | None = None,
+                         chunk: int | None = None) -> Handle:
         """As start_send, with dtype, shape and device in the header."""
         meta = self._meta + pack_block(block.dtype, block.shape, self.device or "cpu")
         return self._start_send(dst, block, meta, step, chunk)
@@ -188,10 +188,9 @@ class Call:
             raise mismatch(self.signature, self._world_ranks[self.rank], theirs, self._world_ranks[src])
 
     def _publish(self, kind: str, start: float, details: dict[str, Any]) -> None:
-        verb, algorithm = self.signature.verb, self.signature.algorithm
-        self.ledger.publish(Event(kind, verb, start, time.perf_counter(), self._transport.world_rank,
-                                  threading.current_thread().name,
-                                  {"axis": self.axis, "verb": verb, "algorithm": algorithm, **details}))
+        details = {"axis": self.axis, "verb": self.verb, "algorithm": self.algorithm, **details}
+        self.ledger.publish(Event(kind, self.verb, start, time.perf_counter(), self.ledger.world_rank,
+                                  threading.current_thread().name, details))
 
 
 class Told(Handle):

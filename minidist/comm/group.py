@@ -10,13 +10,13 @@ and ranks that disagree get MismatchError with both calls. Calls on one group ru
 in the group's worker thread, any other in the caller's own thread, behind those that were started before it. Make the
 calls of one group from one thread; threads that communicate by themselves each take a group of their own (`split`).
 
-What all verbs take: arrays of NumPy or CuPy of any dtype without references, contiguous or not, read-only or not, empty
-or without dims; numbers and nested lists count as arrays. Results are arrays, of no dims where the argument was a number
-(`float(result)` makes a number of it). A result lies where the rank's own argument lies.
+What all verbs take: arrays of NumPy or CuPy of any dtype without references, contiguous or not, read-only or not,
+empty or without dims; numbers and nested lists count as arrays. Results are arrays, without dims where the argument was
+a number (`float(result)` makes a number of it). A result lies where the rank's own argument lies.
 
 What all verbs raise: MismatchError (ranks called different things), PeerLostError (a rank died), TimeoutError (a wait
-reached `group.transport.limit` seconds), ConfigError (no such algorithm, op or rank: the message lists those there are),
-ShapeError and DtypeError (this rank's own arguments do not fit).
+reached `group.transport.limit` seconds), ConfigError (no such algorithm, op or rank: the message lists those that there
+are), ShapeError and DtypeError (this rank's own arguments do not fit).
 """
 
 import hashlib
@@ -57,7 +57,7 @@ class Group:
         self.axis, self.id = axis, id
         self.world_rank, self.size = transport.world_rank, len(self.world_ranks)
         if self.world_rank not in self.world_ranks:
-            raise ConfigError(f"world rank {self.world_rank} cannot make a group of {self.world_ranks}: it is not among them")
+            raise ConfigError(f"world rank {self.world_rank} is not in the group {self.world_ranks} it would make")
         self.rank = self.world_ranks.index(self.world_rank)
         self._messages = Messages(self)
         self._worker: Worker | None = None
@@ -122,7 +122,7 @@ class Group:
     # --------------------------------------------------------------------------------------------------- to one root
 
     def reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
-        """At the root, all ranks' arrays combined elementwise; None elsewhere, where `out` is ignored.
+        """At the root, all ranks' arrays combined elementwise; None elsewhere (`out` is ignored).
 
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod (see collectives/reduction.py).
                  algorithm: naive, tree.
@@ -130,12 +130,13 @@ class Group:
         """
         return self._run(verbs.reduce(self, x, op, root, out, algorithm))
 
-    def start_reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
+    def start_reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None,
+                     algorithm: str = "auto") -> Pending:
         """reduce's twin."""
         return self._start(verbs.reduce(self, x, op, root, out, algorithm))
 
     def gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
-        """At the root, all ranks' arrays one after the other along the first dim; None elsewhere, where `out` is ignored.
+        """At the root, all ranks' arrays one after the other along the first dim; None elsewhere (`out` is ignored).
 
         Args:    x: (m, ...), where m may differ between ranks; a number is one row.
                  algorithm: naive.
@@ -190,12 +191,13 @@ class Group:
     def all_to_all(self, x: Sequence[Any], *, out: Sequence[Any] | None = None, algorithm: str = "auto") -> list[Any]:
         """A list of `size` arrays: what rank 0, rank 1, ... had for this rank.
 
-        Args:    x: `size` arrays of one dtype and any shapes, one for each rank. out: `size` arrays of the shapes to come.
+        Args:    x: one array for each rank, of one dtype and any shapes. out: `size` arrays of the shapes to come.
                  algorithm: naive, pairwise.
         """
         return self._run(verbs.all_to_all(self, x, out, algorithm))
 
-    def start_all_to_all(self, x: Sequence[Any], *, out: Sequence[Any] | None = None, algorithm: str = "auto") -> Pending:
+    def start_all_to_all(self, x: Sequence[Any], *, out: Sequence[Any] | None = None,
+                         algorithm: str = "auto") -> Pending:
         """all_to_all's twin."""
         return self._start(verbs.all_to_all(self, x, out, algorithm))
 
@@ -232,12 +234,15 @@ class Group:
         return child
 
     def close(self) -> None:
-        """Carry out what was started, in this group and those split from it, and end their worker threads."""
+        """Carry out what was started, in this group and those split from it, and end their worker threads.
+
+        Raises: the error of a started call that nobody waited for.
+        """
         for child in self._children:
             child.close()
         if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+            worker, self._worker = self._worker, None
+            worker.close()
 
     def next_sequence(self) -> int:
         """The number of the next collective call. Calls take theirs when they are made."""

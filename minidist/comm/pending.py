@@ -42,6 +42,7 @@ class PendingCall(Pending):
             if not self.worker.alive():
                 raise CommError(f"the group was closed before {self.call.signature.describe()} was carried out")
         if self.error is not None:
+            self.worker.error = None  # somebody knows of it now
             raise self.error
         return self.result
 
@@ -77,6 +78,7 @@ class Worker:
 
     def __init__(self, name: str, transport: Transport) -> None:
         self.unfinished = 0
+        self.error: BaseException | None = None  # of a call that nobody has waited for yet
         self._transport, self._account = transport, account.current()
         self._queue: deque[PendingCall] = deque()
         self._changed = threading.Condition(threading.Lock())
@@ -97,12 +99,17 @@ class Worker:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Carry out what is queued, then end the thread."""
+        """Carry out what is queued, then end the thread.
+
+        Raises: the error of a call that nobody waited for.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify()
         if self._thread is not threading.current_thread():
             self._thread.join()
+        if self.error is not None:
+            raise self.error
 
     def _run(self) -> None:
         with account.use(self._account):
@@ -122,7 +129,7 @@ class Worker:
         try:
             pending.result = pending.call.run()
         except BaseException as error:  # raised by wait()
-            pending.error = error
+            pending.error = self.error = error
             self._transport.abort(error if isinstance(error, CommError) else CommError(
                 f"{pending.call.signature.describe()} failed: {type(error).__name__}: {error}"))
         with self._changed:

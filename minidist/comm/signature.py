@@ -86,7 +86,8 @@ class Signature(NamedTuple):
         shape = "" if self.shape is None else "(" + ", ".join("?" if n is None else str(n) for n in self.shape) + ")"
         parts = [f"{kind} {shape}".strip(), *(f"{name}={value}" for name, value in (
             ("op", self.op), ("root", self.root), ("algorithm", self.algorithm)) if value is not None)]
-        return f"{self.verb}({', '.join(part for part in parts if part)}), number {self.sequence} of the group, at {self.where}"
+        arguments = ", ".join(part for part in parts if part)
+        return f"{self.verb}({arguments}), number {self.sequence} of the group, at {self.where}"
 
     def agrees(self, other: "Signature") -> bool:
         """Whether both describe the same call; what one of them does not know matches anything."""
@@ -108,7 +109,7 @@ def unpack(meta: bytes) -> tuple[Signature, Block | None]:
     unpacker.feed(meta)
     try:
         key, where, *block = unpacker
-        signature = Signature(*key, where)
+        signature = Signature._make((*key, where))
         if not block:
             return signature, None
         code, shape, device = block[0]

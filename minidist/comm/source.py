@@ -49,7 +49,7 @@ def doing(thread: int | None) -> str:
         return "nothing: its thread has ended"
     verb, place_outside = None, caller(frame)
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):
-        if frame.f_code.co_filename.endswith("group.py") and not frame.f_code.co_name.startswith("_"):
+        if Path(frame.f_code.co_filename).name in ("group.py", "pending.py") and frame.f_code.co_name[0] != "_":
             verb = frame.f_code.co_name
         frame = frame.f_back
     return f"{verb} at {place_outside}" if verb else f"at {place_outside}"

@@ -38,7 +38,7 @@ def scatter(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call
     name = choose("scatter", algorithm, 0, group.size)
     array = _at_root(group, "scatter", x, root)
     if array is not None and array.ndim == 0:
-        raise ShapeError(f"scatter: rank {group.rank} passes an array without dims; the first dim is cut in {group.size}")
+        raise ShapeError(f"scatter: rank {group.rank} passes an array without dims; its first dim is to be cut")
     parts = None if array is None else split(array, group.size)
 
     def work(call: Call) -> Any:
@@ -101,7 +101,7 @@ def gather(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
         ALGORITHMS["gather"][name](call, rows.put_own(call.rank), rows, root)
         return result.deliver(call.device)
 
-    return Call(group, "gather", name, work, root=root, device=device_of(x), dtype=own.dtype, shape=(None, *own.shape[1:]))
+    return Call(group, "gather", name, work, root=root, device=device_of(x), **_kind_of_rows(own))
 
 
 def all_gather(group: "Group", x: Any, out: Any, algorithm: str) -> Call:
@@ -113,7 +113,7 @@ def all_gather(group: "Group", x: Any, out: Any, algorithm: str) -> Call:
         ALGORITHMS["all_gather"][name](call, rows.put_own(call.rank), rows)
         return result.deliver(call.device)
 
-    return Call(group, "all_gather", name, work, device=device_of(x), dtype=own.dtype, shape=(None, *own.shape[1:]))
+    return Call(group, "all_gather", name, work, device=device_of(x), **_kind_of_rows(own))
 
 
 def all_to_all(group: "Group", x: Sequence[Any], out: Sequence[Any] | None, algorithm: str) -> Call:
@@ -151,6 +151,11 @@ def _kind(x: Any) -> dict[str, Any]:
     return {"dtype": x.dtype, "shape": x.shape}
 
 
+def _kind_of_rows(own: np.ndarray) -> dict[str, Any]:
+    """The same for blocks whose first dim may differ between ranks."""
+    return {"dtype": own.dtype, "shape": (None, *own.shape[1:])}
+
+
 def _at_root(group: "Group", verb: str, x: Any, root: int) -> np.ndarray | None:
     """The root's array, ready to send; None elsewhere."""
     if group.rank != root:
@@ -177,10 +182,11 @@ def _parts(group: "Group", x: Sequence[Any], out: Sequence[Any] | None) -> list[
     """The arrays of an all_to_all, ready to send: one for each rank, of one dtype, apart from all of `out`."""
     for name, arrays in (("x", x), ("out", out)):
         if arrays is not None and len(arrays) != group.size:
-            raise ShapeError(f"all_to_all: {name} has {len(arrays)} arrays, the group has {group.size} ranks; pass one for each")
+            raise ShapeError(f"all_to_all: {name} has {len(arrays)} arrays; pass one for each of {group.size} ranks")
     parts = [argument(part) for part in x]
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1:
         raise DtypeError(f"all_to_all: the arrays have dtypes {', '.join(sorted(map(str, dtypes)))}; cast them to one")
-    shared = any(isinstance(other, np.ndarray) and np.may_share_memory(part, other) for part in parts for other in out or ())
+    theirs = [array for array in out or () if isinstance(array, np.ndarray)]
+    shared = any(np.may_share_memory(part, array) for part in parts for array in theirs)
     return [part.copy() for part in parts] if shared else parts

@@ -13,7 +13,8 @@ from minidist.errors import ConfigError
 ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
     "broadcast": {"naive": naive.broadcast, "tree": tree.broadcast},
     "reduce": {"naive": naive.reduce, "tree": tree.reduce},
-    "all_reduce": {"naive": naive.all_reduce, "tree": tree.all_reduce, "ring": ring.all_reduce, "direct": direct.all_reduce},
+    "all_reduce": {"naive": naive.all_reduce, "tree": tree.all_reduce, "ring": ring.all_reduce,
+                   "direct": direct.all_reduce},
     "gather": {"naive": naive.gather},
     "all_gather": {"naive": naive.all_gather, "ring": ring.all_gather},
     "scatter": {"naive": naive.scatter},

@@ -11,7 +11,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 def barrier(call: Call) -> None:
-    """Step k: tell the rank 2^k places on, hear from the rank 2^k places back; who has heard so has heard of 2^(k+1) ranks.
+    """Step k: tell the rank 2^k places on, hear from the rank 2^k places back, and so of all that it has heard of.
 
     P=4      r0 sends    r1 sends    r2 sends    r3 sends
     step 0   -> r1       -> r2       -> r3       -> r0
@@ -20,5 +20,5 @@ def barrier(call: Call) -> None:
     Cost:    ceil(log2 P) messages of 0 bytes per rank.
     """
     for step in range((call.size - 1).bit_length()):
-        distance = 1 << step
-        call.exchange((call.rank + distance) % call.size, _NOTHING, (call.rank - distance) % call.size, _NOTHING, step=step)
+        dst, src = (call.rank + (1 << step)) % call.size, (call.rank - (1 << step)) % call.size
+        call.exchange(dst, _NOTHING, src, _NOTHING, step=step)

@@ -58,7 +58,7 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Reduce to rank 0, then broadcast from it.
 
-    Cost:    2(P-1) messages; 2(P-1)*nbytes, the ring's bytes: but half of them leave one rank, the other half arrive at it.
+    Cost:    2(P-1) messages; 2(P-1)*nbytes: the ring's bytes, but half of them leave one rank, and half arrive at it.
     """
     reduce(call, x, out if call.rank == 0 else None, op, root=0)
     if call.rank == 0:
@@ -72,7 +72,8 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
     """Reduce to rank 0, which then sends each rank its chunk.
 
     Args:    x (n,), only read; out: chunk `rank` of the result.
-    Cost:    2(P-1) messages; (P-1)*nbytes to rank 0, and all chunks but its own from it. Workspace: n elements at rank 0.
+    Cost:    2(P-1) messages; (P-1)*nbytes to rank 0, then all chunks but its own from it.
+             Workspace: n elements at rank 0.
     """
     if call.rank != 0:
         reduce(call, x, None, op, root=0)
@@ -141,7 +142,8 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
     Args:    parts: P arrays, part d for rank d; place(rank): where the part from `rank` is received.
     Returns: the parts for this rank, by source; its own among them as it was given.
-    Cost:    2(P-1)^2 messages; each part twice, but those of rank 0 or for rank 0 once. Workspace: rank 0 holds all parts.
+    Cost:    2(P-1)^2 messages; each part twice, but once if it comes from rank 0 or is for it, and never if it stays.
+             Workspace: rank 0 holds all parts that pass through.
     """
     call.agree()
     if call.rank == 0:

@@ -22,7 +22,8 @@ UFUNCS: dict[str, np.ufunc] = {"sum": np.add, "mean": np.add, "max": np.maximum,
 class Reduction(NamedTuple):
     """One op on one dtype over `size` ranks.
 
-    total: the dtype it accumulates in; loop: the dtype that a ufunc is told to compute in (None: NumPy's choice is right).
+    Attributes: total   the dtype it accumulates in
+                loop    the dtype that the ufunc is told to compute in; None where NumPy's own choice is right
     """
 
     op: str
@@ -46,7 +47,7 @@ class Reduction(NamedTuple):
         return reduce
 
     def onto(self, total: np.ndarray) -> Reduce:
-        """The Reduce that adds what arrives to `total`, and leaves the target alone: for a total wider than the wire."""
+        """The Reduce that adds what arrives to `total` and leaves the target alone: for a total wider than that."""
         def reduce(target: np.ndarray, start: int, piece: np.ndarray) -> None:
             stop = start + len(piece)
             self.combine(total[start:stop], piece, out=total[start:stop])
@@ -54,7 +55,7 @@ class Reduction(NamedTuple):
         return reduce
 
     def finish(self, total: np.ndarray, out: np.ndarray) -> None:
-        """Write the result from the combination of all ranks' values: a mean is divided here, once. `out` may be total."""
+        """Write the result, given all ranks' values combined: a mean is divided here, once. `out` may be `total`."""
         if self.op == "mean":
             np.divide(total, self.size, out=out, dtype=self.loop, casting="same_kind")
         elif out is not total:
@@ -65,7 +66,7 @@ class Reduction(NamedTuple):
 def reduction(op: str, dtype: np.dtype, size: int) -> Reduction:
     """The reduction `op` on arrays of `dtype`.
 
-    Raises: ConfigError for an op that does not exist; DtypeError for one that the dtype does not take (mean of integers).
+    Raises: ConfigError for an op that does not exist; DtypeError for one that the dtype does not take.
     """
     if op not in UFUNCS:
         raise ConfigError(f"unknown op {op!r}; choose one of {', '.join(UFUNCS)}")

@@ -73,7 +73,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
         op.finish(x, out)
         return
     sums = split(out, call.size)
-    reduce_around(call, split(x, call.size), [sums[(call.rank - 2 - step) % call.size] for step in range(call.size - 1)], op)
+    partials = [sums[(call.rank - 2 - step) % call.size] for step in range(call.size - 1)]
+    reduce_around(call, split(x, call.size), partials, op)
     if op.op == "mean":
         op.finish(sums[call.rank], sums[call.rank])
     gather_around(call, sums, first_step=call.size - 1)
@@ -100,7 +101,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
 
     Args:    own (m, ...), any m, this rank's block; rows: where the others' are received.
     Returns: all blocks, one after the other in rank order.
-    Cost:    P-1 messages per rank; (P-1)*(the bytes of all blocks) over all ranks, exactly; no copy where all are equal.
+    Cost:    P-1 messages per rank; (P-1)*(the bytes of all blocks) over all ranks, exactly.
     """
     blocks = {call.rank: own}
     for step in range(call.size - 1):

@@ -43,7 +43,8 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
     if parent is not None:
         x = call.recv_block(parent, place)
     assert x is not None, "the root has the array"
-    for handle in [call.start_send_block(child, x, step=_step(child, root, call.size)) for child in reversed(children)]:
+    sent = [call.start_send_block(child, x, step=_step(child, root, call.size)) for child in reversed(children)]
+    for handle in sent:
         handle.wait()
     return x
 
@@ -54,8 +55,8 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
     P=4, root 0   step 0   r1 -> r0, r3 -> r2      step 1   r2 -> r0
 
     Args:    x (n,), only read; out (n,) at the root, may be x.
-    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; (P-1)*nbytes. Workspace: n elements at
-             ranks that have both parent and children.
+    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; (P-1)*nbytes.
+             Workspace: n elements at ranks that have both parent and children.
     Rounding: a rank adds low precision in float32 and rounds once, when it sends the sum on.
     """
     call.agree()
@@ -77,14 +78,16 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     """Reduce to rank 0, then broadcast from it, both along the tree.
 
     Args:    x, out (n,); x is only read, and may be out.
-    Cost:    2(P-1) messages over all ranks, 2*ceil(log2 P) one after the other; 2(P-1)*nbytes. No workspace: `out` is it.
+    Cost:    2(P-1) messages over all ranks, 2*ceil(log2 P) one after the other at most; 2(P-1)*nbytes.
+             No workspace: partial sums stand in `out`.
     """
     reduce(call, x, out, op, root=0)
     parent, children = family(call.rank, 0, call.size)
     if parent is not None:
         call.recv(parent, out)
     first = (call.size - 1).bit_length()
-    for handle in [call.start_send(child, out, step=first + _step(child, 0, call.size)) for child in reversed(children)]:
+    sent = [call.start_send(child, out, step=first + _step(child, 0, call.size)) for child in reversed(children)]
+    for handle in sent:
         handle.wait()
 
 

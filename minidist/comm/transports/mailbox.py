@@ -4,9 +4,9 @@ Two kinds of link. "threads" is buffered: a send copies its bytes and is complet
 rendezvous: a send is complete only when the receiver has taken the bytes, straight from the sender's array. The second
 turns a hidden assumption ("my neighbour will receive some time") into a deadlock that a test can see.
 
-How a message travels: the sender puts it into the receiver's mailbox; there it is matched with the oldest receive posted
-for the same (peer, tag), whichever came first; and the next thread of the receiving rank that waits, for whatever it
-waits, carries out the matched pair. Copies: one on "threads-unbuffered", two on "threads".
+How a message travels: the sender puts it into the receiver's mailbox; there it is matched with the oldest receive
+posted for the same (peer, tag), whichever came first; and the next thread of the receiving rank that waits, for
+whatever it waits, carries out the matched pair. Copies: one on "threads-unbuffered", two on "threads".
 """
 
 import threading
@@ -123,8 +123,8 @@ class Mailbox(Transport):
                     return self._matched.popleft()
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s {handle} (tag {handle.tag.group:x}"
-                                       f"/{handle.tag.sequence}); did rank {handle.peer} make the matching call?")
+                    raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s {handle} (group "
+                                       f"{handle.tag.group:x}); did rank {handle.peer} make the matching call?")
                 self._changed.wait(left)
         return None
 

@@ -7,6 +7,7 @@ The transport is in mailbox.py; here is what starts the ranks, and ends them all
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from minidist import account
@@ -22,8 +23,8 @@ _GRACE = 5.0  # seconds that ranks get to end after one has failed
 def name_rank(error: BaseException, world_rank: int) -> BaseException:
     """The same exception, its traceback untouched, now saying which rank raised it: "rank 3: …".
 
-    The rank goes in front of the message where the message is the exception's first argument, as it nearly always is;
-    any other exception (KeyError, OSError, …) gets a CommError that names the rank as its cause, which Python prints first.
+    The rank goes in front of the message where the message is the exception's first argument, as it nearly always is.
+    Any other exception (KeyError, OSError, …) gets a CommError that names the rank as its cause; Python prints both.
     """
     if error.args and isinstance(error.args[0], str) and str(error) == error.args[0]:
         error.args = (f"rank {world_rank}: {error.args[0]}", *error.args[1:])
@@ -36,7 +37,7 @@ class _Job:
     """What the ranks of one run share: results, and the first failure."""
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any], size: int, limit: float, unbuffered: bool) -> None:
-        self.fn, self.args, self.size = fn, args, size
+        self.fn, self.args, self.size, self.limit = fn, args, size, limit
         self.transports = connect(size, limit, unbuffered)
         self.results: list[Any] = [None] * size
         self.failure: tuple[int, BaseException] | None = None
@@ -54,6 +55,8 @@ class _Job:
             world.close()
         except BaseException as error:  # run_threads raises it in the caller
             self.fail(rank, error)
+            with suppress(CommError):  # started calls now fail; their error is not the one to tell
+                world.close()
         finally:
             with self.changed:
                 self.running.discard(rank)
@@ -69,15 +72,20 @@ class _Job:
         for transport in self.transports:
             transport.abort(PeerLostError(how, world_rank=rank))
 
-    def wait(self, seconds: float) -> bool:
-        """Whether all ranks ended, or one failed, within `seconds`."""
+    def wait(self) -> bool:
+        """Whether all ranks ended, or one failed, within the limit."""
         with self.changed:
-            return self.changed.wait_for(lambda: not self.running or self.failure is not None, seconds)
+            return self.changed.wait_for(lambda: not self.running or self.failure is not None, self.limit)
 
     def stop(self) -> None:
-        """After a failure: let the ranks end."""
-        with self.changed:
-            self.changed.wait_for(lambda: not self.running, _GRACE)
+        """End the ranks that still run, each at its present or next wait."""
+        if self.running:
+            for transport in self.transports:
+                transport.abort(CommError("the run has ended"))
+            with self.changed:
+                self.changed.wait_for(lambda: not self.running, _GRACE)
+        for transport in self.transports:
+            transport.close()
 
     def late(self) -> TimeoutError:
         """The error that names the ranks still running, and the call each is in."""
@@ -85,7 +93,7 @@ class _Job:
             hanging = sorted(self.running)
         calls = "; ".join(f"rank {rank} in {source.doing(self.threads[rank].ident)}" for rank in hanging)
         ended = sorted(set(range(self.size)) - set(hanging))
-        return TimeoutError(f"{len(hanging)} of {self.size} ranks had not ended after {self.transports[0].limit:g} s: {calls}"
+        return TimeoutError(f"{len(hanging)} of {self.size} ranks had not ended after {self.limit:g} s: {calls}"
                             + (f"; ended: rank {', '.join(map(str, ended))}" if ended else ""))
 
 
@@ -95,22 +103,18 @@ def run_threads(fn: Callable[..., Any], args: Sequence[Any] = (), size: int = 1,
 
     Returns: what each rank returned, in rank order.
     Raises:  the first failure of any rank, of its own type and with its own traceback, naming the rank (see name_rank);
-             the other ranks are ended by PeerLostError. TimeoutError if a rank has not ended after `limit` seconds (also
-             the limit of every wait inside), naming who hangs and in which call.
+             the other ranks are ended by PeerLostError. TimeoutError if a rank has not ended after `limit` seconds
+             (also the limit of every wait inside), naming who hangs and in which call.
     """
     job = _Job(fn, args, size, limit, unbuffered)
     for thread in job.threads:
         thread.start()
     try:
-        if not job.wait(limit):
+        if not job.wait():
             raise job.late()
         if job.failure is not None:
             rank, error = job.failure
-            job.stop()
             raise name_rank(error, rank)
         return job.results
     finally:
-        if job.running:
-            for transport in job.transports:
-                transport.abort(CommError("the run has ended"))
-            job.stop()
+        job.stop()
