@@ -1,0 +1,139 @@
+"""`minidist train`: teach a GPT a text, on the ranks that started it or on ranks it starts itself.
+
+    mpirun -n 4 minidist train                # the ranks mpirun started
+    minidist train -n 4                       # four ranks, started here
+    minidist train                            # one process
+"""
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+import threadpoolctl
+from rich.console import Console
+
+from minidist.cli import train_options, train_report
+from minidist.cli.common import fail, write_json
+from minidist.cli.train_progress import Report, Silence, make_console, make_report
+from minidist.cli.train_verify import verify
+from minidist.comm.group import Group
+from minidist.launch import Launch, detect, init, spawn
+from minidist.observe.records import gather_records
+from minidist.observe.timeline import Timeline
+from minidist.parallel.hybrid import Trainer
+
+SAMPLE_SYMBOLS = 400
+
+add_arguments = train_options.add_arguments
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; with `-n` and no launcher, start the ranks first. Returns the exit status.
+
+    Raises:  ConfigError for what the options or the data make impossible.
+    """
+    launch = detect(os.environ)
+    if launch.world_size == 1 and launch.launcher == "alone" and (args.ranks or 1) > 1:
+        settings = train_options.check(args)
+        settings.plan(args.ranks).require(args.ranks)
+        return spawn([sys.executable, "-m", "minidist", "train", *train_options.as_arguments(args)], args.ranks,
+                     transport=args.transport or "sockets")
+    if args.ranks and args.ranks != launch.world_size:
+        fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
+    settings = train_options.check(args)
+    settings.plan(launch.world_size).require(launch.world_size)
+    world = init(transport=args.transport)
+    threads = args.threads or max(1, cores() // launch.local_size)
+    with threadpoolctl.threadpool_limits(threads, user_api="blas"):
+        return train(settings, world, launch, threads)
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def train(settings: train_options.Settings, world: Group, launch: Launch, threads: int) -> int:
+    """The run from the first step to the report; the same on every rank, but that rank 0 speaks and writes."""
+    args = settings.args
+    speaks = world.rank == 0 and not args.quiet
+    console, on_terminal = make_console() if speaks else (Console(quiet=True), False)
+    timeline = Timeline(world.world_rank)
+    timeline.follow(world.ledger)
+    trainer = Trainer(settings.plan(world.size), settings.config, world, recorder=timeline, **settings.trainer_options())
+    if speaks:
+        announce(console, settings, world)
+    losses, seconds = train_steps(trainer, settings, make_report(args.steps, console, on_terminal=on_terminal)
+                                  if speaks else Silence())
+    validation_loss = trainer.evaluate(settings.validation_batches())
+    records = gather_records(world, train_report.rank_record(trainer, world))
+    timelines = timeline.collect(world)
+    step_seconds, tokens_per_second = train_report.median_rate(seconds, args.batch * args.context)
+    metrics = {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name,
+               "threads": threads, "device": args.device, **train_report.parameter_counts(trainer),
+               "optimizer": args.optimizer, "optimizer_moments": train_report.moments(trainer),
+               "losses": losses, "validation_loss": validation_loss, "step_seconds": step_seconds,
+               "tokens_per_second": tokens_per_second, "weights_sha256": trainer.weights_sha256(),
+               "config": asdict(settings.config), "options": options_of(args), "versions": versions(), "ranks": records}
+    status = 0
+    if args.verify:
+        status = verify(trainer, settings, world, metrics, console)
+    if world.rank == 0:
+        assert timelines is not None
+        train_report.write_folder(settings.out, metrics, timelines, trainer.model.state_dict())
+        if args.json:
+            write_json(args.json, metrics)
+        if speaks:
+            train_report.print_report(console, metrics, sample(trainer, settings), settings.out)
+    trainer.close()
+    world.barrier()      # nobody leaves, and ends the job for the others, before rank 0 has written
+    return status
+
+
+def train_steps(trainer: Trainer, settings: train_options.Settings, report: Report) -> tuple[list[float], list[float]]:
+    """Every step: the global losses, and each step's seconds on this rank."""
+    losses, seconds = [], []
+    args, ledger = settings.args, trainer.world.ledger
+    tokens = args.batch * args.context
+    try:
+        for step in range(args.steps):
+            batch = settings.training_batch(step)
+            start = time.perf_counter()
+            losses.append(trainer.step(batch))
+            seconds.append(time.perf_counter() - start)
+            report.step(step + 1, losses[-1], tokens / seconds[-1], sum(ledger.sent_bytes("step").get("dp", {}).values()))
+    finally:
+        report.close()
+    return losses, seconds
+
+
+def announce(console: Console, settings: train_options.Settings, world: Group) -> None:
+    """What is about to be trained, on what."""
+    config, text = settings.config, settings.text
+    console.print(f"{settings.args.data}: {len(text.train):,} symbols to learn from, {len(text.validation):,} held out, "
+                  f"{len(text.symbols)} different; {config.layers} layers of width {config.width}, "
+                  f"{settings.args.batch} × {config.context} tokens a step over {world.size} "
+                  f"rank{'s' * (world.size > 1)} ({world.transport.name})", markup=False, soft_wrap=True)
+
+
+def sample(trainer: Trainer, settings: train_options.Settings) -> str:
+    """Text that the model writes after a line break."""
+    symbols = settings.text.symbols
+    start = symbols.index("\n") if "\n" in symbols else 0
+    ids = trainer.model.generate([start], SAMPLE_SYMBOLS, temperature=0.7, seed=settings.args.seed)
+    return settings.text.decode(ids).strip("\n")
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options as they stood on the command line, for metrics.json."""
+    return {name: value for name, value in vars(args).items() if value is None or isinstance(value, (str, int, float))}
+
+
+def versions() -> dict[str, str]:
+    """What the run's numbers may depend on."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    return {"python": python, **{name: version(name) for name in ("minidist", "numpy", "mpi4py")}}

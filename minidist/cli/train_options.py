@@ -1,0 +1,173 @@
+"""The options of `minidist train`, and what they mean once they are checked."""
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minidist.backend import module_for
+from minidist.cli.common import fail, positive
+from minidist.data import text
+from minidist.nn import GPTConfig
+from minidist.parallel.hybrid import OPTIMIZERS, SCHEDULES, Plan
+
+VALIDATION_BATCHES = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `minidist train`."""
+    job = parser.add_argument_group("the job")
+    job.add_argument("-n", "--ranks", type=positive, metavar="N",
+                     help="start N ranks here (without mpirun or another launcher)")
+    job.add_argument("--transport", choices=["sockets", "shm", "mpi"],
+                     help="how ranks exchange bytes (default: mpi under mpirun, else sockets)")
+    job.add_argument("--plan", metavar="dp=N", help="how the job is cut (default: all ranks on the data axis)")
+    job.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
+    job.add_argument("--threads", type=positive, metavar="N",
+                     help="BLAS threads a rank (default: this machine's cores // ranks on it)")
+    data = parser.add_argument_group("the data")
+    data.add_argument("--data", default="python", metavar="PATH",
+                      help="a text file, a folder of them, `shakespeare`, or `python`: the reference every CPython carries")
+    data.add_argument("--batch", type=positive, default=32, metavar="SEQUENCES",
+                      help="sequences a step, of the whole job (default: 32)")
+    data.add_argument("--context", type=positive, default=128, metavar="TOKENS", help="tokens a sequence (default: 128)")
+    model = parser.add_argument_group("the model")
+    model.add_argument("--layers", type=positive, default=4, metavar="N", help="blocks (default: 4)")
+    model.add_argument("--width", type=positive, default=128, metavar="N", help="model width (default: 128)")
+    model.add_argument("--heads", type=positive, default=4, metavar="N", help="attention heads (default: 4)")
+    model.add_argument("--vocab", type=positive, metavar="N",
+                       help="embedding rows, at least the data's symbols; the rest unused (default: the symbols)")
+    model.add_argument("--positions", choices=["learned", "rotary"], default="learned", help="(default: learned)")
+    model.add_argument("--tied", action="store_true", help="one matrix for embedding and output")
+    model.add_argument("--dropout", type=fraction, default=0.0, metavar="RATE", help="(default: 0)")
+    model.add_argument("--dtype", choices=["float64", "float32"], default="float32", help="(default: float32)")
+    training = parser.add_argument_group("the training")
+    training.add_argument("--steps", type=positive, default=300, metavar="K", help="optimizer steps (default: 300)")
+    training.add_argument("--seed", type=int, default=0, metavar="S", help="of weights and batches (default: 0)")
+    training.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="(default: adamw)")
+    training.add_argument("--lr", type=positive_number, default=3e-3, metavar="RATE", help="peak rate (default: 0.003)")
+    training.add_argument("--lr-schedule", choices=SCHEDULES, default="cosine",
+                          help="after a warm-up of a twentieth of the steps (default: cosine)")
+    training.add_argument("--clip", type=not_negative, default=1.0, metavar="NORM",
+                          help="bound of the gradients' norm; 0: none (default: 1)")
+    result = parser.add_argument_group("the result")
+    result.add_argument("--out", metavar="DIR", help="run folder (default: runs/DATE-TIME)")
+    result.add_argument("--json", metavar="FILE", help="also write metrics.json here")
+    result.add_argument("--verify", action="store_true",
+                        help="then train once more on one process and compare the weights")
+    result.add_argument("--quiet", action="store_true", help="print nothing")
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0."""
+    value = not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def fraction(text: str) -> float:
+    """A number in [0, 1)."""
+    value = not_negative(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction in [0, 1)")
+    return value
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options that were checked, and what was read by them. Equal on all ranks."""
+
+    args: argparse.Namespace
+    text: text.Text
+    config: GPTConfig
+    out: Path
+
+    def training_batch(self, step: int) -> Any:
+        """The global batch of step `step`: by seed and step alone."""
+        return self._batch(self.text.train, step)
+
+    def validation_batches(self) -> list[Any]:
+        """A fixed set of global batches of held-out text."""
+        return [self._batch(self.text.validation, step) for step in range(VALIDATION_BATCHES)]
+
+    def _batch(self, ids: Any, step: int) -> Any:
+        return text.batch(ids, step, batch=self.args.batch, context=self.args.context, seed=self.args.seed)
+
+    def plan(self, size: int) -> Plan:
+        """The plan for a job of `size` ranks."""
+        return Plan.parse(self.args.plan) if self.args.plan else Plan(dp=size)
+
+    def trainer_options(self) -> dict[str, Any]:
+        """What Trainer takes beside plan, config and world."""
+        args = self.args
+        return {"seed": args.seed, "optimizer": args.optimizer, "lr": args.lr, "lr_schedule": args.lr_schedule,
+                "warmup": max(1, args.steps // 20), "steps": args.steps, "clip": args.clip or None, "device": args.device}
+
+
+def check(args: argparse.Namespace) -> Settings:
+    """Everything that can be found wrong before a rank starts.
+
+    Raises:  ConfigError (DataError, DeviceError, PlanError, ShardError) in one line.
+    """
+    if args.plan:
+        Plan.parse(args.plan)
+    module_for(args.device)
+    data = text.load(args.data)
+    symbols = len(data.symbols)
+    if args.vocab is not None and args.vocab < symbols:
+        fail(f"--vocab {args.vocab}: the data has {symbols} different symbols; use at least --vocab {symbols}")
+    if args.width % args.heads:
+        fail(f"--width {args.width} is not divisible by --heads {args.heads}; "
+             f"use --width {-(-args.width // args.heads) * args.heads}")
+    shortest = min(len(data.train), len(data.validation))
+    if shortest <= args.context:
+        fail(f"--data {args.data}: too short, its smaller part has {shortest} symbols and --context {args.context} needs "
+             f"{args.context + 1}; give more text or a smaller --context")
+    config = GPTConfig(vocabulary=args.vocab or symbols, context=args.context, layers=args.layers, width=args.width,
+                       heads=args.heads, positions=args.positions, tied=args.tied, dropout=args.dropout, dtype=args.dtype)
+    out = Path(args.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    check_writable("--out", out / "metrics.json")
+    if args.json:
+        check_writable("--json", Path(args.json), folder_must_exist=True)
+    return Settings(args, data, config, out)
+
+
+def check_writable(option: str, file: Path, *, folder_must_exist: bool = False) -> None:
+    """Fail if `file` could not be written, its missing folders made first; leaves nothing behind."""
+    if file.is_dir():
+        fail(f"{option} {file}: is a folder; name a file")
+    folder = file.parent
+    if folder_must_exist and not folder.exists():
+        fail(f"{option} {file}: there is no folder {folder}")
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        fail(f"{option} {file.parent}: {folder} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        fail(f"{option} {file.parent}: no permission to write in {folder}")
+
+
+def as_arguments(args: argparse.Namespace) -> list[str]:
+    """The command-line words that give `args` again, but for how many ranks to start and over what."""
+    words: list[str] = []
+    for name, value in vars(args).items():
+        if name in ("ranks", "transport", "command") or value is None or value is False or callable(value):
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:
+            words.append(str(value))
+    return words

@@ -1,0 +1,34 @@
+"""Pictures of a run, drawn from its recorded numbers. matplotlib is loaded when the first one is drawn."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+
+def draw_loss(path: str | Path, losses: Sequence[float], *, validation: float | None = None, title: str = "") -> None:
+    """Write the training loss over the steps, with its running mean, and the validation loss as a line, as a picture.
+
+    Args:    path: where to; its ending chooses the format (png, svg, pdf).
+             losses: one a step, in nats a token.
+    Raises:  OSError if `path` cannot be written.
+    """
+    from matplotlib.figure import Figure  # the object interface: no window system, no global state
+
+    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
+    axes = figure.subplots()
+    steps = np.arange(1, len(losses) + 1)
+    axes.plot(steps, losses, color="#9bb8d3", linewidth=0.8, label="training, each step")
+    window = max(1, len(losses) // 20)
+    if window > 1:
+        mean = np.convolve(losses, np.ones(window) / window, mode="valid")
+        axes.plot(steps[window - 1:], mean, color="#1f4e79", linewidth=1.6, label=f"training, mean of {window} steps")
+    if validation is not None:
+        axes.axhline(validation, color="#c0504d", linewidth=1.2, linestyle="--", label=f"validation {validation:.3f}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats a token")
+    axes.set_title(title)
+    axes.grid(alpha=0.25)
+    if len(losses):
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,25 @@
+"""Small records (spans, ledgers, memory accounts) from every rank to rank 0."""
+
+from typing import Any
+
+import numpy as np
+
+from minidist.comm.group import Group
+from minidist.comm.wire import pack, unpack
+
+
+def gather_records(group: Group, record: Any) -> list[Any] | None:
+    """Every rank's `record` on rank 0, in rank order; None on the others.
+
+    Args:    record: whatever `wire.pack` takes: dicts, lists, numbers, texts, bytes, arrays.
+    Cost:    two gathers, counted under `control`: the lengths (8 bytes), then the packed bytes.
+    Raises:  CommError if a rank is lost or ranks do not all call this.
+    """
+    packed = np.frombuffer(pack(record), dtype=np.uint8)
+    with group.ledger.control():
+        lengths = group.gather(np.array([packed.size], dtype=np.int64))
+        joined = group.gather(packed)
+    if lengths is None or joined is None:
+        return None
+    ends = np.cumsum(lengths)
+    return [unpack(joined[end - length:end].tobytes()) for length, end in zip(lengths, ends, strict=True)]

@@ -1,0 +1,174 @@
+"""What each rank did and when: spans, gathered to rank 0 and written for Perfetto.
+
+    timeline = Timeline(world.rank)
+    timeline.follow(world.ledger)                      # collectives and messages, from the ledger's events
+    with timeline.span("forward", step=3): ...         # work, from whoever does it
+
+    timelines = timeline.collect(world)                # on rank 0: every rank's spans on rank 0's clock
+    write_perfetto("trace.json", timelines)            # open it at https://ui.perfetto.dev
+
+One process of the trace is one rank. Its rows are `compute` (forward, backward, optimizer), `communication` (each
+collective as it ran, on whichever thread) and `messages` (each message it sent). Overlap is what one sees when a
+bucket's all-reduce on the second row starts before `backward` on the first row ends.
+
+Times are `time.perf_counter()` seconds: one clock for all processes of a host. `clock_offset` aligns hosts.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidist.comm.group import Group
+from minidist.comm.ledger import Event, Ledger
+from minidist.observe.records import gather_records
+
+ROWS = ("compute", "communication", "messages")
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stretch of one rank's time, in seconds of `time.perf_counter()`; `row` is one of ROWS."""
+
+    name: str
+    row: str
+    start: float
+    stop: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Timeline:
+    """The spans of one rank, in the order in which they ended.
+
+    Args:    rank: this rank in the job, the process number of the trace.
+             limit: spans kept; later ones are only counted, in `dropped` (a step of DDP makes about a hundred).
+    """
+
+    def __init__(self, rank: int, *, limit: int = 100_000) -> None:
+        self.rank = rank
+        self.limit = limit
+        self.spans: list[Span] = []
+        self.dropped = 0
+        self.step: int | None = None
+        self._names: dict[str, deque[str]] = {}     # axis -> names of its collectives that have not ended yet
+
+    @contextmanager
+    def span(self, name: str, category: str = "compute", **details: Any) -> Iterator[None]:
+        """Record the time spent inside; a `step` among the details also marks the collectives that run meanwhile."""
+        self.step = details.get("step", self.step)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(Span(name, category, start, time.perf_counter(), {"step": self.step, **details}))
+
+    def add(self, span: Span) -> None:
+        """Keep `span`, or count it as dropped once `limit` are kept."""
+        if len(self.spans) < self.limit:
+            self.spans.append(span)
+        else:
+            self.dropped += 1
+
+    def announce(self, axis: str, name: str) -> None:
+        """The next collective along `axis` is called `name`: a group carries its calls out in the order of their start."""
+        self._names.setdefault(axis, deque()).append(name)
+
+    def follow(self, ledger: Ledger) -> None:
+        """From now on, record what `ledger` reports: every collective and every message of this rank."""
+        ledger.subscribe(self._on_event)
+
+    def _on_event(self, event: Event) -> None:
+        row, name = ("messages" if event.kind == "message" else "communication"), event.name
+        names = self._names.get(event.details["axis"]) if event.kind == "call" else None
+        if names:
+            name = names.popleft()
+        details = {"hop" if key == "step" else key: value for key, value in event.details.items()}
+        self.add(Span(name, row, event.start, event.stop, {"step": self.step, **details}))
+
+    def collect(self, group: Group) -> list["Timeline"] | None:
+        """Every rank's timeline on rank 0, in rank order and on rank 0's clock; None on the others. All ranks call it.
+
+        Cost:    counted under `control`: `clock_offset`, then one gather of the packed spans.
+        """
+        offset = clock_offset(group)
+        spans = [asdict(Span(s.name, s.row, s.start + offset, s.stop + offset, s.details)) for s in self.spans]
+        gathered = gather_records(group, {"rank": self.rank, "dropped": self.dropped, "spans": spans})
+        if gathered is None:
+            return None
+        return [_restore(record) for record in gathered]
+
+
+def _restore(record: dict[str, Any]) -> Timeline:
+    timeline = Timeline(record["rank"])
+    timeline.spans = [Span(**span) for span in record["spans"]]
+    timeline.dropped = record["dropped"]
+    return timeline
+
+
+def clock_offset(group: Group, *, rounds: int = 5) -> float:
+    """Seconds to add to this rank's clock to get rank 0's; 0.0 where the clocks cannot be told apart.
+
+    Rank 0 asks each rank for its time and takes the middle of the round trip as the moment of the answer. The error is at
+    most half the round trip, so an offset below that (always so on one host, which has one clock) counts as none.
+
+    Cost:    on rank 0, 2 * rounds + 1 messages of 8 bytes a peer, counted under `control`.
+    """
+    with group.ledger.control():
+        if group.rank != 0:
+            for _ in range(rounds):
+                group.recv(src=0)
+                group.send(np.array([time.perf_counter()]), dst=0)
+            return float(group.recv(src=0)[0])
+        for peer in range(1, group.size):
+            group.send(np.array([_measured_offset(group, peer, rounds)]), dst=peer)
+    return 0.0
+
+
+def _measured_offset(group: Group, peer: int, rounds: int) -> float:
+    best_trip, best_offset = float("inf"), 0.0
+    for _ in range(rounds):
+        asked = time.perf_counter()
+        group.send(np.zeros(1), dst=peer)
+        theirs = float(group.recv(src=peer)[0])
+        trip = time.perf_counter() - asked
+        if trip < best_trip:
+            best_trip, best_offset = trip, asked + trip / 2 - theirs
+    return best_offset if abs(best_offset) > best_trip / 2 else 0.0
+
+
+def write_perfetto(path: str | Path, timelines: Sequence[Timeline]) -> None:
+    """Write the Chrome trace format: `ph: X` events, `ts` and `dur` in microseconds from the earliest start.
+
+    Raises:  OSError if `path` cannot be written.
+    """
+    origin = min((span.start for timeline in timelines for span in timeline.spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for timeline in timelines:
+        events.extend(_names(timeline))
+        events.extend(_complete_event(timeline.rank, span, origin) for span in timeline.spans)
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """The metadata events that name a rank's process and rows, and keep ranks and rows in order."""
+    def about(what: str, row: int, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": what, "pid": timeline.rank, "tid": row, "args": args}
+
+    yield about("process_name", 0, name=f"rank {timeline.rank}")
+    yield about("process_sort_index", 0, sort_index=timeline.rank)
+    for row, name in enumerate(ROWS):
+        yield about("thread_name", row, name=name)
+        yield about("thread_sort_index", row, sort_index=row)
+
+
+def _complete_event(rank: int, span: Span, origin: float) -> dict[str, Any]:
+    return {"ph": "X", "name": span.name, "cat": span.row, "pid": rank, "tid": ROWS.index(span.row),
+            "ts": round((span.start - origin) * 1e6, 3), "dur": round((span.stop - span.start) * 1e6, 3),
+            "args": {key: value for key, value in span.details.items() if value is not None}}

@@ -1,0 +1,72 @@
+"""What every strategy does with a batch before, and with finished gradients after: its part, clipping, the optimizer."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from minidist.backend import Array, array_module
+from minidist.optim import Optimizer, clip_scale, global_norm
+from minidist.tensor import Parameter, Tensor
+
+Batch = tuple[Array, Array]
+"""(inputs, targets), each with one row a sequence (or a sample): (sequences, tokens) integers for a GPT."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's rows of a global batch; `first` is the number of its first row there."""
+
+    inputs: Array
+    targets: Array
+    first: int
+
+
+Loss = Callable[[Part, int], Tensor]
+"""`loss(part, divisor)`: the sum of the losses of the part's targets over `divisor`, one number."""
+
+
+def loss_of(model: Any) -> Loss:
+    """The loss that a model brings along: `model.loss(inputs, targets, divisor)`."""
+    return lambda part, divisor: model.loss(part.inputs, part.targets, divisor)
+
+
+def part_of(batch: Batch, *, size: int, rank: int) -> Part:
+    """Rank `rank`'s rows of a global batch, cut in `numpy.array_split` order; views, nothing is copied.
+
+    The first `B % size` ranks get one row more; with fewer rows than ranks the last ranks get none.
+    """
+    inputs, targets = batch
+    each, more = divmod(len(inputs), size)
+    start = rank * each + min(rank, more)
+    stop = start + each + (rank < more)
+    return Part(inputs[start:stop], targets[start:stop], start)
+
+
+def zero_unused(parameters: Iterable[Parameter]) -> None:
+    """Give a zero gradient to each parameter that this step's backward did not reach.
+
+    So an unused parameter means the same on one process and on many, where another rank may have used it: its gradient
+    is zero, and momentum and weight decay go on.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = _zeros_like(parameter)
+
+
+def _zeros_like(parameter: Parameter) -> Array:
+    room = parameter.gradient_room()
+    if room is None:
+        return array_module(parameter.data).zeros_like(parameter.data)
+    room[...] = 0
+    return room
+
+
+def clip_and_update(optimizer: Optimizer, parameters: Iterable[Parameter], *, lr: float | None,
+                    clip: float | None) -> None:
+    """The optimizer's step, with gradients scaled so that their common norm is at most `clip` (None: as they are).
+
+    For strategies that hold every gradient whole, after any reduction between ranks: then all ranks find the same norm
+    without asking each other. The optimizer scales as it reads, so clipping costs one pass over the gradients.
+    """
+    scale = 1.0 if clip is None else clip_scale(global_norm(p.grad for p in parameters), clip)
+    optimizer.step(lr, scale)

@@ -1,0 +1,165 @@
+"""Chapter 07 · DDP: every rank holds the whole model and works on its part of the batch.
+
+The idea. All ranks start from the same weights. Each takes its part of the batch forward and backward; the gradients are
+summed over the ranks, and every rank then makes the same step from the same sum. So the replicas stay equal, and equal to
+one process that had seen the whole batch. Reducing is hidden behind backward: gradients travel in buckets, and a bucket
+sets out as soon as its last gradient is final, while backward still works on the layers below.
+
+    compute         forward | backward: layer 4 | layer 3 | layer 2 | layer 1 | wait | optimizer
+    communication                               | bucket 0 | bucket 1 | bucket 2 |
+
+Who holds what, Ψ parameters in float32 with Adam on P ranks:
+
+                 one process     each rank of P
+    batch        B sequences     B/P sequences, cut in array_split order
+    parameters   4Ψ bytes        4Ψ      the whole model
+    gradients    4Ψ              4Ψ      in buckets: own part's, then the sum over all
+    optimizer    8Ψ              8Ψ      the same on each rank
+    activations  A               A/P
+
+Cost, a step and rank, ring all-reduce:
+
+    bytes        2(P-1)/P × 4Ψ   (over the ranks together exactly 2(P-1) × 4Ψ); from Ψ×4 at P=2 towards twice that
+    messages     2(P-1) × buckets
+    control      one float64: the loss
+
+The notes' steps (N0, "DDP: Distributed Data Parallel"), as they happen here:
+
+    DDP 1  the model is on every device.  The notes let the main process copy it. Here nobody copies: each rank draws the
+           same weights from the same seed, and a digest is compared once to be sure.
+    DDP 2  each device works on its part of the data.
+    DDP 3  gradients are averaged over the devices during backward.  They are *summed* here: each rank's loss is its sum of
+           token losses over the token count of the *whole* batch, so that the sum of gradients is the mean's gradient,
+           also when parts differ in size. Averaging once more would be wrong by P; a mean of means is wrong for uneven
+           parts. "During backward" (N0:164) and "after every batch's backward" (N0:416) are both said; it is during.
+    DDP 4  no controller; a ring carries the sums, using both directions of every link.  "Its traffic is constant" (N1:42)
+           holds for the bytes only nearly (2(P-1)/P lies between 1 and 2), and not for the messages, which grow with P.
+
+notes:   N0 DDP, 数据并行 工作流程; N1 DDP; N3 §3.1
+Source:  Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
+"""
+
+import numpy as np
+
+from minidist.comm.group import Group
+from minidist.comm.pending import Pending
+from minidist.errors import GradientError
+from minidist.nn import Module
+from minidist.optim import Optimizer
+from minidist.parallel.common.buckets import Bucket, make_buckets
+from minidist.parallel.common.recorder import Recorder, Silent
+from minidist.parallel.common.replicas import check_equal_replicas
+from minidist.parallel.common.update import Batch, Loss, Part, clip_and_update, loss_of, part_of, zero_unused
+from minidist.tensor import Parameter, Tensor
+
+BUCKET_BYTES = 1 << 20
+
+
+class DDP:
+    """A replica of a model, kept equal to the others of its group.
+
+    Args:    model: equal on all ranks; its parameters' gradients are bound to buckets from here on.
+             group: the ranks that share the batch.
+             loss: of a part of the batch (default: `model.loss`).
+             bucket_bytes: a bucket's most bytes.
+             algorithm: of the gradients' all-reduce; pinned, so that the same run gives the same bits.
+             recorder: is told what runs when.
+    Raises:  MismatchError if the replicas do not start equal.
+    """
+
+    def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
+                 algorithm: str = "ring", recorder: Recorder | None = None) -> None:
+        self.model, self.group, self.algorithm = model, group, algorithm
+        self.loss = loss or loss_of(model)
+        self.recorder = recorder or Silent()
+        self.parameters = list(model.parameters())
+        self.buckets = make_buckets(self.parameters, bucket_bytes)
+        self._missing = [0] * len(self.buckets)     # gradients each bucket still waits for
+        self._pending: list[Pending] = []           # all-reduces under way: of buckets 0, 1, …, without a gap
+        check_equal_replicas(self.parameters, group, when="before the first step")          # DDP 1
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.hooks.append(lambda parameter, index=bucket.index: self._final(parameter, index))
+
+    # ------------------------------------------------------------------------------------------------- partition
+
+    def part_of(self, batch: Batch) -> Part:
+        """This rank's rows of a global batch (DDP 2); views, and perhaps none."""
+        return part_of(batch, size=self.group.size, rank=self.group.rank)
+
+    # --------------------------------------------------------------------------------------------------- forward
+
+    def forward(self, part: Part, *, divisor: int) -> Tensor | None:
+        """This rank's share of the global mean loss: the sum of its losses over `divisor`, the targets of all ranks.
+
+        Without a row there is nothing to compute: None, a share of zero.
+        """
+        return self.loss(part, divisor) if len(part.inputs) else None
+
+    # -------------------------------------------------------------------------------------------------- backward
+
+    def backward(self, share: Tensor | None) -> None:
+        """Gradients of the global mean loss into the buckets, on every rank the same bits (DDP 3, DDP 4).
+
+        Cost:    one all-reduce a bucket, begun during backward; returns when all have ended.
+        """
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._pending = []
+        with self.recorder.span("backward", notes="DDP 3"):
+            if share is not None:
+                share.backward()
+            self._release_unused()
+        with self.recorder.span("wait for gradients", notes="DDP 4"):
+            for pending in self._pending:
+                pending.wait()
+
+    def _final(self, parameter: Parameter, index: int) -> None:
+        """The hook on a parameter: its gradient is complete, so its bucket, and those behind it, may set out."""
+        if not self._missing[index]:
+            raise GradientError(f"DDP rank {self.group.rank} of {self.group.size}: a gradient for {parameter.name!r} after its "
+                                f"bucket was reduced; go backward by DDP.backward, once a step, with the sum of the losses")
+        self._missing[index] -= 1
+        self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        """Start the all-reduce of each complete bucket, strictly in the order of their indices.
+
+        A bucket that is complete waits for those before it, although that costs overlap: ranks may use different
+        parameters, and so complete their buckets in different orders; but the n-th collective of a group must be the
+        same one on every rank, or the sum of bucket 1 here would meet bucket 2 there.
+        """
+        while len(self._pending) < len(self.buckets) and not self._missing[len(self._pending)]:
+            self._pending.append(self._start_reduce(self.buckets[len(self._pending)]))
+
+    def _start_reduce(self, bucket: Bucket) -> Pending:
+        self.recorder.announce(self.group.axis, f"all_reduce bucket {bucket.index}")
+        return self.group.start_all_reduce(bucket.data, op="sum", out=bucket.data, algorithm=self.algorithm)
+
+    def _release_unused(self) -> None:
+        """Backward is over: what it did not reach here has gradient zero here, but perhaps not on other ranks."""
+        for bucket in self.buckets[len(self._pending):]:
+            zero_unused(bucket.parameters)
+            self._missing[bucket.index] = 0
+        self._launch_complete()
+
+    # ------------------------------------------------------------------------------------------------------ step
+
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None) -> float:
+        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
+
+        Args:    lr: this step's learning rate (None: the optimizer's own); clip: bound of the gradients' common norm,
+                 which needs no messages: after backward every rank holds all gradients.
+        """
+        optimizer.zero_grad()
+        part = self.part_of(batch)
+        with self.recorder.span("forward", notes="DDP 2", rows=len(part.inputs)):
+            share = self.forward(part, divisor=batch[1].size)
+        self.backward(share)
+        with self.recorder.span("optimizer"):
+            clip_and_update(optimizer, self.parameters, lr=lr, clip=clip)
+        return self._sum(0.0 if share is None else float(share.item()))
+
+    def _sum(self, share: float) -> float:
+        """The ranks' shares of the loss, added in rank order; counted under `control`."""
+        with self.recorder.span("loss", "communication"), self.group.ledger.control():
+            return float(np.sum(self.group.all_gather(np.array([share], dtype=np.float64))))

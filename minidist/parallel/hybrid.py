@@ -1,0 +1,130 @@
+"""Chapter 17 · Composing strategies: a Plan cuts the job, a Mesh holds the groups, a Trainer runs the steps.
+
+    world = md.init()
+    trainer = md.Trainer(md.Plan(dp=world.size), GPTConfig(...), world, optimizer="adamw", lr=1e-3, seed=0)
+    loss = trainer.step(batch)                  # the global batch in, the global mean loss out
+
+Every rank passes the same global batch and gets the same loss; which part of the batch, of the model and of the state
+a rank works on is the plan's affair. In this version the data axis can be cut (parallel/ddp.py); one rank alone takes the
+step of parallel/single.py.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from minidist import backend
+from minidist.account import MemoryAccount
+from minidist.account import current as current_account
+from minidist.comm.group import Group
+from minidist.errors import ConfigError
+from minidist.nn import GPT, DropoutKey, GPTConfig
+from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
+from minidist.parallel.common.recorder import Recorder, Silent
+from minidist.parallel.common.replicas import weights_digest
+from minidist.parallel.common.update import Batch, Part, part_of
+from minidist.parallel.ddp import DDP
+from minidist.parallel.mesh import Mesh
+from minidist.parallel.plan import AXES, Plan
+from minidist.parallel.single import Single
+from minidist.tensor import Tensor, no_grad
+
+__all__ = ["AXES", "OPTIMIZERS", "SCHEDULES", "Mesh", "Plan", "Trainer"]
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "adam": Adam, "rmsprop": RMSProp, "sgd": SGD}
+SCHEDULES = ("constant", "cosine")
+
+
+class Trainer:
+    """Trains a GPT under a plan. All ranks of `world` make one, with equal arguments.
+
+    Args:    plan: how the job is cut; its size must be the world's.
+             config: the model.
+             seed: of the weights and of dropout.
+             optimizer: one of OPTIMIZERS; lr: its peak learning rate; optimizer_options: its further options.
+             lr_schedule: "constant", or "cosine": from 0 to `lr` in `warmup` steps, then down to a tenth at `steps`.
+             clip: bound of the gradients' global norm, or None.
+             device: "cpu" or "cuda".
+             recorder: is told what runs when (an observe.Timeline, say).
+    Attributes: model, optimizer, mesh, plan; steps_done; account, what fills this rank's memory.
+    Raises:  PlanError, ConfigError, DeviceError for what cannot work; MismatchError if replicas do not start equal.
+    """
+
+    def __init__(self, plan: Plan, config: GPTConfig, world: Group, *, seed: int = 0, optimizer: str = "adamw",
+                 lr: float = 1e-3, optimizer_options: dict[str, Any] | None = None, lr_schedule: str = "constant",
+                 warmup: int = 0, steps: int | None = None, clip: float | None = 1.0, device: str = "cpu",
+                 recorder: Recorder | None = None) -> None:
+        plan.require(world.size)
+        if optimizer not in OPTIMIZERS:
+            raise ConfigError(f"unknown optimizer {optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
+        if lr_schedule not in SCHEDULES or (lr_schedule == "cosine" and steps is None):
+            raise ConfigError(f"lr_schedule {lr_schedule!r}: choose constant, or cosine with steps=")
+        backend.tune_allocator()
+        self.plan, self.config, self.world = plan, config, world
+        self.mesh = Mesh(world, **plan.axes)
+        self.recorder = recorder or Silent()
+        self.account: MemoryAccount = current_account()
+        self.seed, self.steps_done = seed, 0
+        self.lr, self.lr_schedule, self.warmup, self.steps, self.clip = lr, lr_schedule, warmup, steps, clip
+        self.model = GPT(config)
+        self.model.initialize(seed, device=device)
+        self.strategy: Single | DDP = self._make_strategy()
+        self.optimizer = OPTIMIZERS[optimizer](self.strategy.parameters, lr, **(optimizer_options or {}))
+
+    def _make_strategy(self) -> Single | DDP:
+        if self.plan.dp == 1:
+            return Single(self.model, loss=self._loss, recorder=self.recorder)
+        return DDP(self.model, self.mesh["dp"], loss=self._loss, bucket_bytes=self.plan.bucket_bytes, algorithm=self.plan.algorithm,
+                   recorder=self.recorder)
+
+    def _loss(self, part: Part, divisor: int) -> Tensor:
+        """The model's loss of a part; dropout is keyed by step and global token, so that it does not see the split."""
+        key = None
+        if self.config.dropout:
+            key = DropoutKey.of_sequences(self.seed, self.steps_done, part.first, *part.inputs.shape)
+        return self.model.loss(part.inputs, part.targets, divisor, key=key)
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of step `step`, counted from 0."""
+        if self.lr_schedule == "constant":
+            return constant(step, peak=self.lr)
+        assert self.steps is not None
+        return warmup_cosine(step, peak=self.lr, warmup=self.warmup, total=self.steps, floor=0.1 * self.lr)
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Mean token loss over global batches, the same on every rank. No gradients; dropout off.
+
+        Cost:    one all-gather of two float64 a rank, counted under `control`.
+        """
+        total, tokens, group = 0.0, 0, self.mesh["dp"]
+        self.model.eval()
+        with no_grad(), self.recorder.span("evaluate"):
+            for batch in batches:
+                part = part_of(batch, size=group.size, rank=group.rank)
+                if len(part.inputs):
+                    total += float(self._loss(part, 1).item())
+                tokens += part.targets.size
+        self.model.train()
+        with self.world.ledger.control():
+            sums = group.all_gather(np.array([total, tokens], dtype=np.float64)).reshape(-1, 2).sum(axis=0)
+        return float(sums[0] / sums[1])
+
+    def weights_sha256(self) -> str:
+        """Digest of the master weights in the serial layout, in the order of their names, little-endian."""
+        return weights_digest(self.model.state_dict())
+
+    def close(self) -> None:
+        """End the mesh's worker threads; the world stays open."""
+        self.mesh.close()
+
+    def step(self, batch: Batch) -> float:
+        """One optimizer step on the *global* batch: (inputs, targets), each (sequences, tokens), equal on all ranks.
+
+        Returns the global mean token loss, a float with the same bits on every rank.
+        Cost:    as the strategy's docstring says; counted in the ledger's phase "step".
+        """
+        with self.world.ledger.during("step"), self.recorder.span("step", step=self.steps_done):
+            loss = self.strategy.step(batch, self.optimizer, lr=self.learning_rate(self.steps_done), clip=self.clip)
+        self.steps_done += 1
+        return loss

@@ -1,0 +1,65 @@
+"""A mesh: the ranks of a job on a grid with one axis for each way of cutting the work.
+
+Two data ranks of two tensor ranks each, dp=2, tp=2 (the last axis is innermost: its ranks are neighbours):
+
+              tp=0   tp=1
+        dp=0   r0     r1      mesh["tp"] on r0: ranks 0, 1
+        dp=1   r2     r3      mesh["dp"] on r0: ranks 0, 2
+"""
+
+import numpy as np
+
+from minidist.comm.group import Group
+from minidist.errors import PlanError
+from minidist.parallel.plan import AXES
+
+
+class Mesh:
+    """The ranks of `world` in row-major order over the axes dp, pp, ep, cp, tp.
+
+    `mesh["tp"]` is this rank's group along one axis, `mesh["dp", "cp"]` along several together (ranks that agree in every
+    other coordinate). A group is made when first asked for, which all ranks must do in the same order.
+
+    Attributes: shape        {axis: size}
+                coordinates  {axis: this rank's place}
+    Raises:     PlanError if the sizes' product is not the world's size.
+    """
+
+    def __init__(self, world: Group, *, dp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, tp: int = 1) -> None:
+        self.world = world
+        self.shape = dict(zip(AXES, (dp, pp, ep, cp, tp), strict=True))
+        sizes = tuple(self.shape.values())
+        if min(sizes) < 1 or int(np.prod(sizes)) != world.size:
+            cut = " × ".join(f"{axis}={size}" for axis, size in self.shape.items() if size != 1) or "dp=1"
+            raise PlanError(f"mesh {cut} has {int(np.prod(sizes))} places, the job has {world.size} ranks; "
+                            f"choose axes whose product is {world.size}, such as dp={world.size}")
+        self._ranks = np.arange(world.size).reshape(sizes)
+        self.coordinates = dict(zip(AXES, (int(i) for i in np.unravel_index(world.rank, sizes)), strict=True))
+        self._groups: dict[tuple[str, ...], Group] = {}
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> Group:
+        """This rank's group along one axis, or along several together.
+
+        Raises:  PlanError for a name that is no axis.
+        """
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        unknown = [name for name in names if name not in AXES]
+        if unknown or not names or len(set(names)) < len(names):
+            raise PlanError(f"mesh[{axes!r}]: give different axes of {', '.join(AXES)}, such as mesh['dp'] or mesh['dp', 'cp']")
+        names = tuple(axis for axis in AXES if axis in names)
+        if names not in self._groups:
+            self._groups[names] = self._make_group(names)
+        return self._groups[names]
+
+    def _make_group(self, names: tuple[str, ...]) -> Group:
+        """Ranks that share this rank's place on every axis but `names`, in the mesh's order."""
+        fixed = [0 if axis in names else place for axis, place in self.coordinates.items()]
+        color = int(np.ravel_multi_index(fixed, self._ranks.shape))
+        group = self.world.split(color, axis=",".join(names))
+        assert group is not None
+        return group
+
+    def close(self) -> None:
+        """End the groups' worker threads."""
+        for group in self._groups.values():
+            group.close()

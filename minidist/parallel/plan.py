@@ -1,0 +1,78 @@
+"""A plan: along which axes a job is cut, and how its gradients travel."""
+
+from dataclasses import dataclass, fields
+
+from minidist.errors import PlanError
+
+AXES = ("dp", "pp", "ep", "cp", "tp")
+"""Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a job is cut. `Plan(dp=4)`, or `Plan.parse("dp=4")`.
+
+    Attributes: dp … tp       ranks along each axis
+                bucket_bytes  a gradient bucket's most bytes
+                algorithm     of the gradients' all-reduce: pinned, so that the same plan gives the same bits
+    Raises:     PlanError for an axis this version cannot cut, or a size below 1.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
+    bucket_bytes: int = 1 << 20
+    algorithm: str = "ring"
+
+    def __post_init__(self) -> None:
+        for axis, size in self.axes.items():
+            if not isinstance(size, int) or size < 1:
+                raise PlanError(f"plan axis {axis}={size}: the number of ranks along an axis is a whole number from 1")
+            if axis != "dp" and size > 1:
+                raise PlanError(f"plan axis {axis}={size}: this version has the data axis; use dp={self.size}")
+        if self.bucket_bytes < 1:
+            raise PlanError(f"plan bucket_bytes={self.bucket_bytes}: a bucket holds at least one byte")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Ranks along each axis, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        product = 1
+        for size in self.axes.values():
+            product *= size
+        return product
+
+    def require(self, ranks: int) -> None:
+        """Raise PlanError unless the plan is for so many ranks."""
+        if self.size != ranks:
+            raise PlanError(f"plan dp={self.dp} is for {self.size} rank{'s' * (self.size > 1)}, the job has {ranks}; "
+                            f"use dp={ranks}, or start {self.size}")
+
+    @classmethod
+    def parse(cls, text: str) -> "Plan":
+        """The plan that `text` says: axis=size pairs joined by commas, as in "dp=4".
+
+        Raises:  PlanError, in one line, for anything else.
+        """
+        sizes: dict[str, int] = {}
+        for pair in filter(None, (piece.strip() for piece in text.split(","))):
+            axis, equals, value = pair.partition("=")
+            if axis not in AXES or not equals:
+                raise PlanError(f"plan {text!r}: {pair!r} is not AXIS=SIZE with an axis of {', '.join(AXES)}; "
+                                f"write it like dp=4")
+            if axis in sizes:
+                raise PlanError(f"plan {text!r}: axis {axis} stands there twice")
+            if not value.isascii() or not value.isdigit():
+                raise PlanError(f"plan {text!r}: {axis}={value} is not a number of ranks; write it like {axis}=4")
+            sizes[axis] = int(value)
+        return cls(**sizes)
+
+    def as_dict(self) -> dict[str, int | str]:
+        """Every field by name, for metrics.json."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}

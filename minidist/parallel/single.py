@@ -1,0 +1,53 @@
+"""Chapter 00 · One device: the training step that every strategy must reproduce.
+
+    disk --data--> CPU --batch--> device:  forward -> loss -> backward -> clip -> optimizer
+
+One process holds everything and sees the whole batch. It is the yardstick: "parallel equals serial" means equal to this.
+
+What fills the memory, for Ψ parameters (bytes):
+
+                     float32 + Adam     mixed precision + Adam (the notes)
+    parameters       4Ψ                 2Ψ   (fp16)
+    gradients        4Ψ                 2Ψ   (fp16)
+    optimizer        8Ψ   (m, v)        12Ψ  (fp32 master weights, m, v)
+    together         16Ψ                16Ψ
+    activations      grow with batch × context × width × layers, and with context² where scores are kept
+
+Both columns give 16 bytes a parameter, for different reasons. The notes' pie (N2 显存占用分析: 35/45/15 %) contradicts their
+own numbers, 14/56/14 GB, which are 17/67/17 %; and their "8 bytes for the optimizer" leaves out the master weights.
+
+Cost:    no messages.
+notes:   N0 无并行训练, N2 显存占用分析, N4 §4
+"""
+
+from minidist.nn import Module
+from minidist.optim import Optimizer
+from minidist.parallel.common.recorder import Recorder, Silent
+from minidist.parallel.common.update import Batch, Loss, Part, clip_and_update, loss_of, zero_unused
+
+
+class Single:
+    """The training step of one process.
+
+    Args:    loss: of a batch (default: `model.loss`); recorder: is told what runs when.
+    """
+
+    def __init__(self, model: Module, *, loss: Loss | None = None, recorder: Recorder | None = None) -> None:
+        self.model, self.loss = model, loss or loss_of(model)
+        self.parameters = list(model.parameters())
+        self.recorder = recorder or Silent()
+
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None) -> float:
+        """One step on `batch`; returns its mean loss.
+
+        Args:    lr: this step's learning rate (None: the optimizer's own); clip: bound of the gradients' common norm.
+        """
+        optimizer.zero_grad()
+        with self.recorder.span("forward"):
+            loss = self.loss(Part(*batch, first=0), batch[1].size)
+        with self.recorder.span("backward"):
+            loss.backward()
+            zero_unused(self.parameters)
+        with self.recorder.span("optimizer"):
+            clip_and_update(optimizer, self.parameters, lr=lr, clip=clip)
+        return float(loss.item())

@@ -1,0 +1,194 @@
+"""`minidist train`, as a user runs it: under mpirun, on ranks of its own, alone; and with mistakes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from minidist.cli import main, train_options, train_progress
+from minidist.parallel.common.replicas import weights_digest
+
+TINY = ["--steps", "4", "--batch", "5", "--context", "16", "--layers", "1", "--width", "16", "--heads", "2", "--dtype", "float64"]
+MINIDIST = [sys.executable, "-m", "minidist"]
+
+
+def execute(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in `folder` within a minute."""
+    environment = {**os.environ, "MPLBACKEND": "Agg"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of a few thousand symbols."""
+    file = tmp_path_factory.mktemp("data") / "book.txt"
+    file.write_text("".join(f"Line {i}: the quick brown fox jumps over {i * i} lazy dogs.\n" for i in range(120)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def runs(book: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], str, Path]]:
+    """The same training alone, on two ranks of ours and on two of mpirun's: metrics, what was printed, the run folder."""
+    folder = tmp_path_factory.mktemp("runs")
+    found = {}
+    for name, prefix, options in (("alone", [], ["--verify"]), ("ours", [], ["-n", "2", "--verify"]),
+                                  ("mpirun", ["mpirun", "-n", "2"], [])):
+        command = [*prefix, *MINIDIST, "train", *TINY, "--data", str(book), "--out", name, "--json", f"{name}.json", *options]
+        done = execute(command, folder)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        found[name] = (json.loads((folder / f"{name}.json").read_text()), done.stdout, folder / name)
+    return found
+
+
+def test_json_holds_what_the_design_says(runs: dict[str, Any]) -> None:
+    for name, (metrics, _, _) in runs.items():
+        size = 1 if name == "alone" else 2
+        assert metrics["plan"]["dp"] == metrics["size"] == size
+        assert metrics["transport"] == {"alone": metrics["transport"], "ours": "sockets", "mpirun": "mpi"}[name]
+        assert metrics["threads"] >= 1 and metrics["versions"]["numpy"] == np.__version__
+        assert len(metrics["losses"]) == 4 and metrics["losses"][-1] < metrics["losses"][0]
+        assert metrics["tokens_per_second"] == pytest.approx(5 * 16 / metrics["step_seconds"])
+        assert metrics["validation_loss"] > 0 and len(metrics["weights_sha256"]) == 64
+        assert [rank["rank"] for rank in metrics["ranks"]] == list(range(size))
+        for rank in metrics["ranks"]:
+            assert rank["coordinates"] == {"dp": rank["rank"]}
+            nbytes = 8 * metrics["parameters"]
+            for category, expected in (("parameters", nbytes), ("gradients", nbytes), ("optimizer", 2 * nbytes)):
+                assert rank["memory"][category] == {"now": expected, "peak": expected}
+            assert rank["memory"]["total"]["peak"] >= 4 * nbytes + rank["memory"]["activations"]["now"]
+            if size > 1:
+                assert rank["sent_bytes"]["dp"] == {"all_reduce": 4 * 2 * nbytes // 2}
+                assert rank["formula"] == {"bytes": rank["sent_bytes"]["dp"]["all_reduce"],
+                                           "messages": rank["messages"]["dp"]["all_reduce"]}
+                assert rank["sent_bytes"]["control"]
+
+
+def test_every_way_to_start_trains_the_same(runs: dict[str, Any]) -> None:
+    alone, ours, mpirun = (runs[name][0] for name in ("alone", "ours", "mpirun"))
+    np.testing.assert_allclose(ours["losses"], alone["losses"], rtol=1e-12)
+    assert ours["weights_sha256"] == mpirun["weights_sha256"] and ours["losses"] == mpirun["losses"]
+    assert ours["verify"]["largest"] <= 1e-10 and alone["verify"]["largest"] == 0
+
+
+def test_the_run_folder(runs: dict[str, Any]) -> None:
+    for metrics, _, folder in runs.values():
+        assert {file.name for file in folder.iterdir()} == {"metrics.json", "trace.json", "loss.png", "model.safetensors"}
+        assert json.loads((folder / "metrics.json").read_text()) == metrics
+        weights = load_file(folder / "model.safetensors")
+        assert weights_digest(weights) == metrics["weights_sha256"]
+        assert sum(array.size for array in weights.values()) == metrics["parameters"]
+        with safe_open(folder / "model.safetensors", "numpy") as file:
+            assert json.loads(file.metadata()["config"])["width"] == 16
+        events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+        assert {event["pid"] for event in events} == set(range(metrics["size"]))
+        assert {"forward", "backward", "optimizer"} <= {event["name"] for event in events}
+        assert metrics["size"] == 1 or any(event["name"].startswith("all_reduce bucket") for event in events)
+
+
+def test_what_is_printed(runs: dict[str, Any]) -> None:
+    for name, (metrics, printed, _) in runs.items():
+        for words in ("step 1 of 4", "step 4 of 4", "tokens/s", "sent a rank", "training loss", "validation loss",
+                      "a sample of what it learned", "2(P-1)/P", "parameters + gradients + optimizer", "trace.json"):
+            assert printed.count(words) >= 1, f"{name}: {words!r} is missing in\n{printed}"
+        assert f"{8 * metrics['parameters']:,}" in printed
+        assert printed.count("step 4 of 4") == 1       # rank 0 alone speaks
+
+
+def test_quiet_prints_nothing(book: Path, tmp_path: Path) -> None:
+    done = execute([*MINIDIST, "train", *TINY, "--steps", "1", "--data", str(book), "--quiet", "--tied", "--positions", "rotary",
+                    "--dropout", "0.1", "--optimizer", "sgd", "--clip", "0", "--lr-schedule", "constant"], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ mistakes
+
+def refusals() -> list[tuple[list[str], str]]:
+    """Options a user may get wrong, and words of the one line that says so."""
+    return [
+        (["--data", "no-such-file.txt"], "no-such-file.txt"),
+        (["--data", "SHORT"], "short"),
+        (["--batch", "0"], "--batch"),
+        (["--batch", "many"], "--batch"),
+        (["--width", "30", "--heads", "4"], "--width 32"),
+        (["--vocab", "3"], "--vocab"),
+        (["--plan", "tp=2"], "this version has the data axis"),
+        (["--plan", "dp=3"], "use dp=1"),
+        (["-n", "2", "--plan", "dp=3"], "use dp=2"),
+        (["--optimizer", "adamx"], "did you mean adam"),
+        (["--dtype", "float16"], "float32"),
+        (["--lr", "0"], "--lr"),
+        (["--lr", "nan"], "--lr"),
+        (["--dropout", "1"], "--dropout"),
+        (["--transport", "pigeon"], "sockets"),
+        (["--stepz", "3"], "did you mean --steps"),
+        (["--device", "cuda"], "CuPy"),
+        (["--out", "BOOK/run"], "not a folder"),
+        (["--json", "no-such-folder/x.json"], "no-such-folder"),
+        (["--json", "FOLDER"], "is a folder"),
+    ]
+
+
+@pytest.mark.parametrize(("options", "says"), refusals(), ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_a_mistake_is_one_line(options: list[str], says: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                               capsys: pytest.CaptureFixture[str]) -> None:
+    if options[0] == "--device":
+        monkeypatch.setitem(sys.modules, "cupy", None)      # as if it were not installed
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("too short")
+    places = {"SHORT": "short.txt", "BOOK/run": f"{book}/run", "FOLDER": str(tmp_path)}
+    words = [places.get(word, word) for word in options]
+    status = main(["train", *TINY, *([] if "--data" in words else ["--data", str(book)]), *words])
+    printed = capsys.readouterr()
+    assert status == 2 and printed.out == ""
+    assert printed.err.startswith("minidist train: ") and says in printed.err and printed.err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_mistake_under_mpirun_is_one_line_too(book: Path, tmp_path: Path) -> None:
+    done = execute(["mpirun", "-n", "3", *MINIDIST, "train", "--data", str(book), "--plan", "dp=2"], tmp_path)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("minidist")]
+    assert len(lines) == 1 and "use dp=3" in lines[0] and "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------- the pieces
+
+def test_options_survive_the_way_to_the_ranks() -> None:
+    from minidist.cli.common import Parser
+
+    parser = Parser()
+    train_options.add_arguments(parser)
+    args = parser.parse_args(["-n", "3", "--lr", "1e-4", "--tied", "--data", "a b.txt", "--plan", "dp=3", "--clip", "0"])
+    again = parser.parse_args(train_options.as_arguments(args))
+    assert {**vars(again), "ranks": 3} == vars(args)
+
+
+def test_lines_are_few_and_the_last_is_there() -> None:
+    lines: list[str] = []
+    report = train_progress.Lines(1000, lines.append, seconds=3600)
+    for step in range(1, 1001):
+        report.step(step, 1.0, 2.0, 3 << 20)
+    report.close()
+    assert len(lines) == 2 and lines[-1] == "step 1000 of 1000  loss 1.0000  2 tokens/s  3.00 MiB sent a rank"
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    import io
+
+    from rich.console import Console
+
+    screen = io.StringIO()
+    report = train_progress.make_report(3, Console(file=screen, force_terminal=True, width=120), on_terminal=True)
+    for step in range(1, 4):
+        report.step(step, 2.5, 1234.0, 1 << 20)
+    report.close()
+    assert "3/3" in screen.getvalue() and "loss 2.5000" in screen.getvalue() and "1,234 tokens/s" in screen.getvalue()

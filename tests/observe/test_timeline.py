@@ -1,0 +1,139 @@
+"""The timeline: spans of every rank, on one clock, as a file that Perfetto opens."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from training import SMALL_BUCKETS, global_batch, tiny
+
+import minidist as md
+from minidist.observe import timeline as timeline_module
+from minidist.observe.records import gather_records
+from minidist.observe.timeline import ROWS, Span, Timeline, clock_offset, write_perfetto
+from minidist.parallel.hybrid import Plan, Trainer
+
+STEPS = 3
+
+
+def traced(world: Any) -> list[Timeline] | None:
+    """Three steps of DDP, recorded."""
+    timeline = Timeline(world.rank)
+    timeline.follow(world.ledger)
+    trainer = Trainer(Plan(dp=world.size, bucket_bytes=SMALL_BUCKETS), tiny(), world, recorder=timeline)
+    for step in range(STEPS):
+        trainer.step(global_batch(step, 4, tiny()))
+    trainer.close()
+    return timeline.collect(world)
+
+
+@pytest.fixture(scope="module")
+def timelines() -> list[Timeline]:
+    """What rank 0 of two has collected."""
+    collected = md.run(traced, size=2)
+    assert collected[1] is None
+    return collected[0]
+
+
+def named(timeline: Timeline, prefix: str, step: int) -> list[Span]:
+    """Spans of one training step by the beginning of their name."""
+    return [span for span in timeline.spans if span.name.startswith(prefix) and span.details["step"] == step]
+
+
+def test_one_row_a_rank_and_kind_of_work(timelines: list[Timeline]) -> None:
+    assert [timeline.rank for timeline in timelines] == [0, 1]
+    for timeline in timelines:
+        for step in range(STEPS):
+            for name in ("forward", "backward", "optimizer"):
+                (span,) = named(timeline, name, step)
+                assert span.row == "compute" and span.stop >= span.start
+            buckets = named(timeline, "all_reduce bucket", step)
+            assert [span.name for span in buckets] == [f"all_reduce bucket {i}" for i in range(len(buckets))]
+            assert len(buckets) > 2 and all(span.row == "communication" and span.details["nbytes"] > 0 for span in buckets)
+
+
+def test_overlap_is_recorded(timelines: list[Timeline]) -> None:
+    """The first bucket's all-reduce begins before backward ends."""
+    for timeline in timelines:
+        begun = [named(timeline, "all_reduce bucket 0", step)[0].start < named(timeline, "backward", step)[0].stop
+                 for step in range(STEPS)]
+        assert any(begun)
+
+
+def test_messages_are_the_ledgers(timelines: list[Timeline]) -> None:
+    """Two ranks: each bucket takes two messages, of half the bucket each."""
+    for timeline in timelines:
+        messages = [span for span in timeline.spans if span.row == "messages" and span.details["axis"] == "dp"]
+        buckets = [span for span in timeline.spans if span.name.startswith("all_reduce bucket")]
+        assert len(messages) == 2 * len(buckets)
+        assert sum(span.details["nbytes"] for span in messages) == sum(span.details["nbytes"] for span in buckets)
+        assert {(span.details["src"], span.details["dst"]) for span in messages} == {(timeline.rank, 1 - timeline.rank)}
+
+
+def test_perfetto_file(timelines: list[Timeline], tmp_path: Path) -> None:
+    write_perfetto(tmp_path / "trace.json", timelines)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert names == {(rank, row): name for rank in (0, 1) for row, name in enumerate(ROWS)}
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1"}
+    complete = [e for e in events if e["ph"] == "X"]
+    assert len(complete) == sum(len(timeline.spans) for timeline in timelines)
+    assert min(e["ts"] for e in complete) == 0 and all(e["dur"] >= 0 for e in complete)
+    for pid, row in names:      # spans of the compute row lie side by side or inside one another, as Perfetto wants them
+        if names[pid, row] == "compute":
+            spans = sorted(((e["ts"], -e["dur"]) for e in complete if (e["pid"], e["tid"]) == (pid, row)))
+            open_until: list[float] = []
+            for start, minus in spans:
+                while open_until and open_until[-1] <= start + 1e-2:
+                    open_until.pop()
+                assert not open_until or start - minus <= open_until[-1] + 1e-2
+                open_until.append(start - minus)
+
+
+def test_an_empty_trace_is_a_file_too(tmp_path: Path) -> None:
+    write_perfetto(tmp_path / "trace.json", [Timeline(0)])
+    assert json.loads((tmp_path / "trace.json").read_text())["displayTimeUnit"] == "ms"
+
+
+def test_limit_counts_what_it_drops() -> None:
+    timeline = Timeline(0, limit=2)
+    for step in range(5):
+        with timeline.span("work", step=step):
+            pass
+    assert [span.details["step"] for span in timeline.spans] == [0, 1] and timeline.dropped == 3
+
+
+def test_clocks_that_differ_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's clock is ahead by 1000 s, as another host's may be; rank 2's is the same as rank 0's."""
+    import threading
+
+    ahead: set[int] = set()
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            return time.perf_counter() + (1000.0 if threading.get_ident() in ahead else 0.0)
+
+    monkeypatch.setattr(timeline_module, "time", Clock)
+
+    def job(world: Any) -> float:
+        if world.rank == 1:
+            ahead.add(threading.get_ident())
+        return clock_offset(world)
+
+    offsets = md.run(job, size=3)
+    assert offsets[0] == offsets[2] == 0.0 and offsets[1] == pytest.approx(-1000.0, abs=0.5)
+
+
+def test_records_of_any_length() -> None:
+    def job(world: Any) -> Any:
+        return gather_records(world, {"rank": world.rank, "values": list(range(world.rank)), "text": "é" * world.rank,
+                                      "array": np.arange(world.rank)})
+
+    gathered = md.run(job, size=4)
+    assert gathered[1:] == [None] * 3
+    for rank, record in enumerate(gathered[0]):
+        assert record["rank"] == rank and list(record["values"]) == list(range(rank)) and record["text"] == "é" * rank
+        np.testing.assert_array_equal(record["array"], np.arange(rank))

@@ -1,0 +1,44 @@
+"""What the tests of training share: a model that trains in milliseconds, its batches, and the measure of equality."""
+
+from typing import Any
+
+import numpy as np
+
+from minidist.backend import random_bits
+from minidist.nn import GPTConfig
+from minidist.parallel.hybrid import Plan, Trainer
+
+SMALL_BUCKETS = 2048     # bytes: several buckets even in a tiny model
+
+
+def tiny(**changes: Any) -> GPTConfig:
+    """A GPT of about 2,000 parameters."""
+    return GPTConfig(**{"vocabulary": 11, "context": 6, "layers": 2, "width": 8, "heads": 2, "dtype": "float64", **changes})
+
+
+def global_batch(step: int, sequences: int, config: GPTConfig) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, targets), each (sequences, context): by step alone."""
+    bits = random_bits(f"batch {step}", 0, range(sequences * (config.context + 1)))
+    ids = (bits % np.uint64(config.vocabulary)).astype(np.int64).reshape(sequences, config.context + 1)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def train(world: Any, *, config: GPTConfig | None = None, steps: int = 3, sequences: int = 5, bucket_bytes: int = SMALL_BUCKETS,
+          **options: Any) -> dict[str, Any]:
+    """What a rank of `world` holds after `steps` steps on the data axis: weights, losses, digest, ledger, memory."""
+    config = config or tiny()
+    options = {"optimizer": "adamw", "lr": 1e-2, "clip": 0.5, "seed": 3, **options}
+    trainer = Trainer(Plan(dp=world.size, bucket_bytes=bucket_bytes), config, world, **options)
+    losses = [trainer.step(global_batch(step, sequences, config)) for step in range(steps)]
+    result = {"weights": {name: array.copy() for name, array in trainer.model.state_dict().items()}, "losses": losses,
+              "digest": trainer.weights_sha256(), "sent": world.ledger.sent_bytes("step"),
+              "messages": world.ledger.messages("step"), "memory": trainer.account.snapshot()}
+    trainer.close()
+    return result
+
+
+def difference(ours: dict[str, np.ndarray], serial: dict[str, np.ndarray]) -> float:
+    """The largest |a - b| over the largest |b| of the whole model; NaN if anything is NaN, so compare with `<`."""
+    assert ours.keys() == serial.keys()
+    gaps = [np.max(np.abs(ours[name] - serial[name])) for name in serial]
+    return float(np.max(gaps) / max(np.max(np.abs(array)) for array in serial.values()))
