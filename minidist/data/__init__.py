@@ -1,0 +1,7 @@
+"""Data sets, and who trains on which part. The order of samples depends on seed and step alone."""
+
+from minidist.data import digits, mnist, text
+from minidist.data.images import ImageData, Images
+from minidist.data.sampler import DistributedSampler
+
+__all__ = ["DistributedSampler", "ImageData", "Images", "digits", "mnist", "text"]

@@ -159,7 +159,7 @@ class Module(ABC):
         return self._add_hook("backward_pre", hook)
 
     def register_backward_hook(self, hook: Callable[["Module"], None]) -> Handle:
-        """Call `hook(module)` in backward when all of this call of the module has run; inner modules' before an outer's.
+        """Call `hook(module)` in backward when all of this call of the module has run; inner modules' first.
 
         Gradients of weights that were put off (`defer_weights`) still come later, and those of a weight that is used
         elsewhere too are not yet final: Parameter.hooks tell that.

@@ -1,7 +1,7 @@
 """Weights that are declared first and drawn later, whole or a slice at a time.
 
 A model is built without numbers. A strategy may then cut it up; only what a rank keeps is drawn, and since every
-element is a hash of (name, seed, position in the whole tensor), any split starts equal to the unsplit model, bit by bit.
+element is a hash of (name, seed, position in the whole tensor), any split starts with the bits of the whole.
 """
 
 import math

