@@ -10,13 +10,14 @@ How an op is written: tape.py.
 from minidist.ops.activation import gelu, log_softmax, relu, silu, softmax
 from minidist.ops.arithmetic import add, cast, div, exp, log, mul, neg, power, sqrt, sub, tanh, where
 from minidist.ops.attention import causal_attention, causal_attention_packed
-from minidist.ops.embedding import embedding, rotary
+from minidist.ops.gather import embedding, take
 from minidist.ops.linear import linear, matmul
 from minidist.ops.loss import cross_entropy
 from minidist.ops.norm import layer_norm, rms_norm
 from minidist.ops.random import dropout
 from minidist.ops.reduction import max, mean, sum, var  # noqa: A004 - named as NumPy names them
-from minidist.ops.shape import concat, getitem, reshape, split, take, transpose
+from minidist.ops.rotary import rotary
+from minidist.ops.shape import concat, getitem, reshape, split, transpose
 
 __all__ = [
     "add", "cast", "causal_attention", "causal_attention_packed", "concat", "cross_entropy", "div", "dropout",

@@ -165,12 +165,12 @@ def where(condition: Array, a: Array, b: Array) -> tuple[Array, Saved]:
 
 @where.gradient("a")
 def _(node: Node, dy: Array) -> Array:
-    return unbroadcast(dy * node.condition.astype(dy.dtype), node.shapes["a"])
+    return unbroadcast(array_module(dy).where(node.condition, dy, dy.dtype.type(0)), node.shapes["a"])
 
 
 @where.gradient("b")
 def _(node: Node, dy: Array) -> Array:
-    return unbroadcast(dy * (~node.condition).astype(dy.dtype), node.shapes["b"])
+    return unbroadcast(array_module(dy).where(node.condition, dy.dtype.type(0), dy), node.shapes["b"])
 
 
 @op

@@ -108,9 +108,10 @@ def _shared(x: Array, heads: int) -> Array:
 
 
 def _forward(q: Array, k: Array, v: Array, y: Array) -> tuple[Array, list[Array]]:
-    """Attention of a batch into y; all (B, H or H_kv, T, D). Returns log(sum(exp(scores))) (B, H, 1, T), what is kept."""
+    """Attention of a batch into y; all (B, H or H_kv, T, D). Returns log(sum(exp(scores))) (B, H, 1, T) and `kept`."""
     xp, (b, heads, t, _) = array_module(q), q.shape
-    log_total, kept = xp.empty((b, heads, 1, t), q.dtype), []
+    log_total = xp.empty((b, heads, 1, t), q.dtype)
+    kept: list[Array] = []
     for i in _sequences(xp, b):
         _attend(q[i], _shared(k[i], heads), _shared(v[i], heads), y[i], log_total[i], kept)
     return log_total, kept

@@ -1,6 +1,6 @@
 """Matrix products: matmul for any stack of matrices, linear for x @ w + b over the last dim."""
 
-from minidist.backend import LOW_PRECISION, Array, array_module
+from minidist.backend import Array, array_module
 from minidist.backend import matmul as multiply
 from minidist.errors import ShapeError
 from minidist.ops.arithmetic import unbroadcast
@@ -34,10 +34,10 @@ def rows(x: Array) -> Array:
 def column_sums(x: Array, out: Array | None = None) -> Array:
     """(rows, n) -> (n,): ones @ x, which BLAS does faster than a sum over dim 0, in float32 for low precision."""
     ones = array_module(x).ones((1, len(x)), x.dtype)
-    if out is not None and x.dtype not in LOW_PRECISION:
-        multiply(ones, x, out=out.reshape(1, -1))
-        return out
-    return multiply(ones, x)[0]
+    if out is None:
+        return multiply(ones, x)[0]
+    multiply(ones, x, out=out.reshape(1, -1))
+    return out
 
 
 @op

@@ -62,25 +62,6 @@ def _(node: Node, dy: Array) -> Array:
 
 
 @op
-def take(x: Array, index: Array, *, dim: int = 0) -> tuple[Array, Saved]:
-    """Gather slices of x along `dim` at integer positions `index` (any shape, no gradient)."""
-    n = x.shape[dim]
-    if index.size and (int(index.min()) < 0 or int(index.max()) >= n):
-        raise ShapeError(f"take: positions {int(index.min())}..{int(index.max())} outside dim {dim} of {x.shape}; "
-                         f"they must lie in 0..{n - 1}")
-    return array_module(x).take(x, index, axis=dim), saved(index=index, kind=x.dtype)
-
-
-@take.gradient("x")
-def _(node: Node, dy: Array) -> Array:
-    xp, shape = array_module(dy), node.shapes["x"]
-    dim = node.options.get("dim", 0) % len(shape)
-    dx = xp.zeros(shape, node.kind)
-    xp.add.at(dx, (slice(None),) * dim + (node.index,), dy)
-    return dx
-
-
-@op
 def _concat(*parts: Array, dim: int) -> tuple[Array, Saved]:
     if not parts:
         raise ShapeError("concat: no arrays to join; pass at least one")

@@ -1,0 +1,73 @@
+"""Pick rows by integer position: the embedding of tokens, and `take` along any dim."""
+
+import math
+
+import numpy as np
+
+from minidist.backend import Array, array_module, matmul, widen
+from minidist.errors import DtypeError, ShapeError
+from minidist.tape import Node, Saved, op, saved
+
+_ONE_HOT_ROWS = 1024  # table rows summed by one matrix product on a GPU
+
+
+def _check(name: str, ids: Array, count: int) -> None:
+    if ids.dtype.kind not in "iu":
+        raise DtypeError(f"{name}: positions are integers, not {ids.dtype}")
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= count):
+        raise ShapeError(f"{name}: positions {int(ids.min())}..{int(ids.max())} among {count} rows; "
+                         f"they must lie in 0..{count - 1}")
+
+
+@op
+def embedding(table: Array, ids: Array) -> tuple[Array, Saved]:
+    """table[ids]: (V, n), integers (…) -> (…, n)."""
+    if table.ndim != 2:
+        raise ShapeError(f"embedding: the table has shape (vocabulary, width), not {table.shape}")
+    _check("embedding", ids, len(table))
+    return array_module(table).take(table, ids, axis=0), saved(ids=ids)
+
+
+@embedding.gradient("table")
+def _(node: Node, dy: Array) -> Array:
+    return sum_by_id(node.ids.reshape(-1), dy.reshape(-1, dy.shape[-1]), node.shapes["table"][0])
+
+
+def sum_by_id(ids: Array, values: Array, count: int) -> Array:
+    """(count, n) array whose row i is the sum of values[j] over all j with ids[j] == i, in a fixed order.
+
+    On the host: values sorted by id, each run summed. On a GPU: a product with the one-hot matrix, a slice of the table
+    at a time; atomic additions would be faster and differ from run to run.
+    """
+    xp = array_module(values)
+    wide = widen(values)
+    result = xp.zeros((count, values.shape[1]), wide.dtype)
+    if xp is np and len(ids):
+        order = np.argsort(ids, kind="stable")
+        sorted_ids = ids[order]
+        starts = np.flatnonzero(np.concatenate(([True], sorted_ids[1:] != sorted_ids[:-1])))
+        result[sorted_ids[starts]] = np.add.reduceat(wide[order], starts, axis=0)
+    elif len(ids):
+        for start in range(0, count, _ONE_HOT_ROWS):
+            some = xp.arange(start, min(start + _ONE_HOT_ROWS, count), dtype=ids.dtype)
+            result[start:start + len(some)] = matmul((some[:, None] == ids).astype(wide.dtype), wide)
+    return result.astype(values.dtype, copy=False)
+
+
+@op
+def take(x: Array, index: Array, *, dim: int = 0) -> tuple[Array, Saved]:
+    """Slices of x along `dim` at the integer positions `index` (any shape, no gradient)."""
+    if not -x.ndim <= dim < x.ndim:
+        raise ShapeError(f"take: no dim {dim} in x {x.shape}")
+    _check("take", index, x.shape[dim])
+    return array_module(x).take(x, index, axis=dim), saved(index=index)
+
+
+@take.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    xp, shape = array_module(dy), node.shapes["x"]
+    dim, picked = node.options.get("dim", 0) % len(shape), node.index.ndim
+    values = xp.moveaxis(dy, range(dim, dim + picked), range(picked))
+    rest = values.shape[picked:]
+    sums = sum_by_id(node.index.reshape(-1), values.reshape(node.index.size, math.prod(rest)), shape[dim])
+    return xp.moveaxis(sums.reshape(shape[dim], *rest), 0, dim)

@@ -1,0 +1,46 @@
+"""Rotary positions: the angle between a query and a key tells how far apart their tokens are."""
+
+from typing import Any
+
+from minidist.backend import Array, array_module, widen
+from minidist.errors import ShapeError
+from minidist.tape import Node, Saved, op, saved
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Turn each pair (x[i], x[i + n/2]) by its angle: (…, T, n), (T, n/2) twice -> (…, T, n)."""
+    xp = array_module(x)
+    wide, half = widen(x), x.shape[-1] // 2
+    y = xp.empty(x.shape, wide.dtype)
+    a, b = wide[..., :half], wide[..., half:]
+    y[..., :half] = a * cos - b * sin
+    y[..., half:] = b * cos + a * sin
+    return y.astype(x.dtype, copy=False)
+
+
+def _angles(xp: Any, positions: Array, width: int, base: float) -> Array:
+    """Position p turns pair i by p / base^(2 i / width): (T,) -> (T, width/2), float64."""
+    speeds = base ** (-2.0 / width * xp.arange(width // 2, dtype="float64"))
+    return positions.astype("float64")[..., None] * speeds
+
+
+@op
+def rotary(x: Array, positions: Array, *, base: float = 10000.0) -> tuple[Array, Saved]:
+    """Turn the pairs (x[i], x[i + n/2]) by angles that grow with the token's global position.
+
+    (…, T, n), integers (T,) -> (…, T, n), n even. A shard of the sequence passes its own global positions.
+    Source: Su et al. 2021; pairs as in GPT-NeoX.
+    """
+    if x.ndim < 2 or x.shape[-1] % 2 or positions.shape != (x.shape[-2],):
+        raise ShapeError(f"rotary: x {x.shape} with positions {positions.shape}; x needs shape (…, T, even), "
+                         f"positions (T,)")
+    xp = array_module(x)
+    angles = _angles(xp, positions, x.shape[-1], base)
+    kind = widen(x).dtype
+    cos, sin = xp.cos(angles).astype(kind), xp.sin(angles).astype(kind)
+    return _rotate(x, cos, sin), saved(cos=cos, sin=sin)
+
+
+@rotary.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return _rotate(dy, node.cos, -node.sin)
