@@ -21,7 +21,6 @@ oldest goes first, so a crowd of slow strangers cannot keep a rank out.
 import contextlib
 import dataclasses
 import logging
-import os
 import signal
 import socket
 import threading
@@ -79,8 +78,8 @@ class Monitor:
         try:
             self._listener = socket.create_server((host, port), backlog=max(128, size))
         except OSError as error:
-            raise LaunchError(f"cannot listen on {host}:{port} ({error.strerror}); is another job using it? choose another "
-                              "port with --master-port or MASTER_PORT") from error
+            raise LaunchError(f"cannot listen on {host}:{port} ({error.strerror}); is another job using it? choose "
+                              "another port with --master-port or MASTER_PORT") from error
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self.loss: Loss | None = None
         self._changed = threading.Condition()
@@ -278,8 +277,6 @@ def _hang_up(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def how_it_ended(status: int) -> str:
-    """A process's wait status in words."""
-    if os.WIFSIGNALED(status):
-        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"exited with status {os.WEXITSTATUS(status)} without goodbye"
+def how_it_ended(code: int) -> str:
+    """An exit code in words; negative is a signal's number, as subprocess has it."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code} without goodbye"

@@ -33,7 +33,8 @@ _TRACEBACK_CHARS = 4000    # the tail of a traceback is what names the line
 class Loss:
     """Why a job fails: the first rank that did not end well.
 
-    `status` is the exit status that the whole job should end with: 2 for bad input, else 1.
+    `traceback` is empty where the rank could not speak for itself. `status` is the exit status that the whole job should
+    end with: 2 for bad input, 130 for an interrupt, what the rank gave to sys.exit, else 1.
     """
 
     world_rank: int
@@ -48,9 +49,15 @@ class Loss:
         """This process fails with `error`."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         message = str(error)[:1000]
+        match error:
+            case SystemExit():
+                status = error.code if isinstance(error.code, int) else 1
+                return cls(world_rank, os.getpid(), platform.node(), f"exited with status {status}", "", status)
+            case KeyboardInterrupt():
+                return cls(world_rank, os.getpid(), platform.node(), "was interrupted", "", 130)
         how = f"failed with {type(error).__name__}" + (f": {message}" if message else "")
-        return cls(world_rank, os.getpid(), platform.node(), how, text[-_TRACEBACK_CHARS:],
-                   2 if isinstance(error, ConfigError) else 1)
+        status = 2 if isinstance(error, ConfigError) else 1
+        return cls(world_rank, os.getpid(), platform.node(), how, text[-_TRACEBACK_CHARS:], status)
 
     def __str__(self) -> str:
         where = f" (process {self.pid} on {self.host})" if self.pid else ""
@@ -72,6 +79,7 @@ class ControlLink:
     """One rank's connection to the job's monitor.
 
     Attributes: world_rank, world_size
+                limit        seconds that a meeting may last
                 local_host   the address under which this process reached the monitor; peers reach this rank there too
                 loss         the Loss that ended the job, or None
     """
@@ -80,6 +88,7 @@ class ControlLink:
                  end: Callable[[str], None] | None = None) -> None:
         """Over an admitted connection; `end(message)` ends a process that is still busy `grace` s after a failure."""
         self.world_rank, self.world_size = world_rank, world_size
+        self.limit = CONNECT_LIMIT
         self.local_host: str = sock.getsockname()[0]
         self.loss: Loss | None = None
         self._sock, self._grace, self._end = sock, grace, end or end_process
@@ -89,7 +98,7 @@ class ControlLink:
         self._rounds = itertools.count()
         self._answers: dict[tuple[str, int], Any] = {}
         self._watch: threading.Timer | None = None
-        self._closed = False
+        self._leaving = self._closed = False
         self._listener = threading.Thread(target=self._listen, name="minidist control", daemon=True)
         self._listener.start()
 
@@ -127,7 +136,7 @@ class ControlLink:
             raise
         return cls(sock, world_rank, world_size, grace=grace, end=end)
 
-    def meet(self, info: dict[str, Any], limit: float = CONNECT_LIMIT) -> list[dict[str, Any]]:
+    def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank gives a small dict and gets all of them, in world rank order. Every rank calls it equally often.
 
         Cost:    2 control frames a rank; P dicts each way through the monitor. For start-up, not for data.
@@ -135,11 +144,11 @@ class ControlLink:
         """
         number = next(self._rounds)
         self._send({"kind": "meet", "round": number, "info": info})
-        infos = self._answer("met", number, limit)
+        infos = self._answer("met", number, self.limit)
         if infos is None:
             self._send({"kind": "missing", "round": number})
             missing = self._answer("missing", number, 2.0)
-            raise TimeoutError(f"rank {self.world_rank} waited {limit:g} s for all {self.world_size} ranks to meet; "
+            raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for all {self.world_size} ranks to meet; "
                                + (f"{_ranks(missing)} did not come" if missing else "the monitor does not answer"))
         return list(infos)
 
@@ -177,6 +186,7 @@ class ControlLink:
 
     def goodbye(self) -> None:
         """This rank is done and ends well; the connection is closed."""
+        self._leaving = True                               # the monitor may hang up before we do
         with contextlib.suppress(CommError):
             self._send({"kind": "goodbye"})
         self.close()
@@ -226,7 +236,7 @@ class ControlLink:
                             self._answers[frame["kind"], frame.get("round", 0)] = frame["value"]
                             self._changed.notify_all()
             except (CommError, OSError, ValueError):       # ValueError: the socket was closed under us
-                if not self._closed:
+                if not (self._leaving or self._closed):
                     self._lost(monitor_gone(self.world_rank))
         with self._changed:
             self._closed = True

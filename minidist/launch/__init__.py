@@ -1,5 +1,52 @@
-"""How a job starts: which launcher started us, and starting processes ourselves."""
+"""How a job starts: which launcher started us (init), and starting processes ourselves (run, spawn).
 
+    world = md.init()                                            # a rank of somebody's job, or alone
+    results = md.run(fn, *args, size=4, transport="sockets")     # a job for the length of one function
+    status = spawn([sys.executable, "script.py"], 4)             # a job for the length of one program
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from minidist.errors import LaunchError
+from minidist.launch import transports
 from minidist.launch.launchers import LAUNCHERS, Launch, Launcher, detect
+from minidist.launch.membership import init, speaks_first
 
-__all__ = ["LAUNCHERS", "Launch", "Launcher", "detect"]
+__all__ = ["LAUNCHERS", "Launch", "Launcher", "detect", "init", "run", "spawn", "speaks_first"]
+
+
+def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads", limit: float = 60.0) -> list[Any]:
+    """Run `fn(world, *args)` on `size` ranks and wait for them.
+
+    transport    ranks are                          fn may be             results
+    threads      threads of this process            anything              anything
+    threads-unbuffered  the same; a send completes only when it is received
+    sockets      forked copies of this process      anything              what wire.pack carries: numbers, strings,
+    shm          forked copies of this process      anything              NumPy arrays, lists, tuples, dicts of them
+    mpi          processes of a new mpirun          a function of a module or of a script, not a local one; its
+                                                    arguments, too, are what wire.pack carries
+
+    Returns: what each rank returned, in rank order.
+    Raises:  the first failure, with its rank and its own type (an exception class that is neither Python's nor minidist's
+             comes from another process as RuntimeError), and the rank's own traceback as its cause; PeerLostError, saying
+             how it went, if the rank was killed or exited; TimeoutError naming the ranks that had not ended after `limit`
+             seconds, which also limits every wait inside; LaunchError if such ranks cannot be started here.
+    """
+    transports.check_name(transport, (*transports.THREADS, *transports.PROCESSES))
+    if size < 1:
+        raise LaunchError(f"run(size={size}): a job has at least one rank")
+    if transport in transports.THREADS:
+        from minidist.comm.transports.threads import run_threads
+        return run_threads(fn, args, size, limit, unbuffered=transport == "threads-unbuffered")
+    if transport == "mpi":
+        from minidist.launch.mpirun import run_mpi
+        return run_mpi(fn, args, size=size, limit=limit)
+    from minidist.launch.forked import run_forked
+    return run_forked(fn, args, size=size, transport=transport, limit=limit)
+
+
+def spawn(command: list[str], size: int, **options: Any) -> int:
+    """Start `size` copies of a program as ranks of one job; see minidist.launch.spawn_ranks for the options."""
+    from minidist.launch.spawning import spawn as start
+    return start(command, size, **options)

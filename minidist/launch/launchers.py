@@ -1,4 +1,4 @@
-"""Which launcher started this process, and what it says: rank, size, node.         notes: 启动方式, 变量解释 (lesson 01)
+"""Which launcher started this process, and what it says: rank, size, node.        notes: 启动方式, 变量解释 (lesson 01)
 
 Every launcher starts the same program several times and tells each copy who it is by environment variables. They differ
 in the names only, so the table LAUNCHERS holds the names and one function reads them.
@@ -51,7 +51,8 @@ LAUNCHERS = (
     Launcher("torchrun", "torchrun --nproc-per-node 8 script.py", "sockets", "RANK", "RANK", "WORLD_SIZE",
              "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
     Launcher("openmpi", "mpirun -n 8 python script.py (Open MPI)", "mpi", "OMPI_COMM_WORLD_RANK",
-             "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+             "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+             "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     Launcher("mpich", "mpirun -n 8 python script.py (MPICH)", "mpi", "PMI_RANK", "PMI_RANK", "PMI_SIZE",
              "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     Launcher("slurm", "srun -N 2 -n 8 python script.py", "sockets", "SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS",
@@ -77,6 +78,11 @@ class Launch:
     job: str = ""
 
     @property
+    def alone(self) -> bool:
+        """Whether nobody started us, or somebody started a single rank."""
+        return self.world_size == 1
+
+    @property
     def one_host(self) -> bool:
         """Whether all ranks are on one host, so that nothing need listen beyond loopback."""
         return self.local_size == self.world_size
@@ -95,7 +101,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
         found = []
     if not found:
         if "WORLD_SIZE" in variables:
-            raise LaunchError("WORLD_SIZE is set but RANK is not: start with `minidist launch`, mpirun, srun or torchrun")
+            raise LaunchError("WORLD_SIZE is set but RANK is not: start with `minidist launch`, mpirun or torchrun")
         return Launch()
     launch = _slurm(found[0], variables) if found[0].name == "slurm" else _read(found[0], variables)
     for other in found[1:]:
@@ -139,7 +145,8 @@ def _slurm(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
     nodes = variables.get("SLURM_STEP_NODELIST") or _text(launcher, variables, launcher.master_addr)
     hosts = expand_hosts(nodes)
     tasks = variables.get(launcher.local_size) or variables.get("SLURM_TASKS_PER_NODE") or ""
-    per_node = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))]
+    per_node = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+                for _ in range(int(times or 1))]
     job, step = variables.get(launcher.job, "0"), variables.get("SLURM_STEP_ID", "0")
     # two ports a step, below the ephemeral range: ours is the one above MASTER_PORT
     port = 20000 + 2 * ((int(job) * 31 + int(step)) % 6000) if (job + step).isdigit() else 20000
@@ -167,7 +174,7 @@ def expand_hosts(nodes: str) -> list[str]:
 
 
 def _is_batch_script(variables: Mapping[str, str]) -> bool:
-    """sbatch's own script has a task's variables, though nobody started tasks: only srun does, and adds SLURM_STEP_ID."""
+    """sbatch's own script has a task's variables, though only srun starts tasks; srun adds SLURM_STEP_ID."""
     return variables.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in variables
 
 
@@ -175,13 +182,13 @@ def _agree(launch: Launch, first: Launcher, second: Launcher, variables: Mapping
     rank, size = _number(second, variables, second.rank), _number(second, variables, second.size)
     if (rank, size) != (launch.world_rank, launch.world_size):
         raise LaunchError(f"two launchers contradict each other: {first.name} says rank {launch.world_rank} of "
-                          f"{launch.world_size}, {second.name} says rank {rank} of {size}; start the job with one of them")
+                          f"{launch.world_size}, {second.name} says rank {rank} of {size}; use one of them")
 
 
 def _text(launcher: Launcher, variables: Mapping[str, str], name: str) -> str:
     if not variables.get(name):
-        raise LaunchError(f"{launcher.marker} is set, as {launcher.name} does, but {name} is missing; start the job with "
-                          f"`{launcher.command}`, or unset {launcher.marker}")
+        raise LaunchError(f"{launcher.marker} is set, as {launcher.name} does, but {name} is missing; start the job "
+                          f"with `{launcher.command}`, or unset {launcher.marker}")
     return variables[name]
 
 

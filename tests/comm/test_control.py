@@ -27,7 +27,8 @@ def job(size, *, present=None, grace=60.0, end=None, how=None):
     monitor.start()
     try:
         with ThreadPoolExecutor(8) as pool:
-            connect = functools.partial(ControlLink.connect, monitor.address, TOKEN, world_size=size, grace=grace, end=end)
+            connect = functools.partial(ControlLink.connect, monitor.address, TOKEN, world_size=size, grace=grace,
+                                        end=end)
             links += pool.map(lambda rank: connect(world_rank=rank), range(size) if present is None else present)
         yield monitor, links
     finally:
@@ -64,7 +65,9 @@ def test_ranks_meet_in_world_rank_order_as_often_as_they_like():
 
 def test_who_did_not_come_is_named():
     with job(4, present=[0, 2]) as (monitor, links), ThreadPoolExecutor(2) as pool:
-        for error in pool.map(lambda link: pytest.raises(TimeoutError, link.meet, {}, 0.2).value, links):
+        for link in links:
+            link.limit = 0.2
+        for error in pool.map(lambda link: pytest.raises(TimeoutError, link.meet, {}).value, links):
             assert "ranks 1, 3 did not come" in str(error)
         assert monitor.absent() == [1, 3]
 
@@ -238,7 +241,7 @@ def test_nobody_listens():
         ControlLink.connect(address, TOKEN, 0, 1, limit=0.2)
 
 
-@pytest.mark.parametrize(("status", "says"), [(9, "was killed by SIGKILL"), (3 << 8, "exited with status 3"),
+@pytest.mark.parametrize(("status", "says"), [(-9, "was killed by SIGKILL"), (3, "exited with status 3"),
                                               (0, "exited with status 0 without goodbye")])
 def test_how_a_process_ended(status, says):
     assert says in control.how_it_ended(status)

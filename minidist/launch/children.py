@@ -1,0 +1,116 @@
+"""The processes that a launcher of ours has started: how each ended, and ending them all."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import NoReturn, Protocol
+
+from minidist.comm.control import Seat, how_it_ended
+
+REAP_LIMIT = 0.2    # seconds between a connection's end and the process's own
+
+
+class Process(Protocol):
+    """What subprocess.Popen and Forked share."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, unless it has ended."""
+
+
+class Forked:
+    """A copy of this process that runs `body()` and ends with the status that returns.
+
+    Python 3.12 and newer warn of forking beside other threads, since a copied lock stays locked. The threads here are
+    the BLAS library's, which prepares itself for a fork; the child touches nothing else of the parent's.
+    """
+
+    def __init__(self, body: Callable[[], int]) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            _run_and_exit(body)
+        self._code: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self._code is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self._code = os.waitstatus_to_exitcode(status)
+            return self._code
+
+    def send_signal(self, sig: int) -> None:
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if self._code is None:
+                os.kill(self.pid, sig)
+
+
+def _run_and_exit(body: Callable[[], int]) -> NoReturn:
+    """In the child: whatever happens, never return into the parent's code, and run none of its exit handlers."""
+    status = 1
+    try:
+        status = body()
+    finally:
+        os._exit(status)
+
+
+class Children:
+    """The ranks started here, by world rank."""
+
+    def __init__(self, processes: Mapping[int, Process]) -> None:
+        self.processes = processes
+
+    def how(self, seat: Seat) -> str | None:
+        """How the process at this monitor's seat ended, for a connection that ended just now."""
+        code = self.code(seat.world_rank, REAP_LIMIT)
+        return None if code is None else how_it_ended(code)
+
+    def code(self, world_rank: int, limit: float) -> int | None:
+        """The exit code of a process that is just ending; None if it still runs after `limit` seconds, or is not ours."""
+        process = self.processes.get(world_rank)
+        deadline = time.monotonic() + limit
+        while process is not None:
+            code = process.poll()
+            if code is not None or time.monotonic() > deadline:
+                return code
+            time.sleep(0.001)
+        return None
+
+    def running(self) -> list[int]:
+        """World ranks whose process has not ended."""
+        return [rank for rank, process in self.processes.items() if process.poll() is None]
+
+    def wait(self, limit: float) -> bool:
+        """Whether all have ended within `limit` seconds."""
+        deadline = time.monotonic() + limit
+        while self.running():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def end(self, grace: float, *, ask: bool = False) -> None:
+        """Give them `grace` seconds to end, then (where we `ask`, after SIGTERM and as long again) kill them."""
+        if self.wait(grace):
+            return
+        if ask:
+            self._signal(signal.SIGTERM)
+            if self.wait(grace):
+                return
+        self._signal(signal.SIGKILL)
+        self.wait(10.0)
+
+    def _signal(self, number: int) -> None:
+        for rank in self.running():
+            self.processes[rank].send_signal(number)

@@ -1,0 +1,60 @@
+"""An exception's journey from the rank that raised it to the process that called md.run."""
+
+import builtins
+import traceback
+from typing import Any
+
+from minidist import errors
+from minidist.comm import wire
+from minidist.comm.link import Loss
+from minidist.errors import CommError, DtypeError
+
+
+def encode(error: BaseException) -> dict[str, Any]:
+    """What wire.pack can carry of an exception: its type's name, its arguments as far as they travel, its traceback."""
+    kind = type(error)
+    text = "".join(traceback.format_exception(kind, error, error.__traceback__))
+    return {"module": kind.__module__, "name": kind.__qualname__, "message": str(error), "traceback": text,
+            "args": _travelling(list(error.args)), "state": _travelling(vars(error))}
+
+
+def rebuild(coded: dict[str, Any], world_rank: int) -> Exception:
+    """The exception that `encode` saw, naming its rank, with the remote traceback as its cause.
+
+    Built-in exceptions and minidist's keep their type; any other becomes a RuntimeError that names the type.
+    """
+    message = coded["message"]
+    error = _of_its_own_type(coded) or RuntimeError(f"{coded['module']}.{coded['name']}: {message}")
+    if error.args and isinstance(error.args[0], str) and str(error) == error.args[0]:
+        error.args = (f"rank {world_rank}: {error.args[0]}", *error.args[1:])
+    error.__cause__ = CommError(f"the traceback of rank {world_rank}:\n{coded['traceback']}")
+    return error
+
+
+def first_failure(loss: Loss, outcome: dict[str, Any] | None) -> Exception:
+    """What md.run raises: the lost rank's own exception if it could hand it over, else PeerLostError saying how it went."""
+    if outcome is not None and "error" in outcome:
+        return rebuild(outcome["error"], loss.world_rank)
+    return loss.error()
+
+
+def _of_its_own_type(coded: dict[str, Any]) -> Exception | None:
+    home = {"builtins": builtins, "minidist.errors": errors}.get(coded["module"])
+    kind = getattr(home, coded["name"], None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)) or coded["args"] is None:
+        return None
+    try:
+        error = kind(*coded["args"])
+    except TypeError:                                       # a constructor of other arguments than .args
+        return None
+    vars(error).update(coded["state"] or {})
+    return error
+
+
+def _travelling(value: Any) -> Any:
+    """`value`, or None if it cannot be packed."""
+    try:
+        wire.pack(value)
+    except DtypeError:
+        return None
+    return value

@@ -1,0 +1,171 @@
+"""Run a function on ranks that are copies of this process: any callable, over sockets or shared memory.
+
+    results = run_forked(fn, args, size=4, transport="sockets", limit=60)
+
+The parent is the monitor, forks, and reads each rank's result from a pipe: packed (comm/wire.py), never pickled.
+"""
+
+import contextlib
+import platform
+import selectors
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minidist import account
+from minidist.comm import wire
+from minidist.comm.control import Monitor, how_it_ended
+from minidist.comm.group import Group
+from minidist.comm.ledger import Ledger
+from minidist.comm.link import ControlLink, Loss
+from minidist.comm.transport import Transport
+from minidist.errors import TimeoutError
+from minidist.launch import failures, transports
+from minidist.launch.children import Children, Forked
+from minidist.launch.membership import limit_blas_threads
+
+GRACE = 2.0                             # seconds the other ranks get to end after one has failed
+_LENGTH = struct.Struct(">Q")
+
+
+def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transport: str, limit: float) -> list[Any]:
+    """`fn(world, *args)` on `size` forked ranks.
+
+    Returns: what each rank returned, in rank order: numbers, strings, NumPy arrays, and lists, tuples, dicts of them.
+    Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming who had not ended after `limit` s.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()              # or each child would print again what is still buffered here
+        sys.stderr.flush()
+    job = _Job(size, transport, limit)
+    try:
+        job.start(fn, args)
+        outcomes = job.collect(time.monotonic() + limit)
+        if job.monitor.loss is not None:
+            raise failures.first_failure(job.monitor.loss, outcomes.get(job.monitor.loss.world_rank))
+        late = sorted(set(range(size)) - set(outcomes))
+        if late:
+            raise TimeoutError(f"{len(late)} of {size} ranks had not ended after {limit:g} s: rank "
+                               f"{', '.join(map(str, late))}")
+        return [outcomes[rank]["result"] for rank in range(size)]
+    finally:
+        job.end()
+
+
+class _Job:
+    """The parent's side: the monitor, the children, and the pipes their results come through."""
+
+    def __init__(self, size: int, transport: str, limit: float) -> None:
+        self.size, self.transport, self.limit = size, transport, limit
+        self.token = wire.new_token()
+        self.processes: dict[int, Forked] = {}
+        self.children = Children(self.processes)
+        self.monitor = Monitor(size, self.token, how=self.children.how)
+        self.pipes: list[socket.socket] = []
+        self.unheard: set[int] = set()          # ranks whose pipe has not ended
+
+    def start(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Fork every rank; only then start the monitor's threads."""
+        transports.load(self.transport)         # once, here, rather than in every child
+        for rank in range(self.size):
+            ours, theirs = socket.socketpair()
+            self.pipes.append(ours)
+            self.unheard.add(rank)
+
+            def body(rank: int = rank, theirs: socket.socket = theirs) -> int:
+                for inherited in self.pipes:
+                    inherited.close()
+                self.monitor.close_in_child()
+                return _Rank(rank, self, theirs).run(fn, args)
+
+            with theirs:
+                self.processes[rank] = Forked(body)
+        self.monitor.start()
+
+    def collect(self, deadline: float) -> dict[int, dict[str, Any]]:
+        """What each rank handed over; ends early, after GRACE, if one was lost."""
+        outcomes: dict[int, dict[str, Any]] = {}
+        buffers = [bytearray() for _ in range(self.size)]
+        with selectors.DefaultSelector() as selector:
+            for rank, pipe in enumerate(self.pipes):
+                selector.register(pipe, selectors.EVENT_READ, rank)
+            while self.unheard and time.monotonic() < deadline:
+                for key, _ in selector.select(min(0.1, max(0.0, deadline - time.monotonic()))):
+                    data = self.pipes[key.data].recv(1 << 20)
+                    buffers[key.data] += data
+                    if not data:
+                        selector.unregister(key.fileobj)
+                        self.unheard.discard(key.data)
+                        self._note(key.data, bytes(buffers[key.data]), outcomes)
+                if self.monitor.loss is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return outcomes
+
+    def _note(self, rank: int, data: bytes, outcomes: dict[int, dict[str, Any]]) -> None:
+        """A rank's pipe has ended: with its outcome, or because the rank has died."""
+        pid = self.processes[rank].pid
+        if len(data) >= _LENGTH.size and len(data) == _LENGTH.size + _LENGTH.unpack_from(data)[0]:
+            outcomes[rank] = wire.unpack(data[_LENGTH.size:])
+            error = outcomes[rank].get("error")
+            if error is not None:       # it may have failed before it could reach the monitor
+                self.monitor.lose(Loss(rank, pid, platform.node(), f"failed with {error['name']}: {error['message']}",
+                                       error["traceback"]))
+            return
+        code = self.children.code(rank, 1.0)
+        self.monitor.lose(Loss(rank, pid, platform.node(), "closed its pipe" if code is None else how_it_ended(code)))
+
+    def end(self) -> None:
+        """Nothing is left over: no process, no thread, no socket."""
+        self.children.end(0.0 if self.unheard else GRACE)
+        self.monitor.close()
+        for pipe in self.pipes:
+            pipe.close()
+
+
+class _Rank:
+    """The child's side."""
+
+    def __init__(self, rank: int, job: _Job, pipe: socket.socket) -> None:
+        self.rank, self.job, self.pipe = rank, job, pipe
+        self.link: ControlLink | None = None
+        self.transport: Transport | None = None
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any]) -> int:
+        """Run the function and hand over what comes of it; returns the exit status."""
+        try:
+            outcome = wire.pack({"result": self._call(fn, args)})
+        except (SystemExit, KeyboardInterrupt) as error:
+            if self.link is not None:
+                self.link.report(error)
+            return 1
+        except Exception as error:      # handed over, and raised again by the parent
+            if self.link is not None:
+                self.link.report(error)
+            outcome = wire.pack({"error": failures.encode(error)})
+        if self.transport is not None:
+            self.transport.close()
+        if self.link is not None:
+            self.link.goodbye()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        with contextlib.suppress(OSError):                  # the parent may have given up
+            self.pipe.sendall(_LENGTH.pack(len(outcome)) + outcome)
+        return 0
+
+    def _call(self, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+        job = self.job
+        if job.size > 1:
+            limit_blas_threads(None, job.size)
+        self.link = ControlLink.connect(job.monitor.address, job.token, self.rank, job.size, limit=job.limit)
+        self.link.limit = job.limit
+        self.transport = transports.build(job.transport, self.link, job.token, job.limit)
+        self.link.on_loss(self.transport.abort)
+        world = Group(self.transport, Ledger(self.rank), tuple(range(job.size)))
+        with account.use(account.MemoryAccount()):
+            result = fn(world, *args)
+        world.close()
+        return result

@@ -1,0 +1,219 @@
+"""This process's place in the job its launcher started: md.init joins, the end of the process leaves.
+
+A process belongs to one launcher's job, as it belongs to one MPI_COMM_WORLD: the module keeps that one membership, so
+that calling md.init twice gives the same world. Groups for everything else are passed as arguments.
+
+How a rank ends, and what the others see:
+
+    returns                       goodbye to the monitor; nothing is said
+    an uncaught exception         its traceback with the rank's name, once; every other rank's wait raises PeerLostError,
+                                  and says so in one line
+    ConfigError                   one line in the whole job, exit status 2
+    sys.exit(3), os._exit, kill   the monitor says which rank it was and how it went
+
+Under mpirun a process that fails must not reach MPI_Finalize, which waits for all: it calls MPI_Abort.
+"""
+
+import atexit
+import contextlib
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn
+
+from threadpoolctl import threadpool_limits
+
+from minidist.comm import rendezvous
+from minidist.comm.group import Group
+from minidist.comm.ledger import Ledger
+from minidist.comm.link import Loss
+from minidist.errors import ConfigError, LaunchError
+from minidist.launch import transports
+from minidist.launch.joining import Joined, find_monitor
+from minidist.launch.launchers import Launch, detect
+
+FAREWELL = 0.5      # seconds a failed rank waits for the others to have said their line
+
+
+class Membership:
+    """What joins this process to its job. `world` is the group of all ranks, once they have met."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.joined: Joined | None = None
+        self.world: Group | None = None
+        self.status = 0             # what the process is about to end with, as far as we know
+        self.failed = False
+        self.quiet = False          # somebody else speaks for this rank
+        self._left = False
+
+    def join(self, name: str, limit: float) -> Group:
+        """Find the monitor, meet everybody, connect the transport."""
+        launch = self.launch
+        if launch.launcher in ("mpich", "openmpi"):
+            transports.mpi_world(launch)
+        self.joined = joined = find_monitor(launch, limit)
+        infos = joined.link.meet({"transport": name, "host": platform.node()})
+        joined.forget_file()
+        chosen = sorted({info["transport"] for info in infos})
+        if len(chosen) > 1:
+            raise LaunchError(f"the ranks chose different transports: {', '.join(chosen)}; give every rank the same one")
+        transport = transports.build(name, joined.link, joined.token, limit)
+        joined.link.on_loss(lambda error: None if self._left else transport.abort(error))
+        return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)))
+
+    def fail(self, error: BaseException) -> bool:
+        """Tell the job that this process fails with `error`; returns whether nobody failed before."""
+        self.failed, self.status = True, Loss.by_exception(error, self.launch.world_rank).status
+        if self.joined is None:
+            return self.launch.world_rank == 0              # not met yet: every rank sees the same mistake
+        first = self.joined.link.report(error)
+        if not first and (loss := self.joined.link.wait_for_loss(FAREWELL)) is not None:
+            self.status = loss.status
+        return first
+
+    def say(self, error: BaseException, first: bool) -> None:
+        """What this rank prints about its end: all of it if it is the cause, else one line, or nothing."""
+        rank, size = self.launch.world_rank, self.launch.world_size
+        if self.quiet or isinstance(error, KeyboardInterrupt):
+            return
+        if first and isinstance(error, ConfigError):
+            text = f"minidist: {error}"
+        elif first:
+            text = f"minidist: rank {rank} of {size} (process {os.getpid()} on {platform.node()}) failed:\n" + "".join(
+                traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+        elif self.status == 2:                              # bad input is one line, said by the first
+            return
+        else:
+            cause = self.joined.link.loss if self.joined is not None else None
+            said = f"PeerLostError: {cause}" if cause is not None else f"{type(error).__name__}: {error}"
+            text = f"minidist: rank {rank} stops: {said.splitlines()[0]}"
+        print(text, file=sys.stderr, flush=True)
+
+    def leave(self) -> None:
+        """At the end of the process: release everything, and say goodbye, or end a failed job."""
+        if self._left:
+            return
+        self._left = True
+        if self.status and not self.failed:
+            self.fail(SystemExit(self.status))
+        if self.world is not None:
+            if not self.failed:
+                self.world.close()
+            self.world.transport.close()
+        victim = self.joined is not None and self.joined.link.loss is not None
+        if self.joined is not None:
+            self._hang_up(self.joined, victim)
+        if (self.failed or victim) and self.launch.launcher in ("mpich", "openmpi"):
+            if victim:
+                time.sleep(4 * FAREWELL)                    # the one who is the cause ends us all, when it has spoken
+            _abort_mpi(self.status or 1)
+        if self.joined is not None and self.joined.monitor is not None:
+            self.joined.monitor.close()
+
+    def _hang_up(self, joined: Joined, victim: bool) -> None:
+        if not self.failed and not victim:
+            joined.link.goodbye()
+        elif not victim:
+            joined.link.wait_until_released(FAREWELL)       # let the others speak before we end them
+        joined.link.close()
+
+
+_membership: Membership | None = None
+
+
+def init(*, transport: str | None = None, limit: float = 120.0, threads: int | None = None) -> Group:
+    """Join the job that mpirun, srun, torchrun or `minidist launch` started; alone: a world of size 1.
+
+    Args:
+        transport: "sockets", "shm" or "mpi"; left out: "mpi" under mpirun, else "sockets".
+        limit: seconds that joining, and later any wait, may last.
+        threads: BLAS threads of this rank; left out: cores // ranks on this host if there are several ranks.
+    Returns: the Group of all ranks; the same one when called again.
+    Raises:
+        LaunchError if the launcher's variables or the ranks' choices contradict each other, if mpirun is another MPI's,
+        or if the job's port is taken; HandshakeError, TimeoutError (naming who did not come) if joining fails.
+    """
+    global _membership
+    if _membership is None:
+        launch = detect()
+        transports.check_name(transport or launch.transport, (*transports.PROCESSES, *transports.THREADS[:launch.alone]))
+        _membership = Membership(launch)
+        if launch.alone:
+            _membership.world = Group(transports.alone(limit), Ledger(0), (0,))
+            atexit.register(_membership.leave)
+        else:
+            limit_blas_threads(threads, launch.local_size)
+            _watch_over_the_end(_membership)
+            _membership.world = _membership.join(transport or launch.transport, limit)
+    world, name = _membership.world, transport
+    if world is None:
+        raise LaunchError("this process could not join its job before and cannot try again; start the job afresh")
+    if name not in (None, world.transport.name) and world.size > 1:
+        raise LaunchError(f"init(transport={name!r}): this process has joined its job over {world.transport.name!r}")
+    return world
+
+
+def current() -> Membership | None:
+    """The membership of this process, or None before init."""
+    return _membership
+
+
+def speaks_first(error: BaseException) -> bool:
+    """Report `error` as the end of this rank; whether it is this rank that should print it.
+
+    In a job the monitor decides: the first to report speaks. Before the job has met, every rank sees the same command
+    line, so rank 0 speaks.
+    """
+    if _membership is not None:
+        return _membership.fail(error) and not _membership.quiet
+    try:
+        return detect().world_rank == 0
+    except LaunchError:
+        return True
+
+
+def limit_blas_threads(threads: int | None, local_size: int) -> int:
+    """Give each rank its share of the cores; returns the threads this rank may use."""
+    count = threads or max(1, len(os.sched_getaffinity(0)) // local_size)
+    threadpool_limits(count, user_api="blas")
+    return count
+
+
+def _watch_over_the_end(membership: Membership) -> None:
+    """Have uncaught exceptions, sys.exit(not 0) and the end of the process told to the job."""
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        membership.say(error, membership.fail(error))
+        membership.leave()
+        if membership.status != 1:                          # with which Python itself would end
+            _flush()
+            os._exit(membership.status)
+
+    def noting(exit: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        def noting_exit(status: Any = None, /) -> NoReturn:
+            membership.status = status if isinstance(status, int) else int(status is not None)
+            exit(status)
+        return noting_exit
+
+    atexit.register(membership.leave)
+    sys.excepthook = hook
+    sys.exit = noting(sys.exit)                             # SystemExit reaches no hook
+
+
+def _abort_mpi(status: int) -> NoReturn:
+    """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours has been said."""
+    _flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    from mpi4py import MPI
+    MPI.COMM_WORLD.Abort(status)
+    os._exit(status)
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()

@@ -1,0 +1,70 @@
+"""From a transport's name to a transport; each module is loaded when it is asked for."""
+
+import difflib
+import importlib
+import warnings
+from typing import Any, cast
+
+from minidist.comm.link import ControlLink
+from minidist.comm.transport import Transport
+from minidist.errors import LaunchError
+from minidist.launch.launchers import Launch
+
+THREADS = ("threads", "threads-unbuffered")       # ranks inside one process
+PROCESSES = ("sockets", "shm", "mpi")             # ranks that are processes
+LATER = ("nccl", "sim")                           # named in the design, not in this version
+
+
+def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
+    """Raises LaunchError, with the nearest spelling, unless `name` is one of `among`."""
+    if name in LATER:
+        raise LaunchError(f"transport {name!r} is not available in this version; choose from {', '.join(among)}")
+    if name not in among:
+        nearest = difflib.get_close_matches(name, among, 1)
+        raise LaunchError(f"no transport {name!r}; " + (f"did you mean {nearest[0]!r}? " if nearest else "")
+                          + f"choose from {', '.join(among)}")
+
+
+def load(name: str) -> type[Any]:
+    """The class of a transport between processes; importing it costs more than making one."""
+    module, cls = {"sockets": ("sockets", "SocketsTransport"), "shm": ("shm", "ShmTransport"),
+                   "mpi": ("mpi", "MpiTransport")}[name]
+    return getattr(importlib.import_module(f"minidist.comm.transports.{module}"), cls)      # type: ignore[no-any-return]
+
+
+def build(name: str, link: ControlLink, token: bytes, limit: float) -> Transport:
+    """Connect this rank with all others; every rank calls it with the same name.
+
+    Raises: LaunchError if the transport cannot work here; HandshakeError or TimeoutError if connecting fails.
+    """
+    cls = load(name)
+    match name:
+        case "sockets":
+            transport = cls(link.world_rank, link, token, limit, host=link.local_host)
+        case "shm":
+            transport = cls(link.world_rank, link, token, limit)
+        case _:
+            transport = cls(limit)
+    return cast(Transport, transport)
+
+
+def alone(limit: float) -> Transport:
+    """The transport of a world of one, over which nothing ever travels."""
+    from minidist.comm.transports.mailbox import loopback
+    return loopback(0, limit)
+
+
+def mpi_world(launch: Launch) -> Any:
+    """MPI_COMM_WORLD, if it is the world that mpirun started.
+
+    Raises: LaunchError if mpi4py belongs to another MPI than mpirun: then each process is a world of its own.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
+        from mpi4py import MPI
+    if MPI.COMM_WORLD.size != launch.world_size:
+        library = MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00")
+        raise LaunchError(f"mpirun started {launch.world_size} ranks, but mpi4py ({library}) sees {MPI.COMM_WORLD.size}: that "
+                          "mpirun belongs to another MPI; use the one beside this Python (`pip install mpich`), or "
+                          "`minidist launch`")
+    return MPI.COMM_WORLD
