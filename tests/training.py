@@ -13,7 +13,8 @@ SMALL_BUCKETS = 2048     # bytes: several buckets even in a tiny model
 
 def tiny(**changes: Any) -> GPTConfig:
     """A GPT of about 2,000 parameters."""
-    return GPTConfig(**{"vocabulary": 11, "context": 6, "layers": 2, "width": 8, "heads": 2, "dtype": "float64", **changes})
+    sizes = {"vocabulary": 11, "context": 6, "layers": 2, "width": 8, "heads": 2, "dtype": "float64"}
+    return GPTConfig(**{**sizes, **changes})
 
 
 def global_batch(step: int, sequences: int, config: GPTConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -23,8 +24,8 @@ def global_batch(step: int, sequences: int, config: GPTConfig) -> tuple[np.ndarr
     return ids[:, :-1], ids[:, 1:]
 
 
-def train(world: Any, *, config: GPTConfig | None = None, steps: int = 3, sequences: int = 5, bucket_bytes: int = SMALL_BUCKETS,
-          **options: Any) -> dict[str, Any]:
+def train(world: Any, *, config: GPTConfig | None = None, steps: int = 3, sequences: int = 5,
+          bucket_bytes: int = SMALL_BUCKETS, **options: Any) -> dict[str, Any]:
     """What a rank of `world` holds after `steps` steps on the data axis: weights, losses, digest, ledger, memory."""
     config = config or tiny()
     options = {"optimizer": "adamw", "lr": 1e-2, "clip": 0.5, "seed": 3, **options}

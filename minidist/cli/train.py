@@ -64,7 +64,8 @@ def train(settings: train_options.Settings, world: Group, launch: Launch, thread
     console, on_terminal = make_console() if speaks else (Console(quiet=True), False)
     timeline = Timeline(world.world_rank)
     timeline.follow(world.ledger)
-    trainer = Trainer(settings.plan(world.size), settings.config, world, recorder=timeline, **settings.trainer_options())
+    trainer = Trainer(settings.plan(world.size), settings.config, world, recorder=timeline,
+                      **settings.trainer_options())
     if speaks:
         announce(console, settings, world)
     losses, seconds = train_steps(trainer, settings, make_report(args.steps, console, on_terminal=on_terminal)
@@ -75,7 +76,7 @@ def train(settings: train_options.Settings, world: Group, launch: Launch, thread
     step_seconds, tokens_per_second = train_report.median_rate(seconds, args.batch * args.context)
     metrics = {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name,
                "threads": threads, "device": args.device, **train_report.parameter_counts(trainer),
-               "optimizer": args.optimizer, "optimizer_moments": train_report.moments(trainer),
+               "formula": train_report.gradient_formula(trainer), "optimizer_moments": train_report.moments(trainer),
                "losses": losses, "validation_loss": validation_loss, "step_seconds": step_seconds,
                "tokens_per_second": tokens_per_second, "weights_sha256": trainer.weights_sha256(),
                "config": asdict(settings.config), "options": options_of(args), "versions": versions(), "ranks": records}
@@ -105,7 +106,8 @@ def train_steps(trainer: Trainer, settings: train_options.Settings, report: Repo
             start = time.perf_counter()
             losses.append(trainer.step(batch))
             seconds.append(time.perf_counter() - start)
-            report.step(step + 1, losses[-1], tokens / seconds[-1], sum(ledger.sent_bytes("step").get("dp", {}).values()))
+            sent = sum(ledger.sent_bytes("step").get("dp", {}).values())
+            report.step(step + 1, losses[-1], tokens / seconds[-1], sent)
     finally:
         report.close()
     return losses, seconds
@@ -114,10 +116,10 @@ def train_steps(trainer: Trainer, settings: train_options.Settings, report: Repo
 def announce(console: Console, settings: train_options.Settings, world: Group) -> None:
     """What is about to be trained, on what."""
     config, text = settings.config, settings.text
-    console.print(f"{settings.args.data}: {len(text.train):,} symbols to learn from, {len(text.validation):,} held out, "
+    console.print(f"{text.source}: {len(text.train):,} symbols to learn from, {len(text.validation):,} held out, "
                   f"{len(text.symbols)} different; {config.layers} layers of width {config.width}, "
-                  f"{settings.args.batch} × {config.context} tokens a step over {world.size} "
-                  f"rank{'s' * (world.size > 1)} ({world.transport.name})", markup=False, soft_wrap=True)
+                  f"{settings.args.batch} × {config.context} tokens a step, "
+                  f"{train_report.plural(world.size, 'rank')} over {world.transport.name}", markup=False, soft_wrap=True)
 
 
 def sample(trainer: Trainer, settings: train_options.Settings) -> str:

@@ -11,9 +11,11 @@ from minidist.backend import module_for
 from minidist.cli.common import fail, positive
 from minidist.data import text
 from minidist.nn import GPTConfig
+from minidist.parallel.common.update import Batch
 from minidist.parallel.hybrid import OPTIMIZERS, SCHEDULES, Plan
 
-VALIDATION_BATCHES = 4
+VALIDATION_ROWS = 512
+"""Sequences of held-out text that the validation loss is taken over, at most."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="BLAS threads a rank (default: this machine's cores // ranks on it)")
     data = parser.add_argument_group("the data")
     data.add_argument("--data", default="python", metavar="PATH",
-                      help="a text file, a folder of them, `shakespeare`, or `python`: the reference every CPython carries")
+                      help="a text file, a folder of them, `shakespeare`, or `python`: the reference of every CPython")
     data.add_argument("--batch", type=positive, default=32, metavar="SEQUENCES",
                       help="sequences a step, of the whole job (default: 32)")
-    data.add_argument("--context", type=positive, default=128, metavar="TOKENS", help="tokens a sequence (default: 128)")
+    data.add_argument("--context", type=positive, default=128, metavar="TOKENS",
+                      help="tokens a sequence (default: 128)")
     model = parser.add_argument_group("the model")
     model.add_argument("--layers", type=positive, default=4, metavar="N", help="blocks (default: 4)")
     model.add_argument("--width", type=positive, default=128, metavar="N", help="model width (default: 128)")
@@ -96,16 +99,17 @@ class Settings:
     config: GPTConfig
     out: Path
 
-    def training_batch(self, step: int) -> Any:
+    def training_batch(self, step: int) -> Batch:
         """The global batch of step `step`: by seed and step alone."""
-        return self._batch(self.text.train, step)
+        args = self.args
+        return text.batch(self.text.train, step, batch=args.batch, context=args.context, seed=args.seed)
 
-    def validation_batches(self) -> list[Any]:
-        """A fixed set of global batches of held-out text."""
-        return [self._batch(self.text.validation, step) for step in range(VALIDATION_BATCHES)]
-
-    def _batch(self, ids: Any, step: int) -> Any:
-        return text.batch(ids, step, batch=self.args.batch, context=self.args.context, seed=self.args.seed)
+    def validation_batches(self) -> list[Batch]:
+        """Held-out text, in order, in global batches."""
+        inputs, targets = (rows[:VALIDATION_ROWS] for rows in
+                           text.windows(self.text.validation, context=self.args.context))
+        size = self.args.batch
+        return [(inputs[at:at + size], targets[at:at + size]) for at in range(0, len(inputs), size)]
 
     def plan(self, size: int) -> Plan:
         """The plan for a job of `size` ranks."""
@@ -115,7 +119,8 @@ class Settings:
         """What Trainer takes beside plan, config and world."""
         args = self.args
         return {"seed": args.seed, "optimizer": args.optimizer, "lr": args.lr, "lr_schedule": args.lr_schedule,
-                "warmup": max(1, args.steps // 20), "steps": args.steps, "clip": args.clip or None, "device": args.device}
+                "warmup": -(-args.steps // 20), "steps": args.steps, "clip": args.clip or None,
+                "device": args.device}
 
 
 def check(args: argparse.Namespace) -> Settings:
@@ -127,18 +132,10 @@ def check(args: argparse.Namespace) -> Settings:
         Plan.parse(args.plan)
     module_for(args.device)
     data = text.load(args.data)
-    symbols = len(data.symbols)
-    if args.vocab is not None and args.vocab < symbols:
-        fail(f"--vocab {args.vocab}: the data has {symbols} different symbols; use at least --vocab {symbols}")
-    if args.width % args.heads:
-        fail(f"--width {args.width} is not divisible by --heads {args.heads}; "
-             f"use --width {-(-args.width // args.heads) * args.heads}")
-    shortest = min(len(data.train), len(data.validation))
-    if shortest <= args.context:
-        fail(f"--data {args.data}: too short, its smaller part has {shortest} symbols and --context {args.context} needs "
-             f"{args.context + 1}; give more text or a smaller --context")
-    config = GPTConfig(vocabulary=args.vocab or symbols, context=args.context, layers=args.layers, width=args.width,
-                       heads=args.heads, positions=args.positions, tied=args.tied, dropout=args.dropout, dtype=args.dtype)
+    data.check(context=args.context, vocabulary=args.vocab)
+    config = GPTConfig(vocabulary=args.vocab or len(data.symbols), context=args.context, layers=args.layers,
+                       width=args.width, heads=args.heads, positions=args.positions, tied=args.tied,
+                       dropout=args.dropout, dtype=args.dtype)
     out = Path(args.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     check_writable("--out", out / "metrics.json")
     if args.json:

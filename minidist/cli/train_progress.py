@@ -62,15 +62,16 @@ class Bar:
 
     def __init__(self, steps: int, console: Console) -> None:
         self.progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("loss {task.fields[loss]:.4f}"),
-            TextColumn("{task.fields[speed]:,.0f} tokens/s"), TextColumn("{task.fields[sent]} sent a rank"),
-            TimeRemainingColumn(), console=console, refresh_per_second=5)
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None),
+            TextColumn("loss {task.fields[loss]:.4f}"), TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+            TextColumn("{task.fields[sent]} sent a rank"), TimeRemainingColumn(), console=console, refresh_per_second=5)
         self.task = self.progress.add_task("", total=steps, loss=float("nan"), speed=0.0, sent="")
         self.progress.start()
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
         """Move the bar."""
-        self.progress.update(self.task, completed=number, loss=loss, speed=tokens_per_second, sent=size_text(sent_bytes))
+        self.progress.update(self.task, completed=number, loss=loss, speed=tokens_per_second,
+                             sent=size_text(sent_bytes))
 
     def close(self) -> None:
         """Leave the finished bar on the screen."""

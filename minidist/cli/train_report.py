@@ -12,10 +12,9 @@ from rich.table import Table
 
 import minidist
 from minidist.cli.common import write_json
-from minidist.comm.costs import sent_bytes, sent_messages
+from minidist.comm.costs import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.errors import ConfigError
-from minidist.observe.page import size_text
 from minidist.observe.plots import draw_loss
 from minidist.observe.timeline import Timeline, write_perfetto
 from minidist.parallel.ddp import DDP
@@ -26,24 +25,21 @@ Metrics = dict[str, Any]
 
 def rank_record(trainer: Trainer, world: Group) -> dict[str, Any]:
     """What one rank tells of itself: its place, what it sent in training steps, what fills its memory."""
-    formula = gradient_formula(trainer, world.rank)
     return {"rank": world.rank, "coordinates": {axis: place for axis, place in trainer.mesh.coordinates.items()
                                                 if axis == "dp" or trainer.mesh.shape[axis] > 1},
             "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
-            "memory": trainer.account.snapshot(), "formula": formula, "weights_sha256": trainer.weights_sha256()}
+            "memory": trainer.account.snapshot()}
 
 
-def gradient_formula(trainer: Trainer, rank: int) -> dict[str, int]:
-    """Bytes and messages that the all-reduces of all steps should have sent from rank `rank`: the sum over buckets."""
+def gradient_formula(trainer: Trainer) -> dict[str, int]:
+    """Bytes and messages that all ranks together should have sent for gradients, in all steps: the sum over buckets."""
     strategy = trainer.strategy
     if not isinstance(strategy, DDP):
-        return {"bytes": 0, "messages": 0}
-    size, algorithm = strategy.group.size, strategy.algorithm
-    nbytes = messages = 0
-    for bucket in strategy.buckets:
-        nbytes += sent_bytes("all_reduce", algorithm, size, rank, bucket.data.size, bucket.data.itemsize)
-        messages += sent_messages("all_reduce", algorithm, size, rank)
-    return {"bytes": nbytes * trainer.steps_done, "messages": messages * trainer.steps_done}
+        return {"sent_bytes": 0, "messages": 0, "buckets": 0}
+    formula = FORMULAS["all_reduce", strategy.algorithm]
+    cases = [Case(size=strategy.group.size, nbytes=bucket.data.nbytes) for bucket in strategy.buckets]
+    return {"sent_bytes": trainer.steps_done * sum(map(formula.bytes_of, cases)),
+            "messages": trainer.steps_done * sum(map(formula.messages_of, cases)), "buckets": len(cases)}
 
 
 def parameter_counts(trainer: Trainer) -> dict[str, int]:
@@ -61,6 +57,11 @@ def median_rate(step_seconds: Sequence[float], tokens: int) -> tuple[float, floa
     """Median seconds a step, and the tokens/s of a step of `tokens` tokens at that pace."""
     median = statistics.median(step_seconds)
     return median, tokens / median
+
+
+def plural(count: int, word: str) -> str:
+    """`1 rank`, `4 ranks`."""
+    return f"{count} {word}{'s' * (count != 1)}"
 
 
 # ---------------------------------------------------------------------------------------------------- the run folder
@@ -92,10 +93,9 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
     console.print(f"\ntraining loss {statistics.fmean(recent):.4f} (mean of the last {len(recent)} steps), "
                   f"validation loss {metrics['validation_loss']:.4f} nats a token; "
                   f"guessing blindly gives {np.log(metrics['config']['vocabulary']):.2f}", markup=False)
-    console.print(f"{metrics['step_seconds'] * 1e3:,.1f} ms a step (median), {metrics['tokens_per_second']:,.0f} tokens/s, "
-                  f"{metrics['parameters']:,} parameters, {metrics['size']} rank{'s' * (metrics['size'] > 1)} over "
-                  f"{metrics['transport']}, {metrics['threads']} BLAS thread{'s' * (metrics['threads'] > 1)} each\n",
-                  markup=False)
+    console.print(f"{metrics['step_seconds'] * 1e3:,.1f} ms a step (median), {metrics['tokens_per_second']:,.0f} "
+                  f"tokens/s, {metrics['parameters']:,} parameters, {plural(metrics['size'], 'rank')} over "
+                  f"{metrics['transport']}, {plural(metrics['threads'], 'BLAS thread')} each\n", markup=False)
     console.rule("a sample of what it learned", style="dim", align="left")
     console.print(sample, markup=False, soft_wrap=True)
     console.print(traffic_table(metrics))
@@ -105,35 +105,36 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
 
 
 def traffic_table(metrics: Metrics) -> Table:
-    """Each rank's gradient bytes and messages a step beside the formula."""
-    size, steps = metrics["size"], len(metrics["losses"])
-    ideal = 2 * (size - 1) / size * metrics["parameter_bytes"]
-    table = Table(title=f"sent for gradients, a step and rank; 2(P-1)/P × {size_text(metrics['parameter_bytes'])} of "
-                        f"gradients = {size_text(ideal)}", title_justify="left", header_style="bold")
-    for column in ("rank", "bytes", "formula, chunk by chunk", "2(P-1)/P × gradient bytes", "messages", "2(P-1) × buckets"):
+    """Each rank's gradient bytes and messages a step beside the formula; all ranks' together are exact."""
+    size, steps, formula = metrics["size"], len(metrics["losses"]), metrics["formula"]
+    gradients = metrics["parameter_bytes"]
+    share = 2 * (size - 1) / size * gradients
+    table = Table(title=f"sent for gradients, a step: 2(P-1)/P × {gradients:,} bytes of gradients in "
+                        f"{formula['buckets']} buckets", title_justify="left", header_style="bold")
+    for column in ("rank", "bytes", "formula", "messages", "formula "):
         table.add_column(column, justify="right")
-    for rank in metrics["ranks"]:
-        sent = rank["sent_bytes"].get("dp", {}).get("all_reduce", 0)
-        messages = rank["messages"].get("dp", {}).get("all_reduce", 0)
-        table.add_row(str(rank["rank"]), f"{sent // steps:,}", f"{rank['formula']['bytes'] // steps:,}", f"{ideal:,.1f}",
-                      f"{messages // steps:,}", f"{rank['formula']['messages'] // steps:,}")
+    sent, messages = ([rank[kind].get("dp", {}).get("all_reduce", 0) // steps for rank in metrics["ranks"]]
+                      for kind in ("sent_bytes", "messages"))
+    for rank in range(size):
+        table.add_row(str(rank), f"{sent[rank]:,}", f"{share:,.1f}", f"{messages[rank]:,}",
+                      f"{formula['messages'] / steps / size:,.1f}", end_section=rank == size - 1)
+    table.add_row("all", f"{sum(sent):,}", f"{formula['sent_bytes'] // steps:,}", f"{sum(messages):,}",
+                  f"{formula['messages'] // steps:,}")
     return table
 
 
 def memory_table(metrics: Metrics) -> Table:
     """Rank 0's memory by category, now and at the peak, beside what theory says of it."""
-    count, nbytes = metrics["parameters"], metrics["parameter_bytes"]
-    itemsize, moments = nbytes // count, metrics["optimizer_moments"]
-    formulas = {"parameters": (itemsize, f"{itemsize} bytes a parameter"),
-                "gradients": (itemsize, f"{itemsize} bytes a parameter"),
-                "optimizer": (itemsize * moments, f"{itemsize * moments} bytes a parameter ({moments} × {itemsize})")}
-    table = Table(title=f"memory of rank 0; parameters + gradients + optimizer = {itemsize * (2 + moments)} bytes a parameter",
-                  title_justify="left", header_style="bold")
-    for column in ("what", "now", "peak", "formula"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    table.add_column("", justify="left")
-    for category, bytes_of in metrics["ranks"][0]["memory"].items():
-        each, words = formulas.get(category, (0, ""))
-        table.add_row(category, f"{bytes_of['now']:,}", f"{bytes_of['peak']:,}", f"{each * count:,}" if each else "", words,
-                      end_section=category == "workspace")
+    count, each = metrics["parameters"], metrics["parameter_bytes"] // metrics["parameters"]
+    moments = metrics["optimizer_moments"]
+    formulas = {"parameters": each, "gradients": each, "optimizer": each * moments}
+    table = Table(title=f"memory of rank 0 in bytes: {each} + {each} + {each * moments} = {each * (2 + moments)} "
+                        f"a parameter for parameters, gradients and optimizer", title_justify="left",
+                  header_style="bold")
+    table.add_column("what")
+    for column in ("now", "peak", "formula"):
+        table.add_column(column, justify="right")
+    for category, held in metrics["ranks"][0]["memory"].items():
+        formula = f"{formulas[category]} × {count:,} = {formulas[category] * count:,}" if category in formulas else ""
+        table.add_row(category, f"{held['now']:,}", f"{held['peak']:,}", formula, end_section=category == "workspace")
     return table

@@ -16,8 +16,10 @@ from minidist.comm.group import Group
 from minidist.parallel.hybrid import Plan, Trainer
 
 BOUNDS = {"float64": 1e-10, "float32": 1e-2}
-"""float32 rounds each sum differently in each order, and Adam makes whole steps of a rounding error where the gradient is
+"""float32 rounds sums differently in each order, and Adam makes whole steps of a rounding error where the gradient is
 zero but for it; over hundreds of steps that adds up."""
+
+A_DAY = 86400.0
 
 
 def verify(trainer: Trainer, settings: Settings, world: Group, metrics: dict[str, Any], console: Console) -> int:
@@ -25,7 +27,8 @@ def verify(trainer: Trainer, settings: Settings, world: Group, metrics: dict[str
 
     Every rank calls it. Rank 0 alone trains; the others wait for it, so that it has the machine.
     """
-    alone = world.split(world.rank)     # collective
+    alone = world.split(world.rank)     # all ranks take part
+    assert alone is not None
     status = 0
     if world.rank == 0:
         differences = compare(trainer.model.state_dict(), train_alone(settings, alone))
@@ -63,9 +66,9 @@ def compare(ours: dict[str, np.ndarray], serial: dict[str, np.ndarray]) -> dict[
 def print_differences(console: Console, differences: dict[str, Any]) -> None:
     """The verdict, and the tensors that differ most."""
     worst = sorted(differences["parameters"].items(), key=lambda item: -item[1]["difference"])[:8]
-    table = Table(title=f"parallel against serial: largest difference {differences['largest']:.2e} of the model's largest "
-                        f"weight, bound {differences['bound']:.0e} in {differences['dtype']}: "
-                        f"{'equal' if differences['largest'] <= differences['bound'] else 'NOT EQUAL'}",
+    verdict = "equal" if differences["largest"] <= differences["bound"] else "NOT EQUAL"
+    table = Table(title=f"parallel against serial: largest difference {differences['largest']:.2e} of the model's "
+                        f"largest weight, bound {differences['bound']:.0e} in {differences['dtype']}: {verdict}",
                   title_justify="left", header_style="bold")
     table.add_column("parameter (the eight that differ most)")
     table.add_column("largest difference", justify="right")

@@ -76,7 +76,7 @@ class Timeline:
             self.dropped += 1
 
     def announce(self, axis: str, name: str) -> None:
-        """The next collective along `axis` is called `name`: a group carries its calls out in the order of their start."""
+        """The next collective along `axis` is called `name`: a group carries calls out in the order of their start."""
         self._names.setdefault(axis, deque()).append(name)
 
     def follow(self, ledger: Ledger) -> None:
@@ -114,8 +114,8 @@ def _restore(record: dict[str, Any]) -> Timeline:
 def clock_offset(group: Group, *, rounds: int = 5) -> float:
     """Seconds to add to this rank's clock to get rank 0's; 0.0 where the clocks cannot be told apart.
 
-    Rank 0 asks each rank for its time and takes the middle of the round trip as the moment of the answer. The error is at
-    most half the round trip, so an offset below that (always so on one host, which has one clock) counts as none.
+    Rank 0 asks each rank for its time and takes the middle of the round trip as the moment of the answer. The error is
+    at most half the round trip, so an offset below that (always so on one host, which has one clock) counts as none.
 
     Cost:    on rank 0, 2 * rounds + 1 messages of 8 bytes a peer, counted under `control`.
     """

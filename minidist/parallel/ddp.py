@@ -1,9 +1,9 @@
 """Chapter 07 · DDP: every rank holds the whole model and works on its part of the batch.
 
-The idea. All ranks start from the same weights. Each takes its part of the batch forward and backward; the gradients are
-summed over the ranks, and every rank then makes the same step from the same sum. So the replicas stay equal, and equal to
-one process that had seen the whole batch. Reducing is hidden behind backward: gradients travel in buckets, and a bucket
-sets out as soon as its last gradient is final, while backward still works on the layers below.
+The idea. All ranks start from the same weights. Each takes its part of the batch forward and backward; the gradients
+are summed over the ranks, and every rank then makes the same step from the same sum. So the replicas stay equal, and
+equal to one process that had seen the whole batch. Reducing is hidden behind backward: gradients travel in buckets, and
+a bucket sets out as soon as its last gradient is final, while backward still works on the layers below.
 
     compute         forward | backward: layer 4 | layer 3 | layer 2 | layer 1 | wait | optimizer
     communication                               | bucket 0 | bucket 1 | bucket 2 |
@@ -19,25 +19,27 @@ Who holds what, Ψ parameters in float32 with Adam on P ranks:
 
 Cost, a step and rank, ring all-reduce:
 
-    bytes        2(P-1)/P × 4Ψ   (over the ranks together exactly 2(P-1) × 4Ψ); from Ψ×4 at P=2 towards twice that
+    bytes        2(P-1)/P × 4Ψ   (over the ranks together exactly 2(P-1) × 4Ψ): 4Ψ at P = 2, towards 8Ψ for many
     messages     2(P-1) × buckets
     control      one float64: the loss
 
 The notes' steps (N0, "DDP: Distributed Data Parallel"), as they happen here:
 
-    DDP 1  the model is on every device.  The notes let the main process copy it. Here nobody copies: each rank draws the
-           same weights from the same seed, and a digest is compared once to be sure.
+    DDP 1  the model is on every device.  The notes let the main process copy it. Here nobody copies: each rank draws
+           the same weights from the same seed, and a digest is compared once to be sure.
     DDP 2  each device works on its part of the data.
-    DDP 3  gradients are averaged over the devices during backward.  They are *summed* here: each rank's loss is its sum of
-           token losses over the token count of the *whole* batch, so that the sum of gradients is the mean's gradient,
-           also when parts differ in size. Averaging once more would be wrong by P; a mean of means is wrong for uneven
-           parts. "During backward" (N0:164) and "after every batch's backward" (N0:416) are both said; it is during.
-    DDP 4  no controller; a ring carries the sums, using both directions of every link.  "Its traffic is constant" (N1:42)
-           holds for the bytes only nearly (2(P-1)/P lies between 1 and 2), and not for the messages, which grow with P.
+    DDP 3  gradients are averaged over the devices during backward.  They are *summed* here: each rank's loss is its sum
+           of token losses over the token count of the *whole* batch, so the sum of the gradients is the gradient of the
+           mean, also when parts differ in size. To average once more would be wrong by P; a mean of means is wrong for
+           uneven parts. The notes say "during backward" (N0:164) and "after backward" (N0:416); it is during.
+    DDP 4  no controller; a ring carries the sums over every link at once.  "Its traffic is constant" (N1:42) holds only
+           nearly for bytes (2(P-1)/P lies between 1 and 2) and not at all for messages, which grow with P.
 
 notes:   N0 DDP, 数据并行 工作流程; N1 DDP; N3 §3.1
 Source:  Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
+
+from functools import partial
 
 import numpy as np
 
@@ -79,7 +81,7 @@ class DDP:
         check_equal_replicas(self.parameters, group, when="before the first step")          # DDP 1
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                parameter.hooks.append(lambda parameter, index=bucket.index: self._final(parameter, index))
+                parameter.hooks.append(partial(self._final, bucket.index))
 
     # ------------------------------------------------------------------------------------------------- partition
 
@@ -113,11 +115,11 @@ class DDP:
             for pending in self._pending:
                 pending.wait()
 
-    def _final(self, parameter: Parameter, index: int) -> None:
+    def _final(self, index: int, parameter: Parameter) -> None:
         """The hook on a parameter: its gradient is complete, so its bucket, and those behind it, may set out."""
         if not self._missing[index]:
-            raise GradientError(f"DDP rank {self.group.rank} of {self.group.size}: a gradient for {parameter.name!r} after its "
-                                f"bucket was reduced; go backward by DDP.backward, once a step, with the sum of the losses")
+            raise GradientError(f"DDP rank {self.group.rank} of {self.group.size}: a gradient for {parameter.name!r} "
+                                f"outside a step; go backward by DDP.backward, once a step, with the sum of the losses")
         self._missing[index] -= 1
         self._launch_complete()
 

@@ -5,8 +5,8 @@
     loss = trainer.step(batch)                  # the global batch in, the global mean loss out
 
 Every rank passes the same global batch and gets the same loss; which part of the batch, of the model and of the state
-a rank works on is the plan's affair. In this version the data axis can be cut (parallel/ddp.py); one rank alone takes the
-step of parallel/single.py.
+a rank works on is the plan's affair. In this version the data axis can be cut (parallel/ddp.py); one rank alone takes
+the step of parallel/single.py.
 """
 
 from collections.abc import Callable, Iterable
@@ -75,8 +75,8 @@ class Trainer:
     def _make_strategy(self) -> Single | DDP:
         if self.plan.dp == 1:
             return Single(self.model, loss=self._loss, recorder=self.recorder)
-        return DDP(self.model, self.mesh["dp"], loss=self._loss, bucket_bytes=self.plan.bucket_bytes, algorithm=self.plan.algorithm,
-                   recorder=self.recorder)
+        return DDP(self.model, self.mesh["dp"], loss=self._loss, bucket_bytes=self.plan.bucket_bytes,
+                   algorithm=self.plan.algorithm, recorder=self.recorder)
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
         """The model's loss of a part; dropout is keyed by step and global token, so that it does not see the split."""

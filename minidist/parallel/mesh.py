@@ -17,8 +17,8 @@ from minidist.parallel.plan import AXES
 class Mesh:
     """The ranks of `world` in row-major order over the axes dp, pp, ep, cp, tp.
 
-    `mesh["tp"]` is this rank's group along one axis, `mesh["dp", "cp"]` along several together (ranks that agree in every
-    other coordinate). A group is made when first asked for, which all ranks must do in the same order.
+    `mesh["tp"]` is this rank's group along one axis, `mesh["dp", "cp"]` along several together (ranks that agree in
+    every other coordinate). A group is made when first asked for, which all ranks must do in the same order.
 
     Attributes: shape        {axis: size}
                 coordinates  {axis: this rank's place}
@@ -45,7 +45,8 @@ class Mesh:
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         unknown = [name for name in names if name not in AXES]
         if unknown or not names or len(set(names)) < len(names):
-            raise PlanError(f"mesh[{axes!r}]: give different axes of {', '.join(AXES)}, such as mesh['dp'] or mesh['dp', 'cp']")
+            raise PlanError(f"mesh[{axes!r}]: give different axes of {', '.join(AXES)}, "
+                            f"such as mesh['dp'] or mesh['dp', 'cp']")
         names = tuple(axis for axis in AXES if axis in names)
         if names not in self._groups:
             self._groups[names] = self._make_group(names)

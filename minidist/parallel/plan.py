@@ -1,6 +1,7 @@
 """A plan: along which axes a job is cut, and how its gradients travel."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from minidist.errors import PlanError
 
@@ -60,7 +61,7 @@ class Plan:
 
         Raises:  PlanError, in one line, for anything else.
         """
-        sizes: dict[str, int] = {}
+        sizes: dict[str, Any] = {}
         for pair in filter(None, (piece.strip() for piece in text.split(","))):
             axis, equals, value = pair.partition("=")
             if axis not in AXES or not equals:

@@ -2,7 +2,7 @@
 
     disk --data--> CPU --batch--> device:  forward -> loss -> backward -> clip -> optimizer
 
-One process holds everything and sees the whole batch. It is the yardstick: "parallel equals serial" means equal to this.
+One process holds everything and sees the whole batch. It is the yardstick: "parallel equals serial" means this serial.
 
 What fills the memory, for Ψ parameters (bytes):
 
@@ -13,8 +13,8 @@ What fills the memory, for Ψ parameters (bytes):
     together         16Ψ                16Ψ
     activations      grow with batch × context × width × layers, and with context² where scores are kept
 
-Both columns give 16 bytes a parameter, for different reasons. The notes' pie (N2 显存占用分析: 35/45/15 %) contradicts their
-own numbers, 14/56/14 GB, which are 17/67/17 %; and their "8 bytes for the optimizer" leaves out the master weights.
+Both columns give 16 bytes a parameter, for different reasons. The notes' pie (N2 显存占用分析: 35/45/15 %) contradicts
+their own numbers, 14/56/14 GB, which are 17/67/17 %; and their 8 bytes for the optimizer leave out the master weights.
 
 Cost:    no messages.
 notes:   N0 无并行训练, N2 显存占用分析, N4 §4

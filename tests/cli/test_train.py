@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 from minidist.cli import main, train_options, train_progress
 from minidist.parallel.common.replicas import weights_digest
 
-TINY = ["--steps", "4", "--batch", "5", "--context", "16", "--layers", "1", "--width", "16", "--heads", "2", "--dtype", "float64"]
+TINY = ["--steps", "4", "--batch", "5", "--context", "16", "--layers", "1", "--width", "16", "--heads", "2",
+        "--dtype", "float64"]
 MINIDIST = [sys.executable, "-m", "minidist"]
 
 
@@ -35,13 +36,13 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(book: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], str, Path]]:
-    """The same training alone, on two ranks of ours and on two of mpirun's: metrics, what was printed, the run folder."""
+    """The same training alone, on two ranks of ours and on two of mpirun's: metrics, what it printed, its folder."""
     folder = tmp_path_factory.mktemp("runs")
     found = {}
     for name, prefix, options in (("alone", [], ["--verify"]), ("ours", [], ["-n", "2", "--verify"]),
                                   ("mpirun", ["mpirun", "-n", "2"], [])):
-        command = [*prefix, *MINIDIST, "train", *TINY, "--data", str(book), "--out", name, "--json", f"{name}.json", *options]
-        done = execute(command, folder)
+        results = ["--out", name, "--json", f"{name}.json"]
+        done = execute([*prefix, *MINIDIST, "train", *TINY, "--data", str(book), *results, *options], folder)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         found[name] = (json.loads((folder / f"{name}.json").read_text()), done.stdout, folder / name)
@@ -62,13 +63,15 @@ def test_json_holds_what_the_design_says(runs: dict[str, Any]) -> None:
             assert rank["coordinates"] == {"dp": rank["rank"]}
             nbytes = 8 * metrics["parameters"]
             for category, expected in (("parameters", nbytes), ("gradients", nbytes), ("optimizer", 2 * nbytes)):
-                assert rank["memory"][category] == {"now": expected, "peak": expected}
+                memory = rank["memory"][category]
+                assert memory["now"] == expected <= memory["peak"] <= expected + 64     # declared, not yet drawn
             assert rank["memory"]["total"]["peak"] >= 4 * nbytes + rank["memory"]["activations"]["now"]
             if size > 1:
                 assert rank["sent_bytes"]["dp"] == {"all_reduce": 4 * 2 * nbytes // 2}
-                assert rank["formula"] == {"bytes": rank["sent_bytes"]["dp"]["all_reduce"],
-                                           "messages": rank["messages"]["dp"]["all_reduce"]}
                 assert rank["sent_bytes"]["control"]
+        for kind in ("sent_bytes", "messages"):
+            total = sum(rank[kind].get("dp", {}).get("all_reduce", 0) for rank in metrics["ranks"])
+            assert metrics["formula"][kind] == total
 
 
 def test_every_way_to_start_trains_the_same(runs: dict[str, Any]) -> None:
@@ -80,7 +83,8 @@ def test_every_way_to_start_trains_the_same(runs: dict[str, Any]) -> None:
 
 def test_the_run_folder(runs: dict[str, Any]) -> None:
     for metrics, _, folder in runs.values():
-        assert {file.name for file in folder.iterdir()} == {"metrics.json", "trace.json", "loss.png", "model.safetensors"}
+        names = {file.name for file in folder.iterdir()}
+        assert names == {"metrics.json", "trace.json", "loss.png", "model.safetensors"}
         assert json.loads((folder / "metrics.json").read_text()) == metrics
         weights = load_file(folder / "model.safetensors")
         assert weights_digest(weights) == metrics["weights_sha256"]
@@ -103,8 +107,9 @@ def test_what_is_printed(runs: dict[str, Any]) -> None:
 
 
 def test_quiet_prints_nothing(book: Path, tmp_path: Path) -> None:
-    done = execute([*MINIDIST, "train", *TINY, "--steps", "1", "--data", str(book), "--quiet", "--tied", "--positions", "rotary",
-                    "--dropout", "0.1", "--optimizer", "sgd", "--clip", "0", "--lr-schedule", "constant"], tmp_path)
+    done = execute([*MINIDIST, "train", *TINY, "--steps", "1", "--data", str(book), "--quiet", "--tied",
+                    "--positions", "rotary", "--dropout", "0.1", "--optimizer", "sgd", "--clip", "0",
+                    "--lr-schedule", "constant"], tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
@@ -115,11 +120,11 @@ def refusals() -> list[tuple[list[str], str]]:
     """Options a user may get wrong, and words of the one line that says so."""
     return [
         (["--data", "no-such-file.txt"], "no-such-file.txt"),
-        (["--data", "SHORT"], "short"),
+        (["--data", "SHORT"], "too few"),
         (["--batch", "0"], "--batch"),
         (["--batch", "many"], "--batch"),
-        (["--width", "30", "--heads", "4"], "--width 32"),
-        (["--vocab", "3"], "--vocab"),
+        (["--width", "30", "--heads", "4"], "width 32"),
+        (["--vocab", "3"], "vocabulary of 3"),
         (["--plan", "tp=2"], "this version has the data axis"),
         (["--plan", "dp=3"], "use dp=1"),
         (["-n", "2", "--plan", "dp=3"], "use dp=2"),
@@ -137,9 +142,9 @@ def refusals() -> list[tuple[list[str], str]]:
     ]
 
 
-@pytest.mark.parametrize(("options", "says"), refusals(), ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_a_mistake_is_one_line(options: list[str], says: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                               capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("options", "says"), refusals(), ids=lambda value: " ".join(value))
+def test_a_mistake_is_one_line(options: list[str], says: str, book: Path, tmp_path: Path,
+                               monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     if options[0] == "--device":
         monkeypatch.setitem(sys.modules, "cupy", None)      # as if it were not installed
     monkeypatch.chdir(tmp_path)
@@ -167,7 +172,7 @@ def test_options_survive_the_way_to_the_ranks() -> None:
 
     parser = Parser()
     train_options.add_arguments(parser)
-    args = parser.parse_args(["-n", "3", "--lr", "1e-4", "--tied", "--data", "a b.txt", "--plan", "dp=3", "--clip", "0"])
+    args = parser.parse_args(["-n", "3", "--lr", "1e-4", "--tied", "--data", "a b.txt", "--plan", "dp=3"])
     again = parser.parse_args(train_options.as_arguments(args))
     assert {**vars(again), "ranks": 3} == vars(args)
 

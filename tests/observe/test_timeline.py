@@ -51,7 +51,8 @@ def test_one_row_a_rank_and_kind_of_work(timelines: list[Timeline]) -> None:
                 assert span.row == "compute" and span.stop >= span.start
             buckets = named(timeline, "all_reduce bucket", step)
             assert [span.name for span in buckets] == [f"all_reduce bucket {i}" for i in range(len(buckets))]
-            assert len(buckets) > 2 and all(span.row == "communication" and span.details["nbytes"] > 0 for span in buckets)
+            assert len(buckets) > 2
+            assert all(span.row == "communication" and span.details["nbytes"] > 0 for span in buckets)
 
 
 def test_overlap_is_recorded(timelines: list[Timeline]) -> None:
@@ -81,9 +82,9 @@ def test_perfetto_file(timelines: list[Timeline], tmp_path: Path) -> None:
     complete = [e for e in events if e["ph"] == "X"]
     assert len(complete) == sum(len(timeline.spans) for timeline in timelines)
     assert min(e["ts"] for e in complete) == 0 and all(e["dur"] >= 0 for e in complete)
-    for pid, row in names:      # spans of the compute row lie side by side or inside one another, as Perfetto wants them
+    for pid, row in names:      # spans of a row lie side by side or inside one another, as Perfetto wants them
         if names[pid, row] == "compute":
-            spans = sorted(((e["ts"], -e["dur"]) for e in complete if (e["pid"], e["tid"]) == (pid, row)))
+            spans = sorted((e["ts"], -e["dur"]) for e in complete if (e["pid"], e["tid"]) == (pid, row))
             open_until: list[float] = []
             for start, minus in spans:
                 while open_until and open_until[-1] <= start + 1e-2:

@@ -1,8 +1,8 @@
 """Buckets: gradients that travel together.
 
-A message costs a fixed time however small it is, so gradients are not reduced one by one; and the first must not wait for
-the last, so they are not all reduced at once. A bucket is the compromise: one flat buffer that holds the gradients of a run
-of parameters, and one collective.
+A message costs a fixed time however small it is, so gradients are not reduced one by one; and the first must not wait
+for the last, so they are not all reduced at once. A bucket is the compromise: one flat buffer that holds the gradients
+of a run of parameters, and one collective.
 """
 
 import math
@@ -17,8 +17,8 @@ from minidist.tensor import Parameter
 class Bucket:
     """The gradients of `parameters`, one after another in one flat buffer; each parameter's gradient is a view of it.
 
-    Nothing is ever packed or unpacked: backward writes into the views, the collective works on `data`, and the optimizer
-    reads the views.
+    Nothing is ever packed or unpacked: backward writes into the views, the collective works on `data`, and the
+    optimizer reads the views.
 
     Attributes: index       its place among the buckets, in the order in which they are reduced
                 parameters  in reverse order of use

@@ -1,7 +1,7 @@
 """Where a strategy says what it is doing and when.
 
-A strategy is given a recorder and opens spans on it; `observe.timeline.Timeline` is one. Strategies know only this small
-interface, because `observe` stands above `parallel` in the layers.
+A strategy is given a recorder and opens spans on it; `observe.timeline.Timeline` is one. Strategies know only this
+small interface, because `observe` may import `parallel`, and never the other way.
 """
 
 from contextlib import AbstractContextManager, nullcontext

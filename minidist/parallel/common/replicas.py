@@ -20,13 +20,13 @@ def check_equal_replicas(parameters: Iterable[Parameter], group: Group, *, when:
     """
     digest = hashlib.blake2b(digest_size=8)
     for parameter in parameters:
-        digest.update(wire_view(np.ascontiguousarray(to_host(parameter.data))))
+        digest.update(wire_view(np.ascontiguousarray(to_host(parameter.data))).data)
     with group.ledger.control():
         digests = group.all_gather(np.frombuffer(digest.digest(), dtype=np.uint64))
     others = [rank for rank in range(group.size) if digests[rank] != digests[0]]
     if others:
-        raise MismatchError(f"{group.axis} rank {group.rank} of {group.size}: {when}, the weights of ranks {others} differ from "
-                            f"rank 0's; replicas must start equal (same seed) and reduce the same gradients")
+        raise MismatchError(f"{group.axis} rank {group.rank} of {group.size}: {when}, the weights of ranks {others} "
+                            f"differ from rank 0's; replicas must start equal: give every rank the same seed")
 
 
 def weights_digest(state: dict[str, np.ndarray]) -> str:
@@ -36,5 +36,5 @@ def weights_digest(state: dict[str, np.ndarray]) -> str:
         weights = np.ascontiguousarray(state[name])
         if weights.dtype.byteorder == ">" or (weights.dtype.byteorder == "=" and sys.byteorder == "big"):
             weights = weights.byteswap()
-        digest.update(wire_view(weights))
+        digest.update(wire_view(weights).data)
     return digest.hexdigest()

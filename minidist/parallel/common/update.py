@@ -1,4 +1,4 @@
-"""What every strategy does with a batch before, and with finished gradients after: its part, clipping, the optimizer."""
+"""What every strategy does before and after: its part of the batch; clipping and the optimizer's step."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
