@@ -1,1 +1,64 @@
-"""The lessons: NN_name/ holds README.md, lesson.py, figure.py, exercise.py and check.py."""
+"""The lessons: NN_name/ holds README.md, lesson.py, figure.py, exercise.py and check.py.
+
+A lesson is found by its folder alone: adding one means adding a folder. Its title and its row in the table of
+`minidist lesson` are read from the first lines of its README.md:
+
+    # 03 · Ring all-reduce (环形全归约)
+
+    | notes | module | run | grade |
+    | --- | --- | --- | --- |
+    | N1 Ring AllReduce, N4 §2 | `minidist/comm/collectives/ring.py` | `mpirun -n 4 …` | `minidist check 03` |
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from minidist.errors import ConfigError
+
+FOLDER = Path(__file__).resolve().parent
+PARTS = ("README.md", "lesson.py", "figure.py", "exercise.py", "check.py")
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One lesson's folder and what its README says of it on its first lines."""
+
+    number: str  # "03"
+    folder: Path
+    title: str
+    notes: str
+    module: str
+
+    def part(self, name: str) -> Path:
+        """The path of one of the five parts, e.g. `part("exercise.py")`."""
+        return self.folder / name
+
+
+def every_lesson() -> list[Lesson]:
+    """All lessons there are, in order."""
+    folders = sorted(path for path in FOLDER.iterdir() if re.fullmatch(r"\d\d_\w+", path.name))
+    return [_read(folder) for folder in folders if all((folder / part).is_file() for part in PARTS)]
+
+
+def find(number: str) -> Lesson:
+    """The lesson called `number` ("03", "3" or "03_ring").
+
+    Raises: ConfigError listing the lessons there are.
+    """
+    wanted = number.split("_")[0].zfill(2)
+    lessons = every_lesson()
+    for lesson in lessons:
+        if lesson.number == wanted and number in (number.split("_")[0], lesson.folder.name):
+            return lesson
+    there = ", ".join(lesson.number for lesson in lessons)
+    raise ConfigError(f"there is no lesson {number!r}; choose one of {there}")
+
+
+def _read(folder: Path) -> Lesson:
+    """Title and table row from the head of a lesson's README.md."""
+    lines = (folder / "README.md").read_text(encoding="utf-8").splitlines()
+    title = lines[0].lstrip("# ").split("·", 1)[-1].strip()
+    rows = [line for line in lines[:12] if line.startswith("|")]
+    notes, module = (cell.strip().strip("`") for cell in rows[2].strip("|").split("|")[:2])
+    return Lesson(folder.name[:2], folder, title, notes, module)

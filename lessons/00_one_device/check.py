@@ -1,0 +1,156 @@
+"""Grades exercise 00: the student's formulas beside the memory account of real steps, on several models."""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from minidist import account
+from minidist.nn import GPT, GPTConfig
+from minidist.observe.page import size_text
+from minidist.optim import Adam
+from minidist.teaching import Result, expect
+from minidist.tensor import no_grad
+
+CONFIGS = (GPTConfig(vocabulary=50, context=8, layers=1, width=16, heads=2),
+           GPTConfig(vocabulary=31, context=12, layers=3, width=24, heads=4),
+           GPTConfig(vocabulary=80, context=32, layers=2, width=32, heads=8))
+LONG = GPTConfig(vocabulary=20, context=264, layers=1, width=16, heads=2)  # long enough that no probabilities are kept
+BATCH = 3
+
+
+def grade(exercise: ModuleType) -> Iterator[Result]:
+    """Parameters, bytes by category, activations, evaluation."""
+    for config in CONFIGS:
+        yield _parameters(exercise, config)
+    for config in CONFIGS:
+        yield from _float32(exercise, config)
+    yield from _mixed(exercise)
+    for config in (LONG, replace(LONG, width=32, heads=8, layers=2)):
+        yield _activations(exercise, config)
+    yield from _evaluation(exercise, CONFIGS[-1])
+
+
+def _name(config: GPTConfig) -> str:
+    return f"{config.layers} layers of width {config.width}"
+
+
+def _model(config: GPTConfig) -> GPT:
+    model = GPT(config)
+    model.initialize(seed=0)
+    return model
+
+
+def _batch(config: GPTConfig, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.random.default_rng(seed).integers(0, config.vocabulary, (BATCH, config.context + 1))
+    return ids[:, :-1].copy(), ids[:, 1:].copy()
+
+
+def _parameters(exercise: ModuleType, config: GPTConfig) -> Result:
+    """The count beside the model's own."""
+    h, layers = config.width, config.layers
+    target = sum(parameter.size for parameter in GPT(config).parameters())
+    measured = exercise.parameter_count(config.vocabulary, config.context, layers, h)
+    known = {12 * h * h: "biases and norms forgotten", 12 * h * h + 9 * h: "the norms forgotten",
+             12 * h * h + 4 * h: "the biases forgotten", 12 * h * h + 11 * h: "only one norm a block",
+             9 * h * h + 11 * h: "q, k and v are three"}
+    right_block = 12 * h * h + 13 * h
+    mistake = next((name for block, name in known.items() if measured == target + layers * (block - right_block)),
+                   "a block has another size")
+    return expect(f"numbers in a GPT, {_name(config)}", target, measured, mistake,
+                  "a linear from m to n holds m n weights and n biases, a norm 2 width: hole 1")
+
+
+def _float32(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
+    """Bytes by category beside the account after one step."""
+    with account.use(account.MemoryAccount()) as memory:
+        model = _model(config)
+        optimizer = Adam(list(model.parameters()), 1e-3)
+        inputs, targets = _batch(config)
+        model.loss(inputs, targets, targets.size).backward()
+        optimizer.step()
+        held = memory.now
+        parameters = sum(parameter.size for parameter in model.parameters())
+    mine = exercise.training_bytes(parameters, False)
+    for category in ("parameters", "gradients", "optimizer"):
+        mistake = "one moment forgotten" if category == "optimizer" and mine[category] == 4 * parameters else \
+            "that is mixed precision's" if category == "optimizer" and mine[category] == 12 * parameters else "wrong bytes"
+        yield expect(f"float32, {category}, {_name(config)}", size_text(held[category]), size_text(mine[category]), mistake,
+                     f"the account counted {held[category] / parameters:g} bytes a parameter: Adam keeps two moments in the "
+                     f"parameters' precision: section 3 (hole 4)")
+
+
+def _mixed(exercise: ModuleType) -> Iterator[Result]:
+    """The notes' five sources (N4:241), for 7 billion parameters."""
+    parameters = 7 * 10**9
+    mine = exercise.training_bytes(parameters, True)
+    halved = "that is float32's" if mine["gradients"] == 4 * parameters else "wrong bytes"
+    yield expect("mixed precision, gradients of 7 billion", 2 * parameters, mine["gradients"], halved,
+                 "gradients have the parameters' precision: section 3 (hole 2)")
+    known = {8: "the master weights are missing", 4: "master weights and one moment are missing", 16: "the parameters' bytes "
+             "are not the optimizer's", 6: "moments in half precision"}
+    mistake = next((name for size, name in known.items() if mine["optimizer"] == size * parameters), "wrong bytes")
+    yield expect("mixed precision, optimizer of 7 billion", 12 * parameters, mine["optimizer"], mistake,
+                 "fp32 master weights, first and second moment, 4 bytes each (N4:244-246; N2:25 forgets the first): section 3 "
+                 "(hole 3)")
+
+
+def _kept(config: GPTConfig) -> int:
+    """Activation bytes alive at the end of a forward."""
+    with account.use(account.MemoryAccount()) as memory:
+        model = _model(config)
+        inputs, targets = _batch(config)
+        loss = model.loss(inputs, targets, targets.size)
+        kept = memory.now["activations"]
+        del loss
+    return kept
+
+
+def _activations(exercise: ModuleType, config: GPTConfig) -> Result:
+    """What the blocks keep: a model beside the same model with twice the blocks, so that both ends drop out."""
+    target = _kept(replace(config, layers=2 * config.layers)) - _kept(config)
+    measured = exercise.kept_for_backward(config.layers, BATCH, config.context, config.width, config.heads)
+    mistake = "an entry of the table is missing" if measured < target else "too much: attention's scores, or an entry twice"
+    return Result(f"activations of {_name(config)}", abs(measured - target) <= 0.01 * target, size_text(target),
+                  size_text(measured), mistake, "add up the table in section 4: no term grows with the square of the context "
+                  "(hole 5)")
+
+
+def _measure(evaluate: Callable[[Any, Any], Any], config: GPTConfig) -> tuple[Any, int, int]:
+    """(what evaluate returns, activation bytes at the peak, and still alive afterwards without the batches themselves)."""
+    with account.use(account.MemoryAccount()) as memory:
+        model = _model(config)
+        batches = [_batch(config, seed) for seed in range(4)]
+        result = evaluate(model, batches)
+        inputs = sum(array.nbytes for batch in batches for array in batch)  # a tape may have told them to the account
+        return result, memory.peak["activations"], max(0, memory.now["activations"] - inputs)
+
+
+def _reference(model: GPT, batches: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    """As the Trainer evaluates: nothing is recorded, only numbers are kept."""
+    with no_grad():
+        return sum(float(model.loss(inputs, targets, targets.size).item()) for inputs, targets in batches) / len(batches)
+
+
+def _evaluation(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
+    """The same number, with no more memory than evaluation needs."""
+    target, target_peak, target_after = _measure(_reference, config)
+    result, peak, after = _measure(exercise.evaluate, config)
+    keeper = "the loss Tensors keep their tapes alive" if isinstance(result, float) else "the total is a Tensor with every tape"
+    yield Result("evaluate, memory afterwards", after <= target_after, size_text(target_after), size_text(after), keeper,
+                 "a Tensor remembers how it was made, and so all activations; keep the number, loss.item(): section 6 (hole 6)")
+    yield Result("evaluate, memory at the peak", peak <= 1.05 * target_peak, size_text(target_peak), size_text(peak),
+                 "no no_grad()", "forward kept everything for a backward that never comes; wrap it in `with no_grad():`: "
+                 "section 6 (hole 6)")
+    yield Result("evaluate, value", isinstance(result, float) and abs(result - target) < 1e-6, f"{target:.6f}",
+                 f"{float(result):.6f} ({type(result).__name__})", "not the mean of the batches' losses",
+                 "add float(loss.item()) of every batch (hole 6)")
+
+
+if __name__ == "__main__":
+    from minidist.cli import main
+
+    raise SystemExit(main(["check", "00", *sys.argv[1:]]))

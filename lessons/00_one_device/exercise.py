@@ -1,0 +1,50 @@
+"""Exercise 00: say where the memory goes, before it is gone.
+
+Copy this file (`minidist lesson 00 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
+`minidist check 00 DIR/exercise_00.py`. The check runs real training steps and holds your numbers against what the memory
+account counted.
+"""
+
+from minidist.teaching import hole
+from minidist.tensor import no_grad  # noqa: F401 - you will want it
+
+
+def parameter_count(vocabulary, context, layers, width):
+    """How many numbers a GPT of minidist holds: learned positions, an output layer of its own without bias.
+
+    One block: layer norm, attention (one linear width -> 3 width, one width -> width), layer norm, and an MLP
+    (width -> 4 width -> width). Every linear and every norm of a block has a bias.
+    """
+    embeddings = vocabulary * width + context * width
+    block = hole(1, "numbers in one block: weights and biases of four linears, and two norms of 2 width each")
+    head = 2 * width + width * vocabulary  # the last norm, and the output layer
+    return embeddings + layers * block + head
+
+
+def training_bytes(parameters, mixed):
+    """{"parameters": ..., "gradients": ..., "optimizer": ...} in bytes, for Adam, during training.
+
+    Args: parameters: how many numbers; mixed: False for float32, True for mixed precision (section 3, the notes' five).
+    """
+    if mixed:
+        return {"parameters": 2 * parameters, "gradients": hole(2, "mixed precision: bytes of the gradients"),
+                "optimizer": hole(3, "mixed precision: bytes of all that the optimizer keeps (three things)")}
+    return {"parameters": 4 * parameters, "gradients": 4 * parameters,
+            "optimizer": hole(4, "float32: bytes of Adam's moments")}
+
+
+def kept_for_backward(layers, batch, context, width, heads):
+    """Bytes that the blocks' ops keep at the end of a float32 forward, for backward (section 4)."""
+    numbers = hole(5, "numbers a token and block: the table of section 4")
+    return 4 * layers * batch * context * numbers
+
+
+def evaluate(model, batches):
+    """The mean of model.loss(inputs, targets, divisor=targets.size) over the batches, a float.
+
+    Nothing may be kept for a backward that never comes: not during the loop, and not after it.
+    """
+    total = 0.0
+    for inputs, targets in batches:
+        hole(6, "add this batch's loss to total as a plain float, with nothing kept for backward (section 6)")
+    return total / len(batches)

@@ -1,0 +1,286 @@
+"""Lesson 00: one device trains; every byte it fills is counted and held against a formula.
+
+    python lessons/00_one_device/lesson.py
+    mpirun -n 4 python lessons/00_one_device/lesson.py                  # four processes, each by itself: four times all of it
+    python lessons/00_one_device/lesson.py --break keep-the-losses      # see README.md, section 6
+"""
+
+import pydoc_data.topics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidist import account
+from minidist.data import text
+from minidist.nn import GPT, GPTConfig
+from minidist.observe.page import Page, size_text, verdict
+from minidist.observe.records import gather_records
+from minidist.ops.attention import KEEP_UP_TO, QUERY_BLOCK
+from minidist.optim import Adam
+from minidist.teaching import arguments, run_lesson
+from minidist.tensor import no_grad
+
+CONFIG = GPTConfig(vocabulary=128, context=64, layers=4, width=96, heads=4)
+BATCH = 8
+FLOAT32 = 4
+SHOWN = ("parameters", "gradients", "optimizer", "activations", "total")
+BILLION = 10**9
+
+
+def plain_loop(model, optimizer, ids, steps, batch, context):
+    """Training on one device: the whole of it (README, section 1)."""
+    for step in range(steps):
+        inputs, targets = text.batch(ids, step, batch=batch, context=context, seed=0)  # disk was read once; CPU -> device
+        loss = model.loss(inputs, targets, divisor=targets.size)                       # forward: activations pile up
+        loss.backward()                                                                # backward: they go, gradients come
+        optimizer.step()                                                               # Adam: two moments a parameter
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson; each rank runs all of it by itself."""
+    page.heading("1  The way of the data: disk -> CPU -> device")
+    ids = data_path(page)
+    page.heading("2  One training step, as the memory account saw it")
+    memory, parameters = one_step(page, ids)
+    page.heading("3  Measured beside the formula: 16 bytes a parameter")
+    beside_formula(page, memory, parameters)
+    page.heading("4  Seven billion parameters, and the notes' pie")
+    seven_billion(page)
+    page.heading("5  Activations beside their formula")
+    activations(page)
+    page.heading("6  All ranks of this job")
+    all_ranks(group, page, memory)
+
+
+def data_path(page: Page) -> np.ndarray:
+    """Bytes and seconds of each hop; returns the training ids."""
+    file = Path(pydoc_data.topics.__file__)
+    begin = time.perf_counter()
+    source = file.read_bytes()
+    read = time.perf_counter()
+    corpus = text.load("python")
+    loaded = time.perf_counter()
+    inputs, targets = text.batch(corpus.train, 0, batch=BATCH, context=CONFIG.context, seed=0)
+    cut = time.perf_counter()
+    ids = corpus.train.nbytes + corpus.validation.nbytes
+    page.table("Where the bytes are", ["place", "what", "bytes", "seconds"], [
+        ["disk", file.name, size_text(len(source)), f"{read - begin:.4f}"],
+        ["CPU", f"token ids, {corpus.train.dtype}", size_text(ids), f"{loaded - read:.4f}"],
+        ["device", f"one batch, {BATCH} x {CONFIG.context}, inputs and targets", size_text(inputs.nbytes + targets.nbytes),
+         f"{cut - loaded:.4f}"]],
+        note="the disk is read once; each step moves one small batch (on a CPU the device is the CPU)")
+    return corpus.train
+
+
+def one_step(page: Page, ids: np.ndarray) -> tuple[dict[str, dict[str, int]], int]:
+    """The account at the stations of the first step; returns its snapshot and the number of parameters."""
+    with account.use(account.MemoryAccount()) as memory:
+        stations: list[tuple[str, dict[str, int]]] = []
+        model = GPT(CONFIG)
+        model.initialize(seed=0)
+        optimizer = Adam(list(model.parameters()), 1e-3)
+        stations.append(("model, optimizer", memory.now))
+        inputs, targets = text.batch(ids, 0, batch=BATCH, context=CONFIG.context, seed=0)
+        loss = model.loss(inputs, targets, divisor=targets.size)
+        stations.append(("forward", memory.now))
+        loss.backward()
+        stations.append(("backward", memory.now))
+        optimizer.step()
+        stations.append(("optimizer.step", memory.now))
+        snapshot = memory.snapshot()
+        optimizer.zero_grad()
+        stations.append(("zero_grad", memory.now))
+        stations.append(("peak", memory.peak))
+        page.table(f"{CONFIG.layers} layers of width {CONFIG.width}, {BATCH} x {CONFIG.context} tokens", ["after", *SHOWN],
+                   [[name, *(size_text(now[category]) for category in SHOWN)] for name, now in stations],
+                   note="the peak of the total is the peak of the sum, not the sum of the peaks")
+        return snapshot, sum(parameter.size for parameter in model.parameters())
+
+
+def beside_formula(page: Page, memory: dict[str, dict[str, int]], parameters: int) -> None:
+    """Bytes a parameter, by category."""
+    rows, together = [], 0
+    for category, bytes_each in (("parameters", 4), ("gradients", 4), ("optimizer", 8)):
+        measured = memory[category]["now"]
+        together += measured
+        rows.append([category, measured, f"{bytes_each} x {parameters}", bytes_each * parameters,
+                     f"{measured / parameters:.2f}", verdict(measured, bytes_each * parameters)])
+    rows.append(["together", together, f"16 x {parameters}", 16 * parameters, f"{together / parameters:.2f}",
+                 verdict(together, 16 * parameters)])
+    page.table("float32 with Adam, after one step", ["category", "measured bytes", "formula", "", "bytes a parameter", ""], rows)
+
+
+def seven_billion(page: Page) -> None:
+    """What N2:16-26 says, what follows from its own numbers, and what N4's five sources give."""
+    pie = (35, 15, 45)
+    own = (14, 14, 56)
+    mixed = tuple(bytes_each * 7 for bytes_each in (2, 2, 12))
+    float32 = tuple(bytes_each * 7 for bytes_each in (4, 4, 8))
+    rows = [[name, f"{pie[i]} %", *(f"{part[i]} GB, {100 * part[i] / sum(part):.0f} %" for part in (own, mixed, float32))]
+            for i, name in enumerate(("parameters", "gradients", "optimizer"))]
+    rows.append(["together", "95 %", *(f"{sum(part)} GB" for part in (own, mixed, float32))])
+    page.table("7 billion parameters", ["", "pie, N2:16", "list, N2:24", "mixed, N4:241", "float32"], rows,
+               note="N2's list leaves out the fp32 master weights: 56 GB where N4's five sources give 84")
+    one = megatron_activations(sequence=2048, batch=1, width=4096, heads=32, layers=32)
+    page.say(f"Activations of one sequence of 2,048 tokens, by s b h (34 + 5 a s / h): {one / BILLION:.1f} GB, "
+             f"{100 * one / (one + sum(mixed) * BILLION):.0f} % of the whole and not 5 %.")
+
+
+def megatron_activations(*, sequence: int, batch: int, width: int, heads: int, layers: int) -> int:
+    """Bytes of activations in half precision with dropout, scores kept. Source: Korthikanti et al. 2022, equation 2."""
+    return layers * sequence * batch * width * (34 + 5 * heads * sequence // width)
+
+
+def kept_for_backward(config: GPTConfig, batch: int) -> int:
+    """Bytes that our blocks' ops keep in float32 (README, section 4).
+
+    16 h + a + 2 numbers a token and layer, and in short sequences a probability for each head and key of a query block.
+    """
+    h, heads, tokens = config.width, config.heads, config.context
+    blocks = [(min(start + QUERY_BLOCK, tokens) - start) * min(start + QUERY_BLOCK, tokens)
+              for start in range(0, tokens, QUERY_BLOCK)]
+    probabilities = heads * sum(blocks) if tokens <= KEEP_UP_TO else 0
+    return FLOAT32 * config.layers * batch * (tokens * (16 * h + heads + 2) + probabilities)
+
+
+def activations(page: Page) -> None:
+    """The account at the end of forward, for several shapes: the blocks' share is what doubling the blocks adds."""
+    rows = []
+    for batch, context, width in ((4, 64, 64), (8, 64, 64), (4, 64, 128), (4, 128, 64), (4, 256, 64), (4, 512, 64)):
+        config = replace(CONFIG, context=context, width=width, layers=1)
+        measured = alive_after_forward(replace(config, layers=2), batch) - alive_after_forward(config, batch)
+        formula = kept_for_backward(config, batch)
+        rows.append([f"{batch} x {context}, width {width}", size_text(measured), size_text(formula),
+                     f"{measured / batch / context:.0f}", verdict(measured, formula, 0.01)])
+    page.table("What one block keeps for backward", ["tokens", "measured", "formula", "bytes a token", ""], rows,
+               note=f"up to {KEEP_UP_TO} tokens attention keeps its probabilities, so the bytes a token grow with the context; "
+                    "beyond, it computes them again")
+
+
+def alive_after_forward(config: GPTConfig, batch: int) -> int:
+    """Activation bytes at the end of one forward of a new model."""
+    with account.use(account.MemoryAccount()) as memory:
+        model = GPT(config)
+        model.initialize(seed=0)
+        ids = np.arange(batch * config.context).reshape(batch, config.context) % config.vocabulary
+        loss = model.loss(ids, ids, divisor=ids.size)
+        alive = memory.now["activations"]
+        del loss
+    return alive
+
+
+def all_ranks(group: Any, page: Page, memory: dict[str, dict[str, int]]) -> None:
+    """What the ranks of this job hold together: each everything."""
+    records = gather_records(group, {name: figures["peak"] for name, figures in memory.items()})
+    if not records:
+        return
+    rows = [[f"rank {rank}", *(size_text(record[name]) for name in SHOWN)] for rank, record in enumerate(records)]
+    rows.append(["together", *(size_text(sum(record[name] for record in records)) for name in SHOWN)])
+    page.table("Peaks by rank", ["", *SHOWN], rows,
+               note="every rank holds everything: no message was sent, and nothing was shared" if len(rows) > 2 else
+               "one rank; with mpirun -n 4 this table has four rows, all alike")
+
+
+def record_step(group: Any) -> list[dict[str, Any]]:
+    """The account at every module's end in forward and at every gradient in backward, for two steps of training.
+
+    Each: {"phase": ..., "label": ..., "step": ..., "now": {category: bytes}}, in order.
+    """
+    with account.use(account.MemoryAccount()) as memory:
+        record: list[dict[str, Any]] = []
+        phase, number = "start", 0
+
+        def note(label: str) -> None:
+            record.append({"phase": phase, "label": label, "step": number, "now": memory.now})
+
+        model = GPT(CONFIG)
+        model.initialize(seed=0)
+        optimizer = Adam(list(model.parameters()), 1e-3)
+        for module in model.modules():
+            module.register_forward_hook(lambda module, *rest: note(type(module).__name__))
+        for parameter in model.parameters():
+            parameter.hooks.append(lambda parameter: note(parameter.name))
+        note("model made")
+        ids = text.load("python").train
+        for number in range(2):
+            inputs, targets = text.batch(ids, number, batch=BATCH, context=CONFIG.context, seed=0)
+            phase = "forward"
+            loss = model.loss(inputs, targets, divisor=targets.size)
+            note("loss")
+            phase = "backward"
+            loss.backward()
+            del loss
+            note("end of backward")
+            phase = "optimizer"
+            optimizer.step()
+            note("optimizer.step")
+            optimizer.zero_grad()
+            note("zero_grad")
+    return record
+
+
+# ------------------------------------------------------------------------------------------------------- Break it
+
+def _fresh() -> tuple[account.MemoryAccount, GPT, np.ndarray, np.ndarray]:
+    """A model in the account that is current, and a batch."""
+    model = GPT(CONFIG)
+    model.initialize(seed=0)
+    inputs, targets = text.batch(text.load("python").train, 0, batch=BATCH, context=CONFIG.context, seed=0)
+    return account.current(), model, inputs, targets
+
+
+def keep_the_losses() -> None:
+    """Ten loss Tensors in a list: ten tapes in memory."""
+    memory, model, inputs, targets = _fresh()
+    for kind in ("numbers", "Tensors"):
+        losses = []
+        for _ in range(10):
+            loss = model.loss(inputs, targets, divisor=targets.size)
+            losses.append(loss.item() if kind == "numbers" else loss)
+        del loss
+        print(f"ten losses kept as {kind}: {size_text(memory.now['activations'])} of activations are still alive")
+
+
+def no_no_grad() -> None:
+    """Evaluation with and without the tape."""
+    memory, model, inputs, targets = _fresh()
+    memory.reset_peak()
+    with no_grad():
+        value = model.loss(inputs, targets, divisor=targets.size).item()
+    print(f"with no_grad:    loss {value:.6f}, peak of activations {size_text(memory.peak['activations'])}")
+    memory.reset_peak()
+    value = model.loss(inputs, targets, divisor=targets.size).item()
+    print(f"without no_grad: loss {value:.6f}, peak of activations {size_text(memory.peak['activations'])}")
+
+
+def double_the_context() -> None:
+    """Linear or quadratic?"""
+    for context in (64, 128, 256, 512, 1024):
+        alive = alive_after_forward(replace(CONFIG, context=context), 2)
+        print(f"context {context:4d}: {size_text(alive)} of activations, {alive / context / 2:.0f} bytes a token")
+
+
+def backward_twice() -> None:
+    """The tape lets go of what it saved as backward passes."""
+    _, model, inputs, targets = _fresh()
+    loss = model.loss(inputs, targets, divisor=targets.size)
+    loss.backward()
+    loss.backward()
+
+
+BREAKS = {"keep-the-losses": keep_the_losses, "no-no-grad": no_no_grad, "double-the-context": double_the_context,
+          "backward-twice": backward_twice}
+
+
+def main() -> None:
+    """Parse the command line, then run here, or on every rank that was launched."""
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=1)
+
+
+if __name__ == "__main__":
+    main()

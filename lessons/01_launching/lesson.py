@@ -1,0 +1,156 @@
+"""Lesson 01: who am I? Ranks, machines and launchers, printed live by the ranks themselves.
+
+    mpirun -n 4 python lessons/01_launching/lesson.py
+    python lessons/01_launching/lesson.py --nodes 2                  # alone: eight ranks as threads, as if on two machines
+    python lessons/01_launching/lesson.py --break rank-in-program    # see README.md, section 6
+"""
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import minidist as md
+from minidist.launch import LAUNCHERS, detect
+from minidist.observe.page import Page
+from minidist.observe.records import gather_records
+from minidist.teaching import arguments, run_lesson
+
+
+def who_am_i(group: Any, nodes: int) -> dict[str, Any]:
+    """What this rank knows of itself; with `nodes` above 1 on one machine, as if the ranks were spread over `nodes`."""
+    launch = detect()
+    rank, local_rank, node_rank = group.rank, launch.local_rank, launch.node_rank
+    if nodes > 1 or launch.world_size != group.size:  # pretended machines, or threads, which no launcher numbered
+        per_node = -(-group.size // nodes)
+        local_rank, node_rank = rank % per_node, rank // per_node
+    return {"rank": rank, "size": group.size, "local_rank": local_rank, "node_rank": node_rank, "pid": os.getpid(),
+            "host": platform.node(), "launcher": launch.launcher, "visible": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            "set": {name: os.environ[name] for launcher in LAUNCHERS for name in launcher.variables() if name in os.environ}}
+
+
+def tour(group: Any, page: Page, *, nodes: int) -> None:
+    """The lesson, run by every rank: each tells rank 0 who it is."""
+    ranks = gather_records(group, who_am_i(group, nodes))
+    if not ranks:
+        return
+    page.heading(f"1  The job (N0:41): started by {ranks[0]['launcher']}, WORLD_SIZE = {group.size}")
+    page.table("Machines", ["machine", "processes", "NODE_RANK", "RANK"], machines(ranks))
+    page.table("Ranks", ["machine", "device", "RANK", "LOCAL_RANK", "NODE_RANK", "process", "host"],
+               [[f"node{r['node_rank']}", device(r), r["rank"], r["local_rank"], r["node_rank"], r["pid"], r["host"]]
+                for r in ranks], note=pretended(ranks, nodes))
+    page.heading("2  Which launcher sets which variable")
+    page.table("The names differ, the facts do not",
+               ["", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR"], launcher_rows(),
+               note="a dash: this launcher does not tell, and md.init works it out")
+    page.heading("3  What this job's ranks found in their environment")
+    names = sorted({name for r in ranks for name in r["set"]})
+    page.table("Variables of a launcher, rank by rank", ["variable", *(f"rank {r['rank']}" for r in ranks)],
+               [[name, *(r["set"].get(name, "-") for r in ranks)] for name in names] or [["none", *("-" for _ in ranks)]],
+               note="alone, nobody sets any: the ranks are threads of one process" if not names else "")
+
+
+def machines(ranks: list[dict[str, Any]]) -> list[list[Any]]:
+    """One row a machine: how many processes, and which ranks."""
+    rows = []
+    for node in sorted({r["node_rank"] for r in ranks}):
+        here = [r["rank"] for r in ranks if r["node_rank"] == node]
+        rows.append([f"node{node}", len(here), node, ", ".join(map(str, here))])
+    return rows
+
+
+def device(rank: dict[str, Any]) -> str:
+    """The GPU a rank would take: entry LOCAL_RANK of CUDA_VISIBLE_DEVICES, or that number itself where it is not set."""
+    visible = [part for part in rank["visible"].split(",") if part]
+    index = visible[rank["local_rank"] % len(visible)] if visible else rank["local_rank"]
+    return f"GPU{index}"
+
+
+def pretended(ranks: list[dict[str, Any]], nodes: int) -> str:
+    """Say so when two machines are one."""
+    hosts = len({r["host"] for r in ranks})
+    processes = len({r["pid"] for r in ranks})
+    if processes < len(ranks):
+        return f"{len(ranks)} threads of one process on one machine" + (f", numbered as if on {nodes}" if nodes > 1 else "")
+    return f"one machine, numbered as if it were {nodes}" if nodes > hosts else ""
+
+
+def launcher_rows() -> list[list[str]]:
+    """The table of launchers, from the library's own."""
+    return [[launcher.command, launcher.rank, launcher.size, launcher.local_rank, launcher.node_rank or "-",
+             launcher.master_addr or "-"] for launcher in LAUNCHERS]
+
+
+# ------------------------------------------------------------------------------------------------------- Break it
+
+def free_port() -> int:
+    """A port nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_in_program() -> None:
+    """N1:58 as it stands: rank 0 of 2, written into the program. Rank 1 never comes."""
+    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run([sys.executable, "-c", "import minidist as md; md.init(limit=2.0)"], env=environ, text=True,
+                          stderr=subprocess.PIPE, timeout=60, check=False)
+    print("started one process that says of itself 'rank 0 of 2'; after 2 seconds (the notes' example would wait for ever):")
+    print(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"it ended with status {done.returncode}")
+
+
+def no_import_os() -> None:
+    """N0:66 as it stands: os is used and never imported."""
+    lines = ('local_rank = int(os.environ["LOCAL_RANK"])',)
+    for line in lines:
+        try:
+            exec(line, {})
+        except NameError as error:
+            print(f">>> {line}\nNameError: {error}")
+
+
+def missing_variable() -> None:
+    """Half an environment: RANK without WORLD_SIZE."""
+    detect({"RANK": "0", "LOCAL_RANK": "0"})
+
+
+def two_launchers() -> None:
+    """mpirun under torchrun, and they contradict each other."""
+    detect({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+            "PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"})
+
+
+def one_rank_dies() -> None:
+    """Rank 2 fails: the others must not wait for it."""
+
+    def rank_two_fails(group: Any) -> None:
+        if group.rank == 2:
+            raise ZeroDivisionError("rank 2 divides by zero")
+        group.barrier()
+
+    try:
+        md.run(rank_two_fails, size=4, transport="sockets", limit=20.0)
+    except ZeroDivisionError as error:
+        notes = "; ".join(getattr(error, "__notes__", []))
+        print(f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else ""))
+
+
+BREAKS = {"rank-in-program": rank_in_program, "no-import-os": no_import_os, "missing-variable": missing_variable,
+          "two-launchers": two_launchers, "one-rank-dies": one_rank_dies}
+
+
+def main() -> None:
+    """Parse the command line, then run on the ranks that were launched, or on eight threads."""
+    parser = arguments(__doc__, BREAKS)
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number the ranks as if they were on N machines")
+    options = parser.parse_args()
+    run_lesson(options, partial(tour, nodes=max(1, options.nodes)), BREAKS, alone=8)
+
+
+if __name__ == "__main__":
+    main()

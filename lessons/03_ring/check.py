@@ -1,0 +1,177 @@
+"""Grades exercise 03: values, messages and bytes, held against the library's own ring."""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from minidist.errors import CommError, DeadlockError, TimeoutError
+from minidist.launch import run
+from minidist.observe.page import size_text
+from minidist.teaching import Result, sent_since, totals
+
+LIMIT = 3.0  # seconds a rank may wait for another
+BASE = 16  # rank r contributes BASE**r, so the digits of a sum tell who is in it, and how often
+SIZES = ((4, 4096), (1, 5), (2, 6), (3, 10), (4, 3), (5, 0))  # (ranks, elements), also P = 1, n < P, n = 0
+
+
+class Link:
+    """What a student's rank sees: neighbours and three verbs of a group, with a log of what it is doing."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank, self.size = group.rank, group.size
+        self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        self.sends: list[tuple[int, int]] = []  # (destination, elements)
+        self.doing = "nothing"
+
+    def exchange(self, outgoing: np.ndarray, *, dst: int, src: int) -> np.ndarray:
+        """Send and receive at once."""
+        self.sends.append((dst, outgoing.size))
+        self.doing = "exchange"
+        return self._group.exchange(outgoing, dst=dst, src=src)
+
+    def send(self, outgoing: np.ndarray, *, dst: int) -> None:
+        """Return when dst has taken it."""
+        self.sends.append((dst, outgoing.size))
+        self.doing = "send"
+        self._group.send(outgoing, dst=dst)
+
+    def recv(self, *, src: int) -> np.ndarray:
+        """Return when src has sent it."""
+        self.doing = "recv"
+        return self._group.recv(src=src)
+
+
+def grade(exercise: ModuleType) -> Iterator[Result]:
+    """Every task, one after the other."""
+    links: dict[int, Link] = {}
+    try:
+        ranks = run(_contributions, exercise.reduce_scatter, None, links, size=4, transport="threads-unbuffered",
+                    limit=LIMIT)
+    except (TimeoutError, DeadlockError):
+        yield _stuck("reduce_scatter ends", links)
+        return
+    yield _finished_chunk(ranks)
+    for size, elements in SIZES:
+        links.clear()
+        try:
+            measured = run(_one_call, exercise, elements, links, size=size, transport="threads-unbuffered", limit=LIMIT)
+        except (TimeoutError, DeadlockError):
+            yield _stuck(f"all_reduce on {size} ranks ends", links)
+            return
+        yield from _steps(size, elements, measured, links)
+        yield _values(size, elements, measured)
+        yield _cost(size, elements, measured)
+
+
+def _contributions(group: Any, reduce_scatter: Any, all_gather: Any, links: dict[int, Link]) -> list[np.ndarray]:
+    """This rank's chunks after the student's functions ran on the contributions BASE**rank."""
+    link = links.setdefault(group.rank, Link(group))
+    chunks = np.array_split(np.full(2 * group.size, BASE**group.rank, dtype=np.int64), group.size)
+    reduce_scatter(link, chunks)
+    if all_gather is not None:
+        all_gather(link, chunks)
+    return chunks
+
+
+def _one_call(group: Any, exercise: ModuleType, elements: int, links: dict[int, Link]) -> dict[str, Any]:
+    """The student's all_reduce and the library's ring on the same values: results, messages and bytes of both."""
+    link = links.setdefault(group.rank, Link(group))
+    x = np.arange(elements, dtype=np.float64) + 1000.0 * group.rank
+    before = totals(group.ledger)
+    mine = exercise.all_reduce(link, x)
+    mine_cost, before = sent_since(group.ledger, before), totals(group.ledger)
+    library = group.all_reduce(x, algorithm="ring")
+    return {"mine": mine, "library": library, "cost": mine_cost, "target": sent_since(group.ledger, before)}
+
+
+def _finished_chunk(ranks: list[list[np.ndarray]]) -> Result:
+    """After reduce_scatter, chunk r of rank r must hold every rank's contribution once."""
+    size = len(ranks)
+    for rank, chunks in enumerate(ranks):
+        story = _who(chunks[rank], size)
+        if story:
+            return Result("reduce_scatter, values", False, f"chunk {rank} of rank {rank} sums ranks 0..{size - 1} once",
+                          story, "wrong chunk index",
+                          "a rank must pass on the chunk it has just added to: read section 3.1 again (holes 1 and 2)")
+    return Result("reduce_scatter, values", True, "every rank's chunk complete", "every rank's chunk complete")
+
+
+def _who(chunk: np.ndarray, size: int) -> str:
+    """Which ranks a chunk misses or counts more than once; empty if it counts each rank once."""
+    for value in chunk.tolist():
+        counts = [(int(value) // BASE**rank) % BASE for rank in range(size)]
+        missing = [str(rank) for rank, count in enumerate(counts) if count == 0]
+        repeated = [f"{rank} ({count} times)" for rank, count in enumerate(counts) if count > 1]
+        parts = [f"misses rank {', '.join(missing)}"] * bool(missing) + [f"counts rank {', '.join(repeated)}"] * bool(repeated)
+        if parts:
+            return " and ".join(parts)
+    return ""
+
+
+def _steps(size: int, elements: int, measured: list[dict[str, Any]], links: dict[int, Link]) -> Iterator[Result]:
+    """What is wrong with a rank's messages: their length, their number, their destination; nothing if nothing is."""
+    largest = -(-elements // size)
+    for rank, figures in enumerate(measured):
+        messages, nbytes = figures["cost"]
+        target_messages, target_bytes = figures["target"]
+        where = f"P={size}, n={elements}, rank {rank}"
+        whole = [count for _, count in links[rank].sends if count > largest]
+        if whole:
+            yield Result(f"{where}, bytes sent", False, size_text(target_bytes), size_text(nbytes), "whole tensors",
+                         f"a message carried {whole[0]} elements where a chunk has at most {largest}: "
+                         "read section 2 again")
+        if messages == target_messages - 1:
+            yield Result(f"{where}, messages", False, str(target_messages), str(messages), "one step short",
+                         "the last all-gather step is missing, so one chunk stays stale: read section 3.2 again (hole 4)")
+        if messages != target_messages:
+            yield Result(f"{where}, messages", False, str(target_messages), str(messages), "wrong number of steps",
+                         "each half of the ring takes P-1 steps: read section 3.3 again")
+        astray = [dst for dst, _ in links[rank].sends if dst != links[rank].next_rank]
+        if astray:
+            yield Result(f"{where}, neighbours", False, f"only rank {links[rank].next_rank}", f"rank {astray[0]}",
+                         "not a ring", "every message goes to link.next_rank: read section 3 again")
+
+
+def _values(size: int, elements: int, measured: list[dict[str, Any]]) -> Result:
+    """Every rank's all_reduce beside the library's."""
+    task = f"P={size}, n={elements}, values"
+    for rank, figures in enumerate(measured):
+        mine, library = figures["mine"], figures["library"]
+        if np.shape(mine) != np.shape(library):
+            return Result(task, False, f"shape {np.shape(library)}", f"shape {np.shape(mine)} on rank {rank}",
+                          "wrong shape", "all_reduce returns an array like x")
+        if not np.allclose(mine, library, rtol=1e-12):
+            wrong = int(np.flatnonzero(~np.isclose(mine, library, rtol=1e-12))[0])
+            return Result(task, False, f"x[{wrong}] = {library[wrong]:g}", f"x[{wrong}] = {mine[wrong]:g} on rank {rank}",
+                          "stale or doubled chunk", "a finished chunk replaces the leftover, in the order in which the "
+                          "chunks arrive: read section 3.2 again (holes 5 and 6)")
+    return Result(task, True, "as the library's ring", "as the library's ring")
+
+
+def _cost(size: int, elements: int, measured: list[dict[str, Any]]) -> Result:
+    """Messages and bytes of the rank that sends most."""
+    messages, nbytes = (max(figures["cost"][part] for figures in measured) for part in (0, 1))
+    most = max(figures["target"][1] for figures in measured)
+    return Result(f"P={size}, n={elements}, cost of a rank", nbytes == most, f"{messages} messages, {size_text(most)}",
+                 f"{messages} messages, {size_text(nbytes)}", "wrong chunks", "each step sends one chunk: section 3.3")
+
+
+def _stuck(task: str, links: dict[int, Link]) -> Result:
+    """Nobody moves: say who was doing what."""
+    doing = ", ".join(f"rank {rank}: {links[rank].doing}" for rank in sorted(links))
+    if links and all(link.doing == "send" for link in links.values()):
+        return Result(task, False, "every rank returns", doing, "deadlock: everybody sends first",
+                      "each send waits for a receive that nobody has reached; send and receive at once with "
+                      "link.exchange: read section 3.4 again (hole 3)")
+    return Result(task, False, "every rank returns", doing, "deadlock",
+                  f"after {LIMIT:g} s a rank still waits for a message that nobody sends: count the steps, read section 3.3")
+
+
+if __name__ == "__main__":
+    from minidist.cli import main
+
+    raise SystemExit(main(["check", "03", *sys.argv[1:]]))

@@ -1,0 +1,271 @@
+"""Lesson 03: ring all-reduce, measured: bytes, messages and time beside the formulas and beside the plain way.
+
+    mpirun -n 4 python lessons/03_ring/lesson.py
+    python lessons/03_ring/lesson.py                       # alone: eight ranks as threads
+    python lessons/03_ring/lesson.py --break send-first    # see README.md, section 5
+"""
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist.observe.page import Page, size_text, verdict
+from minidist.observe.records import gather_records
+from minidist.teaching import arguments, run_lesson, sent_since, totals
+
+ELEMENTS = 840 * 256  # of float32: 840 is divisible by every P from 1 to 8
+FLOAT32 = 4
+
+
+def plain_all_reduce(group, x):
+    """Everything to rank 0, added there, and back: the way without an idea (README, section 1)."""
+    total = x.copy()
+    if group.rank == 0:
+        for src in range(1, group.size):
+            total += group.recv(src=src)
+        for dst in range(1, group.size):
+            group.send(total, dst=dst)
+    else:
+        group.send(x, dst=0)
+        total = group.recv(src=0)
+    return total
+
+
+def record_messages(group: Any) -> list[dict[str, Any]]:
+    """The messages of one ring all-reduce, in order of step and sender, on rank 0; an empty list elsewhere.
+
+    Each: src, dst (group ranks), chunk, nbytes, step (the sender's how-manieth), holds (ranks whose part is in it).
+    """
+    events: list[Any] = []
+    stop = group.ledger.subscribe(events.append)
+    group.all_reduce(np.arange(60.0 * group.size), algorithm="ring")
+    stop()
+    sent = [event.details for event in events if event.kind == "message"]
+    mine = [{"src": group.rank, "dst": group.world_ranks.index(details["dst"]), "chunk": details["chunk"],
+             "nbytes": details["nbytes"], "step": step} for step, details in enumerate(sent)]
+    messages = sorted((message for rank in gather_records(group, mine) or [] for message in rank),
+                      key=lambda message: (message["step"], message["src"]))
+    return contributions(messages, group.size)
+
+
+def contributions(messages: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    """Follow the chunks through the recorded messages: whose parts were in each when it was sent."""
+    holds = [[{rank} for _ in range(size)] for rank in range(size)]  # by rank, by chunk
+    for step in range(2 * (size - 1)):
+        now = [message for message in messages if message["step"] == step]
+        carried = [set(holds[message["src"]][message["chunk"]]) for message in now]
+        for message, parts in zip(now, carried, strict=True):
+            message["holds"] = sorted(parts)
+            adds = step < size - 1
+            holds[message["dst"]][message["chunk"]] = parts | holds[message["dst"]][message["chunk"]] if adds else parts
+    return messages
+
+
+def ring_all_reduce(group: Any, x: np.ndarray) -> np.ndarray:
+    """The library's ring, whatever `auto` would choose."""
+    return group.all_reduce(x, algorithm="ring")
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson, run by every rank."""
+    page.heading("1  The messages of one ring all-reduce")
+    messages_of_one_ring(group, page)
+    page.heading("2  What a rank sends")
+    bytes_and_messages(group, page)
+    page.heading("3  Where the plain way is hot")
+    hot_link(group, page)
+    page.heading("4  'First broadcast, then add'")
+    broadcast_then_add(group, page)
+    page.heading("5  Time")
+    seconds(group, page)
+
+
+def messages_of_one_ring(group: Any, page: Page) -> None:
+    """Every message, recorded: who sends which chunk to whom, and whose contributions are in it."""
+    ring = group.split(0 if group.rank < 4 else 1)
+    recorded = record_messages(ring) if group.rank < 4 else []
+    if not recorded:
+        return
+    size = ring.size
+    rows = []
+    for step in range(2 * (size - 1)):
+        now = sorted((m for m in recorded if m["step"] == step), key=lambda m: m["src"])
+        half = "add" if step < size - 1 else "pass on"
+        rows.append([f"{half} {step % (size - 1)}", *(f"c{m['chunk']} ({'+'.join(map(str, m['holds']))})" for m in now)])
+    page.table(f"One all-reduce on {size} ranks, as recorded",
+               ["step", *(f"r{rank} to r{(rank + 1) % size}" for rank in range(size))], rows,
+               note="add: reduce-scatter, pass on: all-gather; c2 (0+3): chunk 2, with the parts of ranks 0 and 3 in it")
+
+
+def bytes_and_messages(group: Any, page: Page) -> None:
+    """Bytes and messages of the busiest rank for P = 1 .. size, beside 2(P-1)/P n and 2(P-1)."""
+    rows = []
+    nbytes = ELEMENTS * FLOAT32
+    for size in range(1, group.size + 1):
+        part = group.split(0 if group.rank < size else 1)
+        if group.rank >= size:
+            continue
+        messages, ring = busiest(part, ring_all_reduce)
+        _, plain = busiest(part, plain_all_reduce)
+        formula = 2 * (size - 1) * nbytes // size
+        rows.append([size, messages, 2 * (size - 1), size_text(ring), size_text(formula), f"{ring / nbytes:.3f} n",
+                     verdict(ring, formula), size_text(plain)])
+    page.table(f"n = {size_text(nbytes)}: the busiest rank's all-reduce",
+               ["P", "messages", "2(P-1)", "ring: sent", "2(P-1)/P n", "", "", "plain: rank 0 sent"], rows,
+               note="bytes hardly grow, messages do: 'constant' (N1:42) is half the truth")
+
+
+def busiest(group: Any, all_reduce: Any) -> tuple[int, int]:
+    """(messages, bytes) of the rank that sends most in one all-reduce of ELEMENTS float32."""
+    x = np.ones(ELEMENTS, np.float32)
+    before = totals(group.ledger)
+    total = all_reduce(group, x)
+    mine = np.array(sent_since(group.ledger, before))
+    if not np.all(total == group.size):
+        raise ValueError(f"rank {group.rank}: the sum of {group.size} ones came out as {total[0]}")
+    with group.ledger.control():
+        most = group.all_reduce(mine, op="max")
+    return int(most[0]), int(most[1])
+
+
+def hot_link(group: Any, page: Page) -> None:
+    """Sent and received bytes of each rank, plain and ring: received is what the others' events say they sent here."""
+    figures = {name: traffic(group, work) for name, work in
+               (("plain", plain_all_reduce), ("ring", ring_all_reduce))}
+    rows = []
+    if figures["plain"]:
+        for rank in range(group.size):
+            cells = [figures[name][kind][rank] for name in ("plain", "ring") for kind in ("sent", "received")]
+            rows.append([f"rank {rank}", *(size_text(cell) for cell in cells)])
+    page.table("Bytes through each rank's link", ["", "plain: sent", "plain: received", "ring: sent", "ring: received"], rows,
+               note="the plain way makes rank 0 as slow as all of them together; in a ring no rank is special")
+
+
+def traffic(group: Any, all_reduce: Any) -> dict[str, list[int]]:
+    """{"sent": [...], "received": [...]} in bytes by rank, on rank 0; an empty dict elsewhere."""
+    events: list[Any] = []
+    stop = group.ledger.subscribe(events.append)
+    all_reduce(group, np.ones(ELEMENTS, np.float32))
+    stop()
+    mine = [(group.world_ranks.index(event.details["dst"]), event.details["nbytes"]) for event in events
+            if event.kind == "message"]
+    everybody = gather_records(group, mine) or []
+    if not everybody:
+        return {}
+    sent = [sum(nbytes for _, nbytes in messages) for messages in everybody]
+    received = [sum(nbytes for messages in everybody for dst, nbytes in messages if dst == rank)
+                for rank in range(group.size)]
+    return {"sent": sent, "received": received}
+
+
+def broadcast_then_add(group: Any, page: Page) -> None:
+    """N3:26 taken at its word, beside the ring: the same chunk on every rank, P times the bytes."""
+    x = np.arange(ELEMENTS, dtype=np.float32) % 7 + group.rank
+    rows, results = [], []
+    for name, work in (("broadcast, then add (N3:26)", literally), ("ring reduce-scatter",
+                                                        lambda g, y: g.reduce_scatter(y, algorithm="ring"))):
+        before = totals(group.ledger)
+        results.append(work(group, x))
+        messages, nbytes = sent_since(group.ledger, before)
+        rows.append([name, messages, size_text(nbytes), f"{nbytes / x.nbytes:.3f} n"])
+    same = "the same numbers" if np.allclose(results[0], results[1]) else "different numbers"
+    page.table(f"Rank 0's reduce-scatter on {group.size} ranks", ["", "messages", "bytes sent", ""], rows,
+               note=f"{same}; (P-1) n against (P-1)/P n")
+
+
+def literally(group: Any, x: np.ndarray) -> np.ndarray:
+    """Broadcast everybody's whole tensor, then add, then keep one's own chunk."""
+    whole = group.all_gather(x, algorithm="ring").reshape(group.size, -1)
+    return np.array_split(whole.sum(axis=0), group.size)[group.rank]
+
+
+def seconds(group: Any, page: Page) -> None:
+    """Median time of both ways; a wall clock, so it moves from run to run, unlike every count above."""
+    rows = []
+    for nbytes in (16 * 1024, 1024 * 1024, 4 * 1024 * 1024):
+        x = np.ones(nbytes // FLOAT32, np.float32)
+        plain = median_seconds(group, lambda x=x: plain_all_reduce(group, x))
+        ring = median_seconds(group, lambda x=x: ring_all_reduce(group, x))
+        rows.append([size_text(nbytes), f"{plain * 1e3:.2f} ms", f"{ring * 1e3:.2f} ms", f"{plain / ring:.1f} x"])
+    page.table(f"Median of 5 calls, {group.size} ranks over {group.transport.name}", ["n", "plain", "ring", "plain / ring"],
+               rows, note="wall clock on shared cores: it moves from run to run, unlike every count above")
+
+
+def median_seconds(group: Any, work: Any) -> float:
+    """Median of five calls of `work`, each begun together."""
+    times = []
+    for _ in range(5):
+        group.barrier()
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+# ------------------------------------------------------------------------------------------------------- Break it
+
+def send_first() -> None:
+    """Four ranks on links without buffer, everybody sends first: a deadlock, ended by the limit."""
+
+    def everybody_sends_first(group: Any) -> None:
+        group.send(np.ones(1000), dst=(group.rank + 1) % group.size)
+        group.recv(src=(group.rank - 1) % group.size)
+
+    md.run(everybody_sends_first, size=4, transport="threads-unbuffered", limit=2.0)
+
+
+def whole_tensors() -> None:
+    """A 'ring' that passes whole tensors: the sum is right, the bytes are not."""
+
+    def ring_of_whole_tensors(group: Any) -> tuple[float, int]:
+        x = np.full(1000, group.rank + 1.0)
+        total, moving = x.copy(), x
+        before = totals(group.ledger)
+        for _ in range(group.size - 1):
+            moving = group.exchange(moving, dst=(group.rank + 1) % group.size, src=(group.rank - 1) % group.size)
+            total += moving
+        return float(total[0]), sent_since(group.ledger, before)[1]
+
+    for size in (2, 4, 8):
+        total, nbytes = md.run(ring_of_whole_tensors, size=size)[0]
+        print(f"P={size}: every element is {total:g} (right), and each rank sent {nbytes} bytes; "
+              f"a ring of chunks sends {2 * (size - 1) * 8000 // size}: {nbytes * size / (2 * (size - 1) * 8000):.1f} times less")
+
+
+def stop_early() -> None:
+    """One all-gather step too few: one stale chunk a rank."""
+
+    def one_step_short(group: Any) -> list[int]:
+        x = np.arange(8.0) + group.rank
+        own = group.reduce_scatter(x, algorithm="ring")
+        chunks = np.array_split(x.copy(), group.size)
+        chunks[group.rank][...] = own
+        for step in range(group.size - 2):
+            moving = chunks[(group.rank - step) % group.size]
+            arrived = group.exchange(moving, dst=(group.rank + 1) % group.size, src=(group.rank - 1) % group.size)
+            chunks[(group.rank - step - 1) % group.size][...] = arrived
+        return np.flatnonzero(np.concatenate(chunks) != group.all_reduce(x)).tolist()
+
+    for rank, wrong in enumerate(md.run(one_step_short, size=4)):
+        print(f"rank {rank}: elements {wrong} of 0..7 are stale, the others are right")
+
+
+def odd_one_out() -> None:
+    """Rank 1 brings one element more: everybody says so."""
+    md.run(lambda group: group.all_reduce(np.ones(1000 + (group.rank == 1)), algorithm="ring"), size=4, limit=5.0)
+
+
+BREAKS = {"send-first": send_first, "whole-tensors": whole_tensors, "stop-early": stop_early, "odd-one-out": odd_one_out}
+
+
+def main() -> None:
+    """Parse the command line, then run on the ranks that were launched, or on eight threads."""
+    options = arguments(__doc__, BREAKS).parse_args()
+    run_lesson(options, tour, BREAKS, alone=8)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Grades exercise 07: ranks as threads train a small GPT with the student's functions; one process is the answer key."""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from minidist.errors import CommError
+from minidist.launch import run
+from minidist.nn import GPT, GPTConfig
+from minidist.observe.page import size_text
+from minidist.optim import SGD
+from minidist.teaching import Result, sent_since, totals
+
+CONFIG = GPTConfig(vocabulary=11, context=4, layers=2, width=8, heads=2, dtype="float64")
+SEQUENCES = (3, 1, 2)  # of ranks 0, 1, 2 in every batch: uneven, as the last batch of an epoch often is
+LIMIT, BUCKET = 10.0, 2048
+EPOCHS, BATCHES = 2, 3
+
+
+def grade(exercise: ModuleType) -> Iterator[Result]:
+    """Buckets, one backward, then whole training runs."""
+    yield _order(exercise.assign_buckets([40, 10, 30, 20], 50))
+    for size in (2, 3):
+        try:
+            ranks = run(_one_backward, exercise, size=size, limit=LIMIT)
+        except CommError as error:
+            yield Result(f"one backward on {size} ranks ends", False, "every rank returns", type(error).__name__,
+                         "the ranks wait for each other", f"start each bucket once in each backward: section 3.2; {error}")
+            return
+        yield _final(size, ranks)
+        yield _gradients(size, ranks, exercise)
+        yield _traffic(size, ranks)
+    yield _training(run(_train, exercise, size=3, limit=LIMIT))
+
+
+# ---------------------------------------------------------------------------------------------- what the ranks do
+
+def _batch(step: int, rank: int, size: int) -> SimpleNamespace:
+    """This rank's part of the global batch of one step."""
+    starts = np.cumsum((0, *SEQUENCES[:size]))
+    whole = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (starts[-1], CONFIG.context + 1))
+    mine = whole[starts[rank]:starts[rank + 1]]
+    return SimpleNamespace(inputs=mine[:, :-1], targets=mine[:, 1:], global_tokens=whole[:, 1:].size)
+
+
+def _whole_batch(step: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same global batch in one piece."""
+    parts = [_batch(step, rank, size) for rank in range(size)]
+    return np.concatenate([part.inputs for part in parts]), np.concatenate([part.targets for part in parts])
+
+
+def _model() -> Any:
+    """A replica: the same seed gives the same weights on every rank."""
+    model = GPT(CONFIG)
+    model.initialize(seed=0)
+    return model
+
+
+def _watched(exercise: ModuleType, group: Any, model: Any) -> Any:
+    """The student's Synchronizer, noting which buckets start before their gradients are final, and how often it ends."""
+
+    class Watched(exercise.Synchronizer):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            self.came: dict[int, int] = {}
+            self.early: list[tuple[int, int, int]] = []
+            self.started = self.finished = 0
+            super().__init__(group, list(model.parameters()), BUCKET)
+
+        def ready(self, number: int, parameter: Any) -> None:
+            self.came[number] = self.came.get(number, 0) + 1
+            super().ready(number, parameter)
+
+        def start(self, number: int) -> None:
+            self.started += 1
+            if self.came.get(number, 0) < len(self.buckets[number]):
+                self.early.append((number, self.came.get(number, 0), len(self.buckets[number])))
+            super().start(number)
+
+        def finish(self) -> None:
+            self.finished += 1
+            self.came.clear()
+            super().finish()
+
+    return Watched()
+
+
+def _one_backward(group: Any, exercise: ModuleType) -> dict[str, Any]:
+    """One backward with the student's Synchronizer: gradients, starts, traffic."""
+    model, batch = _model(), _batch(0, group.rank, group.size)
+    synchronizer = _watched(exercise, group, model)
+    before = totals(group.ledger)
+    exercise.local_loss(model, batch).backward()
+    synchronizer.finish()
+    return {"gradients": _flat(parameter.grad for parameter in model.parameters()), "early": synchronizer.early,
+            "started": synchronizer.started, "buckets": [flat.nbytes for flat in synchronizer.flat],
+            "sent": sent_since(group.ledger, before)}
+
+
+def _train(group: Any, exercise: ModuleType) -> dict[str, Any]:
+    """The student's whole training loop."""
+    model = _model()
+    synchronizer = _watched(exercise, group, model)
+    epochs = [[_batch(epoch * BATCHES + step, group.rank, group.size) for step in range(BATCHES)]
+              for epoch in range(EPOCHS)]
+    exercise.train(group, model, SGD(list(model.parameters()), lr=0.1), synchronizer, epochs)
+    return {"weights": _flat(parameter.data for parameter in model.parameters()), "finished": synchronizer.finished}
+
+
+def _flat(arrays: Any) -> np.ndarray:
+    """Arrays end to end; a gradient that is missing becomes a NaN, which equals nothing."""
+    return np.concatenate([np.full(1, np.nan) if array is None else np.array(array).ravel() for array in arrays])
+
+
+# ------------------------------------------------------------------------------------------- beside the answer key
+
+def _serial_gradients(size: int, divisors: list[int] | None = None) -> np.ndarray:
+    """One process on the global batch; with `divisors`, each rank's part divided by its own number instead."""
+    model = _model()
+    if divisors is None:
+        inputs, targets = _whole_batch(0, size)
+        model.loss(inputs, targets, divisor=targets.size).backward()
+    else:
+        for rank, divisor in enumerate(divisors):
+            part = _batch(0, rank, size)
+            model.loss(part.inputs, part.targets, divisor=divisor).backward()
+    return _flat(parameter.grad for parameter in model.parameters())
+
+
+def _serial_weights(size: int) -> np.ndarray:
+    """The weights after training in one process on the global batches."""
+    model = _model()
+    optimizer = SGD(list(model.parameters()), lr=0.1)
+    for step in range(EPOCHS * BATCHES):
+        inputs, targets = _whole_batch(step, size)
+        model.loss(inputs, targets, divisor=targets.size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _flat(parameter.data for parameter in model.parameters())
+
+
+def _order(buckets: list[list[int]]) -> Result:
+    """Backward reaches the last parameter first."""
+    target = [[3, 2], [1, 0]]
+    if buckets == [[0, 1], [2, 3]]:
+        mistake = "buckets in forward order"
+    else:
+        mistake = "wrong buckets"
+    return Result("buckets of 40, 10, 30, 20 bytes at most 50", buckets == target, str(target), str(buckets), mistake,
+                  "backward finishes the last layer's gradients first; a bucket that waits for the first layer cannot "
+                  "overlap with anything: read section 3.1 again (hole 2)")
+
+
+def _final(size: int, ranks: list[dict[str, Any]]) -> Result:
+    """No bucket may leave before its last gradient is final, and each must leave once."""
+    task = f"{size} ranks, buckets start when complete"
+    for rank, figures in enumerate(ranks):
+        if figures["early"]:
+            number, came, needed = figures["early"][0]
+            return Result(task, False, f"bucket {number} starts after {needed} gradients", f"rank {rank}: after {came}",
+                          "reduced before the gradient is final",
+                          "the other gradients of the bucket are still zeros of the last step: read section 3.2 again (hole 3)")
+        if figures["started"] != len(figures["buckets"]):
+            return Result(task, False, f"{len(figures['buckets'])} all-reduces", f"{figures['started']} on rank {rank}",
+                          "a bucket was not started once", "start it when its last gradient has come: section 3.2 (hole 3)")
+    return Result(task, True, f"{len(ranks[0]['buckets'])} all-reduces, none early",
+                  f"{len(ranks[0]['buckets'])} all-reduces, none early")
+
+
+def _gradients(size: int, ranks: list[dict[str, Any]], exercise: ModuleType) -> Result:
+    """The synchronised gradient beside the one-process gradient of the global mean loss."""
+    task, target = f"{size} ranks, gradients", _serial_gradients(size)
+    parts = [_batch(0, rank, size) for rank in range(size)]
+    local = _serial_gradients(size, [part.targets.size for part in parts])
+    mean_of_means = ("divided by local tokens", "a mean of means weighs rank 1's few tokens as much as rank 0's many; divide "
+                     "every rank's sum by batch.global_tokens: read section 4 again (hole 1)")
+    known = {
+        "averaged twice": (target / size, "averaged twice", f"the gradients are {size} times too small: the loss is divided "
+                           "by the global token count already, so gradients are summed, not averaged: section 4 (hole 4)"),
+        "local tokens": (local, *mean_of_means),
+        "local tokens, then averaged": (local / size, *mean_of_means),
+    }
+    for rank, figures in enumerate(ranks):
+        mine = figures["gradients"]
+        error = float(np.abs(mine - target).max() / np.abs(target).max()) if mine.shape == target.shape else float("nan")
+        if error < 1e-12:
+            continue
+        for wrong, mistake, advice in known.values():
+            if mine.shape == wrong.shape and np.allclose(mine, wrong, rtol=1e-9, atol=1e-12):
+                return Result(task, False, "those of one process", f"off by {error:.0%} on rank {rank}", mistake, advice)
+        alone = _alone_gradient(rank, size, exercise)
+        mistake = "not synchronised" if alone is not None and np.allclose(mine, alone) else "wrong gradients"
+        return Result(task, False, "those of one process", f"off by {error:.0%} on rank {rank}", mistake,
+                      "finish() returns when all buckets have been summed: read section 3.2 again (hole 4)")
+    return Result(task, True, "those of one process, to 1e-12", "those of one process, to 1e-12")
+
+
+def _alone_gradient(rank: int, size: int, exercise: ModuleType) -> np.ndarray | None:
+    """What this rank's backward gives before anything is summed."""
+    model = _model()
+    exercise.local_loss(model, _batch(0, rank, size)).backward()
+    return _flat(parameter.grad for parameter in model.parameters())
+
+
+def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
+    """2(P-1) messages a bucket, and over all ranks 2(P-1) times the gradient bytes."""
+    messages, nbytes = (sum(figures["sent"][part] for figures in ranks) for part in (0, 1))
+    target_messages = size * 2 * (size - 1) * len(ranks[0]["buckets"])
+    target_bytes = 2 * (size - 1) * sum(ranks[0]["buckets"])
+    return Result(f"{size} ranks, traffic", (messages, nbytes) == (target_messages, target_bytes),
+                  f"{target_messages} messages, {size_text(target_bytes)}", f"{messages} messages, {size_text(nbytes)}",
+                  "wrong traffic", "each bucket is summed once by a ring: read section 3.3 again")
+
+
+def _training(ranks: list[dict[str, Any]]) -> Result:
+    """After several epochs: all replicas equal, and equal to one process."""
+    steps, size = EPOCHS * BATCHES, len(ranks)
+    target = _serial_weights(size)
+    scale = np.abs(target).max()
+    drift = max(float(np.abs(figures["weights"] - ranks[0]["weights"]).max() / scale) for figures in ranks)
+    error = max(float(np.abs(figures["weights"] - target).max() / scale) for figures in ranks)
+    task, finished = f"{size} ranks, {EPOCHS} epochs of {BATCHES} batches", ranks[0]["finished"]
+    if finished != steps:
+        mistake = "synchronised once an epoch" if finished == EPOCHS else "not synchronised at every batch"
+        return Result(task, False, f"{steps} synchronisations", f"{finished}; the replicas drifted apart by {drift:.1e}",
+                      mistake, "between two updates every replica must have the same gradient (N0:416): section 5 (hole 5)")
+    if not error < 1e-10:
+        mistake = "the replicas drifted apart" if drift > 1e-10 else "the replicas agree on wrong weights"
+        return Result(task, False, "the weights of one process", f"off by {error:.1e}, replicas apart by {drift:.1e}", mistake,
+                      "loss, backward, finish, step, zero_grad, in this order: read section 2 again (hole 5)")
+    return Result(task, True, "the weights of one process, to 1e-10", "the weights of one process, to 1e-10")
+
+
+if __name__ == "__main__":
+    from minidist.cli import main
+
+    raise SystemExit(main(["check", "07", *sys.argv[1:]]))

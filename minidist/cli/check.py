@@ -1,0 +1,50 @@
+"""`minidist check 03 [FILE]`: grade the exercise of a lesson; exit status 0 passed, 1 not yet, 2 bad input."""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from minidist import lessons
+from minidist.cli.common import write_json
+from minidist.teaching import Grade, grade
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `minidist check`."""
+    parser.add_argument("lesson", help="the lesson's number, e.g. 03")
+    parser.add_argument("file", nargs="?", help="your filled exercise (default: the exercise in the lesson's folder)")
+    parser.add_argument("--json", metavar="FILE", help="write the grade as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Grade and print; 0 if every task passed, else 1.
+
+    Raises: ConfigError for an unknown lesson or a missing file.
+    """
+    lesson = lessons.find(args.lesson)
+    file = Path(args.file) if args.file else lesson.part("exercise.py")
+    result = grade(lesson.number, lesson.part("check.py"), file)
+    show(result, lesson.title)
+    if args.json:
+        write_json(args.json, result.as_json())
+    return 0 if result.passed else 1
+
+
+def show(result: Grade, title: str) -> None:
+    """The grade as a table, and below it one line a person can act on."""
+    console = Console(highlight=False)
+    table = Table(title=f"Lesson {result.lesson} · {title}", title_justify="left", header_style="bold cyan")
+    table.add_column("")
+    for column in ("task", "target", "measured"):
+        table.add_column(column, overflow="fold")
+    for item in result.results:
+        table.add_row("[green]ok[/green]" if item.passed else "[bold red]no[/bold red]", item.task,
+                      item.target.replace("[", "\\["), item.measured.replace("[", "\\["))
+    console.print(table)
+    if result.passed:
+        console.print(f"passed: all {len(result.results)} tasks", style="bold green")
+        return
+    console.print("not yet", style="bold yellow", end=": ")
+    console.print(result.results[-1].line() if result.results else "nothing was graded", markup=False)

@@ -1,0 +1,118 @@
+"""`minidist lesson`: list the lessons, print one, run it on ranks, redraw its figure, or copy its exercise.
+
+    minidist lesson                   the table of lessons
+    minidist lesson 03                its story
+    minidist lesson 03 --answers      the story with the quiz's answers
+    minidist lesson 03 -n 4           run it on four ranks
+    minidist lesson 03 --figure       record a run and redraw its figure
+    minidist lesson 03 --copy DIR     an exercise of your own to fill
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Table
+
+from minidist import lessons
+from minidist.cli.common import fail, positive, write_json
+from minidist.lessons import Lesson
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `minidist lesson`."""
+    parser.add_argument("lesson", nargs="?", help="the lesson's number, e.g. 03; left out: the table of lessons")
+    parser.add_argument("-n", "--ranks", type=positive, metavar="N", help="run the lesson on N ranks of this machine")
+    parser.add_argument("--answers", action="store_true", help="print the quiz's answers too")
+    parser.add_argument("--figure", action="store_true", help="record a run and redraw the lesson's figure")
+    parser.add_argument("--out", metavar="DIR", help="where --figure writes (default: the lesson's folder)")
+    parser.add_argument("--copy", metavar="DIR", help="copy the exercise to DIR, to work on it there")
+    parser.add_argument("--json", metavar="FILE", help="write the table of lessons, or the run's tables, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do the one thing asked for; the status is that of the run where there is one, else 0.
+
+    Raises: ConfigError for an unknown lesson, a rank count below 1, or a place that cannot be written.
+    """
+    if args.lesson is None:
+        return _list(args.json)
+    lesson = lessons.find(args.lesson)
+    if args.copy:
+        return _copy(lesson, Path(args.copy))
+    if args.figure:
+        return _figure(lesson, args.out)
+    if args.ranks is not None or args.json:
+        return _run(lesson, args.ranks or 1, args.json)
+    return _print(lesson, answers=args.answers)
+
+
+def _list(file: str | None) -> int:
+    """The table of lessons."""
+    there = lessons.every_lesson()
+    table = Table(title="Lessons", title_justify="left", header_style="bold cyan")
+    for column in ("lesson", "title", "notes", "module"):
+        table.add_column(column, overflow="fold")
+    for lesson in there:
+        table.add_row(lesson.number, lesson.title, lesson.notes, lesson.module)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("minidist lesson 03 reads one, minidist lesson 03 -n 4 runs it, minidist check 03 grades it",
+                  style="dim")
+    if file:
+        rows = [{"lesson": lesson.number, "title": lesson.title, "notes": lesson.notes, "module": lesson.module,
+                 "folder": str(lesson.folder)} for lesson in there]
+        write_json(file, {"lessons": rows})
+    return 0
+
+
+def _print(lesson: Lesson, *, answers: bool) -> int:
+    """The story, rendered; the quiz's answers only when asked for."""
+    text = lesson.part("README.md").read_text(encoding="utf-8")
+    Console().print(Markdown(for_terminal(text, lesson, answers=answers)))
+    return 0
+
+
+def for_terminal(text: str, lesson: Lesson, *, answers: bool) -> str:
+    """A README for a terminal: pictures become paths, hidden answers stay hidden unless `answers`."""
+    text = re.sub(r"!\[([^\]]*)\]\(([^)]*)\)", lambda m: f"*Figure: {m[1]}* `{lesson.folder / m[2]}`", text)
+    text = re.sub(r"```mermaid\n.*?```\n", "", text, flags=re.DOTALL)
+    if answers:
+        return re.sub(r"</?(details|summary)>", "", text)
+    hidden = f"*(answers: minidist lesson {lesson.number} --answers)*\n"
+    return re.sub(r"<details>.*?</details>\n?", hidden, text, flags=re.DOTALL)
+
+
+def _run(lesson: Lesson, ranks: int, file: str | None) -> int:
+    """The lesson's script, on `ranks` ranks started here."""
+    argv = [sys.executable, str(lesson.part("lesson.py")), *(["--json", str(Path(file).resolve())] if file else [])]
+    if ranks == 1:
+        return subprocess.call(argv)
+    from minidist.launch import spawn
+
+    return spawn(argv, ranks)
+
+
+def _figure(lesson: Lesson, out: str | None) -> int:
+    """The lesson's figure, recorded and drawn anew."""
+    argv = [sys.executable, str(lesson.part("figure.py")), *(["--out", out] if out else [])]
+    return subprocess.call(argv)
+
+
+def _copy(lesson: Lesson, folder: Path) -> int:
+    """An exercise to work on; a file that is already there is never written over."""
+    target = folder / f"exercise_{lesson.number}.py"
+    if target.exists():
+        fail(f"{target} is already there; choose another folder or move it away")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(lesson.part("exercise.py"), target)
+    except OSError as error:
+        fail(f"cannot write {target}: {error.strerror}")
+    print(f"{target}: fill its holes, then: minidist check {lesson.number} {target}")
+    return 0

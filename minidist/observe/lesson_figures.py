@@ -1,0 +1,66 @@
+"""How the lessons' figures look: one palette, one frame, one way to save. What they show is recorded, never drawn by hand.
+
+Colours tell kinds apart for colour-blind readers too, and mean the same in every lesson.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from minidist.errors import ConfigError
+
+INK, SOFT, GRID, PAPER = "#1f2933", "#616e7c", "#e4e7eb", "#ffffff"
+MEMORY = {"parameters": "#3b6fb6", "gradients": "#e08e3c", "optimizer": "#5b9a68", "activations": "#c44e52",
+          "communication": "#8172b3", "workspace": "#9aa5b1"}
+PHASES = {"forward": "#7fb0de", "backward": "#2f5d9b", "all_reduce": "#e08e3c", "wait": "#f3d3a8", "optimizer": "#5b9a68",
+          "reduce_scatter": "#3b6fb6", "all_gather": "#e08e3c"}
+RANKS = ("#3b6fb6", "#e08e3c", "#5b9a68", "#c44e52", "#8172b3", "#937860", "#d77fb3", "#4fa8a8")
+
+
+def new_figure(width: float, height: float, title: str, subtitle: str = "") -> Figure:
+    """A blank figure, `width` × `height` inches, with its title at the top left."""
+    figure = Figure(figsize=(width, height), facecolor=PAPER, layout="none")
+    FigureCanvasAgg(figure)
+    figure.text(0.35 / width, 1 - 0.28 / height, title, fontsize=15, fontweight="bold", color=INK, va="top")
+    if subtitle:
+        figure.text(0.35 / width, 1 - 0.66 / height, subtitle, fontsize=10.5, color=SOFT, va="top")
+    return figure
+
+
+def quiet(ax: Any, *, grid: str = "") -> Any:
+    """Axes without a box; a light grid along `grid` ("x", "y" or none)."""
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        ax.spines[side].set_color("#9aa5b1")
+    ax.tick_params(colors=SOFT, labelsize=10, length=3)
+    ax.set_axisbelow(True)
+    if grid:
+        ax.grid(axis=grid, color=GRID, linewidth=0.9)
+    return ax
+
+
+def bare(ax: Any) -> Any:
+    """Axes with nothing on them: no box, no ticks."""
+    ax.set_axis_off()
+    return ax
+
+
+def caption(ax: Any, text: str) -> None:
+    """A panel's own title, left, above the axes."""
+    ax.set_title(text, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=10)
+
+
+def save(figure: Figure, folder: Path | str, name: str = "figure.png") -> Path:
+    """Write the picture; no date or version goes in, so that equal pictures are equal files.
+
+    Raises: ConfigError if it cannot be written.
+    """
+    path = Path(folder) / name
+    try:
+        figure.savefig(path, dpi=150, facecolor=PAPER, metadata={"Software": None})
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another place with --out DIR") from error
+    return path

@@ -1,0 +1,210 @@
+"""Exercises with holes, and the grading of them.
+
+    exercise.py   functions whose missing pieces are `hole(2, "which chunk arrives?")`; a student replaces each call
+    check.py      `grade(exercise)` runs the student's functions and yields one Result a task: target beside measured
+    the library   is the answer key: check.py asks it for the right values, so that answers cannot drift
+
+A check stops at the first task that fails: what comes after it would only repeat the same mistake in other words.
+Whatever the student's code does (raise, hang, return nonsense) ends as a Result that says what happened and what to
+read again, never as a traceback of ours.
+"""
+
+import argparse
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from minidist.errors import ConfigError, MinidistError, TimeoutError
+from minidist.observe.page import Page
+
+
+class HoleError(MinidistError):
+    """A hole of an exercise that nobody has filled yet."""
+
+
+def hole(number: int, task: str) -> Any:
+    """Stand where a student's code belongs; `task` says what is missing.
+
+    Raises: HoleError, always. Replace the whole call by your own code.
+    """
+    raise HoleError(f"fill hole {number}: {task}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One graded task: what was asked, what came, and where it fails the mistake's name and what to read again."""
+
+    task: str
+    passed: bool
+    target: str
+    measured: str
+    mistake: str = ""
+    advice: str = ""
+
+    def line(self) -> str:
+        """The result as one line: `bytes sent: 3.5 MiB, target 3.0 MiB: whole tensors: read section 3 again`."""
+        if self.passed:
+            return f"{self.task}: {self.measured} ok"
+        tail = ": ".join(part for part in (self.mistake, self.advice) if part)
+        return f"{self.task}: {self.measured}, target {self.target}: {tail}"
+
+
+@dataclass(frozen=True)
+class Grade:
+    """All results of one exercise."""
+
+    lesson: str
+    file: str
+    results: tuple[Result, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Every task passed, and there was one."""
+        return bool(self.results) and all(result.passed for result in self.results)
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {"lesson": self.lesson, "file": self.file, "passed": self.passed,
+                "results": [asdict(result) for result in self.results]}
+
+
+def expect(task: str, target: Any, measured: Any, mistake: str = "", advice: str = "") -> Result:
+    """A Result that passes where `measured` equals `target`."""
+    return Result(task, bool(measured == target), str(target), str(measured), mistake, advice)
+
+
+def load_module(path: Path, name: str) -> ModuleType:
+    """Run the Python file at `path` as a module of its own; nothing is added to sys.modules' lasting names.
+
+    Raises: ConfigError if there is no such file; whatever the file itself raises.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}; copy the exercise first: minidist lesson {name[:2]} --copy DIR")
+    label = f"minidist_lesson_{name}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(label, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file; expected something like exercise.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[label] = module  # dataclasses look their module up while it is being made
+    spec.loader.exec_module(module)
+    return module
+
+
+def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
+    """Grade `exercise_file` by `grade(exercise)` of `check_file`, stopping at the first task that fails.
+
+    Raises: ConfigError if a file is missing. Errors of the student's own code become a failed Result.
+    """
+    check = load_module(check_file, number)
+    if not exercise_file.is_file():
+        raise ConfigError(f"there is no file {exercise_file}; start with: minidist lesson {number} --copy DIR")
+    results: list[Result] = []
+    try:
+        exercise = load_module(exercise_file, number)
+        for result in check.grade(exercise):
+            results.append(result)
+            if not result.passed:
+                break
+    except Exception as error:  # the student's code may raise anything; it becomes part of the grade
+        results.append(explain(error, exercise_file))
+    return Grade(number, str(exercise_file), tuple(results))
+
+
+def explain(error: BaseException, exercise_file: Path) -> Result:
+    """An error out of a student's code, as a failed Result that names the line it came from."""
+    chain = list(_causes(error))
+    for cause in chain:
+        if isinstance(cause, HoleError):
+            return Result("your code", False, "no holes left", "a hole", "not filled yet",
+                          f"{cause}{_at(cause, exercise_file)}")
+    for cause in chain:
+        if isinstance(cause, SyntaxError):
+            return Result("your code", False, "Python that parses", "a syntax error", "SyntaxError",
+                          f"line {cause.lineno}: {cause.msg}")
+    first = chain[0]
+    if isinstance(first, TimeoutError):
+        return Result("your code", False, "an end", "no end within the limit", "it waits for ever", str(first))
+    where = next((at for at in (_at(cause, exercise_file) for cause in reversed(chain)) if at), "")
+    return Result("your code", False, "no error", type(chain[-1]).__name__, "your code raised", f"{chain[-1]}{where}")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what caused it, outermost first."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _at(error: BaseException, file: Path) -> str:
+    """` (exercise.py line 31)`: the last line of `file` that `error` passed through; empty if it passed through none."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+    return f" ({file.name} line {lines[-1]})" if lines else ""
+
+
+# ----------------------------------------------------------------------------------------------- running a lesson
+
+def arguments(description: str | None, breaks: Mapping[str, Callable[[], None]]) -> argparse.ArgumentParser:
+    """A lesson's command line; a lesson may add its own options."""
+    first = (description or "").strip().splitlines()
+    parser = argparse.ArgumentParser(description=first[0] if first else None)
+    parser.add_argument("--json", metavar="FILE", help="write the tables as JSON")
+    parser.add_argument("--break", dest="broken", choices=sorted(breaks), help="run one of the README's 'Break it'")
+    return parser
+
+
+def run_lesson(options: argparse.Namespace, tour: Callable[[Any, Page], None], breaks: Mapping[str, Callable[[], None]],
+               *, alone: int = 4) -> None:
+    """Run `tour(group, page)` on the ranks that were launched, or on `alone` threads if nobody launched any.
+
+    With `--break NAME` it is that experiment instead; the error it ends in is its result, printed as one line.
+    """
+    from minidist.launch import init, run
+
+    if options.broken:
+        try:
+            breaks[options.broken]()
+        except MinidistError as error:
+            print(f"{type(error).__name__}: {error}")
+        return
+
+    def body(group: Any) -> None:
+        page = Page(group)
+        tour(group, page)
+        page.save(options.json)
+
+    world = init()
+    if world.size > 1:
+        body(world)
+    else:
+        run(body, size=alone, transport="threads", limit=120.0)
+
+
+def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None], home: Path, *, size: int,
+                transport: str = "threads") -> None:
+    """`python lessons/NN_name/figure.py [--out DIR]`: record a run on `size` ranks, then draw what was recorded."""
+    from minidist.launch import run
+
+    parser = argparse.ArgumentParser(description="Record a run and draw this lesson's figure from it.")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=home, help="where the figure goes")
+    folder = parser.parse_args().out
+    recorded = run(record, size=size, transport=transport, limit=120.0)[0]
+    draw(recorded, folder)
+    print(f"{folder / 'figure.png'}: drawn from a run on {size} rank{'s' * (size > 1)}")
+
+
+def totals(ledger: Any) -> tuple[int, int]:
+    """Messages and bytes sent so far on all axes but `control`."""
+    rows = [row for row in ledger.rows() if row["axis"] != "control"]
+    return sum(row["messages"] for row in rows), sum(row["nbytes"] for row in rows)
+
+
+def sent_since(ledger: Any, before: tuple[int, int]) -> tuple[int, int]:
+    """Messages and bytes sent since `totals` gave `before`."""
+    messages, nbytes = totals(ledger)
+    return messages - before[0], nbytes - before[1]

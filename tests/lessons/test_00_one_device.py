@@ -1,0 +1,50 @@
+"""Exercise 00: filled rightly it passes, and each wrong filling fails under its name."""
+
+from pathlib import Path
+
+import pytest
+from filling import graded
+
+RIGHT = {
+    1: "12 * width * width + 13 * width",
+    2: "2 * parameters",
+    3: "(4 + 4 + 4) * parameters",
+    4: "(4 + 4) * parameters",
+    5: "16 * width + heads + 2",
+    6: """
+        with no_grad():
+            total += model.loss(inputs, targets, divisor=targets.size).item()
+       """,
+}
+WRONG = {
+    "biases and norms forgotten": {1: "12 * width * width"},
+    "the norms forgotten": {1: "12 * width * width + 9 * width"},
+    "the master weights are missing": {3: "8 * parameters"},
+    "that is float32's": {2: "4 * parameters"},
+    "one moment forgotten": {4: "4 * parameters"},
+    "too much: attention's scores": {5: "16 * width + heads * context + 2"},
+    "an entry of the table is missing": {5: "8 * width + heads + 2"},
+    "the loss Tensors keep their tapes alive": {
+        6: "loss = model.loss(inputs, targets, divisor=targets.size)\nmodel.losses = [*getattr(model, 'losses', []), loss]\n"
+           "total += loss.item()"},
+    "no no_grad()": {6: "total += model.loss(inputs, targets, divisor=targets.size).item()"},
+    "the total is a Tensor with every tape": {6: "total = model.loss(inputs, targets, divisor=targets.size) + total"},
+}
+
+
+def test_the_right_filling_passes(tmp_path: Path) -> None:
+    result = graded("00", RIGHT, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    result = graded("00", {**RIGHT, **WRONG[mistake]}, tmp_path)
+    assert not result.passed
+    assert mistake in result.results[-1].line()
+
+
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("00", {}, tmp_path)
+    assert not result.passed
+    assert "fill hole 1" in result.results[-1].line() and "exercise_00.py line" in result.results[-1].line()

@@ -1,0 +1,45 @@
+"""Exercise 01: filled rightly it passes, and each wrong filling fails under its name."""
+
+from pathlib import Path
+
+import pytest
+from filling import graded
+
+RIGHT = {
+    1: 'int(environ["RANK"])',
+    2: 'int(environ["GROUP_RANK"])',
+    3: "rank // local_size",
+    4: 'int(environ["PMI_SIZE"])',
+    5: 'int(environ["SLURM_LOCALID"])',
+    6: "range(identity.rank, length, identity.size)",
+    7: 'int(visible.split(",")[identity.local_rank])',
+}
+WRONG = {
+    "local rank for rank": {1: 'int(environ["LOCAL_RANK"])'},
+    "text for a number": {1: 'environ["RANK"]'},
+    "NODE_RANK under torchrun": {2: 'int(environ.get("NODE_RANK", 0))'},
+    "OMPI_COMM_WORLD_NODE_RANK is not the machine": {3: 'int(environ["OMPI_COMM_WORLD_NODE_RANK"])'},
+    "local size for size": {4: "local_size"},
+    "wrong local rank": {5: 'int(environ["SLURM_PROCID"])'},
+    "the same samples on every rank": {6: "range(0, length, 2)"},
+    "samples lost or doubled": {6: "range(identity.local_rank, length, identity.size)"},
+    "device 0 .. 3 although 4 .. 7 are visible": {7: "identity.local_rank"},
+}
+
+
+def test_the_right_filling_passes(tmp_path: Path) -> None:
+    result = graded("01", RIGHT, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    result = graded("01", {**RIGHT, **WRONG[mistake]}, tmp_path)
+    assert not result.passed
+    assert mistake in result.results[-1].line()
+
+
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("01", {}, tmp_path)
+    assert not result.passed
+    assert "fill hole 1" in result.results[-1].line() and "exercise_01.py line" in result.results[-1].line()
