@@ -43,7 +43,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Formula:
-    """Messages and bytes of one algorithm, to read and to compute; and how many messages wait for each other at most."""
+    """Messages and bytes of one algorithm, to read and to compute; `steps`: how many messages wait for each other."""
 
     messages: str
     messages_of: Callable[[Case], int]
@@ -91,7 +91,8 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all_reduce", "ring"): Formula("2P(P-1)", lambda case: 2 * case.size * case.others, *_TWICE, "2(P-1)"),
     ("all_reduce", "direct"): Formula(*_RING, "P(P-1)n", lambda case: case.size * case.others * case.nbytes, "1"),
     ("gather", "naive"): Formula(*_ONE_EACH, *_BLOCKS, "P-1"),
-    ("all_gather", "naive"): Formula(*_TWO_EACH, "P N - b_0", lambda case: case.size * sum(case.blocks) - case.blocks[0],
+    ("all_gather", "naive"): Formula(*_TWO_EACH, "P N - b_0",
+                                     lambda case: case.size * sum(case.blocks) - case.blocks[0],
                                      "2(P-1)"),
     ("all_gather", "ring"): Formula(*_RING, "(P-1)N", lambda case: case.others * sum(case.blocks), "P-1"),
     ("scatter", "naive"): Formula(*_ONE_EACH, *_BLOCKS, "P-1"),

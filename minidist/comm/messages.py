@@ -16,7 +16,7 @@ from minidist.comm.arrays import Result, argument, device_of
 from minidist.comm.call import Told
 from minidist.comm.ledger import Event
 from minidist.comm.pending import PendingMessage
-from minidist.comm.signature import Signature, dtype_code, mismatch, pack_block, unpack
+from minidist.comm.signature import Signature, dtype_code, pack_block, unpack
 from minidist.comm.transport import Handle, Tag, Transport
 from minidist.comm.transports.mailbox import loopback
 from minidist.errors import MismatchError
@@ -71,7 +71,10 @@ class Messages:
 
     def mismatch(self, mine: Signature, theirs: Signature, src: int) -> MismatchError:
         """The error of a message from rank `src` that is not what this rank expects."""
-        return mismatch(mine, self._group.world_rank, theirs, self._group.world_ranks[src])
+        return MismatchError(f"a message does not fit what was to come:\n"
+                             f"  rank {self._group.world_rank} calls {mine.describe()}\n"
+                             f"  rank {self._group.world_ranks[src]} calls {theirs.describe()}\n"
+                             f"`out` must have the sender's shape and dtype; without it any fits")
 
     def _start_send(self, verb: str, array: np.ndarray, dst: int, device: str | None) -> Handle:
         key, where = self.signature(verb, array.dtype, array.shape).pack()

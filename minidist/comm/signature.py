@@ -81,13 +81,12 @@ class Signature(NamedTuple):
         return msgpack.packb(self[:8]), msgpack.packb(self.where)
 
     def describe(self) -> str:
-        """ "all_reduce(float32 (3, 4), op=sum, algorithm=ring), number 7 of the group, at train.py:40"."""
+        """ "all_reduce(float32 (3, 4), op=sum, algorithm=ring), its call 7, at train.py:40"."""
         kind = "" if self.dtype is None else str(dtype_of(self.dtype))
-        shape = "" if self.shape is None else "(" + ", ".join("?" if n is None else str(n) for n in self.shape) + ")"
+        shape = "" if self.shape is None else str(self.shape).replace("None", "?")
         parts = [f"{kind} {shape}".strip(), *(f"{name}={value}" for name, value in (
             ("op", self.op), ("root", self.root), ("algorithm", self.algorithm)) if value is not None)]
-        arguments = ", ".join(part for part in parts if part)
-        return f"{self.verb}({arguments}), number {self.sequence} of the group, at {self.where}"
+        return f"{self.verb}({', '.join(part for part in parts if part)}), its call {self.sequence}, at {self.where}"
 
     def agrees(self, other: "Signature") -> bool:
         """Whether both describe the same call; what one of them does not know matches anything."""

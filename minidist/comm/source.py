@@ -43,13 +43,26 @@ def _is_ours(trace: TracebackType) -> bool:
 
 
 def doing(thread: int | None) -> str:
-    """What a thread is in the middle of: "all_reduce at train.py:40", or the place alone outside minidist/comm."""
-    frame = sys._current_frames().get(thread) if thread is not None else None
+    """What a rank's thread is in the middle of: "all_reduce at train.py:40", or "train.py:40" outside minidist/comm."""
+    innermost = sys._current_frames().get(thread) if thread is not None else None
+    if innermost is None:
+        return "its last line"
+    frame, verb = _within(innermost), ""
     if frame is None:
-        return "nothing: its thread has ended"
-    verb, place_outside = None, caller(frame)
-    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
-        if Path(frame.f_code.co_filename).name in ("group.py", "pending.py") and frame.f_code.co_name[0] != "_":
-            verb = frame.f_code.co_name
+        return place(innermost.f_code.co_filename, innermost.f_lineno)
+    inside: FrameType | None = frame
+    while inside is not None and inside.f_code.co_filename.startswith(_HERE):
+        if Path(inside.f_code.co_filename).name in ("group.py", "pending.py") and inside.f_code.co_name[0] != "_":
+            verb = f"{inside.f_code.co_name} at "
+        inside = inside.f_back
+    return verb + caller(frame)
+
+
+def _within(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of minidist/comm, the one that runs the rank aside."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_HERE) and not name.endswith("threads.py"):
+            return frame
         frame = frame.f_back
-    return f"{verb} at {place_outside}" if verb else f"at {place_outside}"
+    return None

@@ -27,9 +27,12 @@ def name_rank(error: BaseException, world_rank: int) -> BaseException:
     Any other exception (KeyError, OSError, …) gets a CommError that names the rank as its cause; Python prints both.
     """
     if error.args and isinstance(error.args[0], str) and str(error) == error.args[0]:
-        error.args = (f"rank {world_rank}: {error.args[0]}", *error.args[1:])
-    else:
-        error.__cause__ = CommError(f"rank {world_rank} failed at {source.raised_at(error)}")
+        name = f"rank {world_rank}"
+        if not error.args[0].startswith(name):
+            error.args = (f"{name}: {error.args[0]}", *error.args[1:])
+        return error
+    who = CommError(f"rank {world_rank} failed at {source.raised_at(error)}")
+    who.__cause__, error.__cause__ = error.__cause__, who
     return error
 
 
@@ -68,6 +71,8 @@ class _Job:
             if self.failure is not None:
                 return
             self.failure = (rank, error)
+        if isinstance(error, TimeoutError):
+            error.args = (f"{error.args[0]}\nmeanwhile {self.table(but=rank)}",)
         how = f"rank {rank} failed with {type(error).__name__}: {error} (at {source.raised_at(error)})"
         for transport in self.transports:
             transport.abort(PeerLostError(how, world_rank=rank))
@@ -87,14 +92,12 @@ class _Job:
         for transport in self.transports:
             transport.close()
 
-    def late(self) -> TimeoutError:
-        """The error that names the ranks still running, and the call each is in."""
+    def table(self, but: int | None = None) -> str:
+        """What each rank (`but` one) is in the middle of: "rank 0 in all_reduce at train.py:40; rank 1 has ended"."""
         with self.changed:
-            hanging = sorted(self.running)
-        calls = "; ".join(f"rank {rank} in {source.doing(self.threads[rank].ident)}" for rank in hanging)
-        ended = sorted(set(range(self.size)) - set(hanging))
-        return TimeoutError(f"{len(hanging)} of {self.size} ranks had not ended after {self.limit:g} s: {calls}"
-                            + (f"; ended: rank {', '.join(map(str, ended))}" if ended else ""))
+            running = set(self.running)
+        return "; ".join(f"rank {rank} in {source.doing(self.threads[rank].ident)}" if rank in running
+                         else f"rank {rank} has ended" for rank in range(self.size) if rank != but)
 
 
 def run_threads(fn: Callable[..., Any], args: Sequence[Any] = (), size: int = 1, limit: float = 60.0,
@@ -111,7 +114,7 @@ def run_threads(fn: Callable[..., Any], args: Sequence[Any] = (), size: int = 1,
         thread.start()
     try:
         if not job.wait():
-            raise job.late()
+            raise TimeoutError(f"{len(job.running)} of {size} ranks had not ended after {limit:g} s: {job.table()}")
         if job.failure is not None:
             rank, error = job.failure
             raise name_rank(error, rank)

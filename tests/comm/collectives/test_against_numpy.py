@@ -1,0 +1,43 @@
+"""Every verb by every algorithm, against NumPy and against its formula: results, order, bits, arguments, ledger."""
+
+import pytest
+from collective_checker import PAIRS, bits, examine
+from helpers import THREADS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import calls
+
+from minidist.comm.costs import FORMULAS
+
+CASES = [pytest.param(verb, algorithm, transport, id=f"{verb}-{algorithm}-{transport}")
+         for verb, algorithm in PAIRS for transport in THREADS]
+
+
+@pytest.mark.parametrize(("verb", "algorithm", "transport"), CASES)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_sample(verb, algorithm, transport, data):
+    examine(data.draw(calls(verb, algorithm, transport)))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("verb", "algorithm", "transport"), CASES)
+@settings(max_examples=400, derandomize=False)
+@given(data=st.data())
+def test_full_count(verb, algorithm, transport, data):
+    examine(data.draw(calls(verb, algorithm, transport)))
+
+
+@pytest.mark.parametrize("transport", THREADS)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_same_bits_run_after_run(transport, data):
+    case = data.draw(st.sampled_from([pair for pair in PAIRS if pair[0] == "all_reduce"]).flatmap(
+        lambda pair: calls(*pair, transport)))
+    first, second = examine(case), examine(case)
+    assert [bits(a) for a in first] == [bits(b) for b in second]
+
+
+def test_every_algorithm_has_its_formula():
+    assert set(FORMULAS) == set(PAIRS)

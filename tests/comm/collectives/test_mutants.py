@@ -1,0 +1,153 @@
+"""The test of the tests: algorithms that are wrong on purpose, each of which the checker must catch, and say how.
+
+A mutant takes the place of the algorithm it imitates, formula and all. Most are mistakes that somebody has published.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_checker import Drawn, examine
+
+from minidist.comm.arrays import Place, PlaceOf, Rows
+from minidist.comm.call import Call
+from minidist.comm.collectives import naive, ring, tree
+from minidist.comm.collectives.choose import ALGORITHMS
+from minidist.comm.collectives.chunks import split
+from minidist.comm.collectives.reduction import Reduction
+from minidist.errors import TimeoutError
+
+MUTANTS: dict[str, tuple[Callable[..., Any], Drawn, type[BaseException], str]] = {}
+EVEN, UNEVEN = [12] * 4, [13] * 4
+
+
+def mutant(case: Drawn, error: type[BaseException], message: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a wrong algorithm: the case that must fail, the error, and what its message says."""
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        MUTANTS[function.__name__] = (function, case, error, message)
+        return function
+
+    return register
+
+
+@mutant(Drawn("all_reduce", "ring", 4, EVEN), AssertionError, "bytes, 2.P-1.n expected")
+def whole_tensors_round_the_ring(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    travelling, arrived = x.copy(), np.empty_like(x)
+    total = x.copy()
+    for _ in range(2):  # as many messages as the ring has, to hide in the message count
+        travelling[...] = x
+        total[...] = x
+        for _ in range(call.size - 1):
+            call.exchange(call.next_rank, travelling, call.prev_rank, arrived)
+            travelling, arrived = arrived, travelling
+            op.combine(total, travelling, out=total)
+    op.finish(total, out)
+
+
+@mutant(Drawn("all_reduce", "ring", 4, EVEN), AssertionError, "expected array")
+def one_chunk_skipped(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    ring.all_reduce(call, x, out, op)
+    split(out, call.size)[2][...] = split(x, call.size)[2]
+
+
+@mutant(Drawn("all_reduce", "ring", 4, EVEN), AssertionError, "expected array")
+def one_step_left_out(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    sums, own = split(out, call.size), split(x, call.size)
+    ring.reduce_around(call, own, [sums[(call.rank - 2 - step) % call.size] for step in range(call.size - 2)], op)
+    ring.gather_around(call, sums)
+
+
+@mutant(Drawn("all_reduce", "ring", 4, UNEVEN), AssertionError, "expected array")
+def remainder_forgotten(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    whole = len(x) // call.size * call.size
+    out[whole:] = x[whole:]
+    ring.all_reduce(call, x[:whole], out[:whole], op)
+
+
+@mutant(Drawn("all_reduce", "ring", 4, EVEN), AssertionError, "argument was changed")
+def sums_into_the_argument(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    ring.all_reduce(call, x, x, op)
+    out[...] = x
+
+
+@mutant(Drawn("all_reduce", "ring", 4, EVEN, op="mean"), AssertionError, "expected array")
+def averaged_twice(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    ring.all_reduce(call, x, out, op)
+    out /= call.size
+
+
+@mutant(Drawn("all_reduce", "direct", 5, [64] * 5, rough=True), AssertionError, "different bits")
+def own_value_added_first(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    total = x.copy()
+    for step in range(1, call.size):
+        arrived = np.empty_like(x)
+        call.exchange((call.rank + step) % call.size, x, (call.rank - step) % call.size, arrived)
+        op.combine(total, arrived, out=total)
+    op.finish(total, out)
+
+
+@mutant(Drawn("broadcast", "tree", 4, EVEN, root=2), AssertionError, "expected array")
+def broadcast_from_rank_0(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
+    full = tree.broadcast(call, x, place, root)
+    return full if call.rank == root else np.multiply(full, 0, out=full)
+
+
+@mutant(Drawn("reduce", "tree", 4, EVEN, root=2), AssertionError, "the root has a result")
+def root_ignored(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, root: int) -> None:
+    naive.reduce(call, x, out, op, root=0)
+
+
+@mutant(Drawn("gather", "naive", 4, EVEN, root=1), AssertionError, "expected array")
+def order_ignored(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndarray | None:
+    whole = naive.gather(call, own, rows, root)
+    if whole is not None:
+        whole[...] = whole.reshape(call.size, -1)[::-1].reshape(whole.shape)
+    return whole
+
+
+@mutant(Drawn("all_gather", "ring", 4, [8192] * 4, transport="threads-unbuffered", limit=0.4), TimeoutError,
+        "rank . (waited 0.4 s for rank .|in .*test_mutants.py)")
+def everyone_sends_first(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
+    blocks = {call.rank: own}
+    for step in range(call.size - 1):
+        outgoing = (call.rank - step) % call.size
+        call.send_block(call.next_rank, blocks[outgoing])
+        incoming = (outgoing - 1) % call.size
+        blocks[incoming] = call.recv_block(call.prev_rank, rows.place(incoming))
+    return rows.join([blocks[rank] for rank in range(call.size)])
+
+
+@mutant(Drawn("reduce_scatter", "ring", 4, EVEN), AssertionError, "expected array")
+def neighbours_chunk(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    chunks = split(x, call.size)
+    ring.reduce_scatter(call, np.concatenate(chunks[1:] + chunks[:1]), out, op)
+
+
+@mutant(Drawn("all_to_all", "pairwise", 3, [[1, 2, 3], [4, 5, 6], [7, 8, 9]]), AssertionError, "expected .array")
+def parts_not_transposed(call: Call, parts: list[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
+    received = {call.rank: parts[call.rank]}
+    for step in range(1, call.size):
+        dst, src = (call.rank + step) % call.size, (call.rank - step) % call.size
+        received[src] = call.exchange_blocks(dst, parts[src], src, place(src))
+    return [received[src] for src in range(call.size)]
+
+
+@mutant(Drawn("scatter", "naive", 4, EVEN, root=3), AssertionError, "expected array")
+def parts_reversed(call: Call, parts: list[np.ndarray] | None, place: Place, root: int) -> np.ndarray:
+    return naive.scatter(call, None if parts is None else parts[::-1], place, root)
+
+
+@mutant(Drawn("barrier", "dissemination", 4, EVEN), AssertionError, "messages, P ceil.log2 P. expected")
+def barrier_of_neighbours(call: Call) -> None:
+    nothing = np.empty(0, np.uint8)
+    call.exchange(call.next_rank, nothing, call.prev_rank, nothing)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(name, monkeypatch):
+    wrong, case, error, message = MUTANTS[name]
+    examine(case)  # the right algorithm passes this very case
+    monkeypatch.setitem(ALGORITHMS[case.verb], case.algorithm, wrong)
+    with pytest.raises(error, match=message):
+        examine(case)
