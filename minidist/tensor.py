@@ -20,7 +20,8 @@ from minidist.backend import Array
 from minidist.errors import DtypeError, GradientError, ShapeError
 
 if TYPE_CHECKING:
-    from minidist.tape import Node, WeightGradient
+    from minidist.backward import WeightGradient
+    from minidist.tape import Node
 
 
 class _Mode(threading.local):
@@ -60,18 +61,20 @@ def _ops() -> Any:
 class Tensor:
     """An array (NumPy or CuPy) that ops can follow."""
 
-    __slots__ = ("_data", "requires_grad", "node", "index", "tensor_hooks", "_grad", "__weakref__")
+    __slots__ = ("data", "grad", "requires_grad", "node", "index", "tensor_hooks", "__weakref__")
+    data: Array                # the array itself
+    grad: Array | None         # the gradient summed over the backwards since the last zero_grad, or None
 
     def __init__(self, data: Array, *, requires_grad: bool = False) -> None:
         if requires_grad and data.dtype not in backend.FLOATS:
             raise DtypeError(f"only floats have gradients, not {backend.dtype_name(data.dtype)}; "
                              f"cast to float32 or leave requires_grad off")
-        self._data = data
+        self.data = data
+        self.grad = None
         self.requires_grad = requires_grad
         self.node: Node | None = None
         self.index = 0
         self.tensor_hooks: list[Callable[[Array], Array | None]] = []
-        self._grad: Array | None = None
 
     @classmethod
     def _of(cls, data: Array, node: "Node | None", index: int) -> "Tensor":
@@ -83,48 +86,30 @@ class Tensor:
     # ------------------------------------------------------------------------------------------------- what it is
 
     @property
-    def data(self) -> Array:
-        """The array itself."""
-        return self._data
-
-    @data.setter
-    def data(self, array: Array) -> None:
-        self._data = array
-
-    @property
-    def grad(self) -> Array | None:
-        """The gradient summed over the backwards since the last zero_grad, or None."""
-        return self._grad
-
-    @grad.setter
-    def grad(self, array: Array | None) -> None:
-        self._grad = array
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        return self._data.shape
+        return self.data.shape
 
     @property
     def dtype(self) -> np.dtype:
-        return self._data.dtype
+        return self.data.dtype
 
     @property
     def ndim(self) -> int:
-        return self._data.ndim
+        return self.data.ndim
 
     @property
     def size(self) -> int:
-        return self._data.size
+        return self.data.size
 
     def __repr__(self) -> str:
         node = f", from {self.node.op.name}" if self.node is not None else ""
-        return f"{type(self).__name__}({self._data!r}{', requires_grad=True' if self.requires_grad else ''}{node})"
+        return f"{type(self).__name__}({self.data!r}{', requires_grad=True' if self.requires_grad else ''}{node})"
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self.data)
 
     def __bool__(self) -> bool:
-        return bool(self._data)
+        return bool(self.data)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         raise TypeError("a Tensor is not silently turned into an array; take its .data")
@@ -135,11 +120,11 @@ class Tensor:
         """The one number it holds, as a Python number."""
         if self.size != 1:
             raise ShapeError(f"item() takes a tensor of one number, this one has shape {self.shape}")
-        return self._data.item()
+        return self.data.item()
 
     def detach(self) -> "Tensor":
         """The same array, cut off from the tape."""
-        return Tensor(self._data)
+        return Tensor(self.data)
 
     # -------------------------------------------------------------------------------------------------- gradients
 
@@ -151,9 +136,9 @@ class Tensor:
                  order they would have run; calling them all gives what an ordinary backward gives, to the bit.
         Raises:  GradientError for a second backward through the same nodes, a missing dy, or nothing to differentiate.
         """
-        from minidist import tape  # noqa: PLC0415 - the tape is built on this module
+        from minidist.backward import backward  # noqa: PLC0415 - it is built on this module
 
-        return tape.backward(self, dy, defer_weights=defer_weights)
+        return backward(self, dy, defer_weights=defer_weights)
 
     def register_hook(self, hook: Callable[[Array], Array | None]) -> Callable[[], None]:
         """Call `hook(dy)` in each backward when this tensor's total gradient is known; it may return a replacement.
@@ -169,14 +154,14 @@ class Tensor:
 
     def accumulate(self, gradient: Array, *, own: bool = False) -> None:
         """Add to the gradient of a leaf; `own` says that the array is nobody else's, so it may be kept."""
-        if self._grad is None:
-            self._grad = account.current().hold(gradient if own else gradient.copy(), "gradients")
+        if self.grad is None:
+            self.grad = account.current().hold(gradient if own else gradient.copy(), "gradients")
         else:
-            self._grad += gradient
+            self.grad += gradient
 
     def zero_grad(self) -> None:
         """Forget the gradient."""
-        self._grad = None
+        self.grad = None
 
     # -------------------------------------------------------------------------------------------------- operators
 
@@ -221,11 +206,12 @@ class Tensor:
 
     def reshape(self, *shape: Any) -> "Tensor":
         """reshape(2, 3) or reshape((2, 3)); one of the sizes may be -1."""
-        return _ops().reshape(self, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        return _ops().reshape(self, shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
 
     def transpose(self, *dims: Any) -> "Tensor":
         """transpose() reverses the dims; transpose(0, 2, 1) or transpose((0, 2, 1)) orders them."""
-        return _ops().transpose(self, (dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims) or None)
+        given = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+        return _ops().transpose(self, given or None)
 
     def sum(self, dim: Any = None, *, keepdims: bool = False) -> "Tensor":
         """Sum over all dims, one, or several."""
@@ -244,18 +230,17 @@ class Parameter(Tensor):
     empty array: the tape reads it again when backward needs it.
     """
 
-    __slots__ = ("name", "hooks", "_view", "_fresh")
+    __slots__ = ("name", "hooks", "_data", "_grad", "_view", "_fresh")
 
     def __init__(self, data: Array, *, name: str = "", requires_grad: bool = True) -> None:
-        super().__init__(data, requires_grad=requires_grad)
-        account.current().hold(data, "parameters")
-        self.name = name
-        self.hooks: list[Callable[[Parameter], None]] = []
         self._view: Array | None = None
         self._fresh = False
+        super().__init__(data, requires_grad=requires_grad)
+        self.name = name
+        self.hooks: list[Callable[[Parameter], None]] = []
 
     @property
-    def data(self) -> Array:
+    def data(self) -> Array:  # type: ignore[override]  # the slot of Tensor becomes a property, to be counted
         """The array itself."""
         return self._data
 
@@ -264,7 +249,7 @@ class Parameter(Tensor):
         self._data = account.current().hold(array, "parameters")
 
     @property
-    def grad(self) -> Array | None:
+    def grad(self) -> Array | None:  # type: ignore[override]
         """The gradient, or None. With a bound view: that view while it is fresh, None when it is stale."""
         if self._view is None:
             return self._grad

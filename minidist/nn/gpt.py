@@ -99,7 +99,7 @@ class GPT(Module):
     def project(self, x: Tensor) -> Tensor:
         """(…, width) -> logits (…, vocabulary)."""
         x = self.norm(x)
-        return ops.linear(x, self.tokens.weight.transpose()) if self.head is None else self.head(x)
+        return ops.unembed(x, self.tokens.weight) if self.head is None else self.head(x)
 
     def loss(self, inputs: Array, targets: Array, divisor: float | None = None, *, positions: Array | None = None,
              key: DropoutKey | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from minidist.ops.activation import gelu, log_softmax, relu, silu, softmax
 from minidist.ops.arithmetic import add, cast, div, exp, log, mul, neg, power, sqrt, sub, tanh, where
 from minidist.ops.attention import causal_attention, causal_attention_packed
 from minidist.ops.gather import embedding, take
-from minidist.ops.linear import linear, matmul
+from minidist.ops.linear import linear, matmul, unembed
 from minidist.ops.loss import cross_entropy
 from minidist.ops.norm import layer_norm, rms_norm
 from minidist.ops.random import dropout
@@ -23,5 +23,5 @@ __all__ = [
     "add", "cast", "causal_attention", "causal_attention_packed", "concat", "cross_entropy", "div", "dropout",
     "embedding", "exp", "gelu", "getitem", "layer_norm", "linear", "log", "log_softmax", "matmul", "max", "mean", "mul",
     "neg", "power", "relu", "reshape", "rms_norm", "rotary", "silu", "softmax", "split", "sqrt", "sub", "sum", "take",
-    "tanh", "transpose", "var", "where",
+    "tanh", "transpose", "unembed", "var", "where",
 ]

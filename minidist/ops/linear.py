@@ -41,6 +41,24 @@ def column_sums(x: Array, out: Array | None = None) -> Array:
 
 
 @op
+def unembed(x: Array, table: Array) -> tuple[Array, Saved]:
+    """Logits by a (tied) embedding table: (…, n), (V, n) -> (…, V), x times the transposed table."""
+    if table.ndim != 2 or x.ndim < 1 or x.shape[-1] != table.shape[1]:
+        raise ShapeError(f"unembed: x {x.shape} does not fit the table {table.shape}; their last dims must be equal")
+    return multiply(rows(x), table.T).reshape(*x.shape[:-1], len(table)), saved(x=x, table=table)
+
+
+@unembed.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return multiply(rows(dy), node.table).reshape(node.shapes["x"])
+
+
+@unembed.gradient("table")
+def _(node: Node, dy: Array) -> Array:
+    return multiply(rows(dy).T, rows(node.x), out=node.room("table"))
+
+
+@op
 def linear(x: Array, w: Array, b: Array | None = None) -> tuple[Array, Saved]:
     """(…, in) @ (in, out) + (out,) -> (…, out): all leading dims in one matrix product."""
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:

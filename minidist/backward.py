@@ -1,0 +1,196 @@
+"""The walk back over the tape: every gradient once, newest node first.
+
+backward() first looks through the nodes behind the loss and counts how many contributions each leaf will get; then it
+visits them in descending order of creation, so that everything that used a result has run before the result's own node.
+It runs only the gradient functions that somebody needs, and drops what a node saved as soon as they ran. The order
+depends on the order of the forward alone: the same bits, run after run.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidist import account
+from minidist.backend import Array, array_module, dtype_name
+from minidist.errors import GradientError
+from minidist.tape import Edge, Node
+from minidist.tensor import Parameter, Tensor, no_grad
+
+
+class WeightGradient:
+    """One gradient that ends in a weight, put off by backward(defer_weights=True). Call it once, at any later time.
+
+    Zero-bubble pipelines fill their idle time with these (their "W"). It keeps its node's saved values and the output's
+    gradient alive until it has run.
+    """
+
+    __slots__ = ("parameter", "_walk", "_node", "_edge", "_dy", "_left")
+
+    def __init__(self, walk: "_Walk", node: Node, edge: Edge, dy: Any, left: list[int]) -> None:
+        assert isinstance(edge.source, Parameter)
+        self.parameter = edge.source
+        self._walk, self._node, self._edge, self._dy = walk, node, edge, dy
+        self._left = left  # how many of the node's gradients are still put off; shared by them
+
+    def __call__(self) -> None:
+        """Compute the gradient and add it to the parameter's.
+
+        Raises: GradientError when called again.
+        """
+        if self._dy is None:
+            raise GradientError(f"this gradient of {self.parameter.name or 'a parameter'} has been computed already")
+        dy, self._dy = self._dy, None
+        with no_grad():
+            self._walk.run_gradient(self._node, self._edge, dy)
+        self._left[0] -= 1
+        if not self._left[0]:
+            self._node.release()
+
+
+class _Arrived(NamedTuple):
+    """The gradient of an output so far; `ours` if nobody else has that array, so that it may be added to in place."""
+
+    gradient: Array
+    ours: bool
+
+
+class _Walk:
+    """One backward: gradients on their way to their nodes, and how many contributions each leaf still waits for."""
+
+    def __init__(self, defer_weights: bool) -> None:
+        self.defer_weights = defer_weights
+        self.deferred: list[WeightGradient] = []
+        self._arrived: dict[int, list[_Arrived | None]] = {}  # id(node) -> one gradient per output
+        self._waiting: dict[int, int] = {}                    # id(leaf) -> contributions still to come
+        self._leaves: dict[int, Array] = {}                   # id(leaf with tensor hooks) -> sum so far
+
+    def survey(self, start: Node) -> list[Node]:
+        """All nodes behind `start`, oldest first; counts the contributions each leaf will get."""
+        found, stack = {id(start): start}, [start]
+        while stack:
+            node = stack.pop()
+            if node.released:
+                raise GradientError(f"backward: an earlier backward ran through {node.op.name} and dropped what it "
+                                    f"saved; run the forward again, or add the losses and go backward once")
+            for edge in node.edges:
+                source = edge.source
+                if isinstance(source, Tensor):
+                    self._waiting[id(source)] = self._waiting.get(id(source), 0) + 1
+                elif id(source) not in found:
+                    found[id(source)] = source
+                    stack.append(source)
+        return sorted(found.values(), key=lambda node: node.order)
+
+    def visit(self, node: Node) -> None:
+        """Everything that used this node's outputs has run: hand their gradients on."""
+        dys = [None if arrived is None else arrived.gradient for arrived in self._arrived.pop(id(node))]
+        for index, hooks in node.hooks.items():
+            dys[index] = _call_hooks(hooks, dys[index])
+        dy: Any = dys[0]
+        if node.several:
+            dy = tuple(d if d is not None else xp.zeros(shape, kind)
+                       for d, (xp, shape, kind) in zip(dys, node.outputs, strict=True))
+        later = [edge for edge in node.edges if self.defer_weights and isinstance(edge.source, Parameter)]
+        for edge in node.edges:
+            if edge not in later:
+                self.run_gradient(node, edge, dy)
+        if not later:
+            node.release()
+            return
+        node.released = True  # a second backward must not start here, but the weights' gradients are still to run
+        left = [len(later)]
+        self.deferred += [WeightGradient(self, node, edge, dy, left) for edge in later]
+
+    def run_gradient(self, node: Node, edge: Edge, dy: Any) -> None:
+        """Run one gradient function and hand its result to where the argument came from."""
+        name = node.op.argument_name(edge.argument)
+        function = node.op.gradients[name]
+        gradient = function(node, dy) if name != node.op.variadic else function(
+            node, dy, edge.argument - len(node.op.arguments))
+        if isinstance(gradient, np.generic):
+            gradient = np.asarray(gradient)
+        ours = not _shares_buffer(gradient, dy)
+        if isinstance(edge.source, Tensor):
+            self._add_to_leaf(edge.source, gradient, ours)
+        else:
+            self.deliver(edge.source, edge.index, gradient, ours)
+
+    def deliver(self, node: Node, index: int, gradient: Array, ours: bool) -> None:
+        """Add to the gradient of one of a node's outputs; `ours` says that nobody else has `gradient`."""
+        _, shape, kind = node.outputs[index]
+        assert gradient.shape == shape and gradient.dtype == kind, (
+            f"gradient for {node.op.name}'s result: {gradient.dtype} {gradient.shape}, expected {kind} {shape}")
+        account.current().hold(gradient, "workspace")
+        slots = self._arrived.setdefault(id(node), [None] * len(node.outputs))
+        before = slots[index]
+        if before is None:
+            slots[index] = _Arrived(gradient, ours)
+        elif before.ours:
+            total = before.gradient
+            total += gradient
+        elif ours:
+            gradient += before.gradient
+            slots[index] = _Arrived(gradient, True)
+        else:  # both are views of somebody's dy: leave them alone
+            slots[index] = _Arrived(account.current().hold(before.gradient + gradient, "workspace"), True)
+
+    def _add_to_leaf(self, leaf: Tensor, gradient: Array, ours: bool) -> None:
+        """Add a contribution to a leaf's gradient; the last one of this backward runs its hooks."""
+        assert gradient.shape == leaf.shape and gradient.dtype == leaf.dtype, (
+            f"gradient {gradient.dtype} {gradient.shape} for a leaf {leaf.dtype} {leaf.shape}")
+        self._waiting[id(leaf)] -= 1
+        last = not self._waiting[id(leaf)]
+        if leaf.tensor_hooks:  # they see the total of this backward, so it is summed apart first
+            if id(leaf) in self._leaves:
+                gradient, ours = self._leaves.pop(id(leaf)) + gradient, True
+            if not last:
+                self._leaves[id(leaf)] = gradient
+                return
+            gradient, ours = _call_hooks(leaf.tensor_hooks, gradient), False
+        leaf.accumulate(gradient, own=ours)
+        if last and isinstance(leaf, Parameter):
+            for hook in list(leaf.hooks):
+                hook(leaf)
+
+
+def _call_hooks(hooks: Sequence[Callable[[Array], Array | None]], gradient: Array | None) -> Any:
+    """Pass a gradient through hooks; each may return a replacement."""
+    if gradient is not None:
+        for hook in list(hooks):
+            replacement = hook(gradient)
+            gradient = gradient if replacement is None else replacement
+    return gradient
+
+
+def _shares_buffer(gradient: Array, dy: Any) -> bool:
+    """Whether `gradient` is dy or a view of it (the gradient of an addition is), or repeats one number by strides."""
+    if not gradient.flags.c_contiguous:
+        return True
+    owner = account.owner_of(gradient)
+    return any(owner is account.owner_of(d) for d in (dy if isinstance(dy, tuple) else (dy,)))
+
+
+def backward(loss: Tensor, dy: Array | None = None, *, defer_weights: bool = False) -> list[WeightGradient]:
+    """Add d loss / d leaf to the `.grad` of every leaf behind `loss`; see Tensor.backward."""
+    if not loss.requires_grad:
+        raise GradientError("backward: nothing behind this tensor asks for a gradient; was it computed under no_grad?")
+    if dy is None:
+        if loss.size != 1:
+            raise GradientError(f"backward: a loss is one number, this tensor has shape {loss.shape}; "
+                                f"take its sum or mean, or pass dy of that shape")
+        dy = array_module(loss.data).ones(loss.shape, loss.dtype)
+    elif dy.shape != loss.shape or dy.dtype != loss.dtype:
+        raise GradientError(f"backward: dy is {dtype_name(dy.dtype)} {dy.shape}, "
+                            f"the tensor is {dtype_name(loss.dtype)} {loss.shape}; they must agree")
+    walk = _Walk(defer_weights)
+    if loss.node is None:
+        walk._waiting[id(loss)] = 1
+        walk._add_to_leaf(loss, dy, False)
+        return []
+    nodes = walk.survey(loss.node)
+    walk.deliver(loss.node, loss.index, dy, False)
+    with no_grad():
+        while nodes:
+            walk.visit(nodes.pop())
+    return walk.deferred

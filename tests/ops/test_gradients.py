@@ -1,0 +1,73 @@
+"""Every op, every differentiable argument: gradients against finite differences, in low precision, and on a GPU."""
+
+import numpy as np
+import pytest
+from gradcheck import check_gradients, nodes_behind, outputs_of, weigh
+from hypothesis import given
+from op_strategies import CASES
+
+from minidist import backend, ops
+from minidist.tape import REGISTRY
+from minidist.tensor import tensor
+
+OPS = sorted(name for name, op in REGISTRY.items() if op.__module__.startswith("minidist.ops."))
+
+
+def test_every_op_has_a_case_and_is_offered():
+    assert sorted(CASES) == OPS
+    assert set(OPS) <= set(ops.__all__)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_gradients_match_finite_differences(name):
+    checked = set()
+
+    @given(CASES[name])
+    def run(case):
+        leaves = [tensor(a, requires_grad=True) for a in case.arrays]
+        for node in nodes_behind(case.call(*leaves)):
+            checked.update((node.op.name, node.op.argument_name(edge.argument)) for edge in node.edges)
+        check_gradients(case.call, case.arrays)
+
+    run()
+    assert checked >= {(name, argument) for argument in REGISTRY[name].gradients}
+
+
+def _run(case, kind, xp=np):
+    """Results and gradients of a case in another dtype or on another device, as float64 host arrays."""
+    leaves = [tensor(xp.asarray(a).astype(kind), requires_grad=True) for a in case.arrays]
+    result = case.call(*leaves)
+    weigh(result).backward()
+    arrays = [output.data for output in outputs_of(result)] + [leaf.grad for leaf in leaves if leaf.grad is not None]
+    assert all(array.dtype == kind for array in arrays), [array.dtype for array in arrays]
+    return [backend.to_host(array).astype("float64") for array in arrays]
+
+
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in OPS if name != "max"])  # ties differ once rounded
+def test_low_precision_is_float32_rounded_once(name, low):
+    kind = backend.dtype(low)
+    eps = {"float16": 2.0 ** -10, "bfloat16": 2.0 ** -7}[low]  # one unit in the last place, relative
+
+    @given(CASES[name])
+    def run(case):
+        case.arrays = [a.astype(kind).astype("float64") for a in case.arrays]
+        for a, b in zip(_run(case, kind), _run(case, np.dtype("float32")), strict=True):
+            np.testing.assert_allclose(a, b, rtol=4 * eps, atol=4 * eps * max(1.0, np.abs(b).max(initial=0)))
+
+    run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPS)
+def test_cupy_agrees_with_numpy(name):
+    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+    if not cupy.is_available():
+        pytest.skip("needs a GPU that CuPy can use")
+
+    @given(CASES[name])
+    def run(case):
+        for a, b in zip(_run(case, np.dtype("float64"), cupy), _run(case, np.dtype("float64")), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+    run()
