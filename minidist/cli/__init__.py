@@ -36,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return int(module.run(args))
     except ConfigError as error:
-        return _refuse(prefix, error)
-    except KeyboardInterrupt:
-        return _interrupted()
+        return _end(error, f"{prefix}: {error}", 2)
+    except KeyboardInterrupt as error:
+        return _end(error, f"{prefix}: interrupted", 130)
 
 
 def _module(command: str) -> ModuleType:
@@ -71,15 +71,10 @@ def _version() -> str:
     return f"minidist {__version__}"
 
 
-def _refuse(prefix: str, error: ConfigError) -> int:
-    """One line a job, however many of its ranks saw the same mistake; exit status 2."""
+def _end(error: BaseException, message: str, status: int) -> int:
+    """One line a job, however many of its ranks came here for the same reason."""
     from minidist import launch
 
     if launch.speaks_first(error):
-        print(f"{prefix}: {error}", file=sys.stderr, flush=True)
-    return 2
-
-
-def _interrupted() -> int:
-    print("minidist: interrupted", file=sys.stderr, flush=True)
-    return 130
+        print(message, file=sys.stderr, flush=True)
+    return status

@@ -24,7 +24,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self._with_nearest(message)}; see `{self.prog} --help`")
+        told = self._with_nearest(message)
+        raise ConfigError(f"{told}{'' if told.endswith('?') else ';'} see `{self.prog} --help`")
 
     def _with_nearest(self, message: str) -> str:
         """'invalid choice' and 'unrecognized arguments', with what was probably meant."""

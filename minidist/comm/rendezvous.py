@@ -113,7 +113,7 @@ def _monitor_main(size: int, host: str, port: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)                # Ctrl-C ends the ranks; we end after them
     token = sys.stdin.buffer.readline().strip()
     try:
-        monitor = Monitor(size, token, host=host, port=port, how=_exit_of)
+        monitor = Monitor(size, token, host=host, port=port, how=exit_of)
     except LaunchError as error:
         print(f"error {error}", flush=True)
         return
@@ -131,7 +131,7 @@ def _monitor_main(size: int, host: str, port: int) -> None:
     monitor.close()
 
 
-def _exit_of(seat: Seat) -> str | None:
+def exit_of(seat: Seat) -> str | None:
     """How a process of this host that is not our child ended, if its parent has not cleared it away yet."""
     if seat.host != os.uname().nodename:
         return None

@@ -41,7 +41,7 @@ def find_monitor(launch: Launch, limit: float) -> Joined:
     place = place_from_environment()
     if place is not None:
         return _connect(launch, place, limit)
-    if launch.launcher in ("mpich", "openmpi"):
+    if launch.by_mpirun:
         return _by_mpi(launch, limit)
     return _by_address(launch, limit)
 

@@ -83,6 +83,11 @@ class Launch:
         return self.world_size == 1
 
     @property
+    def by_mpirun(self) -> bool:
+        """Whether the ranks are those of an MPI_COMM_WORLD."""
+        return self.launcher in ("mpich", "openmpi")
+
+    @property
     def one_host(self) -> bool:
         """Whether all ranks are on one host, so that nothing need listen beyond loopback."""
         return self.local_size == self.world_size

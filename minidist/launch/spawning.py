@@ -1,0 +1,159 @@
+"""Start copies of a program as the ranks of one job: `minidist launch`, `minidist train -n 4`.
+
+Each copy finds torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, NODE_RANK, MASTER_ADDR,
+MASTER_PORT) and where our monitor is. What the ranks print to stdout, and rank 0 to stderr, goes straight to the
+terminal; stderr of the other ranks comes line by line as `[rank 2] …`.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import IO
+
+from minidist.comm import wire
+from minidist.comm.control import Monitor, how_it_ended
+from minidist.comm.link import Loss
+from minidist.comm.rendezvous import Place, token_from_environment
+from minidist.errors import LaunchError
+from minidist.launch.children import Children
+from minidist.launch.launchers import clean_environment
+
+GRACE = 5.0         # seconds the other ranks get to end after one has failed, and again after SIGTERM
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a job: how many, which one this is, and where node 0 listens."""
+
+    count: int = 1
+    rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0            # 0: any free port, on one machine only
+
+
+def spawn(command: Sequence[str], size: int, *, nodes: Nodes | None = None, token: bytes | None = None) -> int:
+    """Run `size` copies of `command` here (on each of `nodes`) as ranks of one job, and wait for them.
+
+    Returns: 0 if every rank here ended with 0; else the exit status of the first that failed (128 + the signal's number
+             if it was killed, 130 after Ctrl-C). The others are told at once, then SIGTERM, then SIGKILL.
+    Raises:  LaunchError if the port is taken, or several nodes lack MASTER_PORT or a token.
+    """
+    nodes = nodes or Nodes()
+    token = token or token_from_environment()
+    if nodes.count > 1 and (token is None or nodes.master_port == 0):
+        raise LaunchError("a job on several nodes needs --master-addr, --master-port and one secret for all nodes: set "
+                          "MINIDIST_TOKEN, or give --token-file, on each of them")
+    return _Job(list(command), size, nodes, token or wire.new_token()).run()
+
+
+class _Job:
+    """The ranks of one node, and on node 0 the job's monitor."""
+
+    def __init__(self, command: list[str], size: int, nodes: Nodes, token: bytes) -> None:
+        self.command, self.size, self.nodes = command, size, nodes
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.children = Children(self.processes)
+        self.copiers: list[threading.Thread] = []
+        self.monitor: Monitor | None = None
+        host, port = nodes.master_addr, nodes.master_port
+        if nodes.rank == 0:
+            self.monitor = Monitor(size * nodes.count, token, host=host, port=port, how=self.children.how)
+            port = self.monitor.address[1]
+        self.place = Place(host, port, token)
+
+    def run(self) -> int:
+        """Start, wait, clean up; the exit status."""
+        before = signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _stop)            # a launcher that is told to stop stops its ranks first
+        try:
+            self._start()
+            return self._wait()
+        except KeyboardInterrupt:                           # the terminal has sent it to every rank, too
+            return 130
+        finally:
+            self._end()
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, before)
+
+    def _start(self) -> None:
+        if self.monitor is not None:
+            self.monitor.start()
+        for local_rank in range(self.size):
+            rank = self.nodes.rank * self.size + local_rank
+            try:
+                process = subprocess.Popen(self.command, env=self._environment(rank, local_rank),
+                                           stdin=None if rank == 0 else subprocess.DEVNULL,
+                                           stderr=None if rank == 0 else subprocess.PIPE)
+            except OSError as error:
+                raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
+            self.processes[rank] = process
+            if process.stderr is not None:
+                copier = threading.Thread(target=_copy, args=(process.stderr, rank), name=f"stderr {rank}", daemon=True)
+                copier.start()
+                self.copiers.append(copier)
+
+    def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
+        nodes, place = self.nodes, self.place
+        return {**clean_environment(os.environ), **place.variables(), "MINIDIST_LAUNCH": "1",
+                "RANK": str(rank), "WORLD_SIZE": str(self.size * nodes.count),
+                "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.size),
+                "GROUP_RANK": str(nodes.rank), "NODE_RANK": str(nodes.rank),
+                "MASTER_ADDR": place.host, "MASTER_PORT": str(place.port)}
+
+    def _wait(self) -> int:
+        """Until every rank here has ended well, or one anywhere has not."""
+        while True:
+            running = self.children.running()
+            for rank, process in self.processes.items():
+                if process.returncode:
+                    return self._failed(rank, process.returncode)
+            if self.monitor is not None and self.monitor.loss is not None:
+                return self._lost(self.monitor.loss)
+            if not running:
+                return 0
+            time.sleep(0.01)
+
+    def _failed(self, rank: int, code: int) -> int:
+        """A rank here ended with `code`, perhaps because another failed first."""
+        if self.monitor is None:
+            return _status(code)
+        self.monitor.lose(Loss(rank, self.processes[rank].pid, os.uname().nodename, how_it_ended(code)))
+        assert self.monitor.loss is not None
+        return self._lost(self.monitor.loss)
+
+    def _lost(self, loss: Loss) -> int:
+        if not loss.traceback and loss.status != 130:       # it could not speak for itself
+            print(f"minidist: {loss}; the job ends", file=sys.stderr, flush=True)
+        code = self.children.code(loss.world_rank, GRACE)
+        return _status(code) if code else loss.status
+
+    def _end(self) -> None:
+        self.children.end(GRACE if self.monitor is None or self.monitor.loss is not None else 1.0, ask=True)
+        if self.monitor is not None:
+            self.monitor.close()
+        for copier in self.copiers:
+            copier.join(1.0)                                # a grandchild may hold the pipe: do not wait for that
+
+
+def _copy(pipe: IO[bytes], rank: int) -> None:
+    """Every line that comes through the pipe, with the rank in front; `\\r` ends a line too, as progress bars use it."""
+    with pipe:
+        for line in pipe:
+            text = line.decode(errors="replace").rstrip("\r\n")
+            sys.stderr.write("".join(f"[rank {rank}] {part}\n" for part in text.split("\r") if part))
+            sys.stderr.flush()
+
+
+def _status(code: int) -> int:
+    return code if code >= 0 else 128 - code
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
