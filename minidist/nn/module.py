@@ -14,7 +14,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from minidist.nn import hooks
 from minidist.nn.hooks import Handle, Hooks
 from minidist.nn.weights import Weight
 from minidist.tensor import Parameter
+
+M = TypeVar("M", bound="Module")
 
 
 class Module(ABC):
@@ -126,13 +128,13 @@ class Module(ABC):
             else:
                 parameter.data[...] = to_device(arrays[name], device_of(parameter.data))
 
-    def train(self, mode: bool = True) -> "Module":
+    def train(self: M, mode: bool = True) -> M:
         """Training behaviour (dropout) on or off, here and below; returns self."""
         for module in self.modules():
             module.training = mode
         return self
 
-    def eval(self) -> "Module":
+    def eval(self: M) -> M:
         """Training behaviour off; returns self."""
         return self.train(False)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from minidist import backend
+from minidist import account, backend
 from minidist.backend import LOW_PRECISION, Array, module_for, random_normal
 from minidist.errors import ConfigError, ShapeError
 from minidist.tensor import Parameter
@@ -71,8 +71,25 @@ class Weight(Parameter):
 
     @data.setter
     def data(self, array: Array) -> None:
-        Parameter.data.fset(self, array)  # type: ignore[attr-defined]
+        self._data = account.current().hold(array, "parameters")
         self.drawn = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Known before there are values, as dtype, ndim and size are."""
+        return self._data.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._data.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self._data.ndim
+
+    @property
+    def size(self) -> int:
+        return self._data.size
 
     def draw(self, seed: int, part: Part = (), *, device: str = "cpu") -> Array:
         """The first values of `part` of this tensor; () is all of it. Nothing outside the part is computed.
