@@ -1,0 +1,85 @@
+"""One suite for every transport: what tests/conformance.py demands, on each of TRANSPORTS.
+
+A new transport is held to everything here by one more line in TRANSPORTS.
+"""
+
+import conformance
+import pytest
+from collective_checker import PAIRS, REDUCING, ROOTED, Drawn, cost_case
+from helpers import THREADS, run
+
+from minidist.comm.costs import FORMULAS
+
+TRANSPORTS = [
+    "threads",
+    "threads-unbuffered",
+]
+
+on_every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+@pytest.mark.parametrize("check", conformance.PEACEFUL, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name in THREADS])
+def test_one_demand(check, transport):
+    run(check, size=3, transport=transport)
+
+
+@on_every_transport
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_demands_in_one_job(transport, size):
+    run(conformance.all_peaceful, size=size, transport=transport)
+
+
+def fixed_cases(size):
+    """Every verb by every algorithm, with lengths around the group's size, several dtypes and roots."""
+    for number, (verb, algorithm) in enumerate(PAIRS):
+        for turn, length in enumerate((0, 1, size - 1, size, size + 1, 1009)):
+            lengths = [length] * size
+            if verb == "all_to_all":
+                lengths = [[length + src + dst for dst in range(size)] for src in range(size)]
+            elif verb in ("gather", "all_gather") and turn % 2:
+                lengths = [length + rank for rank in range(size)]
+            yield {"verb": verb, "algorithm": algorithm, "size": size, "lengths": lengths,
+                   "dtype": ("float32", "bfloat16", "int64", "float64", "float16", "complex64")[(number + turn) % 6],
+                   "op": ("sum", "max", "prod", "min")[turn % 4] if verb in REDUCING else "sum",
+                   "root": (turn + 1) % size if verb in ROOTED else 0,
+                   "layout": ("plain", "strided", "read-only")[turn % 3],
+                   "how": ("new", "start", "out")[turn % 3] if verb != "barrier" else "new"}
+
+
+@on_every_transport
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_every_verb_by_every_algorithm(transport, size):
+    cases = list(fixed_cases(size))
+    counted = run(conformance.verbs, cases, size=size, transport=transport)
+    for number, fields in enumerate(cases):
+        case, formula = Drawn(**fields), FORMULAS[fields["verb"], fields["algorithm"]]
+        messages = sum(rank[number][0] for rank in counted)
+        nbytes = sum(rank[number][1] for rank in counted)
+        assert (messages, nbytes) == (formula.messages_of(cost_case(case)), formula.bytes_of(cost_case(case))), case
+
+
+@on_every_transport
+def test_same_bits_on_every_transport(transport):
+    for algorithm in ("ring", "tree", "direct"):
+        reference = run(conformance.bits, algorithm, size=3)
+        assert run(conformance.bits, algorithm, size=3, transport=transport) == reference
+        assert len(set(reference)) == 1
+
+
+@on_every_transport
+def test_abort_ends_every_wait(transport):
+    assert all(run(conformance.aborted, size=2, transport=transport))
+
+
+@on_every_transport
+def test_one_failing_rank_ends_all_with_its_name(transport, tmp_path):
+    with pytest.raises(LookupError, match="rank 2.*boom on purpose"):
+        run(conformance.one_rank_fails, str(tmp_path), 2, size=4, transport=transport)
+    for survivor in (0, 1, 3):
+        world_rank, seconds, message = (tmp_path / str(survivor)).read_text().split("|", 2)
+        assert world_rank == "2"
+        assert float(seconds) < 2
+        assert "LookupError" in message
+        assert "boom on purpose" in message
+        assert "conformance.py:" in message

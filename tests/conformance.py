@@ -1,0 +1,297 @@
+"""What every transport must do, as functions of (world) that run on its ranks; tests/comm/test_conformance.py runs them.
+
+They stand in a module of their own so that ranks started by mpirun can import them. PEACEFUL checks leave the job as it
+was and run one after the other in one job; each of the others ends its job.
+"""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from collective_checker import Drawn, expected, on_rank, same
+
+from minidist.comm.group import Group
+from minidist.comm.transport import META_LIMIT, Handle, Tag, Transport
+from minidist.errors import CommError, MismatchError, PeerLostError, TimeoutError
+
+GROUP = 0xC0FFEE  # the id in the tags of these messages: no group of the job has it
+
+
+def into(array: np.ndarray) -> Any:
+    """An Accept that receives into `array`, whatever the header says."""
+    return lambda meta, nbytes: array
+
+
+def send(world: Group, peer: int, sequence: int, array: np.ndarray, meta: bytes = b"") -> Handle:
+    return world.transport.start_send(peer, Tag(GROUP, sequence), array, meta)
+
+
+def recv(world: Group, peer: int, sequence: int, array: np.ndarray, reduce: Any = None) -> Handle:
+    return world.transport.start_recv(peer, Tag(GROUP, sequence), into(array), reduce)
+
+
+def neighbours(world: Group) -> tuple[int, int]:
+    return (world.rank + 1) % world.size, (world.rank - 1) % world.size
+
+
+def attributes(world: Group) -> None:
+    transport = world.transport
+    assert isinstance(transport, Transport)
+    assert (transport.world_rank, transport.world_size) == (world.rank, world.size)
+    assert transport.name
+    assert transport.limit > 0
+
+
+def order_within_a_tag_and_none_between_tags(world: Group) -> None:
+    after, before = neighbours(world)
+    sent = [send(world, after, tag, np.array([100 * tag + i])) for i in range(20) for tag in (1, 2)]
+    for tag in (2, 1):
+        for i in range(20):
+            got = np.zeros(1, np.int64)
+            recv(world, before, tag, got).wait()
+            assert got[0] == 100 * tag + i, f"tag {tag}, message {i}: got {got[0]}"
+    for handle in sent:
+        handle.wait()
+
+
+def header_arrives_whole(world: Group) -> None:
+    after, before = neighbours(world)
+    for length in (0, 1, 100, META_LIMIT):
+        seen: list[tuple[bytes, int]] = []
+
+        def accept(meta: bytes, nbytes: int, seen: list[tuple[bytes, int]] = seen) -> np.ndarray:
+            seen.append((bytes(meta), nbytes))
+            return np.empty(nbytes, np.uint8)
+
+        arriving = world.transport.start_recv(before, Tag(GROUP, 3), accept)
+        send(world, after, 3, np.zeros(length, np.int16), bytes([world.rank]) * length).wait()
+        arriving.wait()
+        assert seen == [(bytes([before]) * length, 2 * length)]
+
+
+def everyone_sends_much_at_once(world: Group) -> None:
+    """Payloads larger than any buffer, in both directions; whichever handle is waited for first."""
+    n = 1_500_001
+    for first in ("send", "recv"):
+        peers = [peer for peer in range(world.size) if peer != world.rank]
+        got = {peer: np.empty(n, np.float32) for peer in peers}
+        sent = [send(world, peer, 4, np.full(n, world.rank + 1, np.float32)) for peer in peers]
+        arriving = [recv(world, peer, 4, got[peer]) for peer in peers]
+        for handle in sent + arriving if first == "send" else arriving + sent:
+            handle.wait()
+        for peer in peers:
+            assert (got[peer] == peer + 1).all(), f"from {peer}"
+
+
+def pieces_cover_the_target_once(world: Group) -> None:
+    after, before = neighbours(world)
+    for kind in (np.float64, ml_dtypes.bfloat16, np.complex128):
+        for n in (0, 1, 1000, 777_777):
+            edges = [0]
+
+            def add(target: np.ndarray, start: int, piece: np.ndarray, edges: list[int] = edges) -> None:
+                assert start == edges[-1], "pieces come in order"
+                assert piece.dtype == target.dtype
+                assert piece.ndim == 1
+                edges.append(start + len(piece))
+                target[start:start + len(piece)] += piece
+
+            total = np.ones(n, kind)
+            arriving = recv(world, before, 5, total, add)
+            send(world, after, 5, (np.arange(n) % 50 + before).astype(kind)).wait()
+            arriving.wait()
+            assert edges[-1] == n
+            own = (np.arange(n) % 50 + (before - 1) % world.size).astype(kind)
+            assert (total == own + kind(1)).all()
+
+
+def any_dtype_and_no_bytes(world: Group) -> None:
+    after, before = neighbours(world)
+    pair = np.dtype([("key", "i4"), ("weight", "f2")])
+    for array in (np.array([True, False]), np.array([1.5, -2.5], ml_dtypes.bfloat16), np.array([(1, 2.0)], pair),
+                  np.array([1 + 2j]), np.array([b"ab", b"c"]), np.array([], np.float32), np.zeros(3, "M8[s]")):
+        array.flags.writeable = False
+        got = np.empty_like(array)
+        arriving = recv(world, before, 6, got)
+        send(world, after, 6, array).wait()
+        arriving.wait()
+        assert (got == array).all(), f"{array.dtype}"
+
+
+def many_in_flight(world: Group) -> None:
+    """All pairs at once, waited for in the opposite order."""
+    peers = [peer for peer in range(world.size) if peer != world.rank]
+    got = {(peer, i): np.zeros(i + 1, np.int64) for peer in peers for i in range(30)}
+    handles = [recv(world, peer, 100 + i, array) for (peer, i), array in got.items()]
+    handles += [send(world, peer, 100 + i, np.full(i + 1, 1000 * world.rank + i)) for peer in peers for i in range(30)]
+    for handle in reversed(handles):
+        handle.wait()
+        assert handle.done()
+    for (peer, i), array in got.items():
+        assert (array == 1000 * peer + i).all()
+
+
+def several_threads(world: Group) -> None:
+    """Each of four threads of every rank has a conversation of its own round the ring."""
+    after, before = neighbours(world)
+    problems: list[Exception] = []
+
+    def talk(tag: int) -> None:
+        try:
+            for i in range(25):
+                got = np.zeros(500, np.int64)
+                arriving = recv(world, before, tag, got)
+                send(world, after, tag, np.full(500, 1000 * tag + i)).wait()
+                arriving.wait()
+                assert (got == 1000 * tag + i).all()
+        except Exception as error:  # told by the rank's own thread
+            problems.append(error)
+
+    threads = [threading.Thread(target=talk, args=(200 + number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+
+
+def waiting_moves_the_other_handles_on(world: Group) -> None:
+    """Rank 1 sends the second message only when the large first one is gone; rank 0 waits for the second alone."""
+    n = 2_000_000
+    if world.rank == 1:
+        send(world, 0, 7, np.ones(n)).wait()
+        send(world, 0, 8, np.ones(1)).wait()
+    if world.rank == 0:
+        large, small = np.ones(n), np.zeros(1)
+
+        def add(target: np.ndarray, start: int, piece: np.ndarray) -> None:
+            target[start:start + len(piece)] += piece
+
+        first = recv(world, 1, 7, large, add)
+        recv(world, 1, 8, small).wait()
+        assert small[0] == 1
+        first.wait()
+        assert (large == 2).all()
+
+
+def refused_message_leaves_the_link_whole(world: Group) -> None:
+    after, before = neighbours(world)
+    for n in (1, 500_000):
+        def refuse(meta: bytes, nbytes: int) -> np.ndarray:
+            raise MismatchError(f"not what I want: {meta.decode()}")
+
+        arriving = world.transport.start_recv(before, Tag(GROUP, 9), refuse)
+        sent = send(world, after, 9, np.ones(n), b"apples")
+        try:
+            arriving.wait()
+        except MismatchError as error:
+            assert "apples" in str(error)
+        else:
+            raise AssertionError("the refusal was not raised")
+        sent.wait()
+        got = np.zeros(3)
+        arriving = recv(world, before, 9, got)
+        send(world, after, 9, np.arange(3.0)).wait()
+        arriving.wait()
+        assert (got == np.arange(3)).all()
+
+
+def limit_ends_a_wait(world: Group) -> None:
+    peer, limit = (world.rank + 1) % world.size, world.transport.limit
+    handle = recv(world, peer, 10, np.zeros(1))
+    assert not handle.done()
+    world.transport.limit = 0.3
+    start = time.monotonic()
+    try:
+        handle.wait()
+    except TimeoutError as error:
+        assert f"rank {world.rank}" in str(error)
+        assert f"rank {peer}" in str(error)
+    else:
+        raise AssertionError("the wait did not end")
+    finally:
+        world.transport.limit = limit
+    assert 0.2 < time.monotonic() - start < 3
+    world.barrier()
+    send(world, (world.rank - 1) % world.size, 10, np.zeros(1)).wait()
+    handle.wait()
+
+
+def waiting_burns_no_core(world: Group) -> None:
+    if world.rank == 1:
+        time.sleep(0.6)
+        send(world, 0, 11, np.ones(1)).wait()
+    if world.rank == 0:
+        start = time.thread_time()
+        recv(world, 1, 11, np.zeros(1)).wait()
+        assert time.thread_time() - start < 0.15, f"{time.thread_time() - start:.2f} s of processor time to wait 0.6 s"
+
+
+PEACEFUL = (attributes, order_within_a_tag_and_none_between_tags, header_arrives_whole, everyone_sends_much_at_once,
+            pieces_cover_the_target_once, any_dtype_and_no_bytes, many_in_flight, several_threads,
+            waiting_moves_the_other_handles_on, refused_message_leaves_the_link_whole, limit_ends_a_wait,
+            waiting_burns_no_core)
+
+
+def all_peaceful(world: Group) -> None:
+    """Every peaceful check, one after the other; the first that fails says which it was."""
+    for check in PEACEFUL:
+        try:
+            check(world)
+        except AssertionError as error:
+            raise AssertionError(f"{check.__name__}: {error}") from error
+        world.barrier()
+
+
+def verbs(world: Group, cases: list[dict[str, Any]]) -> list[list[Any]]:
+    """Calls by Drawn's fields; each result checked here. Returns what the ledger counted: [verb, algorithm, messages, bytes]."""
+    counted = []
+    for fields in cases:
+        case = Drawn(**fields)
+        world.ledger.clear()
+        result, untouched, _ = on_rank(world, case)
+        want = expected(case)[world.rank]
+        assert untouched, f"{case}: the argument was changed"
+        assert same(result, want), f"{case}: rank {world.rank} got {result!r}, expected {want!r}"
+        rows = world.ledger.rows()
+        counted.append([sum(row["messages"] for row in rows), sum(row["nbytes"] for row in rows)])
+    return counted
+
+
+def bits(world: Group, algorithm: str) -> bytes:
+    """An all-reduce of numbers whose sum depends on the order of additions."""
+    x = np.random.default_rng(world.rank).standard_normal(100_003).astype(np.float32)
+    return world.all_reduce(x, algorithm=algorithm).tobytes()
+
+
+def aborted(world: Group) -> bool:
+    """A wait that another thread of the rank aborts; and every wait after it."""
+    caught = []
+    timer = threading.Timer(0.2, world.transport.abort, (CommError("enough"),))
+    timer.start()
+    for _ in range(2):
+        try:
+            recv(world, (world.rank + 1) % world.size, 12, np.zeros(1)).wait()
+        except CommError as error:
+            caught.append(str(error))
+    timer.join()
+    return all("enough" in text for text in caught) and len(caught) == 2
+
+
+def one_rank_fails(world: Group, folder: str, failing: int) -> None:
+    """Rank `failing` raises; what each other rank then gets from a wait goes to a file of the folder."""
+    start = time.monotonic()
+    try:
+        world.barrier()
+        if world.rank == failing:
+            raise LookupError("boom on purpose")
+        while True:
+            world.barrier()
+    except PeerLostError as error:
+        text = f"{error.world_rank}|{time.monotonic() - start:.3f}|{error}"
+        (Path(folder) / str(world.rank)).write_text(text)
+        raise
