@@ -1,0 +1,223 @@
+"""Who moves the bytes: a thread that waits leads, and drives the transfers of all; the others follow.
+
+    thread A        wait() -> leads:  pass  pass  spin  sleep  pass   its transfer is complete: steps down
+    thread B            wait() -> follows: asleep on a condition ...........................  -> leads, or is done
+    nobody waits    the helper thread takes a pass now and then, so that what was started still moves
+
+A pass moves what can be moved without blocking. One thread at a time leads; that is why the receiving side of a link
+needs no lock, and why waiting for one transfer moves every other one too: `start_send; start_recv; wait both` cannot
+deadlock. A leader with nothing to move gives up its core `spins` times (a reply is often microseconds away), then sleeps
+in the kernel until a link is ready, another thread starts a transfer, or somebody calls abort().
+
+Used by sockets.py, shm.py and mpi.py; stream.py supplies the pass.
+"""
+
+import os
+import threading
+import time
+from abc import abstractmethod
+
+from minidist.comm.transport import Handle, Tag, Transport
+from minidist.errors import CommError, TimeoutError
+
+_QUICK, _SLOW = 0.0002, 0.005   # seconds between the helper's passes: while bytes move, while none do
+_PATIENCE = 20                  # slow passes without new transfers after which the helper goes to sleep
+
+yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+class Operation(Handle):
+    """A transfer on its way. `error` and `finished` are written once, by Engine.finish."""
+
+    def __init__(self, engine: "Engine", peer: int, tag: Tag) -> None:
+        self.engine, self.peer, self.tag = engine, peer, tag
+        self.finished = False
+        self.error: Exception | None = None
+
+    def wait(self) -> None:
+        if not self.finished:
+            self.engine.drive(self)
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        return self.finished or self.engine.error is not None
+
+    def __str__(self) -> str:
+        return f"a transfer with rank {self.peer} (tag {self.tag.group:x}/{self.tag.sequence})"
+
+
+class Engine(Transport):
+    """A transport whose waiting threads do the work.
+
+    `lock` guards the tables of transfers. It is never held while a thread sleeps, nor in a caller's `accept` or `reduce`.
+    """
+
+    def __init__(self, name: str, world_rank: int, world_size: int, limit: float, spins: int) -> None:
+        self.name, self.world_rank, self.world_size, self.limit = name, world_rank, world_size, limit
+        self.lock = threading.Lock()
+        self.error: CommError | None = None         # what abort() was given
+        self.spins = spins
+        self._turn = threading.Condition(self.lock)
+        self._leading = False
+        self._led = 0                               # times a thread has waited, or passed
+        self._followers = 0
+        self._unfinished = 0                        # transfers started and not finished
+        self._started = 0                           # transfers ever begun that could not be finished at once
+        self._helper: threading.Thread | None = None
+        self._helper_awake = False
+        self._helper_call = threading.Event()
+        self._closing = False
+
+    # --- what a transport supplies -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _pass(self) -> bool:
+        """Move what can be moved without blocking; whether anything moved. Called by the leader, without the lock."""
+
+    @abstractmethod
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until a pass may find something to move, _wake() is called, or `seconds` are over."""
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """End the leader's sleep, the present one or else the next. From any thread."""
+
+    # --- waiting -----------------------------------------------------------------------------------------------------
+
+    def drive(self, operation: Operation) -> None:
+        """Return when `operation` is finished, leading while no other thread does.
+
+        Raises: TimeoutError after `limit` seconds; what abort() was given.
+        """
+        deadline = time.monotonic() + self.limit
+        while not operation.finished:
+            if self._step_up():
+                try:
+                    self._lead(operation, deadline)
+                finally:
+                    self._step_down()
+            else:
+                self._follow(operation, deadline)
+
+    def _step_up(self) -> bool:
+        with self.lock:
+            leads, self._leading = not self._leading, True
+            self._led += 1
+            return leads
+
+    def _step_down(self) -> None:
+        with self.lock:
+            self._leading = False
+            if self._followers:
+                self._turn.notify_all()
+            elif self._unfinished and not self._helper_awake:
+                self._call_helper()
+
+    def _lead(self, operation: Operation, deadline: float) -> None:
+        idle = 0
+        while not operation.finished:
+            if self._pass():
+                idle = 0
+            elif idle < self.spins:
+                idle += 1
+                yield_core()
+            else:
+                self._sleep(max(0.0, deadline - time.monotonic()))
+            self._check(operation, deadline)
+
+    def _follow(self, operation: Operation, deadline: float) -> None:
+        with self.lock:
+            if self._leading and not operation.finished:
+                self._followers += 1
+                self._turn.wait(max(0.0, deadline - time.monotonic()))
+                self._followers -= 1
+        self._check(operation, deadline)
+
+    def _check(self, operation: Operation, deadline: float) -> None:
+        if operation.finished:
+            return
+        if self.error is not None:
+            raise self.error
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for {operation}; "
+                               f"did rank {operation.peer} make the matching call?")
+
+    # --- the life of an operation: under the lock --------------------------------------------------------------------
+
+    def begin(self, operation: Operation) -> None:
+        """Count a transfer as begun."""
+        self._unfinished += 1
+
+    def attend(self) -> None:
+        """A transfer was begun that could not be finished at once: see that somebody moves it."""
+        self._started += 1
+        if not self._helper_awake:
+            self._call_helper()
+
+    def finish(self, operation: Operation, error: Exception | None = None) -> None:
+        """Mark a begun transfer complete, or failed with `error`; who follows looks again."""
+        operation.error = error
+        operation.finished = True
+        self._unfinished -= 1
+        if self._followers:
+            self._turn.notify_all()
+
+    # --- the helper --------------------------------------------------------------------------------------------------
+
+    def _call_helper(self) -> None:
+        self._helper_awake = True
+        if self._closing:
+            return
+        if self._helper is None:
+            self._helper = threading.Thread(target=self._help, name=f"{self.name} helper of rank {self.world_rank}",
+                                            daemon=True)
+            self._helper.start()
+        else:
+            self._helper_call.set()
+
+    def _help(self) -> None:
+        """Take passes while nobody leads; asleep when there is nothing to move, at no cost."""
+        pause, quiet, started, led = _SLOW, 0, -1, -1
+        while not self._closing:
+            self._helper_call.wait(pause)
+            unattended = self._unfinished > 0 and self._led == led and self.error is None
+            moved = unattended and not self._leading and self._step_up() and self._pass_until_still()
+            led = self._led
+            pause = _QUICK if moved else min(2 * pause, _SLOW)
+            quiet = 0 if moved or self._started != started else quiet + 1
+            started = self._started
+            if quiet > _PATIENCE and (self._leading or not self._unfinished or self.error is not None):
+                with self.lock:
+                    self._helper_awake = False
+                self._helper_call.wait()
+                with self.lock:
+                    self._helper_call.clear()
+                quiet = 0
+
+    def _pass_until_still(self) -> bool:
+        moved = False
+        try:
+            while self.error is None and self._pass():
+                moved = True
+        finally:
+            self._step_down()
+        return moved
+
+    # --- ending ------------------------------------------------------------------------------------------------------
+
+    def abort(self, error: CommError) -> None:
+        self.error = self.error or error
+        self._wake()  # the leader raises, and wakes who follows as it steps down
+
+    def close(self) -> None:
+        """End the helper; whoever still waits gets a CommError."""
+        self._closing = True
+        self.abort(CommError(f"rank {self.world_rank} has closed its {self.name} transport"))
+        self._helper_call.set()
+        if self._helper is not None:
+            self._helper.join()
+        with self.lock:
+            self._followers += 1
+            self._turn.wait_for(lambda: not self._leading, timeout=1.0)
+            self._followers -= 1

@@ -1,0 +1,65 @@
+"""What travels before each payload, and how it is checked before anything is believed.
+
+    bytes 0-3    4     5      6-7          8-15        16-23           24-31     32-35   36 ...
+          magic  kind  (0)    meta length  group id    sequence        payload   CRC-32  meta, zeros up to `align`
+                                                                       bytes     of all but itself
+
+All numbers are little-endian. The links are between ranks that have proved they belong to the job, so the checksum is
+against damage and confusion, not against an enemy: bytes that are no frame are told apart from one with certainty for
+all practical purposes (64 bits), before a length among them is used.
+"""
+
+import struct
+import zlib
+from typing import NamedTuple
+
+from minidist.comm.transport import META_LIMIT, Tag
+from minidist.errors import CommError
+
+MAGIC = b"mdf1"
+MESSAGE, GOODBYE = 1, 2
+PAYLOAD_LIMIT = 1 << 40         # bytes; more than any host holds
+
+_FIELDS = struct.Struct("<4sBxHQQQ")
+_CHECKSUM = struct.Struct("<I")
+HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
+
+
+class Header(NamedTuple):
+    """A checked header: `kind` MESSAGE or GOODBYE, `nbytes` of payload to follow."""
+
+    kind: int
+    tag: Tag
+    meta: bytes
+    nbytes: int
+
+
+def pack_header(kind: int, tag: Tag, meta: bytes, nbytes: int, align: int) -> bytes:
+    """The bytes before a payload, a multiple of `align` long. Raises CommError if `meta` has more than 4 KiB."""
+    if len(meta) > META_LIMIT:
+        raise CommError(f"a message's header may carry {META_LIMIT} bytes, not {len(meta)}")
+    fields = _FIELDS.pack(MAGIC, kind, len(meta), tag.group, tag.sequence, nbytes)
+    checksum = _CHECKSUM.pack(zlib.crc32(meta, zlib.crc32(fields)))
+    padding = bytes(-(HEADER_BYTES + len(meta)) % align)
+    return b"".join((fields, checksum, meta, padding))
+
+
+def header_length(start: bytes, align: int) -> int:
+    """How long the header is that begins with these HEADER_BYTES. Raises CommError if they do not begin one."""
+    magic, kind, meta_length, _group, _sequence, nbytes = _FIELDS.unpack_from(start)
+    if magic != MAGIC or kind not in (MESSAGE, GOODBYE):
+        raise CommError(f"no frame begins with {start[:8]!r}")
+    if meta_length > META_LIMIT or nbytes > PAYLOAD_LIMIT:
+        raise CommError(f"a frame announces {meta_length} bytes of meta and {nbytes} of payload; "
+                        f"{META_LIMIT} and {PAYLOAD_LIMIT} are allowed")
+    return HEADER_BYTES + meta_length + -(HEADER_BYTES + meta_length) % align
+
+
+def parse_header(data: bytes) -> Header:
+    """The header in `data`, which is as long as header_length said. Raises CommError if it was damaged."""
+    _magic, kind, meta_length, group, sequence, nbytes = _FIELDS.unpack_from(data)
+    (checksum,) = _CHECKSUM.unpack_from(data, _FIELDS.size)
+    meta = data[HEADER_BYTES:HEADER_BYTES + meta_length]
+    if zlib.crc32(meta, zlib.crc32(data[:_FIELDS.size])) != checksum:
+        raise CommError(f"a frame's checksum is wrong: {data[:HEADER_BYTES].hex()}")
+    return Header(kind, Tag(group, sequence), meta, nbytes)

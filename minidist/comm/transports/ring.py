@@ -1,0 +1,168 @@
+"""A ring of bytes in shared memory: one process writes, another reads, without a lock and mostly without the kernel.
+
+    words, each on a cache line of its own       data, CAPACITY bytes
+    head    bytes ever written                   +--------------------------------------------------------+
+    tail    bytes ever read                      | free | unread: tail % CAPACITY ... head % CAPACITY | free |
+    reader  the reader sleeps: wake it           +--------------------------------------------------------+
+    writer  the writer sleeps: wake it
+
+The writer copies bytes in, then moves `head`; the reader copies them out, or adds them to an array where they lie, then
+moves `tail`. Each word has one writer, and each copies only what the other's word says is there.
+
+Order matters twice, and a processor keeps it only if told (ARM reorders stores; x86 reads ahead of its own stores):
+
+    bytes before head      else the reader takes bytes that are not there yet
+    head before reader?    the writer moves `head`, then looks whether the reader sleeps; the reader says that it sleeps,
+                           then looks at `head` once more. Whichever comes second sees the other, so no wake-up is lost.
+
+Python has no fence, but releasing and taking a lock is one: nothing before a release may come after it, nothing after an
+acquire may come before it, and a release and a following acquire keep their order (C11 and ARMv8, RCsc).
+"""
+
+import threading
+
+import numpy as np
+
+CAPACITY = 1 << 20          # bytes of a ring: a core's second-level cache, from which the other core reads
+PIECE_BYTES = 256 << 10     # most that is copied before it is shown to the other side, so that both work at once
+LINE = 64                   # bytes of a cache line; what is written at once begins at a multiple of it
+RING_BYTES = 4 * LINE + CAPACITY
+
+_HEAD, _TAIL, _READER, _WRITER = (index * LINE // 8 for index in range(4))
+_SHOW_BYTES = CAPACITY // 16    # the reader moves `tail` when it has read so much, or before it sleeps
+
+
+class _End:
+    """What both ends of a ring share: its words and its data, in memory that the other process sees too."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._words = memory[:4 * LINE].cast("Q")
+        self._octets = memory[4 * LINE:RING_BYTES]
+        self._data = np.frombuffer(self._octets, np.uint8)
+        lock = threading.Lock()
+        lock.acquire()
+        self._release, self._acquire = lock.release, lock.acquire
+
+    def fence(self) -> None:
+        """Keep what was done to memory before this call ahead of what is done after it, for every process to see."""
+        self._release()
+        self._acquire()
+
+
+class RingWriter(_End):
+    """The writing end. One thread at a time."""
+
+    def __init__(self, memory: memoryview) -> None:
+        super().__init__(memory)
+        self._head = self._tail = 0                 # ours; the reader's as last seen
+
+    def free(self) -> int:
+        """Bytes that can be written now, a multiple of 64."""
+        self._tail = self._words[_TAIL]
+        return (CAPACITY - (self._head - self._tail)) & -LINE
+
+    def write(self, prefix: bytes, payload: np.ndarray) -> int:
+        """Take the whole prefix (or nothing) and bytes of the payload; how many of both were taken.
+
+        The end of the payload is padded, so that the next prefix begins on a cache line.
+        """
+        free = CAPACITY - (self._head - self._tail)
+        if free < len(prefix) + len(payload) + LINE:
+            free = self.free()
+        if free < max(len(prefix), 1):
+            return 0
+        if prefix:
+            self._put(prefix)
+        begin = self._head % CAPACITY
+        count = min(len(payload), free - len(prefix), CAPACITY - begin, PIECE_BYTES)
+        if count < len(payload):
+            count &= -LINE
+        if count:
+            self._data[begin:begin + count] = payload[:count]
+            self._head += count
+        if count == len(payload):
+            self._head += -count % LINE
+        self.fence()  # the bytes before `head`
+        self._words[_HEAD] = self._head
+        return len(prefix) + count
+
+    def _put(self, prefix: bytes) -> None:
+        begin = self._head % CAPACITY
+        first = min(len(prefix), CAPACITY - begin)
+        self._octets[begin:begin + first] = prefix[:first]
+        self._octets[:len(prefix) - first] = prefix[first:]
+        self._head += len(prefix)
+
+    def reader_sleeps(self) -> bool:
+        """Whether the reader asks to be woken, now that something was written; answered once."""
+        self.fence()  # `head` before the reader's word
+        sleeps = self._words[_READER] != 0
+        if sleeps:
+            self._words[_READER] = 0
+        return sleeps
+
+    def sleeps(self, asleep: bool) -> None:
+        """Ask to be woken when half of the ring is free, or no more. A fence must follow, then a look at roomy()."""
+        self._words[_WRITER] = int(asleep)
+
+    def roomy(self) -> bool:
+        """Whether half of the ring is free."""
+        return self.free() >= CAPACITY // 2
+
+
+class RingReader(_End):
+    """The reading end. One thread at a time."""
+
+    def __init__(self, memory: memoryview) -> None:
+        super().__init__(memory)
+        self._tail = self._shown = self._head = 0   # ours; what the writer knows of it; the writer's as last seen
+
+    def unread(self) -> int:
+        """Bytes that can be read now."""
+        if self._words[_HEAD] != self._head:
+            self._head = self._words[_HEAD]
+            self.fence()  # `head` before the bytes
+        return self._head - self._tail
+
+    def peek(self, count: int) -> bytes | None:
+        """The next `count` bytes, not consumed; None while fewer are there."""
+        if self._head - self._tail < count and self.unread() < count:
+            return None
+        begin = self._tail % CAPACITY
+        data = self._octets[begin:begin + count].tobytes()
+        return data if len(data) == count else data + self._octets[:count - len(data)].tobytes()
+
+    def piece(self, most: int) -> np.ndarray:
+        """The bytes that are there, in one stretch, where they lie; not consumed.
+
+        A stretch ends where the ring or a payload does, or after multiples of 64 bytes: items of up to 64 bytes are whole.
+        """
+        begin = self._tail % CAPACITY
+        return self._data[begin:begin + min(most, self.unread(), CAPACITY - begin, PIECE_BYTES)]
+
+    def skip(self, count: int) -> None:
+        """Consume `count` bytes."""
+        self._tail += count
+
+    def show(self) -> None:
+        """Tell the writer how far we have read."""
+        self.fence()  # our reading before `tail`
+        self._words[_TAIL] = self._shown = self._tail
+
+    def writer_sleeps(self) -> bool:
+        """Whether the writer is to be woken: it asked for it, and enough was read; answered once."""
+        if self._tail - self._shown < _SHOW_BYTES:
+            return False
+        self.show()
+        return self.wakes_writer()
+
+    def wakes_writer(self) -> bool:
+        self.fence()  # `tail` before the writer's word
+        wakes = self._words[_WRITER] != 0 and self._words[_HEAD] - self._tail <= CAPACITY // 2
+        if wakes:
+            self._words[_WRITER] = 0
+        return wakes
+
+    def sleeps(self, asleep: bool) -> None:
+        """Ask to be woken when something is written, or no more. A fence must follow, then a look at unread()."""
+        self._words[_READER] = int(asleep)

@@ -1,0 +1,168 @@
+"""Ranks of one host as processes that share memory: two copies a message, and the kernel only to sleep.
+
+    rank 0                        shared by the two                          rank 1
+    array --copy-->  [ ring 0 -> 1: head, tail, 1 MiB of bytes ]  --add-->   array
+    array <--copy--  [ ring 1 -> 0                              ]  <--copy-- array
+    doorbell <=====  a connected socket: "wake up", or the end of the process  =====> doorbell
+
+Two ranks share one piece of memory with a ring each way (ring.py), and a Unix socket. Bytes go through the rings. Who
+finds nothing to do says so in the ring, looks once more, and sleeps on the socket; who then moves bytes sends it one byte.
+The socket also tells of a death at once: the kernel closes it, however the process ended.
+
+The memory has no name: it is a file without a directory entry, handed over through the socket. So nothing of it can be
+left behind, no other user can open it, and the size of /dev/shm does not limit it. Pages that are never written cost nothing.
+
+A reduction adds straight from the ring. Nothing of the size of a message is allocated, on either side.
+"""
+
+import mmap
+import os
+import platform
+import select
+import socket
+import tempfile
+from contextlib import suppress
+
+import numpy as np
+
+from minidist.comm.transports import mesh
+from minidist.comm.transports.link import ByteLink
+from minidist.comm.transports.ring import LINE, RING_BYTES, RingReader, RingWriter
+from minidist.comm.transports.sockets import Meeting
+from minidist.comm.transports.stream import StreamTransport
+from minidist.errors import CommError
+
+SPINS, SPINS_CROWDED = 200, 20  # looks at the rings before sleeping: with a core for each rank, or more ranks than cores
+
+
+class ShmTransport(StreamTransport):
+    """One rank's rings to all others, which must be on the same host."""
+
+    def __init__(self, world_rank: int, link: Meeting, token: bytes, limit: float) -> None:
+        listener = mesh.listen_unix()
+        infos = link.meet({"transport": "shm", "host": platform.node(), "address": listener.getsockname()})
+        hosts = [info["host"] for info in infos]
+        if len(set(hosts)) > 1:
+            listener.close()
+            raise CommError(f"shm joins ranks of one host, but rank 0 is on {hosts[0]} and rank {world_rank} on "
+                            f"{hosts[world_rank]}; use --transport sockets")
+        connections = mesh.join(world_rank, len(infos), token, listener,
+                                lambda rank: mesh.dial_unix(infos[rank]["address"], limit), limit)
+        crowded = len(infos) > len(os.sched_getaffinity(0))
+        super().__init__("shm", world_rank, limit, _share(world_rank, connections, limit), SPINS_CROWDED if crowded else SPINS)
+
+
+class ShmLink(ByteLink):
+    """One peer's two rings, and the socket that wakes it and us."""
+
+    align = LINE
+
+    def __init__(self, sock: socket.socket, memory: memoryview, lower: bool) -> None:
+        first, second = memory[:RING_BYTES], memory[RING_BYTES:2 * RING_BYTES]
+        self._out, self._in = RingWriter(first if lower else second), RingReader(second if lower else first)
+        sock.setblocking(False)
+        self._sock = sock
+        self._ended = False                         # the peer's socket is closed: it writes and reads no more
+
+    def write(self, prefix: bytes, payload: np.ndarray) -> int:
+        if self._ended:
+            raise BrokenPipeError("its process has ended")
+        taken = self._out.write(prefix, payload)
+        if taken and self._out.reader_sleeps():
+            self._ring()
+        return taken
+
+    def peek(self, count: int) -> bytes | None:
+        data = self._in.peek(count)
+        if data is None and self._ended:
+            raise EOFError
+        return data
+
+    def piece(self, most: int, itemsize: int) -> np.ndarray:
+        piece = self._in.piece(most)
+        if not len(piece) and self._ended:
+            raise EOFError
+        return piece
+
+    def skip(self, count: int) -> None:
+        self._in.skip(count)
+        if self._in.writer_sleeps():
+            self._ring()
+
+    def read_into(self, target: np.ndarray) -> int:
+        piece = self.piece(len(target), 1)
+        if len(piece):
+            target[:len(piece)] = piece
+            self.skip(len(piece))
+        return len(piece)
+
+    def _ring(self) -> None:
+        with suppress(OSError):  # full: it is ringing already; broken: the peer is gone, and arm() will see it
+            self._sock.send(b"!")
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def arm(self, reading: bool, writing: bool) -> int:
+        self._in.sleeps(reading)
+        self._out.sleeps(writing)
+        self._in.show()
+        if self._in.wakes_writer():  # fences: our words before the look at the peer's
+            self._ring()
+        ready = self._ended or (reading and self._in.unread() > 0) or (writing and self._out.roomy())
+        return 0 if ready else select.POLLIN
+
+    def disarm(self, events: int) -> None:
+        self._in.sleeps(False)
+        self._out.sleeps(False)
+        if events:
+            with suppress(BlockingIOError):
+                self._ended = not self._hear()
+
+    def _hear(self) -> bytes:
+        try:
+            return self._sock.recv(4096)
+        except ConnectionError:
+            return b""
+
+    def close(self) -> None:
+        self._sock.close()
+        del self._in, self._out  # the memory goes when nothing points into it
+
+
+# --- handing over the memory -----------------------------------------------------------------------------------------
+
+def _share(world_rank: int, connections: dict[int, socket.socket], limit: float) -> dict[int, ByteLink]:
+    """The lower rank of each pair makes the memory and hands it to the higher one."""
+    links: dict[int, ByteLink] = {}
+    for rank, sock in connections.items():
+        if rank > world_rank:
+            file = _nameless_file(2 * RING_BYTES)
+            socket.send_fds(sock, [b"memory"], [file])
+            links[rank] = ShmLink(sock, _map(file), lower=True)
+    for rank, sock in connections.items():
+        if rank < world_rank:
+            sock.settimeout(limit)
+            _message, files, _flags, _address = socket.recv_fds(sock, 16, 1)
+            if len(files) != 1:
+                raise CommError(f"rank {world_rank} got no shared memory from rank {rank}: it ended while starting")
+            links[rank] = ShmLink(sock, _map(files[0]), lower=False)
+    return links
+
+
+def _nameless_file(nbytes: int) -> int:
+    """A file of zeros in memory (a temporary one, where the system has none such), which no directory lists."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("minidist")
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    os.ftruncate(file, nbytes)
+    return file
+
+
+def _map(file: int) -> memoryview:
+    try:
+        return memoryview(mmap.mmap(file, 2 * RING_BYTES))
+    finally:
+        os.close(file)

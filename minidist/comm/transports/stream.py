@@ -1,0 +1,306 @@
+"""Messages over byte streams: what sockets.py, shm.py and mpi.py share.
+
+A ByteLink moves bytes to and from one peer, in order, and never blocks. Here messages become frames on it, and frames
+find the receive they belong to:
+
+    start_send --> outgoing --+                                    +--> posted[tag]      a receive waits: into its array,
+                              |  header|payload|header|payload ... |                     or reduced there piece by piece
+                              +--------------> link ---------------+
+                                                                   +--> unexpected[tag]  nobody asked for it yet: buffered
+
+A header is read only while this rank waits for something from that peer. So a message that comes early stays in the link
+(in the kernel's buffers, in the ring), and a sender that is far ahead is held back; only a message that stands in front
+of one that is asked for is buffered, within UNEXPECTED_LIMIT.
+"""
+
+import math
+import select
+import socket
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TypeVar
+
+import numpy as np
+
+from minidist.comm.transport import Accept, Handle, Reduce, Tag
+from minidist.comm.transports import frames
+from minidist.comm.transports.engine import Engine
+from minidist.comm.transports.link import ByteLink
+from minidist.comm.transports.message import Frame, Receive, Send
+from minidist.errors import CommError, PeerLostError
+
+UNEXPECTED_LIMIT = 256 << 20    # bytes of messages from one peer that may wait here unasked for
+_FLUSH = 5.0                    # seconds that close() gives to sends nobody waited for
+_NOTHING = np.empty(0, np.uint8)
+
+_Item = TypeVar("_Item", Receive, Frame)
+
+
+class _ByTag(dict[Tag, "deque[_Item]"]):
+    """First in, first out, tag by tag; a tag without items takes no memory."""
+
+    def put(self, tag: Tag, item: _Item) -> None:
+        self.setdefault(tag, deque()).append(item)
+
+    def take(self, tag: Tag) -> _Item | None:
+        """The oldest item of `tag`, removed."""
+        items = self.get(tag)
+        if items is None:
+            return None
+        item = items.popleft()
+        if not items:
+            del self[tag]
+        return item
+
+
+class _Peer:
+    """One peer's link, and the messages to and from it. Guarded by the engine's lock, but for `frame`: the leader's."""
+
+    def __init__(self, rank: int, link: ByteLink) -> None:
+        self.rank, self.link = rank, link
+        self.outgoing: deque[Send] = deque()
+        self.posted: _ByTag[Receive] = _ByTag()
+        self.unexpected: _ByTag[Frame] = _ByTag()
+        self.unexpected_bytes = 0
+        self.receives: set[Receive] = set()         # asked for and not finished
+        self.frame: Frame | None = None             # whose payload is being read
+        self.deaf: str | None = None                # why nothing more can be sent to it
+        self.mute: str | None = None                # why nothing more will come from it
+
+
+class StreamTransport(Engine):
+    """Messages to and from every other rank, over one ByteLink each."""
+
+    def __init__(self, name: str, world_rank: int, limit: float, links: Mapping[int, ByteLink], spins: int) -> None:
+        super().__init__(name, world_rank, len(links) + 1, limit, spins)
+        self._peers = {rank: _Peer(rank, link) for rank, link in links.items()}
+        self._active: dict[int, _Peer] = {}         # where something was started since the leader last slept, or waits
+        self._asleep = False
+        self._bell, self._ringer = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ringer.setblocking(False)
+
+    # --- starting ----------------------------------------------------------------------------------------------------
+
+    def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
+        to = self._peer(peer)
+        send = Send(self, peer, tag, view, frames.pack_header(frames.MESSAGE, tag, meta, view.nbytes, to.link.align))
+        with self.lock:
+            self.begin(send)
+            to.outgoing.append(send)
+            while to.outgoing and self._push(to):
+                pass
+            if to.outgoing:
+                self._attend(to)
+        return send
+
+    def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
+        source = self._peer(peer)
+        receive = Receive(self, peer, tag, accept, reduce)
+        with self.lock:
+            self.begin(receive)
+            source.receives.add(receive)
+            early = source.unexpected.take(tag)
+            if early is not None:
+                source.unexpected_bytes -= early.header.nbytes
+                early.receive = receive  # if the frame is not complete yet, the leader will finish this
+            elif source.mute is not None:
+                self._end(source, receive, self._lost(source, source.mute))
+            else:
+                source.posted.put(tag, receive)
+            delivers = early is not None and early.complete
+            if not receive.finished:
+                self._attend(source)
+        if early is not None and delivers:
+            self._deliver(source, early, receive)
+        return receive
+
+    def _peer(self, rank: int) -> _Peer:
+        peer = self._peers.get(rank)
+        if peer is None:
+            raise CommError(f"rank {self.world_rank} of {self.world_size} has no link to rank {rank}")
+        return peer
+
+    def _attend(self, peer: _Peer) -> None:
+        """Have the leader, or the helper, look after `peer`. Under the lock."""
+        self._active[peer.rank] = peer
+        self.attend()
+        if self._asleep:
+            self._wake()
+
+    # --- moving ------------------------------------------------------------------------------------------------------
+
+    def _pass(self) -> bool:
+        moved = False
+        for peer in list(self._active.values()):
+            if peer.outgoing:
+                with self.lock:
+                    moved |= bool(peer.outgoing) and self._push(peer)
+            if peer.receives:
+                moved |= self._pull(peer)
+        return moved
+
+    def _push(self, peer: _Peer) -> bool:
+        """Give the link what it takes of the first message in the queue; whether it took any. Under the lock."""
+        send = peer.outgoing[0]
+        begun = send.sent - len(send.prefix)
+        try:
+            if peer.deaf is not None:
+                raise OSError(peer.deaf)
+            if begun < 0:
+                taken = peer.link.write(send.prefix[send.sent:], send.payload)
+            else:
+                taken = peer.link.write(b"", send.payload[begun:])
+        except OSError as error:
+            self._deafen(peer, f"its connection broke ({error})")
+            return True
+        send.sent += taken
+        if send.sent == len(send.prefix) + len(send.payload):
+            peer.outgoing.popleft()
+            self.finish(send)
+        return taken > 0
+
+    def _pull(self, peer: _Peer) -> bool:
+        """Take what the link has of the message at its front; whether there was any. Only the leader reads links."""
+        try:
+            fresh = peer.frame is None
+            frame = peer.frame or self._next_frame(peer)
+            if frame is None:
+                return False
+            moved = frame.take(peer.link)
+            if frame.complete:
+                peer.link.skip(-frame.header.nbytes % peer.link.align)
+        except EOFError:
+            self._lose(peer, "its connection ended without a goodbye: the process died")
+        except OSError as error:
+            self._lose(peer, f"its connection broke ({error})")
+        except CommError as error:
+            self._lose(peer, f"what came from it cannot be used: {error}")
+        else:
+            self._settle(peer, frame)
+            return fresh or moved > 0
+        return True
+
+    def _next_frame(self, peer: _Peer) -> Frame | None:
+        """The frame whose header stands at the front of the link, matched; None while the header is not all there."""
+        start = peer.link.peek(frames.HEADER_BYTES)
+        data = start and peer.link.peek(frames.header_length(start, peer.link.align))
+        if not data:
+            return None
+        header = frames.parse_header(data)
+        peer.link.skip(len(data))
+        if header.kind == frames.GOODBYE:
+            self._lose(peer, "it has left the job (its transport was closed)")
+            return None
+        peer.frame = frame = Frame(header)
+        with self.lock:
+            receive = peer.posted.take(header.tag)
+            if receive is None:
+                self._keep(peer, frame)
+        if receive is not None:
+            frame.open(receive)
+        return frame
+
+    def _keep(self, peer: _Peer, frame: Frame) -> None:
+        """Buffer a message that nobody has asked for, because one behind it is asked for. Under the lock."""
+        tag, nbytes = frame.header.tag, frame.header.nbytes
+        if peer.unexpected_bytes + nbytes > UNEXPECTED_LIMIT:
+            raise CommError(f"a message of {nbytes} bytes (tag {tag.group:x}/{tag.sequence}) that no receive asks for stands "
+                            f"before one that is; {peer.unexpected_bytes} bytes are buffered already and {UNEXPECTED_LIMIT} "
+                            "may be: receive in the order in which the peer sends")
+        peer.unexpected_bytes += nbytes
+        peer.unexpected.put(tag, frame)
+        frame.keep()
+
+    def _settle(self, peer: _Peer, frame: Frame) -> None:
+        """Finish the receive of a frame that is complete or has failed."""
+        if not (frame.complete or frame.failure):
+            return
+        with self.lock:
+            if frame.complete:
+                peer.frame = None
+            receive = frame.receive
+            if receive is not None and frame.buffer is None:
+                self._end(peer, receive, frame.failure)
+        if receive is not None and frame.buffer is not None:
+            self._deliver(peer, frame, receive)
+
+    def _deliver(self, peer: _Peer, frame: Frame, receive: Receive) -> None:
+        """Move a buffered message to where its receive wants it."""
+        frame.open(receive)
+        with self.lock:
+            self._end(peer, receive, frame.failure)
+
+    def _end(self, peer: _Peer, receive: Receive, error: Exception | None) -> None:
+        """Finish a receive. Under the lock."""
+        if receive in peer.receives:
+            peer.receives.remove(receive)
+            self.finish(receive, error)
+
+    # --- losing a peer -----------------------------------------------------------------------------------------------
+
+    def _lost(self, peer: _Peer, why: str) -> PeerLostError:
+        return PeerLostError(f"rank {self.world_rank} lost rank {peer.rank}: {why}", world_rank=peer.rank)
+
+    def _deafen(self, peer: _Peer, why: str) -> None:
+        """Nothing more can be sent to `peer`; what it sent before may still be read. Under the lock."""
+        peer.deaf = peer.deaf or why
+        while peer.outgoing:
+            self.finish(peer.outgoing.popleft(), self._lost(peer, peer.deaf))
+
+    def _lose(self, peer: _Peer, why: str) -> None:
+        """Nothing more will come from `peer`, nor can be sent to it."""
+        with self.lock:
+            peer.mute, peer.frame = why, None
+            self._deafen(peer, why)
+            peer.posted.clear()
+            for receive in list(peer.receives):
+                self._end(peer, receive, self._lost(peer, why))
+
+    # --- sleeping ----------------------------------------------------------------------------------------------------
+
+    def _sleep(self, seconds: float) -> None:
+        poller = select.poll()
+        poller.register(self._bell, select.POLLIN)
+        with self.lock:
+            self._asleep = True  # from here on who starts a transfer rings the bell
+            self._active = {rank: peer for rank, peer in self._active.items() if peer.receives or peer.outgoing}
+            watched = {peer.link.fileno(): peer.link for peer in self._active.values()}
+            ready = self.error is not None
+            for peer in self._active.values():
+                events = peer.link.arm(bool(peer.receives), bool(peer.outgoing))
+                poller.register(peer.link.fileno(), events)
+                ready = ready or not events
+        reported = {} if ready else dict(poller.poll(math.ceil(seconds * 1000)))
+        self._asleep = False
+        if self._bell.fileno() in reported:
+            with suppress(BlockingIOError):
+                self._bell.recv(4096)
+        for fileno, link in watched.items():
+            link.disarm(reported.get(fileno, 0))
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # full: it is ringing already
+            self._ringer.send(b"!")
+
+    # --- ending ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Send what was started, within 5 s, say goodbye, and release the links."""
+        if self._closing:
+            return
+        self.limit = min(self.limit, _FLUSH)
+        goodbye = Tag(0, 0)
+        for peer in self._peers.values():
+            with suppress(CommError):
+                for send in list(peer.outgoing):
+                    self.drive(send)
+            with suppress(OSError), self.lock:
+                if not peer.outgoing and peer.deaf is None:
+                    peer.link.write(frames.pack_header(frames.GOODBYE, goodbye, b"", 0, peer.link.align), _NOTHING)
+        super().close()
+        for peer in self._peers.values():
+            peer.link.close()
+        self._bell.close()
+        self._ringer.close()
