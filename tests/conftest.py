@@ -1,8 +1,10 @@
-"""Settings every test shares: the Hypothesis profile of the CI sample."""
+"""Settings every test shares: the Hypothesis profile of the CI sample, and one BLAS thread."""
 
 import sys
 from pathlib import Path
 
+import numpy  # noqa: F401 - loads the BLAS that is limited below
+import threadpoolctl
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # `from helpers import ...`, `from strategies import ...`
@@ -10,3 +12,5 @@ sys.path.insert(0, str(Path(__file__).parent))  # `from helpers import ...`, `fr
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, database=None,
                           suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
+
+threadpoolctl.threadpool_limits(1)  # many small products, and ranks as threads: BLAS threads of their own only wait

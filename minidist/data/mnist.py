@@ -17,6 +17,7 @@ from minidist.errors import DataError
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+_MOST_DIMS = 32
 
 
 def load(folder: str | Path) -> ImageData:
@@ -61,9 +62,9 @@ def read_idx(path: str | Path) -> np.ndarray:
 
 def _parse(path: Path, file: BinaryIO) -> np.ndarray:
     magic = file.read(4)
-    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES:
+    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES or magic[3] > _MOST_DIMS:
         raise DataError(f"{path}: is no IDX file: it begins {magic.hex(' ') or 'with nothing'}, not 00 00, a type in "
-                        f"{', '.join(f'{code:02x}' for code in _TYPES)}, and the number of dims")
+                        f"{', '.join(f'{code:02x}' for code in _TYPES)}, and the number of dims, at most {_MOST_DIMS}")
     header = file.read(4 * magic[3])
     if len(header) < 4 * magic[3]:
         raise DataError(f"{path}: ends within its header, which announces {magic[3]} dims")
