@@ -6,14 +6,12 @@
 """
 
 import argparse
-import os
 import sys
 import time
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-import threadpoolctl
 from rich.console import Console
 
 from minidist.cli import train_options, train_report
@@ -21,7 +19,8 @@ from minidist.cli.common import fail, write_json
 from minidist.cli.train_progress import Report, Silence, make_console, make_report
 from minidist.cli.train_verify import verify
 from minidist.comm.group import Group
-from minidist.launch import Launch, detect, init, spawn
+from minidist.launch import detect, init, spawn
+from minidist.launch.membership import limit_blas_threads
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline
 from minidist.parallel.hybrid import Trainer
@@ -36,28 +35,20 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:  ConfigError for what the options or the data make impossible.
     """
-    launch = detect(os.environ)
-    if launch.world_size == 1 and launch.launcher == "alone" and (args.ranks or 1) > 1:
-        settings = train_options.check(args)
-        settings.plan(args.ranks).require(args.ranks)
-        return spawn([sys.executable, "-m", "minidist", "train", *train_options.as_arguments(args)], args.ranks,
-                     transport=args.transport or "sockets")
-    if args.ranks and args.ranks != launch.world_size:
+    launch = detect()
+    starts_ranks = launch.launcher == "alone" and (args.ranks or 1) > 1
+    if args.ranks and args.ranks != launch.world_size and not starts_ranks:
         fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
     settings = train_options.check(args)
-    settings.plan(launch.world_size).require(launch.world_size)
-    world = init(transport=args.transport)
-    threads = args.threads or max(1, cores() // launch.local_size)
-    with threadpoolctl.threadpool_limits(threads, user_api="blas"):
-        return train(settings, world, launch, threads)
+    size = args.ranks if starts_ranks else launch.world_size
+    settings.plan(size).require(size)
+    if starts_ranks:
+        return spawn([sys.executable, "-m", "minidist", "train", *train_options.as_arguments(args)], size)
+    threads = limit_blas_threads(args.threads, launch.local_size)
+    return train(settings, init(transport=args.transport, threads=threads), threads)
 
 
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def train(settings: train_options.Settings, world: Group, launch: Launch, threads: int) -> int:
+def train(settings: train_options.Settings, world: Group, threads: int) -> int:
     """The run from the first step to the report; the same on every rank, but that rank 0 speaks and writes."""
     args = settings.args
     speaks = world.rank == 0 and not args.quiet
@@ -119,7 +110,8 @@ def announce(console: Console, settings: train_options.Settings, world: Group) -
     console.print(f"{text.source}: {len(text.train):,} symbols to learn from, {len(text.validation):,} held out, "
                   f"{len(text.symbols)} different; {config.layers} layers of width {config.width}, "
                   f"{settings.args.batch} × {config.context} tokens a step, "
-                  f"{train_report.plural(world.size, 'rank')} over {world.transport.name}", markup=False, soft_wrap=True)
+                  f"{train_report.plural(world.size, 'rank')} over {world.transport.name}",
+                  markup=False, soft_wrap=True)
 
 
 def sample(trainer: Trainer, settings: train_options.Settings) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from minidist.backend import module_for
 from minidist.cli.common import fail, positive
 from minidist.data import text
+from minidist.launch.transports import PROCESSES
 from minidist.nn import GPTConfig
 from minidist.parallel.common.update import Batch
 from minidist.parallel.hybrid import OPTIMIZERS, SCHEDULES, Plan
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("the job")
     job.add_argument("-n", "--ranks", type=positive, metavar="N",
                      help="start N ranks here (without mpirun or another launcher)")
-    job.add_argument("--transport", choices=["sockets", "shm", "mpi"],
+    job.add_argument("--transport", choices=PROCESSES,
                      help="how ranks exchange bytes (default: mpi under mpirun, else sockets)")
     job.add_argument("--plan", metavar="dp=N", help="how the job is cut (default: all ranks on the data axis)")
     job.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
@@ -42,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--heads", type=positive, default=4, metavar="N", help="attention heads (default: 4)")
     model.add_argument("--vocab", type=positive, metavar="N",
                        help="embedding rows, at least the data's symbols; the rest unused (default: the symbols)")
-    model.add_argument("--positions", choices=["learned", "rotary"], default="learned", help="(default: learned)")
+    model.add_argument("--positions", choices=["learned", "rotary"], default="rotary",
+                       help="how a token knows its place (default: rotary)")
     model.add_argument("--tied", action="store_true", help="one matrix for embedding and output")
     model.add_argument("--dropout", type=fraction, default=0.0, metavar="RATE", help="(default: 0)")
     model.add_argument("--dtype", choices=["float64", "float32"], default="float32", help="(default: float32)")
@@ -159,10 +161,10 @@ def check_writable(option: str, file: Path, *, folder_must_exist: bool = False) 
 
 
 def as_arguments(args: argparse.Namespace) -> list[str]:
-    """The command-line words that give `args` again, but for how many ranks to start and over what."""
+    """The command-line words that give `args` again, but for how many ranks to start."""
     words: list[str] = []
     for name, value in vars(args).items():
-        if name in ("ranks", "transport", "command") or value is None or value is False or callable(value):
+        if name in ("ranks", "command") or value is None or value is False or callable(value):
             continue
         words.append("--" + name.replace("_", "-"))
         if value is not True:

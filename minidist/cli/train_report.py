@@ -98,7 +98,11 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
                   f"{metrics['transport']}, {plural(metrics['threads'], 'BLAS thread')} each\n", markup=False)
     console.rule("a sample of what it learned", style="dim", align="left")
     console.print(sample, markup=False, soft_wrap=True)
-    console.print(traffic_table(metrics))
+    if metrics["size"] > 1:
+        console.rule("what each rank sent for gradients in a step, in bytes and messages, measured and by formula",
+                     style="dim", align="left")
+        console.print(traffic_table(metrics))
+    console.rule("what fills the memory of rank 0, in bytes, measured and by formula", style="dim", align="left")
     console.print(memory_table(metrics))
     console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), loss.png, model.safetensors",
                   markup=False, soft_wrap=True)
@@ -109,9 +113,8 @@ def traffic_table(metrics: Metrics) -> Table:
     size, steps, formula = metrics["size"], len(metrics["losses"]), metrics["formula"]
     gradients = metrics["parameter_bytes"]
     share = 2 * (size - 1) / size * gradients
-    table = Table(title=f"sent for gradients, a step: 2(P-1)/P × {gradients:,} bytes of gradients in "
-                        f"{formula['buckets']} buckets", title_justify="left", header_style="bold")
-    for column in ("rank", "bytes", "formula", "messages", "formula "):
+    table = Table(header_style="bold")
+    for column in ("rank", "bytes", f"2(P-1)/P × {gradients:,}", "messages", f"2(P-1) × {formula['buckets']} buckets"):
         table.add_column(column, justify="right")
     sent, messages = ([rank[kind].get("dp", {}).get("all_reduce", 0) // steps for rank in metrics["ranks"]]
                       for kind in ("sent_bytes", "messages"))
@@ -128,9 +131,8 @@ def memory_table(metrics: Metrics) -> Table:
     count, each = metrics["parameters"], metrics["parameter_bytes"] // metrics["parameters"]
     moments = metrics["optimizer_moments"]
     formulas = {"parameters": each, "gradients": each, "optimizer": each * moments}
-    table = Table(title=f"memory of rank 0 in bytes: {each} + {each} + {each * moments} = {each * (2 + moments)} "
-                        f"a parameter for parameters, gradients and optimizer", title_justify="left",
-                  header_style="bold")
+    table = Table(header_style="bold", caption=f"parameters + gradients + optimizer: {each} + {each} + {each * moments} = "
+                  f"{each * (2 + moments)} bytes a parameter", caption_justify="left")
     table.add_column("what")
     for column in ("now", "peak", "formula"):
         table.add_column(column, justify="right")
