@@ -131,8 +131,9 @@ def memory_table(metrics: Metrics) -> Table:
     count, each = metrics["parameters"], metrics["parameter_bytes"] // metrics["parameters"]
     moments = metrics["optimizer_moments"]
     formulas = {"parameters": each, "gradients": each, "optimizer": each * moments}
-    table = Table(header_style="bold", caption=f"parameters + gradients + optimizer: {each} + {each} + {each * moments} = "
-                  f"{each * (2 + moments)} bytes a parameter", caption_justify="left")
+    table = Table(header_style="bold", caption_justify="left",
+                  caption=f"parameters + gradients + optimizer: {each} + {each} + {each * moments} = "
+                          f"{each * (2 + moments)} bytes a parameter")
     table.add_column("what")
     for column in ("now", "peak", "formula"):
         table.add_column(column, justify="right")

@@ -142,7 +142,7 @@ def refusals() -> list[tuple[list[str], str]]:
     ]
 
 
-@pytest.mark.parametrize(("options", "says"), refusals(), ids=lambda value: " ".join(value))
+@pytest.mark.parametrize(("options", "says"), refusals(), ids=[" ".join(options) for options, _ in refusals()])
 def test_a_mistake_is_one_line(options: list[str], says: str, book: Path, tmp_path: Path,
                                monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     if options[0] == "--device":
@@ -183,7 +183,8 @@ def test_lines_are_few_and_the_last_is_there() -> None:
     for step in range(1, 1001):
         report.step(step, 1.0, 2.0, 3 << 20)
     report.close()
-    assert len(lines) == 2 and lines[-1] == "step 1000 of 1000  loss 1.0000  2 tokens/s  3.00 MiB sent a rank"
+    assert len(lines) == 2 and lines[0].startswith("step    1 of 1000") and lines[1].startswith(
+        "step 1000 of 1000  loss 1.0000  2 tokens/s  3")
 
 
 def test_a_terminal_gets_a_bar() -> None:
