@@ -22,6 +22,7 @@ from rich.table import Table
 from minidist.cli import bench_all_reduce, bench_step
 from minidist.cli.common import counts, positive, sizes, write_json
 from minidist.errors import ConfigError
+from minidist.observe.bench_plots import bytes_text, draw_bus_bandwidth, draw_steps
 
 REFERENCE = {"sockets": "gloo", "shm": "MPI_Allreduce", "mpi": "MPI_Allreduce"}  # who each of ours is measured against
 
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)  # a table in a log or a file is not folded
     with console.status("starting the ranks") as status:
         result = (_all_reduce if args.what == "all-reduce" else _step)(args, status.update)
     result["machine"] = machine()
@@ -123,8 +124,7 @@ def _print_all_reduce(result: dict[str, Any], console: Console) -> None:
     for ranks, times in result["seconds"].items():
         table = Table(title=f"all-reduce, float32 sum, in place, {ranks} ranks (time µs · bus bandwidth GB/s)",
                       title_justify="left", header_style="bold cyan")
-        table.add_column("bytes", justify="right")
-        for name in result["contenders"]:
+        for name in ("message", *result["contenders"]):
             table.add_column(name, justify="right")
         ratios = [name for name in result["contenders"] if REFERENCE.get(name) in times]
         for name in ratios:
@@ -132,14 +132,14 @@ def _print_all_reduce(result: dict[str, Any], console: Console) -> None:
         for size in result["sizes"]:
             row = [_cell(size, times[name][size], ranks) for name in result["contenders"]]
             row += [f"{times[REFERENCE[name]][size] / times[name][size]:.2f}×" for name in ratios]
-            table.add_row(f"{size:,}", *row)
+            table.add_row(bytes_text(size), *row)
         console.print(table)
     if "gloo" not in result["contenders"]:
         console.print(f"gloo was left out: pip install {_package('gloo')}", style="dim")
 
 
 def _cell(size: int, seconds: float, ranks: int) -> str:
-    return f"{seconds * 1e6:,.0f} · {bench_all_reduce.bus_bandwidth(size, seconds, ranks) / 1e9:.2f}"
+    return f"{seconds * 1e6:,.0f} · {bench_all_reduce.bus_bandwidth(size, seconds, ranks) / 1e9:5.2f}"
 
 
 # ---------------------------------------------------------------- step
@@ -180,8 +180,6 @@ def _ratio(row: dict[str, Any], rows: Iterable[dict[str, Any]], *, name: str, ra
 
 def _draw(result: dict[str, Any], file: str) -> None:
     """Bus bandwidth over size, or tokens/s by ranks, as a PNG."""
-    from minidist.observe.bench_plots import draw_bus_bandwidth, draw_steps
-
     try:
         if result["what"] == "all-reduce":
             draw_bus_bandwidth(Path(file), result["seconds"], bench_all_reduce.bus_bandwidth)

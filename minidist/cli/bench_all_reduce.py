@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from minidist.cli.bench_jobs import Job, answer, worker_command
-from minidist.errors import ConfigError
 
 OURS = ("sockets", "shm", "mpi")
 PEERS = ("gloo", "MPI_Allreduce")
@@ -43,8 +42,7 @@ def start_job(contender: str, size: int) -> Job:
         return Job(contender, size, command, once_per_rank=True)
     if contender in ("mpi", "MPI_Allreduce"):
         return Job(contender, size, ["mpirun", "-n", str(size), *command])
-    launch = [sys.executable, "-m", "minidist", "launch", "-n", str(size), "--transport", contender]
-    return Job(contender, size, [*launch, "-m", MODULE, contender])
+    return Job(contender, size, [sys.executable, "-m", "minidist", "launch", "-n", str(size), "-m", MODULE, contender])
 
 
 def measure_all(sizes: list[int], ranks: int, rounds: int, contenders: list[str],
@@ -74,11 +72,11 @@ def bus_bandwidth(nbytes: int, seconds: float, ranks: int) -> float:
 # ---------------------------------------------------------------- the ranks' side
 
 
-def our_rank() -> tuple[int, Measure]:
-    """One rank of minidist's own all_reduce; the launcher's --transport says over what."""
+def our_rank(transport: str) -> tuple[int, Measure]:
+    """One rank of minidist's own all_reduce."""
     import minidist as md
 
-    world = md.init()
+    world = md.init(transport=transport)
     return world.rank, _timed(world.barrier, lambda x: world.all_reduce(x, out=x), world.size)
 
 
@@ -108,7 +106,7 @@ def _timed(barrier: Callable[[], Any], all_reduce: Callable[[np.ndarray], Any], 
         buffer = np.full(nbytes // 4, 1.5, np.float32)
         all_reduce(buffer)
         if not (buffer == 1.5 * size).all():
-            raise ArithmeticError(f"all_reduce of {nbytes} B of 1.5 over {size} ranks: not all {1.5 * size}: {buffer[:4]}")
+            raise ArithmeticError(f"all_reduce of {nbytes} B over {size} ranks: not all {1.5 * size}: {buffer[:4]}")
         seconds = []
         for _ in range(repeats + 2):  # two to warm up
             buffer.fill(1.5)
@@ -131,10 +129,8 @@ def main() -> None:
         rank, measure = gloo_rank(options.meet)
     elif options.contender == "MPI_Allreduce":
         rank, measure = mpi_rank()
-    elif options.contender in OURS:
-        rank, measure = our_rank()
     else:
-        raise ConfigError(f"bench: unknown contender {options.contender!r}")
+        rank, measure = our_rank(options.contender)
     answer(options.meet, rank, measure)
 
 

@@ -61,8 +61,8 @@ def start_job(contender: str, ranks: int, model: Model, transport: str) -> Job:
     command = [*worker_command(MODULE, contender), *model.arguments()]
     if contender == "PyTorch":
         return Job(contender, ranks, command, once_per_rank=True)
-    launch = [sys.executable, "-m", "minidist", "launch", "-n", str(ranks), "--transport", transport, "--threads", "1"]
-    return Job(contender, ranks, [*launch, "-m", *command[2:]])
+    launch = [sys.executable, "-m", "minidist", "launch", "-n", str(ranks), *command[1:], f"--transport={transport}"]
+    return Job(contender, ranks, launch)
 
 
 def measure_all(model: Model, ranks: list[int], rounds: int, steps: int, transport: str,
@@ -102,11 +102,11 @@ def resident_peak() -> int:
     return 0
 
 
-def our_rank(model: Model) -> tuple[int, Callable[[int], dict[str, Any]]]:
+def our_rank(model: Model, transport: str) -> tuple[int, Callable[[int], dict[str, Any]]]:
     """One rank of minidist: DDP over the ranks that the launcher started."""
     import minidist as md
 
-    world = md.init(threads=1)
+    world = md.init(transport=transport, threads=1)
 
     def trainer(config: GPTConfig) -> Any:
         return md.Trainer(md.Plan(dp=world.size), config, world, clip=CLIP)
@@ -168,12 +168,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="one rank of a contender; started by minidist bench step")
     parser.add_argument("contender", choices=["minidist", "PyTorch"])
     parser.add_argument("--meet", required=True)
+    parser.add_argument("--transport", default="sockets")
     for name, value in vars(Model()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = vars(parser.parse_args())
-    contender, folder = options.pop("contender"), options.pop("meet")
+    contender, folder, transport = (options.pop(name) for name in ("contender", "meet", "transport"))
     model = Model(**options)
-    rank, measure = our_rank(model) if contender == "minidist" else torch_rank(model, folder)
+    rank, measure = our_rank(model, transport) if contender == "minidist" else torch_rank(model, folder)
     answer(folder, rank, measure)
 
 

@@ -29,7 +29,7 @@ def draw_bus_bandwidth(path: Path, seconds: dict[int, dict[str, dict[int, float]
         panel.set_yscale("log")
         panel.set_title(f"{ranks} ranks", loc="left")
         panel.set_xlabel("message, bytes")
-        panel.xaxis.set_major_formatter(lambda value, _: _bytes(value))
+        panel.xaxis.set_major_formatter(lambda value, _: bytes_text(value))
         panel.grid(alpha=0.25)
     panels[0].set_ylabel("bus bandwidth, GB/s")
     panels[-1].legend(frameon=False)
@@ -56,7 +56,7 @@ def draw_steps(path: Path, rows: list[dict[str, Any]]) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _bytes(value: float) -> str:
+def bytes_text(value: float) -> str:
     """1024.0 -> "1 KiB"."""
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
