@@ -108,7 +108,10 @@ def dtype(name: Any) -> np.dtype:
 
     Raises: ConfigError with the names it knows.
     """
-    found = _DTYPES.get(name) if isinstance(name, str) else np.dtype(name)
+    try:
+        found = _DTYPES.get(name) if isinstance(name, str) else np.dtype(name)
+    except TypeError:
+        found = None
     if found is None or found not in _DTYPES.values():
         raise ConfigError(f"unknown dtype {name!r}; choose one of {', '.join(_DTYPES)}")
     return found
