@@ -20,7 +20,6 @@ are), ShapeError and DtypeError (this rank's own arguments do not fit).
 """
 
 import hashlib
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -220,14 +219,17 @@ class Group:
                  color: the same on every rank and in every run, so overlapping and nested groups may be used at once.
         Cost:    one all_gather of three integers, counted under "control".
         """
-        mine = [color is not None, operator.index(color or 0), operator.index(self.rank if key is None else key)]
+        for name, value in (("color", color), ("key", key)):
+            if not isinstance(value, int | np.integer | None):
+                raise ConfigError(f"split: {name}={value!r} must be an integer or None")
+        mine = [color is not None, color or 0, self.rank if key is None else key]
         with self.ledger.control():
             table = self.all_gather(np.array([mine], np.int64))
         self._splits += 1
         if color is None:
             return None
         members = sorted((int(row[2]), rank) for rank, row in enumerate(table) if row[0] and row[1] == color)
-        name = hashlib.blake2b(f"{self.id}/{self._splits}/{operator.index(color)}".encode(), digest_size=8).digest()
+        name = hashlib.blake2b(f"{self.id}/{self._splits}/{int(color)}".encode(), digest_size=8).digest()
         child = Group(self.transport, self.ledger, [self.world_ranks[rank] for _, rank in members],
                       axis=axis or f"{self.axis}.split", id=int.from_bytes(name, "little"))
         self._children.append(child)

@@ -1,0 +1,428 @@
+"""Groups: arguments and results of the verbs, point to point, started calls, split, and ranks that fail.
+
+That each algorithm computes what it should is tests/comm/collectives/; what transports owe is test_conformance.py.
+"""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from helpers import THREADS, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minidist import account
+from minidist.comm.group import Group
+from minidist.errors import CommError, ConfigError, DtypeError, PeerLostError, ShapeError
+
+on_both = pytest.mark.parametrize("transport", THREADS)
+
+
+# ------------------------------------------------------------------------------------------------ arguments and results
+
+def test_numbers_lists_and_arrays_without_dims():
+    def ranks(world):
+        one = world.all_reduce(1.5)
+        assert isinstance(one, np.ndarray)
+        assert (one.shape, one.dtype, float(one)) == ((), np.float64, 3 * 1.5)
+        assert int(world.all_reduce(world.rank, op="max")) == 2
+        assert world.all_reduce([[1, 2], [3, 4]]).tolist() == [[3, 6], [9, 12]]
+        assert world.all_gather(world.rank).tolist() == [0, 1, 2]
+        assert world.all_reduce(np.float32(2)).dtype == np.float32
+        rows = world.gather(np.float64(world.rank), root=1)
+        assert rows is None if world.rank != 1 else rows.tolist() == [0, 1, 2]
+        assert world.broadcast("ready" if world.rank == 0 else None) == "ready"
+
+    run(ranks, size=3)
+
+
+def test_bool_follows_numpys_ufuncs():
+    def ranks(world):
+        x = np.array([world.rank == 0, True, False])
+        assert world.all_reduce(x, op="sum").tolist() == world.all_reduce(x, op="max").tolist() == [True, True, False]
+        assert world.all_reduce(x, op="prod").tolist() == world.all_reduce(x, op="min").tolist() == [False, True, False]
+
+    run(ranks, size=2)
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ({"verb": "all_reduce", "x": 1.0, "algorithm": "fast"}, ConfigError, "no algorithm 'fast'; choose auto, naive, tree, ring"),
+    ({"verb": "all_to_all", "x": [1, 1], "algorithm": "ring"}, ConfigError, "choose auto, naive, pairwise"),
+    ({"verb": "all_reduce", "x": 1.0, "op": "avg"}, ConfigError, "unknown op 'avg'; choose one of sum, mean, max, min, prod"),
+    ({"verb": "all_reduce", "x": 1, "op": "mean"}, DtypeError, "mean of int64"),
+    ({"verb": "all_reduce", "x": True, "op": "mean"}, DtypeError, "mean of bool"),
+    ({"verb": "all_reduce", "x": np.array("2026-01-01", "M8[D]")}, DtypeError, "sum is not defined"),
+    ({"verb": "all_gather", "x": np.array([{}])}, DtypeError, "values are references"),
+    ({"verb": "broadcast", "x": 1, "root": 2}, ConfigError, "root=2: the group world has ranks 0 to 1"),
+    ({"verb": "reduce", "x": 1, "root": -1}, ConfigError, "root=-1"),
+    ({"verb": "gather", "x": 1, "root": "0"}, ConfigError, "root='0'"),
+    ({"verb": "send", "x": 1, "dst": 2}, ConfigError, "dst=2"),
+    ({"verb": "recv", "src": 2}, ConfigError, "src=2"),
+    ({"verb": "exchange", "x": 1, "dst": 0, "src": 9}, ConfigError, "src=9"),
+    ({"verb": "all_reduce", "x": np.ones(3), "out": np.ones(4)}, ShapeError, r"out= has shape \(4,\), the result has \(3,\)"),
+    ({"verb": "all_reduce", "x": np.ones(3), "out": np.ones(3, np.float32)}, DtypeError, "out= has dtype float32"),
+    ({"verb": "all_reduce", "x": np.ones(3), "out": np.broadcast_to(0.0, (3,))}, ShapeError, "read-only"),
+    ({"verb": "all_reduce", "x": np.ones(3), "out": [0, 0, 0]}, DtypeError, "must be an array, not list"),
+    ({"verb": "reduce_scatter", "x": np.ones(4), "out": np.ones(4)}, ShapeError, r"the result has \(2,\)"),
+    ({"verb": "all_to_all", "x": [1]}, ShapeError, "x has 1 arrays; pass one for each of 2 ranks"),
+    ({"verb": "all_to_all", "x": [1, 1.0]}, DtypeError, "dtypes float64, int64; cast"),
+    ({"verb": "scatter", "x": 1.0, "root": 0}, ShapeError, "without dims"),
+    ({"verb": "broadcast", "x": None, "root": 0}, ShapeError, "rank 0 is the root and passes None"),
+], ids=lambda value: value["verb"] if isinstance(value, dict) else None)
+@pytest.mark.parametrize("prefix", ["", "start_"])
+def test_wrong_arguments_are_told_at_once(arguments, error, message, prefix):
+    """Before anything is sent: no other rank takes part."""
+    arguments = dict(arguments)
+    verb = prefix + arguments.pop("verb")
+
+    def ranks(world):
+        if world.rank == 0:
+            with pytest.raises(error, match=message):
+                getattr(world, verb)(**arguments)
+
+    run(ranks, size=2)
+
+
+def test_the_root_says_shape_and_dtype_and_a_template_must_fit():
+    def ranks(world):
+        x = np.arange(6, dtype=np.int16).reshape(2, 3) if world.rank == 1 else None
+        got = world.broadcast(x, root=1)
+        assert (got.dtype, got.shape) == (np.int16, (2, 3))
+        got[0, 0] = 7  # the result is this rank's own
+        assert x is None or x[0, 0] == 0
+        part = world.scatter(np.arange(8.0).reshape(4, 2) if world.rank == 1 else None, root=1)
+        assert part.tolist() == np.array_split(np.arange(8.0).reshape(4, 2), 3)[world.rank].tolist()
+        template = np.zeros((2, 3), np.int16)
+        assert world.broadcast(x if world.rank == 1 else template, root=1).sum() == 15
+        assert world.broadcast(x, root=1, out=template) is template
+
+    run(ranks, size=3)
+
+
+@on_both
+def test_out_may_be_what_is_being_sent(transport):
+    def ranks(world):
+        size, rank = world.size, world.rank
+        x = np.arange(10.0) + rank
+        total = size * np.arange(10.0) + 3
+        for algorithm in ("naive", "tree", "ring", "direct"):
+            y = x.copy()
+            assert world.all_reduce(y, out=y, algorithm=algorithm) is y
+            assert (y == total).all(), algorithm
+            y = np.append(x, -1.0)
+            world.all_reduce(y[:-1], out=y[1:], algorithm=algorithm)  # overlapping, but not the same elements
+            assert (y[1:] == total).all(), algorithm
+            y = x.copy()
+            world.reduce(y, out=y, root=2, algorithm="naive")
+            assert (y == (total if rank == 2 else x)).all()
+        for algorithm in ("naive", "ring"):
+            y = x.copy()
+            chunk = np.array_split(y, size)[rank]
+            world.reduce_scatter(y, out=chunk, algorithm=algorithm)
+            assert (chunk == np.array_split(total, size)[rank]).all(), algorithm
+            whole = np.full(4 * size, -1.0)
+            own = whole[4 * rank:4 * rank + 4]
+            own[...] = rank
+            world.all_gather(own, out=whole, algorithm=algorithm)
+            assert (whole == np.repeat(np.arange(size), 4)).all(), algorithm
+        y = x.copy()
+        world.exchange(y, dst=(rank + 1) % size, src=(rank - 1) % size, out=y)
+        assert (y == np.arange(10.0) + (rank - 1) % size).all()
+        parts = [np.full(3, 10 * rank + dst) for dst in range(size)]
+        world.all_to_all(parts, out=parts)
+        assert [part[0] for part in parts] == [10 * src + rank for src in range(size)]
+
+    run(ranks, size=3, transport=transport)
+
+
+def test_out_that_is_not_contiguous_is_filled_all_the_same():
+    def ranks(world):
+        out = np.zeros((6, 2))[:, 0]
+        world.all_gather(np.full(2 + world.rank, world.rank, float), out=np.zeros((5, 2))[:, 0])
+        world.all_reduce(np.ones(6), out=out)
+        assert out.tolist() == [2.0] * 6
+        uneven = np.zeros(5)
+        assert world.all_gather(np.full(2 + world.rank, world.rank, float), out=uneven) is uneven
+        assert uneven.tolist() == [0, 0, 1, 1, 1]
+
+    run(ranks, size=2)
+
+
+@pytest.mark.parametrize("n", [30, 60])
+def test_ring_all_reduce_in_place_takes_no_memory_of_its_own(n):
+    """The memory account sees no workspace, whatever the length; direct's is P arrays."""
+    def ranks(world):
+        x = np.ones(n)
+        world.all_reduce(x, out=x, algorithm="ring")
+        ring = account.current().peak["communication"]
+        world.all_reduce(x, out=x, algorithm="direct")
+        return ring, account.current().peak["communication"]
+
+    assert run(ranks, size=4) == [(0, 4 * n * 8)] * 4
+
+
+# ---------------------------------------------------------------------------------------------------------- point to point
+
+@on_both
+def test_messages_bring_their_shape_and_come_in_order(transport):
+    def ranks(world):
+        if world.rank == 0:
+            for i in range(5):
+                world.send(np.full((i, 2), i, np.float32), dst=1)
+            world.send(np.arange(10)[::2], dst=1)
+            return
+        for i in range(5):
+            got = world.recv(src=0)
+            assert (got.shape, got.dtype) == ((i, 2), np.float32)
+            assert (got == i).all()
+        out = np.empty(5, int)
+        assert world.recv(src=0, out=out) is out
+        assert out.tolist() == [0, 2, 4, 6, 8]
+
+    run(ranks, size=2, transport=transport)
+
+
+@on_both
+def test_a_send_to_oneself_works(transport):
+    def ranks(world):
+        x = np.arange(3)
+        world.send(x, dst=world.rank)
+        x += 1
+        assert world.recv(src=world.rank).tolist() == [0, 1, 2]  # a message is a copy
+        pending = world.start_recv(src=world.rank)
+        world.send(5, dst=world.rank)
+        assert int(pending.wait()) == 5
+        assert world.exchange(x, dst=world.rank, src=world.rank).tolist() == [1, 2, 3]
+        assert world.ledger.sent_bytes() == {}  # nothing left the rank
+
+    run(ranks, size=2, transport=transport)
+
+
+@on_both
+def test_a_started_receive_holds_nothing_up(transport):
+    """Both wait for the other's message first: a queue of calls would deadlock here."""
+    def ranks(world):
+        other = 1 - world.rank
+        first, second = world.start_recv(src=other), world.start_recv(src=other)
+        total = world.all_reduce(1)
+        sends = [world.start_send(np.full(1000, 10 * world.rank + i), dst=other) for i in range(2)]
+        assert second.wait()[0] == 10 * other + 1
+        assert first.wait()[0] == 10 * other
+        assert first.wait()[0] == 10 * other  # waiting again is allowed
+        for send in sends:
+            send.wait()
+            assert send.done()
+        return int(total)
+
+    assert run(ranks, size=2, transport=transport) == [2, 2]
+
+
+@on_both
+def test_exchange_meets_exchange_and_send_meets_receive(transport):
+    def ranks(world):
+        size, rank = world.size, world.rank
+        assert int(world.exchange(rank, dst=(rank + 1) % size, src=(rank - 1) % size)) == (rank - 1) % size
+        if rank == 0:
+            return int(world.exchange("ping", dst=1, src=2) == "pong")
+        if rank == 1:
+            assert world.recv(src=0) == "ping"
+            world.send(0, dst=2)
+        if rank == 2:
+            world.recv(src=1)
+            world.send("pong", dst=0)
+        return 1
+
+    assert run(ranks, size=3, transport=transport) == [1, 1, 1]
+
+
+# ----------------------------------------------------------------------------------------------------------- started calls
+
+@on_both
+def test_many_started_calls_in_flight_keep_their_order(transport):
+    def ranks(world):
+        arrays = [np.full(1 + i, float(world.rank + i)) for i in range(40)]
+        pending = [world.start_all_reduce(x, out=x, algorithm=("ring", "tree", "direct", "naive")[i % 4])
+                   for i, x in enumerate(arrays)]
+        gathered = world.start_all_gather(np.full(world.rank, world.rank))
+        last = world.all_reduce(100)  # queues behind those that were started
+        assert all(call.done() for call in pending)
+        assert gathered.done()
+        for i, call in enumerate(pending):
+            assert call.wait() is arrays[i]
+            assert (arrays[i] == 3 + 3 * i).all()
+        assert gathered.wait().tolist() == [1, 2, 2]
+        world.start_barrier().wait()
+        return int(last)
+
+    assert run(ranks, size=3, transport=transport) == [300] * 3
+
+
+@on_both
+def test_groups_that_overlap_are_in_flight_at_once(transport):
+    """Rows and columns of a 2 x 3 mesh, and the world, all started before any is waited for."""
+    def ranks(world):
+        row, column = world.split(world.rank // 3, axis="row"), world.split(world.rank % 3, axis="column")
+        calls = []
+        for i in range(10):
+            calls += [(world.start_all_reduce(np.full(50, world.rank + i)), 15 + 6 * i),
+                      (column.start_all_reduce(np.full(70, world.rank + i), algorithm="ring"),
+                       2 * (world.rank % 3) + 3 + 2 * i),
+                      (row.start_all_reduce(np.full(90, world.rank + i), algorithm="ring"),
+                       9 * (world.rank // 3) + 3 + 3 * i)]
+        for call, want in reversed(calls):
+            assert (call.wait() == want).all()
+        return world.ledger.messages()
+
+    counted = run(ranks, size=6, transport=transport)
+    assert all({"world", "row", "column"} <= set(rank) for rank in counted)
+
+
+def test_an_error_of_a_started_call_is_raised_by_wait():
+    def ranks(world):
+        pending = world.start_all_reduce(np.ones(2 + world.rank))
+        with pytest.raises(CommError):
+            pending.wait()
+        with pytest.raises(CommError):
+            world.barrier()  # the rank's later waits fail too
+        return True
+
+    assert run(ranks, size=2) == [True, True]
+
+
+def test_an_error_that_nobody_waited_for_is_not_lost():
+    def ranks(world):
+        world.start_all_reduce(np.ones(2 + world.rank))
+
+    with pytest.raises(CommError, match="rank . calls all_reduce|rank . failed"):
+        run(ranks, size=2)
+
+
+def test_a_job_leaves_no_thread_behind():
+    before = set(threading.enumerate())
+
+    def ranks(world):
+        child = world.split(0).split(0)
+        return int(child.start_all_reduce(1).wait()) + int(world.start_all_reduce(1).wait())
+
+    assert run(ranks, size=4) == [8] * 4
+
+    def fails(world):
+        world.start_all_reduce(1).wait()
+        if world.rank == 1:
+            raise ValueError("on purpose")
+        world.barrier()
+
+    with pytest.raises(ValueError, match="rank 1: on purpose"):
+        run(fails, size=4)
+    deadline = time.monotonic() + 2
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) - before == set()
+
+
+def test_a_worker_uses_its_ranks_memory_account():
+    def ranks(world):
+        world.start_all_reduce(np.ones(1000), algorithm="direct").wait()
+        return account.current().peak["communication"]
+
+    assert run(ranks, size=3) == [3 * 8000] * 3
+
+
+# ------------------------------------------------------------------------------------------------------------------- split
+
+@on_both
+@settings(max_examples=15)
+@given(data=st.data())
+def test_split_by_any_colors_and_keys(transport, data):
+    size = data.draw(st.integers(1, 7))
+    colors = data.draw(st.lists(st.none() | st.integers(-2, 2), min_size=size, max_size=size))
+    keys = data.draw(st.lists(st.none() | st.integers(-3, 3), min_size=size, max_size=size))
+
+    def ranks(world):
+        child = world.split(colors[world.rank], keys[world.rank], axis="part")
+        if child is None:
+            return None
+        members = child.all_gather(world.rank).tolist()
+        assert members == list(child.world_ranks)
+        assert (child.world_rank, child.axis) == (world.rank, "part")
+        return members, child.rank
+
+    for rank, got in enumerate(run(ranks, size=size, transport=transport)):
+        order = [other if keys[other] is None else keys[other] for other in range(size)]
+        members = sorted((other for other in range(size) if colors[other] == colors[rank]), key=lambda r: (order[r], r))
+        assert got is None if colors[rank] is None else got == (members, members.index(rank))
+
+
+@on_both
+def test_splits_of_splits(transport):
+    def ranks(world):
+        half = world.split(world.rank // 4)
+        quarter = half.split(half.rank // 2)
+        again = world.split(world.rank // 4)
+        total = [int(group.all_reduce(world.rank)) for group in (quarter, half, again, world)]
+        return total, [group.id for group in (world, half, quarter, again)]
+
+    first, second = run(ranks, size=8, transport=transport), run(ranks, size=8, transport=transport)
+    assert first == second  # ids too: the same in every run
+    for rank, (total, ids) in enumerate(first):
+        assert total == [sum(range(rank // n * n, rank // n * n + n)) for n in (2, 4, 4, 8)]
+        assert len(set(ids)) == 4
+    assert len({ids[2] for _, ids in first}) == 4
+    assert all(0 <= number < 1 << 64 for _, ids in first for number in ids)
+
+
+def test_split_refuses_what_is_no_integer():
+    def ranks(world):
+        with pytest.raises(ConfigError, match="color='red'"):
+            world.split("red")
+
+    run(ranks, size=2)
+
+
+def test_a_group_must_hold_the_rank_that_makes_it():
+    def ranks(world):
+        if world.rank == 0:
+            with pytest.raises(ConfigError, match="world rank 0 is not in the group"):
+                Group(world.transport, world.ledger, (1,))
+
+    run(ranks, size=2)
+
+
+# ------------------------------------------------------------------------------------------------------ ranks that fail
+
+@on_both
+@pytest.mark.parametrize("size", [2, 5])
+def test_one_failure_ends_every_rank_with_its_name(transport, size):
+    seen = {}
+
+    def ranks(world):
+        try:
+            if world.rank == 1:
+                raise ZeroDivisionError("division on purpose")
+            while True:
+                world.all_reduce(np.ones(3), algorithm="ring")
+        except PeerLostError as error:
+            seen[world.rank] = error
+            raise
+
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="^rank 1: division on purpose$"):
+        run(ranks, size=size, transport=transport)
+    assert time.monotonic() - start < 2
+    assert set(seen) == set(range(size)) - {1}
+    for error in seen.values():
+        assert error.world_rank == 1
+        assert "ZeroDivisionError: division on purpose" in str(error)
+        assert "test_group.py:" in str(error)
+
+
+def test_a_rank_that_never_calls_is_named():
+    def ranks(world):
+        if world.rank != 2:
+            world.all_reduce(np.ones(3), algorithm="ring")
+
+    with pytest.raises(TimeoutError, match=r"rank 2 has ended") as caught:
+        run(ranks, size=3, limit=0.4)
+    assert "all_reduce at " in str(caught.value)
+    assert "test_group.py:" in str(caught.value)
