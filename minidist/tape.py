@@ -29,7 +29,7 @@ import numpy as np
 
 from minidist import account
 from minidist.backend import FLOATS, Array, array_module, dtype_name, is_array
-from minidist.errors import DtypeError, GradientError, ShapeError
+from minidist.errors import DtypeError, GradientError, MinidistError, ShapeError
 from minidist.tensor import Parameter, Tensor, is_grad_enabled
 
 _creation = itertools.count()  # orders nodes within a thread; next() is atomic, so rank threads may share it
@@ -165,7 +165,7 @@ class Op:
         arrays = self._arrays(args)
         try:
             result, values = self.forward(*arrays, **options)
-        except ShapeError:
+        except MinidistError:
             raise
         except ValueError as error:
             raise ShapeError(f"{self.name}: {self._describe(arrays)} do not fit: {error}") from error

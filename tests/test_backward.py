@@ -26,7 +26,7 @@ def mlp(x, first, bias, second):
     return ops.sum(ops.linear(h, second) ** 2)
 
 
-# ------------------------------------------------------------------------------------------------------------ errors
+# --------------------------------------------------------------------------------------------------------------- errors
 
 def test_second_backward_says_what_to_do():
     x = tensor(np.ones(3), requires_grad=True)
@@ -73,7 +73,7 @@ def test_grad_modes_nest():
     assert (x * 2.0).requires_grad
 
 
-# ------------------------------------------------------------------------------------------------------------ values
+# --------------------------------------------------------------------------------------------------------------- values
 
 def test_a_leaf_is_its_own_gradient():
     x = tensor(np.array(3.0), requires_grad=True)
@@ -172,7 +172,7 @@ def test_order_is_newest_first():
     assert order == [4, 3, 2, 1, 0]
 
 
-# ------------------------------------------------------------------------------------------------------------ freeing
+# -------------------------------------------------------------------------------------------------------------- freeing
 
 def nodes(tensor_):
     found, stack = [], [tensor_.node]
@@ -229,7 +229,7 @@ def test_a_saved_parameter_is_read_again():
     np.testing.assert_allclose(x.grad, np.ones((2, 3)) @ values.T)
 
 
-# ------------------------------------------------------------------------------------------------------------ hooks
+# ---------------------------------------------------------------------------------------------------------------- hooks
 
 def test_parameter_hooks_run_once_when_the_gradient_is_final():
     w, seen = weights(3, 3), []
@@ -286,7 +286,7 @@ def test_tensor_hook_without_gradient_is_refused():
         tensor(np.ones(2)).register_hook(print)
 
 
-# ------------------------------------------------------------------------------------------------------ deferred weights
+# ----------------------------------------------------------------------------------------------------- deferred weights
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 99))
 def test_deferred_weights_end_in_the_same_bits(n, m, seed):

@@ -15,12 +15,11 @@ from minidist.backend import Array
 BLOCK_BYTES = 256 * 1024  # of one array. Smaller ones cost more in calls than the nearer cache saves
 
 
-def row_blocks(xp: Any, x: Array, *, scratch: int = 0,
-               nbytes: int = BLOCK_BYTES) -> Iterator[tuple[slice, list[Array]]]:
+def row_blocks(xp: Any, x: Array, *, scratch: int = 0) -> Iterator[tuple[slice, list[Array]]]:
     """Slices over dim 0 of a contiguous x, each with `scratch` spare arrays of the block's shape and dtype."""
     n = len(x)
     per_row = max(1, x.nbytes // max(1, n))
-    height = max(1, n if xp is not np else min(n, nbytes // per_row))
+    height = max(1, n if xp is not np else min(n, BLOCK_BYTES // per_row))
     spare = [xp.empty((height, *x.shape[1:]), x.dtype) for _ in range(scratch)]
     for start in range(0, n, height):
         stop = min(start + height, n)

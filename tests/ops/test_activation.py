@@ -1,0 +1,76 @@
+"""Activations and softmax against their formulas, at the edges of what floats hold."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minidist import ops
+from minidist.ops import blocks
+from minidist.tensor import tensor
+
+X = np.array([-1e30, -1e4, -30.0, -3.0, -1.0, -1e-8, 0.0, 1e-8, 1.0, 3.0, 30.0, 1e4, 1e30])
+
+
+def test_gelu_is_its_tanh_form():
+    x = np.linspace(-6, 6, 1001)
+    formula = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x ** 3)))
+    np.testing.assert_allclose(ops.gelu(x).data, formula, rtol=1e-13, atol=1e-15)
+    exact = np.array([v * 0.5 * (1 + math.erf(v / math.sqrt(2))) for v in x])
+    np.testing.assert_allclose(formula, exact, atol=5e-4)
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32"])
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu"])
+def test_large_numbers(name, kind):
+    """Far out they are x or 0, and their slopes 1 or 0, without overflow."""
+    limit = 1e12 if name == "gelu" else 1e30         # gelu's cube
+    x = tensor(np.clip(X, -limit, limit).astype(kind), requires_grad=True)
+    y = getattr(ops, name)(x)
+    y.sum().backward()
+    far = np.abs(x.data) >= 30
+    np.testing.assert_allclose(y.data[far], np.maximum(x.data, 0)[far], atol=1e-10)
+    np.testing.assert_allclose(x.grad[far], (x.data > 0)[far], atol=1e-10)
+    assert np.isfinite(y.data).all() and np.isfinite(x.grad).all()
+
+
+def test_silu():
+    x = np.linspace(-6, 6, 101)
+    np.testing.assert_allclose(ops.silu(x).data, x / (1 + np.exp(-x)), rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu"])
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 64, 65])
+def test_any_number_of_blocks_gives_the_same(name, n, monkeypatch):
+    x = np.random.default_rng(0).normal(size=(n, 3))
+    whole = getattr(ops, name)(x).data
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 8 * 8)
+    np.testing.assert_array_equal(getattr(ops, name)(x).data, whole)
+
+
+def test_softmax_rows_stand_alone():
+    """The maximum taken off is each row's own: one huge row must not push the others to zero."""
+    x = np.array([[1e30, 1e30, 0.0], [1.0, 2.0, 3.0], [-1e30, -1e30, -1e30]])
+    e = np.exp([-2.0, -1.0, 0.0])
+    np.testing.assert_allclose(ops.softmax(x).data, [[0.5, 0.5, 0.0], e / e.sum(), [1 / 3] * 3], rtol=1e-15)
+    np.testing.assert_allclose(ops.log_softmax(x).data[1:], [np.log(e / e.sum()), [np.log(1 / 3)] * 3], rtol=1e-15)
+
+
+def test_softmax_with_minus_infinity():
+    x = tensor(np.array([[-np.inf, 0.0, 0.0], [-np.inf, -np.inf, -np.inf]]), requires_grad=True)
+    y = ops.softmax(x)
+    np.testing.assert_array_equal(y.data, [[0.0, 0.5, 0.5], [0.0, 0.0, 0.0]])
+    y.backward(np.array([[1.0, 2.0, 3.0], [1.0, 1.0, 1.0]]))
+    np.testing.assert_array_equal(x.grad, [[0.0, -0.25, 0.25], [0.0, 0.0, 0.0]])
+    assert ops.log_softmax(np.array([-np.inf, 0.0])).data.tolist() == [-np.inf, 0.0]
+
+
+@given(st.integers(0, 2), st.integers(0, 99))
+def test_softmax_along_any_dim(dim, seed):
+    x = np.random.default_rng(seed).normal(size=(2, 3, 4)) * 10
+    y = ops.softmax(x, dim=dim).data
+    np.testing.assert_allclose(y.sum(axis=dim), 1.0)
+    np.testing.assert_allclose(np.log(y), ops.log_softmax(x, dim=dim).data, atol=1e-12)
+    np.testing.assert_allclose(y, np.exp(x) / np.exp(x).sum(axis=dim, keepdims=True))

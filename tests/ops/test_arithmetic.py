@@ -1,0 +1,64 @@
+"""Arithmetic against NumPy."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from op_strategies import CASES
+
+from minidist import backend, ops
+from minidist.errors import DtypeError
+from minidist.ops.arithmetic import unbroadcast
+from minidist.tensor import tensor
+
+
+@pytest.mark.parametrize("name, theirs", [("add", np.add), ("sub", np.subtract), ("mul", np.multiply),
+                                          ("div", np.divide), ("neg", np.negative), ("exp", np.exp), ("log", np.log),
+                                          ("tanh", np.tanh), ("sqrt", np.sqrt)])
+def test_values(name, theirs):
+    @given(CASES[name])
+    def run(case):
+        result = case.call(*case.arrays)
+        np.testing.assert_array_equal(result.data, theirs(*case.arrays))
+        assert isinstance(result.data, np.ndarray)
+
+    run()
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 2, 3, 4, 7, -1, -2, 0.5, 1.5, np.float64(2)])
+def test_powers(exponent):
+    a = np.array([0.5, 1.0, 3.0], "float32")
+    y = ops.power(a, exponent)
+    assert y.dtype == np.float32
+    np.testing.assert_allclose(y.data, a ** np.float32(exponent), rtol=1e-6)
+
+
+def test_even_powers_of_negative_numbers_have_gradients():
+    x = tensor(np.array([-2.0, 0.0, 3.0]), requires_grad=True)
+    (x ** 2 + x ** 3).sum().backward()
+    np.testing.assert_array_equal(x.grad, 2 * x.data + 3 * x.data ** 2)
+
+
+def test_exponent_must_be_a_number():
+    with pytest.raises(DtypeError, match="plain number, not Tensor|plain number, not ndarray"):
+        ops.power(np.ones(2), tensor(np.ones(2)))
+
+
+def test_where_keeps_what_it_did_not_choose_out_of_the_gradient():
+    x = tensor(np.array([0.0, 4.0]), requires_grad=True)
+    y = ops.where(x.data > 0, x, 1.0)
+    np.testing.assert_array_equal(y.data, [1.0, 4.0])
+    y.backward(np.array([np.inf, 2.0]))
+    np.testing.assert_array_equal(x.grad, [0.0, 2.0])
+
+
+def test_cast_there_and_back():
+    x = tensor(np.array([1.0, 1e-3], "float32"), requires_grad=True)
+    y = ops.cast(x, "bfloat16")
+    assert y.dtype == backend.dtype("bfloat16")
+    y.sum().backward()
+    assert x.grad.dtype == np.float32
+
+
+def test_unbroadcast_sums_low_precision_in_float32():
+    ones = np.ones((4096, 2), backend.dtype("bfloat16"))
+    np.testing.assert_array_equal(unbroadcast(ones, (1, 2)).astype("float32"), [[4096.0, 4096.0]])

@@ -1,0 +1,39 @@
+"""Matrix products: values, any leading dims, errors."""
+
+import numpy as np
+import pytest
+
+from minidist import backend, ops
+from minidist.errors import ShapeError
+from minidist.tensor import Parameter
+
+RNG = np.random.default_rng(0)
+
+
+def test_values():
+    x, w, b = RNG.normal(size=(2, 3, 4)), RNG.normal(size=(4, 5)), RNG.normal(size=5)
+    np.testing.assert_allclose(ops.linear(x, w, b).data, x @ w + b, rtol=1e-13)
+    np.testing.assert_allclose(ops.linear(x, w).data, x @ w, rtol=1e-13)
+    np.testing.assert_allclose(ops.linear(x[0, 0], w).data, x[0, 0] @ w, rtol=1e-13)
+    np.testing.assert_allclose(ops.linear(x.transpose(1, 0, 2), w).data, x.transpose(1, 0, 2) @ w, rtol=1e-13)
+    np.testing.assert_allclose(ops.unembed(x, w.T).data, x @ w, rtol=1e-13)
+    assert ops.linear(x[:0], w, b).shape == (0, 3, 5)
+
+
+def test_the_bias_gradient_of_many_rows_in_low_precision():
+    kind = backend.dtype("bfloat16")
+    b = Parameter(np.zeros(2, kind))
+    y = ops.linear(np.zeros((4096, 3), kind), np.zeros((3, 2), kind), b)
+    y.backward(np.ones((4096, 2), kind))
+    np.testing.assert_array_equal(b.grad.astype("float32"), [4096.0, 4096.0])
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: ops.linear(np.ones((2, 3)), np.ones((4, 5))), r"linear: x \(2, 3\) does not fit w \(4, 5\)"),
+    (lambda: ops.linear(np.ones((2, 4)), np.ones((4, 5)), np.ones(4)), r"bias \(4,\).*needs shape \(5,\)"),
+    (lambda: ops.unembed(np.ones((2, 3)), np.ones((3, 5))), r"unembed: x \(2, 3\) does not fit the table \(3, 5\)"),
+    (lambda: ops.matmul(np.ones(3), np.ones((3, 5))), r"matmul: \(3,\) @ \(3, 5\).*two dims"),
+])
+def test_errors(call, message):
+    with pytest.raises(ShapeError, match=message):
+        call()

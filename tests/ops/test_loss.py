@@ -1,0 +1,55 @@
+"""Cross-entropy: values, huge logits, divisors that make shards add up, errors."""
+
+import numpy as np
+import pytest
+
+from minidist import ops
+from minidist.errors import DtypeError, ShapeError
+from minidist.tensor import tensor
+
+RNG = np.random.default_rng(0)
+LOGITS, TARGETS = RNG.normal(size=(2, 5, 7)), RNG.integers(0, 7, size=(2, 5))
+
+
+def test_values_and_divisor():
+    log_p = LOGITS - np.log(np.exp(LOGITS).sum(-1, keepdims=True))
+    each = -np.take_along_axis(log_p, TARGETS[..., None], -1)[..., 0]
+    assert ops.cross_entropy(LOGITS, TARGETS).item() == pytest.approx(each.mean(), rel=1e-14)
+    assert ops.cross_entropy(LOGITS, TARGETS, divisor=40).item() == pytest.approx(each.sum() / 40, rel=1e-14)
+
+
+def test_shards_with_the_global_divisor_add_up():
+    whole = tensor(LOGITS, requires_grad=True)
+    loss = ops.cross_entropy(whole, TARGETS)
+    loss.backward()
+    total = 0.0
+    for row in range(2):
+        part = tensor(LOGITS[row], requires_grad=True)
+        shard = ops.cross_entropy(part, TARGETS[row], divisor=10)
+        shard.backward()
+        total += shard.item()
+        np.testing.assert_allclose(part.grad, whole.grad[row], rtol=1e-14)
+    assert total == pytest.approx(loss.item(), rel=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32"])
+def test_huge_logits(kind):
+    x = tensor(np.array([[1e30, 0.0, -1e30], [-1e30, -1e30, 0.0], [-np.inf, 0.0, 0.0]], kind), requires_grad=True)
+    loss = ops.cross_entropy(x, np.array([0, 2, 1]), divisor=1)
+    loss.backward()
+    assert loss.item() == pytest.approx(np.log(2.0), rel=1e-6)
+    np.testing.assert_allclose(x.grad, [[0, 0, 0], [0, 0, 0], [0, -0.5, 0.5]], atol=1e-7)
+
+
+def test_no_tokens():
+    assert ops.cross_entropy(np.ones((0, 3)), np.ones(0, int), divisor=8).item() == 0.0
+
+
+def test_errors():
+    with pytest.raises(DtypeError, match="targets are token ids, integers, not float64"):
+        ops.cross_entropy(LOGITS, TARGETS * 1.0)
+    with pytest.raises(ShapeError, match=r"targets \(5,\) do not fit logits \(2, 5, 7\); they need shape \(2, 5\)"):
+        ops.cross_entropy(LOGITS, TARGETS[0])
+    for wrong in (-1, 7):
+        with pytest.raises(ShapeError, match=r"outside the vocabulary; logits \(2, 5, 7\) allow 0..6"):
+            ops.cross_entropy(LOGITS, np.full((2, 5), wrong))

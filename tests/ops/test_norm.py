@@ -1,0 +1,50 @@
+"""Layer norm and RMS norm against their formulas."""
+
+import numpy as np
+import pytest
+
+from minidist import ops
+from minidist.errors import ShapeError
+from minidist.ops import blocks
+from minidist.tensor import Parameter, tensor
+
+RNG = np.random.default_rng(0)
+X, W, B = RNG.normal(size=(5, 7, 6)) * 3 + 1, RNG.normal(size=6), RNG.normal(size=6)
+
+
+def test_values():
+    mean, var = X.mean(-1, keepdims=True), X.var(-1, keepdims=True)
+    np.testing.assert_allclose(ops.layer_norm(X, W, B).data, (X - mean) / np.sqrt(var + 1e-5) * W + B, rtol=1e-12)
+    root = np.sqrt((X * X).mean(-1, keepdims=True) + 1e-3)
+    np.testing.assert_allclose(ops.rms_norm(X, W, eps=1e-3).data, X / root * W, rtol=1e-12)
+
+
+def test_far_from_zero_in_float32():
+    """The mean goes first: var as mean(x²) - mean² would lose everything here."""
+    x = (X + 10_000.0).astype("float32")
+    wide = x.astype("float64")
+    expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+    ones, zeros = np.ones(6, "float32"), np.zeros(6, "float32")
+    np.testing.assert_allclose(ops.layer_norm(x, ones, zeros).data, expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("height", [1, 2, 34, 35])
+def test_any_number_of_blocks(height, monkeypatch):
+    def run():
+        x, w, b = tensor(X, requires_grad=True), Parameter(W.copy()), Parameter(B.copy())
+        y = ops.layer_norm(x, w, b)
+        y.backward(np.cos(X))
+        return y.data, x.grad, w.grad, b.grad
+
+    whole = run()
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", height * 6 * 8)
+    for a, c in zip(run(), whole, strict=True):
+        np.testing.assert_allclose(a, c, rtol=1e-12, atol=1e-14)
+
+
+def test_empty_and_errors():
+    assert ops.layer_norm(np.ones((0, 6)), W, B).shape == (0, 6)
+    with pytest.raises(ShapeError, match=r"layer_norm: b \(5,\) does not fit x \(5, 7, 6\); it needs shape \(6,\)"):
+        ops.layer_norm(X, W, np.ones(5))
+    with pytest.raises(ShapeError, match="rms_norm: w"):
+        ops.rms_norm(X, np.ones((1, 6)))
