@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,17 +54,21 @@ class Job:
         self._accept_ranks()
 
     def _accept_ranks(self) -> None:
-        self._listener.settimeout(START_LIMIT)
-        try:
-            while len(self._ranks) < self.size:
+        self._listener.settimeout(0.2)  # between looks at whether the processes still live
+        deadline = time.monotonic() + START_LIMIT
+        while len(self._ranks) < self.size:
+            try:
                 connection, _ = self._listener.accept()
+            except TimeoutError:  # of the accept
+                if time.monotonic() < deadline and not any(process.poll() for process in self._processes):
+                    continue
+                started, output = len(self._ranks), self.output()
+                self.close()
+                raise LaunchError(f"bench: {self.name} started {started} of {self.size} ranks: {output}") from None
+            with connection:  # the stream keeps it open
                 connection.settimeout(ANSWER_LIMIT)
                 stream = connection.makefile("rw")
-                self._ranks[json.loads(stream.readline())["rank"]] = stream
-        except (TimeoutError, ValueError) as error:
-            started, output = len(self._ranks), self.output()
-            self.close()
-            raise LaunchError(f"bench: {self.name} started {started} of {self.size} ranks: {output}") from error
+            self._ranks[json.loads(stream.readline())["rank"]] = stream
 
     def output(self) -> str:
         """The last of what the job's processes printed."""
@@ -80,6 +85,7 @@ class Job:
         for rank in range(self.size):
             line = self._ranks[rank].readline()
             if not line:
+                self._wait(2.0)  # for its last words
                 raise PeerLostError(f"bench: rank {rank} of {self.name} ended: {self.output()}", rank)
             answers.append(json.loads(line))
         return answers
@@ -88,15 +94,19 @@ class Job:
         """End the job's processes and remove its folder."""
         for stream in self._ranks.values():
             stream.close()
-        for process in self._processes:
-            try:
-                process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        self._wait(5.0)
         self._listener.close()
         self._log.close()
         self._folder.cleanup()
+
+    def _wait(self, limit: float) -> None:
+        """Wait for the processes to end, each at most `limit` seconds, then end them."""
+        for process in self._processes:
+            try:
+                process.wait(timeout=limit)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def answer(folder: str, rank: int, measure: Callable[..., Any]) -> None:
