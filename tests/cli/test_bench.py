@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+
 from minidist.cli import bench_all_reduce, main
 from minidist.cli.bench_jobs import Job
 from minidist.errors import LaunchError, PeerLostError
