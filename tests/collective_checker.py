@@ -166,7 +166,7 @@ def bits(array: np.ndarray) -> bytes:
     """The bytes of an array, without those that a longdouble's 80 bits leave unused."""
     if array.dtype != np.longdouble or array.dtype.itemsize != 16:
         return array.tobytes()
-    return array.reshape(-1).view(np.uint8).reshape(-1, 16)[:, :10].tobytes()
+    return np.frombuffer(array.tobytes(), np.uint8).reshape(-1, 16)[:, :10].tobytes()
 
 
 def cost_case(case: Drawn) -> Case:

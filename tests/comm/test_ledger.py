@@ -1,0 +1,135 @@
+"""The ledger: what is counted under which phase, axis, verb and algorithm; and the events."""
+
+import threading
+
+import numpy as np
+from helpers import run
+
+from minidist.comm.ledger import Event, Ledger
+
+KIB = np.ones(128)  # 1,024 bytes
+
+
+def test_counts_by_phase_axis_verb_and_algorithm():
+    def ranks(world):
+        ledger = world.ledger
+        world.broadcast(KIB, algorithm="naive")
+        with ledger.during("step"):
+            pair = world.split(world.rank // 2, axis="dp")
+            pair.all_reduce(KIB, algorithm="ring")
+            pair.all_reduce(KIB, algorithm="ring")
+            with ledger.control():
+                pair.all_reduce(KIB[:1], algorithm="direct")
+            world.send(KIB, dst=(world.rank + 1) % 4)
+        world.recv(src=(world.rank - 1) % 4)
+        return (ledger.sent_bytes("setup"), ledger.sent_bytes("step"), ledger.messages("step"), ledger.sent_bytes(),
+                {(row["verb"], row["algorithm"]) for row in ledger.rows()})
+
+    for rank, (setup, step, messages, everything, pairs) in enumerate(run(ranks, size=4)):
+        assert setup == {"world": {"broadcast": 3 * 1024 if rank == 0 else 0}}
+        split = 3 * 24  # this is what a split sends: three blocks of three integers
+        assert step == {"dp": {"all_reduce": 2 * 1024}, "world": {"send": 1024},
+                        "control": {"all_gather": split, "all_reduce": 8}}
+        assert messages == {"dp": {"all_reduce": 4}, "world": {"send": 1}, "control": {"all_gather": 3, "all_reduce": 1}}
+        assert everything["world"] == {"broadcast": setup["world"]["broadcast"], "send": 1024}
+        assert pairs == {("broadcast", "naive"), ("all_gather", "ring"), ("all_reduce", "ring"),
+                         ("all_reduce", "direct"), ("send", "direct")}
+
+
+def test_the_verb_counted_is_the_one_the_user_called():
+    def ranks(world):
+        for algorithm in ("naive", "tree", "ring"):
+            world.all_reduce(KIB, algorithm=algorithm)
+        world.all_gather(KIB, algorithm="naive")
+        return world.ledger.sent_bytes()
+
+    assert all(set(counted["world"]) == {"all_reduce", "all_gather"} for counted in run(ranks, size=3))
+
+
+def test_a_started_call_counts_where_it_was_started():
+    def ranks(world):
+        with world.ledger.during("step"), world.ledger.control():
+            pending = world.start_all_reduce(KIB, algorithm="ring")
+        with world.ledger.during("later"):
+            pending.wait()
+        return world.ledger.sent_bytes("step"), world.ledger.sent_bytes("later")
+
+    assert run(ranks, size=2) == [({"control": {"all_reduce": 1024}}, {})] * 2
+
+
+def test_control_holds_for_the_thread_that_said_it():
+    ledger, seen = Ledger(), []
+    with ledger.control():
+        thread = threading.Thread(target=lambda: seen.append(ledger.in_control))
+        thread.start()
+        thread.join()
+        with ledger.control():
+            pass
+        assert ledger.in_control
+    assert not ledger.in_control
+    assert seen == [False]
+
+
+def test_phases_nest():
+    ledger = Ledger()
+    with ledger.during("outer"):
+        with ledger.during("inner"):
+            assert ledger.phase == "inner"
+        assert ledger.phase == "outer"
+    assert ledger.phase == "setup"
+
+
+def test_nothing_is_lost_between_threads():
+    ledger = Ledger()
+
+    def count():
+        for _ in range(2000):
+            ledger.record("dp", "all_reduce", "ring", 3)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ledger.sent_bytes() == {"dp": {"all_reduce": 24000}}
+    assert ledger.messages() == {"dp": {"all_reduce": 8000}}
+    ledger.clear()
+    assert ledger.sent_bytes() == {}
+
+
+def test_events_of_messages_and_calls():
+    def ranks(world):
+        events: list[Event] = []
+        unsubscribe = world.ledger.subscribe(events.append)
+        world.all_reduce(KIB, algorithm="ring")
+        world.start_all_reduce(KIB, algorithm="ring").wait()
+        world.exchange(KIB, dst=1 - world.rank, src=1 - world.rank)
+        unsubscribe()
+        world.barrier()
+        return [(event.kind, event.name, event.start <= event.stop, event.world_rank, event.thread, event.details)
+                for event in events]
+
+    for rank, events in enumerate(run(ranks, size=2)):
+        kinds = [(kind, name) for kind, name, *_ in events]
+        assert kinds == [*[("message", "all_reduce")] * 2, ("call", "all_reduce")] * 2 + [("message", "exchange")]
+        assert all(ordered and world_rank == rank for _, _, ordered, world_rank, _, _ in events)
+        assert [thread for *_, thread, _ in events] == [f"rank {rank}"] * 3 + [f"rank {rank} world"] * 3 + [f"rank {rank}"]
+        message, call, exchange = events[0][-1], events[2][-1], events[-1][-1]
+        assert message == {"axis": "world", "verb": "all_reduce", "algorithm": "ring", "src": rank, "dst": 1 - rank,
+                           "nbytes": 512, "label": f"c{1 - rank}", "step": 0, "chunk": 1 - rank}
+        where = call.pop("where")
+        assert call == {"axis": "world", "verb": "all_reduce", "algorithm": "ring", "op": "sum", "nbytes": 1024, "size": 2,
+                        "sequence": 1}
+        assert "test_ledger.py:" in where
+        assert (exchange["src"], exchange["dst"], exchange["nbytes"]) == (rank, 1 - rank, 1024)
+
+
+def test_two_subscribers_and_only_one_leaves():
+    ledger, first, second = Ledger(), [], []
+    leave = ledger.subscribe(first.append)
+    ledger.subscribe(second.append)
+    event = Event("call", "barrier", 0.0, 1.0, 0, "main")
+    ledger.publish(event)
+    leave()
+    ledger.publish(event)
+    assert (len(first), len(second)) == (1, 2)

@@ -1,0 +1,56 @@
+"""The mailbox: what sets the two kinds of link apart (what they share is test_conformance.py)."""
+
+import numpy as np
+import pytest
+
+from minidist.comm.transport import Tag
+from minidist.comm.transports.mailbox import connect, loopback
+from minidist.errors import TimeoutError
+
+TAG = Tag(1, 2)
+
+
+def test_a_buffered_send_is_complete_at_once_and_a_copy():
+    a, b = connect(2, limit=1.0, unbuffered=False)
+    x = np.arange(3)
+    sent = a.start_send(1, TAG, x)
+    assert sent.done()
+    sent.wait()
+    x += 10
+    got = np.empty(3, int)
+    b.start_recv(0, TAG, lambda meta, nbytes: got).wait()
+    assert got.tolist() == [0, 1, 2]
+
+
+def test_an_unbuffered_send_is_complete_when_it_was_taken():
+    a, b = connect(2, limit=0.2, unbuffered=True)
+    sent = a.start_send(1, TAG, np.arange(3))
+    assert not sent.done()
+    with pytest.raises(TimeoutError, match="rank 0 waited 0.2 s for rank 1 to take 24 bytes"):
+        sent.wait()
+    b.start_recv(0, TAG, lambda meta, nbytes: np.empty(3, int)).wait()
+    assert sent.done()
+    sent.wait()
+
+
+def test_a_reduction_reads_the_senders_own_memory():
+    a, b = connect(2, limit=1.0, unbuffered=True)
+    x, total = np.ones(4), np.ones(4)
+    pieces = []
+
+    def add(target, start, piece):
+        pieces.append(np.shares_memory(piece, x))
+        target[start:start + len(piece)] += piece
+
+    a.start_send(1, TAG, x)
+    b.start_recv(0, TAG, lambda meta, nbytes: total, add).wait()
+    assert pieces == [True]
+    assert total.tolist() == [2.0] * 4
+
+
+def test_loopback_is_a_link_to_oneself():
+    link = loopback(5, limit=1.0)
+    link.start_send(5, TAG, np.ones(2)).wait()
+    got = np.zeros(2)
+    link.start_recv(5, TAG, lambda meta, nbytes: got).wait()
+    assert got.tolist() == [1.0, 1.0]

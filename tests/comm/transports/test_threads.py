@@ -1,0 +1,107 @@
+"""Running ranks as threads: results, and how failures are told."""
+
+import time
+
+import pytest
+
+from minidist import account
+from minidist.comm.transports.threads import name_rank, run_threads
+from minidist.errors import CommError, PeerLostError, TimeoutError
+
+
+def test_results_come_in_rank_order_and_arguments_arrive():
+    assert run_threads(lambda world, a, b: (world.rank, world.size, a + b), (1, 2), size=4) == [
+        (rank, 4, 3) for rank in range(4)]
+
+
+def test_each_rank_has_its_own_ledger_and_account():
+    seen = run_threads(lambda world: (id(world.ledger), id(account.current())), size=3)
+    assert len({ledger for ledger, _ in seen}) == len({memory for _, memory in seen}) == 3
+
+
+class OddError(Exception):
+    """An exception whose message is not its first argument."""
+
+    def __init__(self, number):
+        super().__init__(number)
+
+    def __str__(self):
+        return "odd"
+
+
+@pytest.mark.parametrize(("error", "message"), [
+    (ValueError("bad"), "rank 1: bad"), (PeerLostError("rank 7 gone", world_rank=7), "rank 1: rank 7 gone"),
+    (CommError("rank 1 waited"), "rank 1 waited"), (SystemExit("stop"), "rank 1: stop"),
+])
+def test_the_failure_keeps_its_type_and_names_its_rank(error, message):
+    def ranks(world):
+        if world.rank == 1:
+            raise error
+        world.barrier()
+
+    with pytest.raises(type(error)) as caught:
+        run_threads(ranks, size=3)
+    assert str(caught.value) == message
+    assert caught.value is error
+    assert caught.traceback[-1].name == "ranks"  # the traceback leads to the line that raised
+
+
+@pytest.mark.parametrize("error", [KeyError("name"), OSError(2, "no such file"), OddError(3), RuntimeError(), SystemExit(3)])
+def test_a_message_that_has_no_room_gets_a_cause(error):
+    before = str(error)
+    try:
+        try:
+            raise error from TypeError("the first cause")
+        except type(error) as raised:
+            named = name_rank(raised, 2)
+    except SystemExit:
+        raise AssertionError("it escaped") from None
+    assert named is error
+    assert str(named) == before
+    assert str(named.__cause__).startswith("rank 2 failed at ")
+    assert "test_threads.py:" in str(named.__cause__)
+    assert isinstance(named.__cause__.__cause__, TypeError)
+
+
+def test_the_first_failure_is_the_one_told():
+    def ranks(world):
+        if world.rank == 2:
+            raise ValueError("the root cause")
+        try:
+            world.barrier()
+        finally:
+            if world.rank == 0:
+                raise RuntimeError("a consequence")
+
+    with pytest.raises(ValueError, match="rank 2: the root cause"):
+        run_threads(ranks, size=3)
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_who_hangs_and_where(unbuffered):
+    def ranks(world):
+        if world.rank == 0:
+            world.recv(src=1)
+        if world.rank == 1:
+            world.all_reduce(1, algorithm="ring")
+
+    start = time.monotonic()
+    with pytest.raises(TimeoutError) as caught:
+        run_threads(ranks, size=3, limit=0.3, unbuffered=unbuffered)
+    assert time.monotonic() - start < 3
+    text = str(caught.value)
+    assert "rank 2 has ended" in text
+    assert "all_reduce at " in text or "recv at " in text
+    assert "test_threads.py:" in text
+
+
+def test_a_rank_that_waits_for_nobody_is_named_too(monkeypatch):
+    monkeypatch.setattr("minidist.comm.transports.threads._GRACE", 0.1)
+
+    def ranks(world):
+        if world.rank == 1:
+            time.sleep(1.0)
+
+    with pytest.raises(TimeoutError, match=r"1 of 2 ranks had not ended after 0.2 s: rank 0 has ended; rank 1 in .*py:\d+"):
+        run_threads(ranks, size=2, limit=0.2)
+    time.sleep(1.0)  # let it end before the next test counts threads
