@@ -1,0 +1,48 @@
+"""Running tests/launch/job.py under each launcher."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from minidist.launch.launchers import clean_environment
+from minidist.launch.mpirun import find_mpirun
+
+JOB = str(Path(__file__).parent / "launch" / "job.py")
+BIN = Path(sys.executable).parent
+
+
+def finish(process, limit=30):
+    out, err = process.communicate(timeout=limit)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start(command, environment, **variables):
+    return subprocess.Popen(command, env={**clean_environment(environment), **variables}, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def by_launch(environment, *arguments, size=3, options=()):
+    """`minidist launch -n SIZE job.py …`."""
+    return start([sys.executable, "-m", "minidist", "launch", "-n", str(size), *options, JOB, *arguments], environment)
+
+
+def by_mpirun(environment, *arguments, size=3):
+    """`mpirun -n SIZE python job.py …`."""
+    mpirun = find_mpirun()
+    return start([*mpirun.command(size), sys.executable, JOB, *arguments], environment)
+
+
+def by_hand(environment, *arguments, size, variables):
+    """One process a rank, with the variables that a launcher would set: `variables(rank)`."""
+    return [start([sys.executable, JOB, *arguments], environment, **variables(rank)) for rank in range(size)]
+
+
+def torchrun(rank, size=3, port="29400"):
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
+            "GROUP_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": f"test {os.getpid()}"}
+
+
+def slurm(rank, size=3, job=None):
+    return {"SLURM_PROCID": str(rank), "SLURM_NTASKS": str(size), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
+            "SLURM_JOB_NODELIST": "node7", "SLURM_JOB_ID": str(job or os.getpid()), "SLURM_STEP_ID": "0"}

@@ -1,0 +1,60 @@
+"""The program that the launch tests start: `python job.py MODE [TRANSPORT]`. Rank 2 does what MODE says."""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import minidist as md
+from minidist.launch import membership
+
+
+def misbehave(mode: str) -> None:
+    """End this rank, or this wait, in the way `mode` names."""
+    match mode:
+        case "raise":
+            raise ValueError("boom")
+        case "config":
+            raise md.errors.DataError("no such text; try another")
+        case "exit":
+            sys.exit(3)
+        case "_exit":
+            os._exit(3)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        case "interrupt":
+            raise KeyboardInterrupt
+
+
+def say(text: str) -> None:
+    """One write, so that lines of several ranks stay apart."""
+    os.write(1, f"{text}\n".encode())
+
+
+def main() -> None:
+    mode, transport = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+    if mode == "mixed":
+        transport = ["sockets", "shm"][int(os.environ["RANK"]) % 2]
+    world = md.init(transport=transport, limit=20)
+    assert md.init() is world
+    total = world.all_reduce(np.arange(3.0) + world.rank)
+    np.testing.assert_array_equal(total, world.size * np.arange(3.0) + sum(range(world.size)))
+    say(f"hello from {world.rank} of {world.size} over {world.transport.name}")
+    if mode == "sleep" or (mode == "stubborn" and world.rank == 1):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)   # neither waits nor ends
+        membership.current().joined.link._grace = 0.5   # and a test has no 5 seconds
+        time.sleep(60)
+    if world.rank == 2:
+        misbehave("kill" if mode == "stubborn" else mode)
+    if mode == "all config":
+        misbehave("config")
+    world.all_reduce(total)
+    say(f"goodbye from {world.rank}")
+
+
+if __name__ == "__main__":
+    main()

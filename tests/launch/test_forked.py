@@ -1,0 +1,169 @@
+"""run over processes of this machine: results in order, failures with their rank, nothing left over."""
+
+import os
+import signal
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+from leftovers import nothing_left
+
+import minidist as md
+from minidist.errors import DtypeError, LaunchError, MinidistError, PeerLostError, ShapeError, TimeoutError
+
+TRANSPORTS = ("sockets", "shm")
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    with nothing_left():
+        yield
+
+
+def wait_for_the_others(world):
+    world.all_reduce(np.ones(3))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_results_come_in_rank_order(transport, size):
+    captured = {"anything": np.arange(size)}                # a closure: nothing is imported or pickled
+
+    def work(world, factor):
+        total = world.all_reduce(np.full(2, float(world.rank)))
+        return {"rank": world.rank, "mine": captured["anything"] * factor, "total": total, "pair": (world.size, None)}
+
+    results = md.run(work, 10, size=size, transport=transport, limit=20)
+    for rank, result in enumerate(results):
+        assert result["rank"] == rank
+        np.testing.assert_array_equal(result["mine"], np.arange(size) * 10)
+        np.testing.assert_array_equal(result["total"], np.full(2, sum(range(size))))
+        assert result["pair"] == (size, None)
+
+
+def test_large_results_pass_the_pipe():
+    results = md.run(lambda world: np.full(1 << 20, world.rank), size=2, transport="sockets", limit=20)
+    assert [int(result.sum()) >> 20 for result in results] == [0, 1]
+
+
+class Own(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("error", "kind", "says"), [
+    (ValueError("boom"), ValueError, "rank 1: boom"),
+    (ShapeError("(2,) and (3,)"), ShapeError, r"rank 1: \(2,\) and"),
+    (KeyError("name"), KeyError, "name"),
+    (OSError(2, "No such file"), FileNotFoundError, "No such file"),
+    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), UnicodeDecodeError, "bad"),
+    (Own("mine"), RuntimeError, r"rank 1: .*Own: mine"),
+])
+def test_the_first_failure_keeps_its_type_and_names_its_rank(error, kind, says):
+    def work(world):
+        if world.rank == 1:
+            raise error
+        wait_for_the_others(world)
+
+    with pytest.raises(kind, match=says) as caught:
+        md.run(work, size=3, transport="sockets", limit=20)
+    assert type(caught.value) is kind
+    assert "the traceback of rank 1" in str(caught.value.__cause__)
+    assert "raise error" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("end", "how"), [
+    (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+    (lambda: sys.exit(3), "exited with status 3"),
+    (lambda: os._exit(0), "exited with status 0 without goodbye"),
+], ids=["kill", "exit", "_exit"])
+def test_a_rank_that_dies_is_named_with_how_it_went(transport, end, how):
+    def work(world):
+        wait_for_the_others(world)
+        if world.rank == 2:
+            end()
+        wait_for_the_others(world)
+
+    started = time.monotonic()
+    with pytest.raises(PeerLostError, match=rf"^rank 2 \(process \d+ on .*\) {how}") as caught:
+        md.run(work, size=4, transport=transport, limit=20)
+    assert caught.value.world_rank == 2
+    assert time.monotonic() - started < 5.0
+
+
+def test_every_survivor_learns_who_died():
+    """Rank 3 waits for rank 2, which waits for rank 1, which dies: rank 3 hears of rank 1."""
+    def work(world, folder):
+        try:
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            world.recv(src=world.rank - 1 if world.rank > 1 else 1)
+        except PeerLostError as error:
+            with open(f"{folder}/{world.rank}", "w") as file:
+                file.write(str(error))
+            raise
+
+    import tempfile
+    with tempfile.TemporaryDirectory() as folder:
+        with pytest.raises(PeerLostError):
+            md.run(work, folder, size=4, transport="shm", limit=20)
+        assert sorted(os.listdir(folder)) == ["0", "2", "3"]
+        for rank in (0, 2, 3):
+            with open(f"{folder}/{rank}") as file:
+                assert "was killed by SIGKILL" in (said := file.read()), said
+
+
+def test_a_rank_that_ignores_the_end_is_ended():
+    def work(world):
+        if world.rank == 0:
+            raise ValueError("over")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="rank 0: over"):
+        md.run(work, size=2, transport="sockets", limit=20)
+    assert time.monotonic() - started < 6.0
+
+
+def test_the_limit_names_who_had_not_ended():
+    def work(world):
+        if world.rank in (1, 3):
+            time.sleep(60)
+        return world.rank
+
+    with pytest.raises(TimeoutError, match=r"2 of 4 ranks had not ended after 0\.8 s: rank 1, 3"):
+        md.run(work, size=4, transport="sockets", limit=0.8)
+
+
+def test_a_result_that_cannot_travel_is_the_ranks_failure():
+    with pytest.raises(DtypeError, match="rank 0: a builtins.object cannot travel"):
+        md.run(lambda world: object(), size=1, transport="sockets", limit=20)
+
+
+def test_forking_hides_no_other_warning():
+    def work(world):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warnings.warn("seen", DeprecationWarning, stacklevel=1)
+        return len(caught)
+
+    filters = list(warnings.filters)
+    assert md.run(work, size=2, transport="sockets", limit=20) == [1, 1]
+    assert warnings.filters == filters
+
+
+@pytest.mark.parametrize(("transport", "says"), [
+    ("sokets", "did you mean 'sockets'"), ("carrier pigeon", "choose from threads"), ("nccl", "not available in this version"),
+    ("sim", "not available in this version")])
+def test_a_transport_that_is_not_there(transport, says):
+    with pytest.raises(LaunchError, match=says):
+        md.run(wait_for_the_others, size=2, transport=transport)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_job_has_ranks(size):
+    with pytest.raises(MinidistError, match="at least one rank"):
+        md.run(wait_for_the_others, size=size)

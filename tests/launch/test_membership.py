@@ -1,0 +1,201 @@
+"""md.init under other launchers: mpirun, and the variables of torchrun and srun; nobody hangs, nobody stays."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jobs import by_hand, by_mpirun, finish, slurm, start, torchrun
+from leftovers import nothing_left
+
+import minidist as md
+from minidist.errors import LaunchError
+from minidist.launch import membership
+
+WHO = r"rank 2 \(process \d+ on \S+\)"
+
+
+# --- alone -----------------------------------------------------------------------------------------------------------
+
+def python(environment, code, **variables):
+    return finish(start([sys.executable, "-c", code], environment, **variables))
+
+
+def test_alone_there_is_a_world_of_one():
+    with nothing_left() as environment:
+        done = python(environment, "import minidist as md; w = md.init(); assert md.init() is w; "
+                                   "print(w.rank, w.size, w.all_reduce(2.0), w.all_gather([1, 2]))")
+    assert (done.stdout, done.stderr) == ("0 1 2.0 [1 2]\n", "")
+
+
+def test_importing_minidist_loads_neither_mpi_nor_cupy():
+    code = "import sys, minidist as md; md.init(); print(*sorted({'mpi4py.MPI', 'cupy', 'torch', 'matplotlib'} & set(sys.modules)))"
+    with nothing_left() as environment:
+        assert python(environment, code).stdout == "\n"
+
+
+@pytest.mark.parametrize(("code", "variables", "says"), [
+    ("md.init(transport='sokets')", {}, "did you mean 'sockets'"),
+    ("md.init(transport='nccl')", {}, "not available in this version"),
+    ("md.init()", {"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK is missing"),
+    ("md.init()", {"PMI_RANK": "3", "PMI_SIZE": "2"}, "PMI_RANK is set, as mpich does, but MPI_LOCALRANKID is missing"),
+    ("md.init()", {**torchrun(1), "MINIDIST_TOKEN": "short"}, "fewer than 16 characters"),
+    ("md.init(limit=0.3)", {**torchrun(1, port="29480"), "MINIDIST_TOKEN": "x" * 20}, "could not reach the job's monitor"),
+])
+def test_what_cannot_work_is_a_launch_error(code, variables, says):
+    with nothing_left() as environment:
+        done = python(environment, f"import minidist as md\ntry: {code}\nexcept md.errors.MinidistError as e: print(e)", **variables)
+    assert says in done.stdout
+    assert done.stdout.count("\n") == 1
+
+
+def test_blas_threads_are_shared_among_the_ranks():
+    import threadpoolctl
+
+    def threads(world):
+        return max((library["num_threads"] for library in threadpoolctl.threadpool_info()
+                    if library["user_api"] == "blas"), default=1)
+
+    before = threads(None)
+    cores = len(os.sched_getaffinity(0))
+    assert md.run(threads, size=2, transport="sockets") == [min(before, max(1, cores // 2))] * 2
+    assert threads(None) == before
+    with threadpoolctl.threadpool_limits(before):
+        assert membership.limit_blas_threads(1, 2) == 1
+        assert threads(None) == 1
+    assert threads(None) == before
+
+
+# --- mpirun ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("transport", ["mpi", "sockets", "shm"])
+def test_mpirun_starts_a_job(transport):
+    with nothing_left() as environment:
+        done = finish(by_mpirun(environment, "ok", *([] if transport == "mpi" else [transport])))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == sorted(
+        [f"hello from {rank} of 3 over {transport}" for rank in range(3)] + [f"goodbye from {rank}" for rank in range(3)])
+
+
+@pytest.mark.parametrize("transport", ["mpi", pytest.param("sockets", marks=pytest.mark.soak)])
+def test_an_exception_under_mpirun_ends_the_job_everywhere(transport):
+    with nothing_left() as environment:
+        started = time.monotonic()
+        done = finish(by_mpirun(environment, "raise", transport))
+    assert time.monotonic() - started < 8
+    assert done.returncode == 1
+    assert re.search(r"^minidist: rank 2 of 3 \(process \d+ on \S+\) failed:\nTraceback", done.stderr, re.M)
+    assert done.stderr.count("Traceback") == done.stderr.count("ValueError: boom\n") - 2 == 1
+    for rank in (0, 1):
+        assert re.search(f"^minidist: rank {rank} stops: PeerLostError: {WHO} failed with ValueError: boom$",
+                         done.stderr, re.M)
+    assert "MPI" not in done.stderr, "MPI's own message about its abort is noise"
+
+
+@pytest.mark.parametrize("transport", ["mpi", pytest.param("shm", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("mode", "how"), [("kill", "was killed"), ("_exit", "exited|ended"), ("exit", "exited with status 3")])
+def test_a_death_under_mpirun_ends_the_job_and_is_named(transport, mode, how):
+    with nothing_left() as environment:
+        started = time.monotonic()
+        done = finish(by_mpirun(environment, mode, transport))
+    assert time.monotonic() - started < 8
+    assert done.returncode == 3 if mode == "exit" else done.returncode > 0
+    assert re.search(f"^minidist: {WHO} .*({how}).*; the job ends$", done.stderr, re.M)
+
+
+@pytest.mark.parametrize("mode", ["all config"])
+def test_bad_input_under_mpirun_is_one_line(mode):
+    with nothing_left() as environment:
+        done = finish(by_mpirun(environment, mode))
+    assert (done.returncode, done.stderr) == (2, "minidist: no such text; try another\n")
+
+
+def test_mpich_leaves_no_shared_memory_when_it_is_killed():
+    before = set(os.listdir("/dev/shm"))
+    with nothing_left() as environment:
+        finish(by_mpirun(environment, "kill"))
+    used = "".join(maps_of(folder) for folder in Path("/proc").glob("[0-9]*"))     # by other jobs of this machine
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "mpich" in name and name not in used]
+
+
+def maps_of(folder):
+    with contextlib.suppress(OSError):
+        return (folder / "maps").read_text()
+    return ""
+
+
+@pytest.mark.parametrize("variables", [
+    lambda rank: {"OMPI_COMM_WORLD_RANK": f"{rank}", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": f"{rank}",
+                  "OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
+    lambda rank: {"PMI_RANK": f"{rank}", "PMI_SIZE": "3", "MPI_LOCALRANKID": f"{rank}", "MPI_LOCALNRANKS": "3"},
+], ids=["openmpi", "mpich"])
+def test_a_foreign_mpirun_that_starts_worlds_of_one_is_refused(variables):
+    with nothing_left() as environment:
+        processes = [start([sys.executable, "-m", "minidist", "train", "--steps", "1"], environment, **variables(rank))
+                     for rank in range(3)]
+        done = [finish(process) for process in processes]
+    assert [process.returncode for process in done] == [2, 2, 2]
+    said = "".join(process.stderr for process in done)
+    assert re.fullmatch(r"minidist train: mpirun started 3 ranks, but mpi4py \(.*\) sees 1: that mpirun belongs to another MPI"
+                        r".*\n", said)
+
+
+# --- torchrun and srun, by their variables ---------------------------------------------------------------------------
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "minidist"
+
+
+@pytest.mark.parametrize("variables", [torchrun, slurm], ids=["torchrun", "srun"])
+def test_ranks_meet_by_a_private_file(variables, cache):
+    with nothing_left() as environment:
+        done = [finish(process) for process in by_hand(environment, "ok", size=3, variables=variables)]
+    assert [process.returncode for process in done] == [0, 0, 0], done
+    assert [process.stderr for process in done] == [""] * 3
+    assert [process.stdout.splitlines()[0] for process in done] == [f"hello from {rank} of 3 over sockets" for rank in range(3)]
+    assert list(cache.iterdir()) == []
+
+
+def test_a_death_under_srun_is_named(cache):
+    with nothing_left() as environment:
+        done = [finish(process) for process in by_hand(environment, "kill", size=3, variables=slurm)]
+    assert [process.returncode for process in done] == [1, 1, -9]
+    assert re.search(f"^minidist: {WHO} .*killed.*; the job ends$", done[0].stderr, re.M)
+    for rank in (0, 1):
+        assert re.search(f"^minidist: rank {rank} stops: PeerLostError: {WHO}", done[rank].stderr, re.M)
+
+
+def test_the_job_ends_when_rank_0_is_killed():
+    code = ("import os, minidist as md; w = md.init(limit=20); w.barrier()\n"
+            "if w.rank == 0: os.kill(os.getpid(), 9)\n"
+            "w.recv(src=1 - w.rank if w.rank else 1)")
+    with nothing_left() as environment:
+        processes = [start([sys.executable, "-c", code], environment, MINIDIST_TOKEN="x" * 20, **torchrun(rank, 2, "29420"))
+                     for rank in range(2)]
+        done = [finish(process) for process in processes]
+    assert [process.returncode for process in done] == [-9, 1]
+    assert re.search(r"rank 1 stops: PeerLostError: rank 0 \(process \d+ on \S+\) .*killed", done[1].stderr)
+
+
+@pytest.mark.skipif(subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, check=False).returncode != 0,
+                    reason="torchrun itself comes with extra bench; its variables are tested above")
+@pytest.mark.soak
+def test_torchrun_itself(cache):
+    from jobs import BIN, JOB
+    with nothing_left() as environment:
+        done = finish(start([str(BIN / "torchrun"), "--nproc-per-node", "3", JOB, "ok"], environment), 60)
+    assert done.returncode == 0
+    np.testing.assert_equal(done.stdout.count("hello from"), 3)
+
+
+def test_init_in_a_process_that_could_not_join(monkeypatch):
+    monkeypatch.setattr(membership, "_membership", membership.Membership(md.launch.detect({})))
+    with pytest.raises(LaunchError, match="start the job afresh"):
+        md.init()

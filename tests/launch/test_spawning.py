@@ -1,0 +1,149 @@
+"""minidist launch and its ranks: whatever one rank does, the job ends soon, says who it was, and leaves nothing."""
+
+import re
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jobs import JOB, by_launch, finish, start
+from leftovers import nothing_left
+
+from minidist.errors import LaunchError
+from minidist.launch.spawning import Nodes, spawn
+
+WHO = r"rank 2 \(process \d+ on \S+\)"
+
+
+def test_every_rank_finds_its_variables():
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR")
+    script = f"import os; print(*(os.environ[n] for n in {names!r}), int(os.environ['MASTER_PORT']) > 0)"
+    with nothing_left() as environment:
+        done = finish(start([sys.executable, "-m", "minidist", "launch", "-n", "3", sys.executable, "-c", script],
+                            environment, PMI_RANK="7", OMPI_COMM_WORLD_SIZE="9"))
+    assert sorted(done.stdout.splitlines()) == [f"{rank} 3 {rank} 3 0 0 127.0.0.1 True" for rank in range(3)]
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("transport", ["sockets", "shm"])
+def test_a_job_runs_and_says_nothing_else(transport):
+    with nothing_left() as environment:
+        done = finish(by_launch(environment, "ok", transport))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == sorted(
+        [f"hello from {rank} of 3 over {transport}" for rank in range(3)] + [f"goodbye from {rank}" for rank in range(3)])
+
+
+@pytest.mark.parametrize(("mode", "status", "how"), [
+    ("exit", 3, "exited with status 3"), ("_exit", 3, "exited with status 3 without goodbye"),
+    ("kill", 137, "was killed by SIGKILL"),
+    pytest.param("term", 143, "was killed by SIGTERM", marks=pytest.mark.soak)])
+def test_a_rank_that_dies_is_named_once_and_by_each_survivor(mode, status, how):
+    with nothing_left() as environment:
+        started = time.monotonic()
+        done = finish(by_launch(environment, mode))
+    assert time.monotonic() - started < 8
+    assert done.returncode == status
+    assert len(re.findall(f"^minidist: {WHO} {how}; the job ends$", done.stderr, re.M)) == 1
+    for rank in (0, 1):
+        prefix = "" if rank == 0 else rf"\[rank {rank}\] "
+        assert len(re.findall(f"^{prefix}minidist: rank {rank} stops: PeerLostError: {WHO} {how}$", done.stderr, re.M)) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_an_exception_is_shown_once_with_its_traceback():
+    with nothing_left() as environment:
+        done = finish(by_launch(environment, "raise"))
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert re.search(r"^\[rank 2\] minidist: rank 2 of 3 \(process \d+ on \S+\) failed:$", done.stderr, re.M)
+    assert re.search(r"^\[rank 2\] ValueError: boom$", done.stderr, re.M)
+    assert len(re.findall("stops: PeerLostError", done.stderr)) == 2
+
+
+@pytest.mark.parametrize("mode", ["config", "all config"])
+def test_bad_input_is_one_line_and_status_2(mode):
+    with nothing_left() as environment:
+        done = finish(by_launch(environment, mode))
+    assert done.returncode == 2
+    assert re.fullmatch(r"(\[rank \d\] )?minidist: no such text; try another\n", done.stderr)
+
+
+def test_ranks_that_chose_different_transports():
+    with nothing_left() as environment:
+        done = finish(by_launch(environment, "mixed"))
+    assert done.returncode == 2
+    assert re.fullmatch(r"(\[rank \d\] )?minidist: the ranks chose different transports: shm, sockets; .*\n", done.stderr)
+
+
+def test_a_rank_that_neither_waits_nor_ends_is_ended():
+    with nothing_left() as environment:
+        started = time.monotonic()
+        done = finish(by_launch(environment, "stubborn"))
+    assert time.monotonic() - started < 8
+    assert done.returncode == 137
+    assert "rank 1 was still busy 0.5 s after rank 2" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_launcher_that_is_told_to_stop_stops_its_ranks(number):
+    with nothing_left() as environment:
+        process = by_launch(environment, "sleep", size=2)
+        for _ in range(2):
+            process.stdout.readline()                   # both have met
+        process.send_signal(number)
+        assert finish(process, 10).returncode == 130
+
+
+def test_ranks_end_when_their_launcher_is_killed():
+    with nothing_left(5.0) as environment:
+        process = by_launch(environment, "sleep", size=2)
+        for _ in range(2):
+            process.stdout.readline()
+        process.kill()
+        finish(process, 12)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def test_two_nodes_meet_over_address_port_and_secret():
+    port, address = free_port(), "127.0.0.2"            # another loopback address: what node 0 binds is what it is told
+    with nothing_left() as environment:
+        nodes = [start([sys.executable, "-c", "import sys; from minidist.launch.spawning import *; sys.exit(spawn("
+                        f"[sys.executable, {JOB!r}, 'ok'], 2, nodes=Nodes(2, {rank}, {address!r}, {port})))"],
+                       environment, MINIDIST_TOKEN="s" * 32) for rank in (1, 0)]
+        done = [finish(node) for node in nodes]
+    assert [node.returncode for node in done] == [0, 0], done
+    assert "hello from 3 of 4 over sockets" in done[0].stdout
+    assert "hello from 0 of 4 over sockets" in done[1].stdout
+
+
+def test_a_second_node_without_the_secret_is_refused():
+    with pytest.raises(LaunchError, match="one secret for all nodes"):
+        spawn(["true"], 1, nodes=Nodes(2, 0, "127.0.0.2", 29999))
+
+
+def test_a_taken_port_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as server, nothing_left() as environment:
+        port = str(server.getsockname()[1])
+        done = finish(by_launch(environment, "ok", options=["--master-port", port]))
+    assert done.returncode == 2
+    assert re.fullmatch(rf"minidist launch: cannot listen on 127\.0\.0\.1:{port} .*\n", done.stderr)
+
+
+def test_the_token_is_on_no_command_line():
+    with nothing_left() as environment:
+        process = start([sys.executable, "-m", "minidist", "launch", "-n", "2", JOB, "sleep"], environment,
+                        MINIDIST_TOKEN="do not show me to anyone")
+        for _ in range(2):
+            process.stdout.readline()
+        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+        assert not any(b"do not show" in line for line in lines)
+        process.send_signal(signal.SIGINT)
+        done = finish(process, 10)
+    assert "do not show" not in done.stdout + done.stderr
