@@ -9,8 +9,7 @@ Inside, score matrices are transposed, (…, K, Q), keys down and queries across
 along whole rows of memory, and numbers that belong to a query, (…, 1, Q), broadcast without a copy.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -19,21 +18,31 @@ from minidist.errors import ShapeError
 from minidist.tape import Node, Saved, op, saved
 
 QUERY_BLOCK = 64         # queries at a time on the host: one head's scores against 1,024 keys are 256 KiB
-QUERY_BLOCK_GPU = 1024   # larger, since each block is a row of kernel launches
+QUERY_BLOCK_GPU = 1024   # more, since each block is a row of kernel launches
+SCORES = 64 * 1024       # numbers; short sequences are taken together up to this many, which costs fewer calls
 KEEP_UP_TO = 256         # tokens in a sequence whose probabilities are kept: two of backward's seven products less
 
 
-def _sequences(xp: Any, count: int) -> Iterable[Any]:
-    """What to index a batch with: one sequence after the other on the host (cache), all at once on a GPU (launches)."""
-    return range(count) if xp is np else [slice(None)]
+def _sequences(q: Array) -> Iterator[slice]:
+    """Which sequences of a batch (B, H, T, D) to take together: a cacheful on the host, all of them on a GPU."""
+    b, heads, t, _ = q.shape
+    together = max(1, SCORES // max(1, heads * min(t, QUERY_BLOCK) * t)) if array_module(q) is np else max(1, b)
+    for start in range(0, b, together):
+        yield slice(start, start + together)
 
 
-def _blocks(xp: Any, length: int) -> Iterator[tuple[slice, slice]]:
-    """(queries, the keys that some of them see), the last block first: it sees all keys, the others a part."""
-    height = QUERY_BLOCK if xp is np else QUERY_BLOCK_GPU
+def _blocks(q: Array) -> Iterator[tuple[slice, slice, Array]]:
+    """(queries, the keys that some of them see, mask), the last block first: it sees all keys, the others a part.
+
+    The mask (Q, Q) is added to the scores of the block's own tokens: -inf where a key lies ahead of a query, else 0.
+    """
+    xp, length = array_module(q), q.shape[-2]
+    height = min(length, QUERY_BLOCK if xp is np else QUERY_BLOCK_GPU)
+    ahead = xp.arange(height)[:, None] > xp.arange(height)
+    mask = xp.where(ahead, q.dtype.type(-np.inf), q.dtype.type(0))
     for start in reversed(range(0, length, height)):
         stop = min(start + height, length)
-        yield slice(start, stop), slice(0, stop)
+        yield slice(start, stop), slice(0, stop), mask[:stop - start, :stop - start]
 
 
 def _flip(x: Array) -> Array:
@@ -41,13 +50,10 @@ def _flip(x: Array) -> Array:
     return x.swapaxes(-1, -2)
 
 
-def _scores(q: Array, k: Array, queries: slice, keys: slice) -> Array:
+def _scores(q: Array, k: Array, queries: slice, keys: slice, mask: Array) -> Array:
     """k qᵀ of one block, -inf where a key lies ahead of its query: (…, T, D) twice -> (…, K, Q); q comes scaled."""
     scores = matmul(k[..., keys, :], _flip(q[..., queries, :]))
-    n = queries.stop - queries.start
-    xp = array_module(q)
-    ahead = xp.arange(n)[:, None] > xp.arange(n)[None, :]      # only among the block's own tokens
-    scores[..., queries, :] += xp.where(ahead, scores.dtype.type(-np.inf), scores.dtype.type(0))
+    scores[..., queries, :] += mask
     return scores
 
 
@@ -58,8 +64,8 @@ def _attend(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: list
     """
     xp = array_module(q)
     q = q * q.dtype.type(q.shape[-1] ** -0.5)
-    for queries, keys in _blocks(xp, q.shape[-2]):
-        p = _scores(q, k, queries, keys)
+    for queries, keys, mask in _blocks(q):
+        p = _scores(q, k, queries, keys, mask)
         top = p.max(axis=-2, keepdims=True)
         p -= top
         xp.exp(p, out=p)
@@ -82,11 +88,11 @@ def _attend_gradients(q: Array, k: Array, v: Array, y: Array, log_total: Array, 
     scale = q.dtype.type(q.shape[-1] ** -0.5)
     q = q * scale
     row = xp.einsum("...td,...td->...t", dy, y)[..., None, :]
-    for queries, keys in _blocks(xp, q.shape[-2]):
+    for queries, keys, mask in _blocks(q):
         q_block, dy_block = q[..., queries, :], dy[..., queries, :]
         p = next(kept, None)
         if p is None:
-            p = _scores(q, k, queries, keys)
+            p = _scores(q, k, queries, keys, mask)
             p -= log_total[..., queries]
             xp.exp(p, out=p)
         ds = matmul(v[..., keys, :], _flip(dy_block))
@@ -112,7 +118,7 @@ def _forward(q: Array, k: Array, v: Array, y: Array) -> tuple[Array, list[Array]
     xp, (b, heads, t, _) = array_module(q), q.shape
     log_total = xp.empty((b, heads, 1, t), q.dtype)
     kept: list[Array] = []
-    for i in _sequences(xp, b):
+    for i in _sequences(q):
         _attend(q[i], _shared(k[i], heads), _shared(v[i], heads), y[i], log_total[i], kept)
     return log_total, kept
 
@@ -121,7 +127,7 @@ def _backward(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: li
               dq: Array, dk: Array, dv: Array) -> None:
     """Write the gradients of a batch into dq (B, H, T, D) and dk, dv (B, H_kv, T, D)."""
     xp, heads, kv_heads, blocks = array_module(q), q.shape[1], k.shape[1], iter(kept)
-    for i in _sequences(xp, len(q)):
+    for i in _sequences(q):
         if heads == kv_heads:
             _attend_gradients(q[i], k[i], v[i], y[i], log_total[i], blocks, dy[i], dq[i], dk[i], dv[i])
             continue
