@@ -14,7 +14,6 @@ import ml_dtypes
 import numpy as np
 from helpers import run
 
-from minidist.comm.collectives.chunks import bounds
 from minidist.comm.collectives.choose import ALGORITHMS
 from minidist.comm.collectives.reduction import UFUNCS
 from minidist.comm.costs import FORMULAS, Case, chunk_bytes
@@ -59,7 +58,7 @@ def values(case: Drawn, rank: int, length: int, salt: int = 0) -> np.ndarray:
     kind, index = case.kind(), np.arange(length) + 7 * rank + 13 * salt
     if case.rough:
         return np.random.default_rng([rank, salt]).standard_normal(length).astype(kind)
-    if kind == bool:
+    if kind.kind == "b":
         return index % 3 == 0
     if case.op == "prod" and case.verb in REDUCING:
         numbers = np.where(index % 5 < 3, 1, 2)
@@ -86,7 +85,8 @@ def bring(case: Drawn, rank: int) -> Any:
     if case.verb == "barrier" or (case.verb in ("broadcast", "scatter") and rank != case.root):
         return None
     if case.verb == "all_to_all":
-        return [laid_out(values(case, rank, length, salt=dst), case.layout) for dst, length in enumerate(case.lengths[rank])]
+        return [laid_out(values(case, rank, length, salt=dst), case.layout)
+                for dst, length in enumerate(case.lengths[rank])]
     length = case.lengths[rank]
     if case.verb in ("scatter", "gather", "all_gather"):
         return laid_out(values(case, rank, 2 * length).reshape(length, 2), case.layout)
@@ -179,8 +179,7 @@ def cost_case(case: Drawn) -> Case:
     if case.verb in ("gather", "all_gather"):
         return Case(case.size, blocks=[2 * n * itemsize for n in lengths], root=case.root)
     if case.verb == "scatter":
-        edges = bounds(lengths[case.root], case.size)
-        return Case(case.size, root=case.root, blocks=[2 * itemsize * (b - a) for a, b in zip(edges, edges[1:], strict=False)])
+        return Case(case.size, root=case.root, blocks=chunk_bytes(lengths[case.root], 2 * itemsize, case.size))
     length = lengths[case.root if case.verb == "broadcast" else 0]
     return Case(case.size, nbytes=length * itemsize, root=case.root, blocks=chunk_bytes(length, itemsize, case.size))
 

@@ -1,4 +1,4 @@
-"""What every transport must do, as functions of (world) that run on its ranks; tests/comm/test_conformance.py runs them.
+"""What every transport must do, as functions of (world) that run on its ranks; run by tests/comm/test_conformance.py.
 
 They stand in a module of their own so that ranks started by mpirun can import them. PEACEFUL checks leave the job as it
 was and run one after the other in one job; each of the others ends its job.
@@ -248,7 +248,7 @@ def all_peaceful(world: Group) -> None:
 
 
 def verbs(world: Group, cases: list[dict[str, Any]]) -> list[list[Any]]:
-    """Calls by Drawn's fields; each result checked here. Returns what the ledger counted: [verb, algorithm, messages, bytes]."""
+    """Calls by Drawn's fields, each result checked here. Returns what the ledger counted: [messages, bytes] of each."""
     counted = []
     for fields in cases:
         case = Drawn(**fields)

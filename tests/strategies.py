@@ -25,9 +25,9 @@ def calls(draw: st.DrawFn, verb: str, algorithm: str, transport: str) -> Drawn:
         dtype = draw(st.sampled_from(FLOATS))
     else:
         dtype = draw(st.sampled_from(DTYPES if op != "mean" else (*FLOATS, "complex64", "complex128", "longdouble")))
-    how = draw(st.sampled_from(("new", "out", "start", "in place") if verb == "all_reduce" else ("new", "out", "start")))
-    if verb == "barrier":
-        how = "new"
+    how = "new" if verb == "barrier" else draw(st.sampled_from(("new", "out", "start")))
+    if verb == "all_reduce" and draw(st.booleans()):
+        how = "in place"
     layout = draw(st.sampled_from([name for name in LAYOUTS if name != "read-only" or how != "in place"]))
     if verb == "all_to_all":
         size = min(size, 6)

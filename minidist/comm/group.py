@@ -229,9 +229,9 @@ class Group:
         if color is None:
             return None
         members = sorted((int(row[2]), rank) for rank, row in enumerate(table) if row[0] and row[1] == color)
-        name = hashlib.blake2b(f"{self.id}/{self._splits}/{int(color)}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{self.id}/{self._splits}/{int(color)}".encode(), digest_size=8).digest()
         child = Group(self.transport, self.ledger, [self.world_ranks[rank] for _, rank in members],
-                      axis=axis or f"{self.axis}.split", id=int.from_bytes(name, "little"))
+                      axis=axis or f"{self.axis}.split", id=int.from_bytes(digest, "little"))
         self._children.append(child)
         return child
 

@@ -13,6 +13,8 @@ from minidist.comm.costs import FORMULAS
 TRANSPORTS = [
     "threads",
     "threads-unbuffered",
+    "sockets",
+    "shm",
 ]
 
 on_every_transport = pytest.mark.parametrize("transport", TRANSPORTS)

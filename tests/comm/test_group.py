@@ -47,9 +47,11 @@ def test_bool_follows_numpys_ufuncs():
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
-    ({"verb": "all_reduce", "x": 1.0, "algorithm": "fast"}, ConfigError, "no algorithm 'fast'; choose auto, naive, tree, ring"),
+    ({"verb": "all_reduce", "x": 1.0, "algorithm": "fast"}, ConfigError,
+     "no algorithm 'fast'; choose auto, naive, tree, ring, direct"),
     ({"verb": "all_to_all", "x": [1, 1], "algorithm": "ring"}, ConfigError, "choose auto, naive, pairwise"),
-    ({"verb": "all_reduce", "x": 1.0, "op": "avg"}, ConfigError, "unknown op 'avg'; choose one of sum, mean, max, min, prod"),
+    ({"verb": "all_reduce", "x": 1.0, "op": "avg"}, ConfigError,
+     "unknown op 'avg'; choose one of sum, mean, max, min, prod"),
     ({"verb": "all_reduce", "x": 1, "op": "mean"}, DtypeError, "mean of int64"),
     ({"verb": "all_reduce", "x": True, "op": "mean"}, DtypeError, "mean of bool"),
     ({"verb": "all_reduce", "x": np.array("2026-01-01", "M8[D]")}, DtypeError, "sum is not defined"),
@@ -60,7 +62,8 @@ def test_bool_follows_numpys_ufuncs():
     ({"verb": "send", "x": 1, "dst": 2}, ConfigError, "dst=2"),
     ({"verb": "recv", "src": 2}, ConfigError, "src=2"),
     ({"verb": "exchange", "x": 1, "dst": 0, "src": 9}, ConfigError, "src=9"),
-    ({"verb": "all_reduce", "x": np.ones(3), "out": np.ones(4)}, ShapeError, r"out= has shape \(4,\), the result has \(3,\)"),
+    ({"verb": "all_reduce", "x": np.ones(3), "out": np.ones(4)}, ShapeError,
+     r"out= has shape \(4,\), the result has \(3,\)"),
     ({"verb": "all_reduce", "x": np.ones(3), "out": np.ones(3, np.float32)}, DtypeError, "out= has dtype float32"),
     ({"verb": "all_reduce", "x": np.ones(3), "out": np.broadcast_to(0.0, (3,))}, ShapeError, "read-only"),
     ({"verb": "all_reduce", "x": np.ones(3), "out": [0, 0, 0]}, DtypeError, "must be an array, not list"),
@@ -162,7 +165,7 @@ def test_ring_all_reduce_in_place_takes_no_memory_of_its_own(n):
     assert run(ranks, size=4) == [(0, 4 * n * 8)] * 4
 
 
-# ---------------------------------------------------------------------------------------------------------- point to point
+# ----------------------------------------------------------------------------------------------------- point to point
 
 @on_both
 def test_messages_bring_their_shape_and_come_in_order(transport):
@@ -236,7 +239,7 @@ def test_exchange_meets_exchange_and_send_meets_receive(transport):
     assert run(ranks, size=3, transport=transport) == [1, 1, 1]
 
 
-# ----------------------------------------------------------------------------------------------------------- started calls
+# ------------------------------------------------------------------------------------------------------ started calls
 
 @on_both
 def test_many_started_calls_in_flight_keep_their_order(transport):
@@ -329,7 +332,7 @@ def test_a_worker_uses_its_ranks_memory_account():
     assert run(ranks, size=3) == [3 * 8000] * 3
 
 
-# ------------------------------------------------------------------------------------------------------------------- split
+# -------------------------------------------------------------------------------------------------------------- split
 
 @on_both
 @settings(max_examples=15)

@@ -30,7 +30,8 @@ def test_counts_by_phase_axis_verb_and_algorithm():
         split = 3 * 24  # this is what a split sends: three blocks of three integers
         assert step == {"dp": {"all_reduce": 2 * 1024}, "world": {"send": 1024},
                         "control": {"all_gather": split, "all_reduce": 8}}
-        assert messages == {"dp": {"all_reduce": 4}, "world": {"send": 1}, "control": {"all_gather": 3, "all_reduce": 1}}
+        assert messages == {"dp": {"all_reduce": 4}, "world": {"send": 1},
+                            "control": {"all_gather": 3, "all_reduce": 1}}
         assert everything["world"] == {"broadcast": setup["world"]["broadcast"], "send": 1024}
         assert pairs == {("broadcast", "naive"), ("all_gather", "ring"), ("all_reduce", "ring"),
                          ("all_reduce", "direct"), ("send", "direct")}
@@ -113,13 +114,14 @@ def test_events_of_messages_and_calls():
         kinds = [(kind, name) for kind, name, *_ in events]
         assert kinds == [*[("message", "all_reduce")] * 2, ("call", "all_reduce")] * 2 + [("message", "exchange")]
         assert all(ordered and world_rank == rank for _, _, ordered, world_rank, _, _ in events)
-        assert [thread for *_, thread, _ in events] == [f"rank {rank}"] * 3 + [f"rank {rank} world"] * 3 + [f"rank {rank}"]
+        assert [thread for *_, thread, _ in events] == [
+            *[f"rank {rank}"] * 3, *[f"rank {rank} world"] * 3, f"rank {rank}"]
         message, call, exchange = events[0][-1], events[2][-1], events[-1][-1]
         assert message == {"axis": "world", "verb": "all_reduce", "algorithm": "ring", "src": rank, "dst": 1 - rank,
                            "nbytes": 512, "label": f"c{1 - rank}", "step": 0, "chunk": 1 - rank}
         where = call.pop("where")
-        assert call == {"axis": "world", "verb": "all_reduce", "algorithm": "ring", "op": "sum", "nbytes": 1024, "size": 2,
-                        "sequence": 1}
+        assert call == {"axis": "world", "verb": "all_reduce", "algorithm": "ring", "op": "sum", "nbytes": 1024,
+                        "size": 2, "sequence": 1}
         assert "test_ledger.py:" in where
         assert (exchange["src"], exchange["dst"], exchange["nbytes"]) == (rank, 1 - rank, 1024)
 

@@ -49,8 +49,8 @@ def test_what_agrees():
     assert mine.agrees(signature(where="elsewhere.py:1"))
     assert mine.agrees(signature(dtype=None, shape=None))
     assert mine.agrees(signature(shape=(None, 4)))
-    for changes in ({"group": 2}, {"sequence": 8}, {"verb": "reduce"}, {"algorithm": "tree"}, {"op": "max"}, {"root": 0},
-                    {"dtype": "<i4"}, {"shape": (4, 3)}, {"shape": (12,)}, {"shape": (None, 3)}):
+    for changes in ({"group": 2}, {"sequence": 8}, {"verb": "reduce"}, {"algorithm": "tree"}, {"op": "max"},
+                    {"root": 0}, {"dtype": "<i4"}, {"shape": (4, 3)}, {"shape": (12,)}, {"shape": (None, 3)}):
         assert not mine.agrees(signature(**changes)), changes
         assert not signature(**changes).agrees(mine), changes
 

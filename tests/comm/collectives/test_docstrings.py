@@ -26,7 +26,7 @@ DIAGRAMS = {
 
 
 def diagram(function):
-    """(P, arrows), an arrow being (step, src, dst, chunk or None). Columns stand for r0, r1, ... unless a source is named."""
+    """(P, arrows), an arrow being (step, src, dst, chunk or None). Columns are r0, r1, ... unless a source is named."""
     text = function.__doc__
     size, arrows = int(re.search(r"P=(\d)", text)[1]), set()
     for step, body in re.findall(r"step (\d)((?:(?!step).)*)", text):

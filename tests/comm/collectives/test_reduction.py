@@ -55,8 +55,9 @@ def test_mean_is_divided_once_in_float32():
 
 @pytest.mark.parametrize(("op", "dtype", "taken"), [
     ("sum", "int8", True), ("mean", "int8", False), ("mean", "bool", False), ("mean", "complex64", True),
-    ("sum", ">f4", True), ("sum", "m8[s]", True), ("prod", "m8[s]", False), ("max", "M8[s]", True), ("sum", "M8[s]", False),
-    ("sum", "U3", False), ("max", "U3", False), ("sum", "i4,f4", False), ("mean", "bfloat16", True),
+    ("sum", ">f4", True), ("sum", "m8[s]", True), ("prod", "m8[s]", False), ("max", "M8[s]", True),
+    ("sum", "M8[s]", False), ("sum", "U3", False), ("max", "U3", False), ("sum", "i4,f4", False),
+    ("mean", "bfloat16", True),
     ("sum", "float8_e4m3fn", True), ("sum", "longdouble", True),
 ])
 def test_which_op_takes_which_dtype(op, dtype, taken):
@@ -79,7 +80,8 @@ def test_an_unknown_op_lists_the_known():
 def test_nan_wins():
     def ranks(world):
         x = np.array([np.nan if world.rank == 1 else 1.0, 2.0])
-        return [world.all_reduce(x, op=op, algorithm=name) for op in ("sum", "max", "min") for name in ("ring", "direct")]
+        return [world.all_reduce(x, op=op, algorithm=algorithm)
+                for op in ("sum", "max", "min") for algorithm in ("ring", "direct")]
 
     for result in run(ranks, size=3)[0]:
         assert np.isnan(result[0])

@@ -46,7 +46,8 @@ def test_the_failure_keeps_its_type_and_names_its_rank(error, message):
     assert caught.traceback[-1].name == "ranks"  # the traceback leads to the line that raised
 
 
-@pytest.mark.parametrize("error", [KeyError("name"), OSError(2, "no such file"), OddError(3), RuntimeError(), SystemExit(3)])
+@pytest.mark.parametrize("error", [KeyError("name"), OSError(2, "no such file"), OddError(3), RuntimeError(),
+                                   SystemExit(3)])
 def test_a_message_that_has_no_room_gets_a_cause(error):
     before = str(error)
     try:
@@ -102,6 +103,7 @@ def test_a_rank_that_waits_for_nobody_is_named_too(monkeypatch):
         if world.rank == 1:
             time.sleep(1.0)
 
-    with pytest.raises(TimeoutError, match=r"1 of 2 ranks had not ended after 0.2 s: rank 0 has ended; rank 1 in .*py:\d+"):
+    late = r"1 of 2 ranks had not ended after 0.2 s: rank 0 has ended; rank 1 in .*py:\d+"
+    with pytest.raises(TimeoutError, match=late):
         run_threads(ranks, size=2, limit=0.2)
     time.sleep(1.0)  # let it end before the next test counts threads
