@@ -116,18 +116,21 @@ def _read_file(path: Path) -> str:
 
 
 def _read_folder(folder: Path) -> str:
-    files, skipped = [], 0
-    for path in _files_below(folder):
-        try:
-            content = path.read_bytes()
-            if b"\0" in content[:4096]:
-                raise UnicodeDecodeError("utf-8", content[:1], 0, 1, "binary")
-            files.append(_decode(content))
-        except (OSError, UnicodeDecodeError):
-            skipped += 1
-    if not any(files):
-        raise DataError(f"folder {folder}: no readable UTF-8 text file in it ({skipped} binary or unreadable files)")
-    return "\n\n".join(file for file in files if file)
+    found = [_text_of(path) for path in _files_below(folder)]
+    texts = [string for string in found if string]
+    if not texts:
+        raise DataError(f"folder {folder}: no readable UTF-8 text file in it "
+                        f"({found.count(None)} binary or unreadable files)")
+    return "\n\n".join(texts)
+
+
+def _text_of(path: Path) -> str | None:
+    """What a file says, or None if it is binary or cannot be read."""
+    try:
+        content = path.read_bytes()
+        return None if b"\0" in content else _decode(content)
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _files_below(folder: Path) -> list[Path]:

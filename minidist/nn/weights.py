@@ -103,6 +103,8 @@ class Weight(Parameter):
         if not self.name:
             raise ConfigError(f"a parameter of shape {self.shape} has no name yet, and its values depend on it; "
                               f"draw through model.initialize(seed), or call model.assign_names() first")
+        if isinstance(part, tuple) and not part:
+            return self.init.draw(self.name, seed, range(self.size), self.dtype, device=device).reshape(self.shape)
         return self.init.draw(self.name, seed, positions_of(self.shape, part), self.dtype, device=device)
 
 

@@ -94,7 +94,7 @@ def test_shakespeare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_texts_that_are_too_short() -> None:
     loaded = text.from_string("ab" * 50, source="short")     # 90 and 10 symbols
     loaded.check(context=9, vocabulary=2)
-    with pytest.raises(DataError, match="short, validation part: 10 symbols are too few .* context of 10, which needs 11"):
+    with pytest.raises(DataError, match="short, validation part: 10 symbols are too few .* of 10, which needs 11"):
         loaded.check(context=10)
     with pytest.raises(DataError, match="2 different symbols, more than a vocabulary of 1; choose at least 2"):
         loaded.check(context=5, vocabulary=1)
