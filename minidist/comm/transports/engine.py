@@ -18,9 +18,10 @@ import time
 from abc import abstractmethod
 
 from minidist.comm.transport import Handle, Tag, Transport
-from minidist.errors import CommError, TimeoutError
+from minidist.errors import CommError, PeerLostError, TimeoutError
 
 _QUICK, _SLOW = 0.0002, 0.005   # seconds between the helper's passes: while bytes move, while none do
+_HEARSAY = 0.5                  # seconds that a rank waits to hear why it lost a peer
 _PATIENCE = 20                  # slow passes without new transfers after which the helper goes to sleep
 
 yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -38,7 +39,7 @@ class Operation(Handle):
         if not self.finished:
             self.engine.drive(self)
         if self.error is not None:
-            raise self.error
+            raise self.engine.explained(self.error)
 
     def done(self) -> bool:
         return self.finished or self.engine.error is not None
@@ -57,6 +58,7 @@ class Engine(Transport):
         self.name, self.world_rank, self.world_size, self.limit = name, world_rank, world_size, limit
         self.lock = threading.Lock()
         self.error: CommError | None = None         # what abort() was given
+        self._aborted = threading.Event()
         self.spins = spins
         self._turn = threading.Condition(self.lock)
         self._leading = False
@@ -143,6 +145,16 @@ class Engine(Transport):
             raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for {operation}; "
                                f"did rank {operation.peer} make the matching call?")
 
+    def explained(self, error: Exception) -> Exception:
+        """`error`, or, if it says that a peer is lost, what the job's monitor then says of it to abort().
+
+        A connection breaks a moment before the monitor tells everybody who died, in which process, and how.
+        """
+        if isinstance(error, PeerLostError):
+            self._aborted.wait(_HEARSAY)
+            return self.error or error
+        return error
+
     # --- the life of an operation: under the lock --------------------------------------------------------------------
 
     def begin(self, operation: Operation) -> None:
@@ -208,10 +220,11 @@ class Engine(Transport):
 
     def abort(self, error: CommError) -> None:
         self.error = self.error or error
+        self._aborted.set()
         self._wake()  # the leader raises, and wakes who follows as it steps down
 
-    def close(self) -> None:
-        """End the helper; whoever still waits gets a CommError."""
+    def stop(self) -> None:
+        """End the helper, and whoever still waits, with a CommError; afterwards no thread is at work here."""
         self._closing = True
         self.abort(CommError(f"rank {self.world_rank} has closed its {self.name} transport"))
         self._helper_call.set()

@@ -31,7 +31,6 @@ from minidist.comm.transports.message import Frame, Receive, Send
 from minidist.errors import CommError, PeerLostError
 
 UNEXPECTED_LIMIT = 256 << 20    # bytes of messages from one peer that may wait here unasked for
-_FLUSH = 5.0                    # seconds that close() gives to sends nobody waited for
 _NOTHING = np.empty(0, np.uint8)
 
 _Item = TypeVar("_Item", Receive, Frame)
@@ -67,6 +66,11 @@ class _Peer:
         self.frame: Frame | None = None             # whose payload is being read
         self.deaf: str | None = None                # why nothing more can be sent to it
         self.mute: str | None = None                # why nothing more will come from it
+
+    @property
+    def reading(self) -> bool:
+        """Whether something is to be read: a message asked for, or the rest of one that was refused."""
+        return bool(self.receives) or self.frame is not None
 
 
 class StreamTransport(Engine):
@@ -137,7 +141,7 @@ class StreamTransport(Engine):
             if peer.outgoing:
                 with self.lock:
                     moved |= bool(peer.outgoing) and self._push(peer)
-            if peer.receives:
+            if peer.reading:
                 moved |= self._pull(peer)
         return moved
 
@@ -265,11 +269,11 @@ class StreamTransport(Engine):
         poller.register(self._bell, select.POLLIN)
         with self.lock:
             self._asleep = True  # from here on who starts a transfer rings the bell
-            self._active = {rank: peer for rank, peer in self._active.items() if peer.receives or peer.outgoing}
+            self._active = {rank: peer for rank, peer in self._active.items() if peer.reading or peer.outgoing}
             watched = {peer.link.fileno(): peer.link for peer in self._active.values()}
             ready = self.error is not None
             for peer in self._active.values():
-                events = peer.link.arm(bool(peer.receives), bool(peer.outgoing))
+                events = peer.link.arm(peer.reading, bool(peer.outgoing))
                 poller.register(peer.link.fileno(), events)
                 ready = ready or not events
         reported = {} if ready else dict(poller.poll(math.ceil(seconds * 1000)))
@@ -287,20 +291,15 @@ class StreamTransport(Engine):
     # --- ending ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Send what was started, within 5 s, say goodbye, and release the links."""
+        """Say goodbye and release the links. A send that nobody waited for may be cut off."""
         if self._closing:
             return
-        self.limit = min(self.limit, _FLUSH)
-        goodbye = Tag(0, 0)
+        self.stop()
         for peer in self._peers.values():
-            with suppress(CommError):
-                for send in list(peer.outgoing):
-                    self.drive(send)
-            with suppress(OSError), self.lock:
-                if not peer.outgoing and peer.deaf is None:
-                    peer.link.write(frames.pack_header(frames.GOODBYE, goodbye, b"", 0, peer.link.align), _NOTHING)
-        super().close()
-        for peer in self._peers.values():
+            if not peer.outgoing and peer.deaf is None:
+                goodbye = frames.pack_header(frames.GOODBYE, Tag(0, 0), b"", 0, peer.link.align)
+                with suppress(OSError):
+                    peer.link.write(goodbye, _NOTHING)
             peer.link.close()
         self._bell.close()
         self._ringer.close()
