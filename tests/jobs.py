@@ -40,7 +40,8 @@ def by_hand(environment, *arguments, size, variables):
 
 def torchrun(rank, size=3, port="29400"):
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
-            "GROUP_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": f"test {os.getpid()}"}
+            "GROUP_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port,
+            "TORCHELASTIC_RUN_ID": f"test {os.getpid()}"}
 
 
 def slurm(rank, size=3, job=None):

@@ -39,7 +39,8 @@ class Parser(argparse.ArgumentParser):
 
     def _every_option(self) -> list[str]:
         """Option strings of this parser and of its commands: argparse reports leftovers at the top."""
-        parsers, names = [self], []
+        names: list[str] = []
+        parsers: list[argparse.ArgumentParser] = [self]
         while parsers:
             parser = parsers.pop()
             for action in parser._actions:

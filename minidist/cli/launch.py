@@ -6,7 +6,7 @@ On several machines, run the same line on each, with its own --node-rank, and on
     minidist launch -n 8 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 script.py
     minidist launch -n 8 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 script.py
 
-Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT, as under torchrun.
+As under torchrun, every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT.
 Ranks above 0 have `[rank 2]` before each line of their stderr.
 """
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--master-port", type=int, default=0, metavar="PORT", help="its port (default: any free one)")
     parser.add_argument("--token-file", metavar="FILE", help="the job's secret, the same on every node")
     parser.add_argument("--json", metavar="FILE", help="write command, size and exit status as JSON")
-    parser.add_argument("-m", dest="module", action="store_true", help="the program is a Python module, as in python -m")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", help="a Python script, a module with -m, or any command")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 

@@ -33,8 +33,8 @@ _TRACEBACK_CHARS = 4000    # the tail of a traceback is what names the line
 class Loss:
     """Why a job fails: the first rank that did not end well.
 
-    `traceback` is empty where the rank could not speak for itself. `status` is the exit status that the whole job should
-    end with: 2 for bad input, 130 for an interrupt, what the rank gave to sys.exit, else 1.
+    `traceback` is empty where the rank could not speak for itself. `status` is the exit status that the whole job
+    should end with: 2 for bad input, 130 for an interrupt, what the rank gave to sys.exit, else 1.
     """
 
     world_rank: int
@@ -148,8 +148,8 @@ class ControlLink:
         if infos is None:
             self._send({"kind": "missing", "round": number})
             missing = self._answer("missing", number, 2.0)
-            raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for all {self.world_size} ranks to meet; "
-                               + (f"{_ranks(missing)} did not come" if missing else "the monitor does not answer"))
+            raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for all {self.world_size} ranks to meet"
+                               + (f"; {_ranks(missing)} did not come" if missing else "; the monitor does not answer"))
         return list(infos)
 
     def on_loss(self, callback: Callable[[PeerLostError], None]) -> None:

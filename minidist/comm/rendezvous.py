@@ -1,10 +1,10 @@
 """How the ranks of a job find each other, whoever started them.
 
-    started by                 the monitor is                              a rank learns address and token from
-    minidist launch, md.run    a thread of the launcher                    MINIDIST_MONITOR, MINIDIST_TOKEN
-    mpirun                     a child of rank 0, on any free port         a broadcast by MPI
-    torchrun, srun             a child of rank 0, on MASTER_PORT + 1       MASTER_ADDR; MINIDIST_TOKEN, or a private file
-                               (MASTER_PORT itself is torchrun's store)    that rank 0 writes below the user's cache
+    started by                 the monitor is                          a rank learns address and token from
+    minidist launch, md.run    a thread of the launcher                MINIDIST_MONITOR, MINIDIST_TOKEN
+    mpirun                     a child of rank 0, on any free port     a broadcast by MPI
+    torchrun, srun             a child of rank 0, on MASTER_PORT + 1   MASTER_ADDR; MINIDIST_TOKEN, or a private file
+                               (MASTER_PORT is torchrun's store)       that rank 0 writes below the user's cache
 
 The token is never on a command line and never printed. Everything listens on loopback unless the job has several hosts.
 """
@@ -28,7 +28,7 @@ import numpy as np
 from minidist.comm import wire
 from minidist.comm.control import Monitor, Seat, how_it_ended
 from minidist.comm.link import ControlLink
-from minidist.errors import CommError, HandshakeError, LaunchError, TimeoutError
+from minidist.errors import HandshakeError, LaunchError, TimeoutError
 
 MONITOR_START = 30.0      # seconds a monitor process gets to start: it imports NumPy
 _MESSAGE_BYTES = 1024     # of the MPI broadcast
@@ -167,7 +167,7 @@ def share_by_mpi(place: Place | None, limit: float, *, problem: str = "") -> Pla
     deadline = time.monotonic() + limit
     while not request.Test():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"rank {MPI.COMM_WORLD.rank} waited {limit:g} s for MPI's rank 0 to say where the monitor is")
+            raise TimeoutError(f"rank {MPI.COMM_WORLD.rank} waited {limit:g} s for MPI's rank 0 to name the monitor")
         time.sleep(0.0005)
     words = wire.unpack(buffer[2:2 + int(buffer[0]) * 256 + int(buffer[1])].tobytes())
     if "problem" in words:
@@ -241,8 +241,8 @@ def connect_by_file(file: TokenFile, address: tuple[str, int], world_rank: int, 
             except (HandshakeError, TimeoutError) as error:
                 problem = error
         time.sleep(0.05)
-    raise problem or TimeoutError(f"rank {world_rank} waited {limit:g} s for rank 0 to write the job's token to {file.path}; "
-                                  "do the nodes share that folder? if not, set MINIDIST_TOKEN for every rank")
+    raise problem or TimeoutError(f"rank {world_rank} waited {limit:g} s for rank 0 to write the job's token to "
+                                  f"{file.path}; do the nodes share that folder? else set MINIDIST_TOKEN everywhere")
 
 
 if __name__ == "__main__":

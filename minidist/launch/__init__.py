@@ -31,10 +31,11 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
                                                     arguments, too, are what wire.pack carries
 
     Returns: what each rank returned, in rank order.
-    Raises:  the first failure, with its rank and its own type (an exception class that is neither Python's nor minidist's
-             comes from another process as RuntimeError), and the rank's own traceback as its cause; PeerLostError, saying
-             how it went, if the rank was killed or exited; TimeoutError naming the ranks that had not ended after `limit`
-             seconds, which also limits every wait inside; LaunchError if such ranks cannot be started here.
+    Raises:  the first failure, with its rank and its own type (an exception class that is neither Python's nor
+             minidist's comes from another process as RuntimeError), and the rank's own traceback as its cause;
+             PeerLostError, saying how it went, if the rank was killed or exited; TimeoutError naming the ranks that had
+             not ended after `limit` seconds, which also limits every wait inside; LaunchError if such ranks cannot be
+             started here.
     """
     transports.check_name(transport, (*transports.THREADS, *transports.PROCESSES))
     if size < 1:

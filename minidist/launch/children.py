@@ -77,7 +77,7 @@ class Children:
         return None if code is None else how_it_ended(code)
 
     def code(self, world_rank: int, limit: float) -> int | None:
-        """The exit code of a process that is just ending; None if it still runs after `limit` seconds, or is not ours."""
+        """The exit code of a process that is just ending; None if it still runs after `limit` s, or is not ours."""
         process = self.processes.get(world_rank)
         deadline = time.monotonic() + limit
         while process is not None:

@@ -32,7 +32,7 @@ def rebuild(coded: dict[str, Any], world_rank: int) -> Exception:
 
 
 def first_failure(loss: Loss, outcome: dict[str, Any] | None) -> Exception:
-    """What md.run raises: the lost rank's own exception if it could hand it over, else PeerLostError saying how it went."""
+    """What md.run raises: the lost rank's own exception if it handed that over, else PeerLostError: how it went."""
     if outcome is not None and "error" in outcome:
         return rebuild(outcome["error"], loss.world_rank)
     return loss.error()

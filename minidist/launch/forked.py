@@ -35,7 +35,7 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
     """`fn(world, *args)` on `size` forked ranks.
 
     Returns: what each rank returned, in rank order: numbers, strings, NumPy arrays, and lists, tuples, dicts of them.
-    Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming who had not ended after `limit` s.
+    Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming who had not ended in `limit` s.
     """
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()              # or each child would print again what is still buffered here

@@ -6,8 +6,8 @@ that calling md.init twice gives the same world. Groups for everything else are 
 How a rank ends, and what the others see:
 
     returns                       goodbye to the monitor; nothing is said
-    an uncaught exception         its traceback with the rank's name, once; every other rank's wait raises PeerLostError,
-                                  and says so in one line
+    an uncaught exception         its traceback with the rank's name, once; every other rank's wait raises
+                                  PeerLostError, which it says in one line
     ConfigError                   one line in the whole job, exit status 2
     sys.exit(3), os._exit, kill   the monitor says which rank it was and how it went
 
@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 
 from threadpoolctl import threadpool_limits
 
-from minidist.comm import rendezvous
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.link import Loss
@@ -63,7 +62,7 @@ class Membership:
             transports.unlink_mpi_segments()
         chosen = sorted({info["transport"] for info in infos})
         if len(chosen) > 1:
-            raise LaunchError(f"the ranks chose different transports: {', '.join(chosen)}; give every rank the same one")
+            raise LaunchError(f"the ranks chose different transports: {', '.join(chosen)}; give all the same one")
         transport = transports.build(name, joined.link, joined.token, limit)
         joined.link.on_loss(lambda error: None if self._left else transport.abort(error))
         return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)))
@@ -144,7 +143,8 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
     global _membership
     if _membership is None:
         launch = detect()
-        transports.check_name(transport or launch.transport, (*transports.PROCESSES, *transports.THREADS[:launch.alone]))
+        name = transport or launch.transport
+        transports.check_name(name, transports.PROCESSES + (transports.THREADS if launch.alone else ()))
         _membership = Membership(launch)
         if launch.alone:
             _membership.world = Group(transports.alone(limit), Ledger(0), (0,))
@@ -152,12 +152,12 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
         else:
             limit_blas_threads(threads, launch.local_size)
             _watch_over_the_end(_membership)
-            _membership.world = _membership.join(transport or launch.transport, limit)
-    world, name = _membership.world, transport
+            _membership.world = _membership.join(name, limit)
+    world = _membership.world
     if world is None:
         raise LaunchError("this process could not join its job before and cannot try again; start the job afresh")
-    if name not in (None, world.transport.name) and world.size > 1:
-        raise LaunchError(f"init(transport={name!r}): this process has joined its job over {world.transport.name!r}")
+    if transport not in (None, world.transport.name) and world.size > 1:
+        raise LaunchError(f"init(transport={transport!r}): this process joined its job over {world.transport.name!r}")
     return world
 
 

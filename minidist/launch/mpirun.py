@@ -42,8 +42,8 @@ class Mpirun:
 
     def environment(self) -> dict[str, str]:
         """This process's, without its own launcher's variables."""
-        root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if self.flavour == "openmpi" else {}
-        return {**clean_environment(os.environ), **root}
+        names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if self.flavour == "openmpi" else ()
+        return {**clean_environment(os.environ), **dict.fromkeys(names, "1")}
 
 
 def find_mpirun() -> Mpirun:
@@ -90,7 +90,7 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
             said.seek(0)
             text = said.read().decode(errors="replace").strip()
             if late:
-                raise LaunchError(f"mpirun ended with status {process.returncode} before rank {late[0]} had a result:\n{text}")
+                raise LaunchError(f"mpirun ended with {process.returncode}, rank {late[0]} without result: {text}")
             if text:
                 print(text, file=sys.stderr)
             return [outcomes[rank]["result"] for rank in range(size)]

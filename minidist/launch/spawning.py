@@ -1,8 +1,8 @@
 """Start copies of a program as the ranks of one job: `minidist launch`, `minidist train -n 4`.
 
-Each copy finds torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, NODE_RANK, MASTER_ADDR,
-MASTER_PORT) and where our monitor is. What the ranks print to stdout, and rank 0 to stderr, goes straight to the
-terminal; stderr of the other ranks comes line by line as `[rank 2] …`.
+Each copy finds torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, NODE_RANK,
+MASTER_ADDR, MASTER_PORT) and where our monitor is. What the ranks print to stdout, and rank 0 to stderr, goes straight
+to the terminal; stderr of the other ranks comes line by line as `[rank 2] …`.
 """
 
 import os
@@ -143,7 +143,7 @@ class _Job:
 
 
 def _copy(pipe: IO[bytes], rank: int) -> None:
-    """Every line that comes through the pipe, with the rank in front; `\\r` ends a line too, as progress bars use it."""
+    """Every line that comes through the pipe, with the rank in front; a progress bar's `\\r` ends a line too."""
     with pipe:
         for line in pipe:
             text = line.decode(errors="replace").rstrip("\r\n")

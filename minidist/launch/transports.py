@@ -68,14 +68,14 @@ def mpi_world(launch: Launch) -> Any:
         from mpi4py import MPI
     if MPI.COMM_WORLD.size != launch.world_size:
         library = MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00")
-        raise LaunchError(f"mpirun started {launch.world_size} ranks, but mpi4py ({library}) sees {MPI.COMM_WORLD.size}: that "
-                          "mpirun belongs to another MPI; use the one beside this Python (`pip install mpich`), or "
-                          "`minidist launch`")
+        raise LaunchError(f"mpirun started {launch.world_size} ranks, but mpi4py ({library}) sees "
+                          f"{MPI.COMM_WORLD.size}: that mpirun belongs to another MPI; use the one beside this Python "
+                          "(`pip install mpich`), or `minidist launch`")
     return MPI.COMM_WORLD
 
 
 def unlink_mpi_segments() -> None:
-    """Take the names off MPICH's shared memory, once every rank has mapped it: a killed job then leaves nothing behind."""
+    """Take the names off MPICH's shared memory, once every rank has mapped it: a killed job then leaves nothing."""
     with contextlib.suppress(OSError):
         for name in set(re.findall(r"/dev/shm/mpich_shm_\w+", Path("/proc/self/maps").read_text())):
             with contextlib.suppress(FileNotFoundError):

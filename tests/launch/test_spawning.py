@@ -32,8 +32,8 @@ def test_a_job_runs_and_says_nothing_else(transport):
     with nothing_left() as environment:
         done = finish(by_launch(environment, "ok", transport))
     assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(done.stdout.splitlines()) == sorted(
-        [f"hello from {rank} of 3 over {transport}" for rank in range(3)] + [f"goodbye from {rank}" for rank in range(3)])
+    assert sorted(done.stdout.splitlines()) == [*(f"goodbye from {rank}" for rank in range(3)),
+                                                *(f"hello from {rank} of 3 over {transport}" for rank in range(3))]
 
 
 @pytest.mark.parametrize(("mode", "status", "how"), [
@@ -49,7 +49,8 @@ def test_a_rank_that_dies_is_named_once_and_by_each_survivor(mode, status, how):
     assert len(re.findall(f"^minidist: {WHO} {how}; the job ends$", done.stderr, re.M)) == 1
     for rank in (0, 1):
         prefix = "" if rank == 0 else rf"\[rank {rank}\] "
-        assert len(re.findall(f"^{prefix}minidist: rank {rank} stops: PeerLostError: {WHO} {how}$", done.stderr, re.M)) == 1
+        line = f"^{prefix}minidist: rank {rank} stops: PeerLostError: {WHO} {how}$"
+        assert len(re.findall(line, done.stderr, re.M)) == 1
     assert "Traceback" not in done.stderr
 
 
@@ -75,7 +76,7 @@ def test_ranks_that_chose_different_transports():
     with nothing_left() as environment:
         done = finish(by_launch(environment, "mixed"))
     assert done.returncode == 2
-    assert re.fullmatch(r"(\[rank \d\] )?minidist: the ranks chose different transports: shm, sockets; .*\n", done.stderr)
+    assert re.fullmatch(r"(\[rank \d\] )?minidist: the ranks chose different transports: shm, sockets.*\n", done.stderr)
 
 
 def test_a_rank_that_neither_waits_nor_ends_is_ended():

@@ -1,0 +1,72 @@
+"""minidist doctor: it tries what it reports, and what is missing comes with what to do."""
+
+import json
+
+import pytest
+
+from minidist.cli import doctor, main
+from minidist.errors import LaunchError, MinidistError
+from minidist.launch import mpirun
+
+
+def test_the_table_and_its_json_agree(tmp_path, capsys):
+    file = tmp_path / "doctor.json"
+    assert main(["doctor", "--json", str(file)]) == 0
+    findings = {finding["what"]: finding for finding in json.loads(file.read_text())["findings"]}
+    shown = capsys.readouterr().out
+    for what in ("Python", "NumPy", "cores", "memory", "mpirun", "GPU", "torch", "pytest",
+                 *(f"transport {name}" for name in ("threads", "sockets", "shm", "mpi"))):
+        assert what.split()[-1] in shown
+        assert findings[what]["state"] in ("ok", "optional")
+    for name in ("threads", "sockets", "shm", "mpi"):
+        assert findings[f"transport {name}"]["found"].startswith("2 ranks add 1 MiB in ")
+    assert "belongs to it" in findings["mpirun"]["found"]
+
+
+def test_a_missing_mpirun_says_how_to_get_one(monkeypatch):
+    def missing():
+        raise LaunchError("there is no mpirun")
+
+    monkeypatch.setattr(mpirun, "find_mpirun", missing)
+    finding = doctor._mpi()
+    assert finding.state == "optional"
+    assert "pip install mpich" in finding.advice
+
+
+def test_a_foreign_mpirun_is_found_out(monkeypatch, tmp_path):
+    fake = tmp_path / "mpirun"
+    fake.write_text('#!/bin/sh\nshift 2\n"$@" & "$@"\nwait\n')          # starts two worlds of one
+    fake.chmod(0o755)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: mpirun.Mpirun(str(fake), "mpich", "9.9"))
+    finding = doctor._mpi()
+    assert finding.state == "broken"
+    assert "each rank is alone" in finding.found
+
+
+@pytest.mark.parametrize(("name", "state"), [("sockets", "broken"), ("mpi", "optional")])
+def test_a_transport_that_fails_is_a_finding(monkeypatch, name, state):
+    def fail(*args, **options):
+        raise MinidistError("no way\nmore")
+
+    monkeypatch.setattr("minidist.launch.run", fail)
+    assert doctor._transport(name) == doctor.Finding(f"transport {name}", state, "no way",
+                                                     "see mpirun above" if name == "mpi" else "")
+
+
+def test_something_that_every_job_needs_is_status_1(monkeypatch, capsys):
+    finding = doctor.Finding("transport sockets", "broken", "[closed]", "open it")
+    monkeypatch.setattr(doctor, "examine", lambda: [finding])
+    assert main(["doctor"]) == 1
+    assert "[closed]" in capsys.readouterr().out
+
+
+def test_a_missing_extra_says_how_to_get_it():
+    finding = doctor._extra("no_such_module_at_all", "digits")
+    assert (finding.state, finding.advice) == ("optional", 'pip install "minidist[digits]"')
+
+
+def test_a_library_that_does_not_load_is_a_finding():
+    def load():
+        raise ImportError("libcuda.so.1: cannot open")
+
+    assert doctor._look("GPU", load, "install it").state == "broken"

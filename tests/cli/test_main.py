@@ -1,0 +1,124 @@
+"""The minidist command: help is quick, a mistake is one line with the nearest spelling, and status 2."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from minidist.cli import COMMANDS, main
+from minidist.cli.common import Parser, counts, meant, number_of_bytes, positive, seconds, sizes, write_json
+from minidist.errors import ConfigError
+
+
+def refusal(capsys, *arguments):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_help_is_quick_and_lists_every_command():
+    started = time.monotonic()
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-m", "minidist", "--help"], capture_output=True, text=True, check=True)
+    assert time.monotonic() - started < 1.5, "0.5 s a call"
+    assert all(f"  {name} " in done.stdout for name in COMMANDS)
+
+
+def test_help_imports_nothing_heavy():
+    code = ("import sys; from minidist.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+            "print(sorted({'numpy', 'rich', 'mpi4py', 'matplotlib'} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n")
+
+
+def test_no_command_prints_the_help(capsys):
+    assert main([]) == 0
+    assert "minidist COMMAND --help" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_there_and_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: minidist {command}" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_one_line_with_the_nearest(capsys):
+    said = refusal(capsys, "trian")
+    assert said.startswith("minidist: ")
+    assert "did you mean train?" in said
+
+
+def test_an_unknown_option_is_one_line_with_the_nearest(capsys):
+    said = refusal(capsys, "launch", "--master-prot", "1", "x.py")
+    assert said.startswith("minidist launch: unrecognized arguments: --master-prot; did you mean --master-port?")
+
+
+def test_a_value_of_the_wrong_kind_is_one_line(capsys):
+    assert "'two' is not a whole number of at least 1" in refusal(capsys, "launch", "-n", "two", "x.py")
+
+
+def test_an_unknown_choice_is_one_line_with_the_nearest():
+    parser = Parser(prog="minidist train")
+    parser.add_argument("--device", choices=["cpu", "cuda"])
+    with pytest.raises(ConfigError, match="invalid choice: 'cudda'.*did you mean cuda[?] see `minidist train --help`"):
+        parser.parse_args(["--device", "cudda"])
+
+
+def test_an_interrupt_is_130(capsys, monkeypatch):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("minidist.cli.doctor.run", interrupt)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "minidist doctor: interrupted\n"
+
+
+def test_other_errors_are_left_to_python(monkeypatch):
+    def fail(args):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("minidist.cli.doctor.run", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["doctor"])
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("0", 0), ("4096", 4096), ("64KiB", 65536), ("64kib", 65536), ("1.5MB", 1_500_000), ("2 GiB", 2 << 30),
+    ("3K", 3072)])
+def test_sizes_in_bytes(text, value):
+    assert number_of_bytes(text) == value
+
+
+def test_ranges_of_sizes():
+    assert sizes("1KiB:8KiB") == [1024, 2048, 4096, 8192]
+    assert sizes("1KiB:5KiB") == [1024, 2048, 4096]
+    assert sizes("1KiB,3MB") == [1024, 3_000_000]
+    assert sizes("7") == [7]
+    assert counts("2,4") == [2, 4]
+    assert seconds("0.5") == 0.5
+
+
+@pytest.mark.parametrize(("parse", "text"), [
+    (number_of_bytes, "1 furlong"), (number_of_bytes, ""), (number_of_bytes, "-4"), (sizes, "8KiB:1KiB"),
+    (sizes, "0:4"), (positive, "0"), (positive, "-1"), (positive, "1.5"), (counts, "2,x"), (seconds, "nan"),
+    (seconds, "-1"), (seconds, "inf"), (seconds, "soon")])
+def test_values_that_mean_nothing(parse, text):
+    parser = Parser(prog="minidist bench")
+    parser.add_argument("--value", type=parse)
+    with pytest.raises(ConfigError, match="argument --value: "):
+        parser.parse_args([f"--value={text}"])
+
+
+def test_meant():
+    assert meant("gpip", ["gpipe", "1f1b"]) == "; did you mean gpipe?"
+    assert meant("zzz", ["gpipe", "1f1b"]) == ""
+
+
+def test_json_that_cannot_be_written_is_a_users_mistake(tmp_path):
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        write_json(tmp_path / "nowhere" / "x.json", {})

@@ -1,0 +1,160 @@
+"""rendezvous: the monitor as a process of its own, and the token's way to the ranks."""
+
+import os
+import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from leftovers import nothing_left
+
+from minidist.comm import rendezvous, wire
+from minidist.comm.link import ControlLink, Loss
+from minidist.comm.rendezvous import MonitorProcess, Place, TokenFile
+from minidist.errors import HandshakeError, LaunchError, TimeoutError
+
+TOKEN = wire.new_token()
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("MINIDIST_TOKEN", raising=False)
+    with nothing_left():
+        yield
+
+
+def connect(monitor, rank, size):
+    return ControlLink.connect(monitor.place.address, monitor.place.token, rank, size, limit=10, grace=60)
+
+
+def test_a_monitor_process_ends_with_the_last_goodbye():
+    monitor = MonitorProcess(2, TOKEN)
+    links = [connect(monitor, rank, 2) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        met = list(pool.map(lambda link: link.meet({"rank": link.world_rank}), links))
+    assert met == [[{"rank": 0}, {"rank": 1}]] * 2
+    links[0].goodbye()                              # rank 0 ends first: the monitor stays for the others
+    time.sleep(0.3)
+    assert monitor._process.poll() is None
+    links[1].goodbye()
+    monitor.close(5.0)
+    assert monitor._process.returncode == 0
+
+
+def test_a_monitor_process_ends_when_rank_0_is_gone_and_says_so(capfd):
+    monitor = MonitorProcess(2, TOKEN)
+    link = connect(monitor, 1, 2)
+    connect(monitor, 0, 2).close()                  # no goodbye
+    assert link.wait_for_loss(2.0).world_rank == 0
+    link.close()
+    monitor.close(5.0)
+    assert "minidist: rank 0 (process" in capfd.readouterr().err
+
+
+def test_a_monitor_process_ends_when_nobody_ever_came():
+    monitor = MonitorProcess(2, TOKEN)
+    monitor.close(5.0)
+    assert monitor._process.returncode == 0
+
+
+def test_a_taken_port_is_one_line():
+    monitor = MonitorProcess(1, TOKEN)
+    try:
+        with pytest.raises(LaunchError, match=f"cannot listen on 127.0.0.1:{monitor.place.port}") as caught:
+            MonitorProcess(1, TOKEN, port=monitor.place.port)
+        assert "\n" not in str(caught.value)
+    finally:
+        monitor.close(5.0)
+
+
+def test_the_token_file_is_private_and_goes_away():
+    file = TokenFile("job 1")
+    assert file.read() is None
+    file.write(TOKEN)
+    assert file.read() == TOKEN
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.path.parent.stat().st_mode) == 0o700
+    file.write(b"again")                            # a file left by a job that crashed is replaced
+    assert file.read() == b"again"
+    assert TokenFile("job 2").read() is None
+    file.remove()
+    file.remove()
+    assert list(file.path.parent.iterdir()) == []
+
+
+def test_a_token_that_others_could_read_is_refused():
+    file = TokenFile("job")
+    file.write(TOKEN)
+    file.path.chmod(0o644)
+    with pytest.raises(LaunchError, match="not private"):
+        file.read()
+
+
+def test_a_link_in_place_of_the_token_file_is_not_followed(tmp_path):
+    file = TokenFile("job")
+    file.write(TOKEN)
+    moved = file.path.rename(tmp_path / "elsewhere")
+    file.path.symlink_to(moved)
+    assert file.read() is None
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    with pytest.raises(LaunchError, match="set MINIDIST_TOKEN for every rank"):
+        TokenFile("job").write(TOKEN)
+
+
+def test_a_stale_token_is_read_anew():
+    """A file of a job that crashed is there first; rank 0 replaces it a moment later."""
+    file = TokenFile("job")
+    file.write(wire.new_token())
+    monitor = MonitorProcess(1, TOKEN)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(rendezvous.connect_by_file, file, monitor.place.address, 0, 1, 10.0)
+        time.sleep(0.2)
+        file.write(TOKEN)
+        link, token = joining.result()
+    assert token == TOKEN
+    link.goodbye()
+    monitor.close(5.0)
+
+
+def test_no_token_in_time():
+    with pytest.raises(TimeoutError, match="waited 0.2 s for rank 0 to write the job's token"):
+        rendezvous.connect_by_file(TokenFile("job"), ("127.0.0.1", 9), 1, 2, 0.2)
+
+
+def test_a_wrong_token_in_time_is_what_is_told():
+    monitor, file = MonitorProcess(1, TOKEN), TokenFile("job")
+    file.write(wire.new_token())
+    with pytest.raises(HandshakeError, match="token"):
+        rendezvous.connect_by_file(file, monitor.place.address, 0, 1, 0.3)
+    monitor.close(5.0)
+
+
+def test_places_in_the_environment(monkeypatch):
+    assert rendezvous.place_from_environment() is None
+    for name, value in Place("10.0.0.1", 4711, TOKEN).variables().items():
+        monkeypatch.setenv(name, value)
+    assert rendezvous.place_from_environment() == Place("10.0.0.1", 4711, TOKEN)
+    monkeypatch.setenv("MINIDIST_MONITOR", "nonsense")
+    with pytest.raises(LaunchError, match="host:port"):
+        rendezvous.place_from_environment()
+
+
+def test_this_host_as_others_see_it():
+    assert rendezvous.outward_address().count(".") == 3
+
+
+def test_how_a_stranger_to_us_ended():
+    seat = rendezvous.Seat(0, os.getpid(), "another host", None)
+    assert rendezvous.exit_of(seat) is None
+    assert "killed" in rendezvous.exit_of(rendezvous.Seat(0, 2**22 + 1, os.uname().nodename, None))
+    pid = os.posix_spawn("/bin/sh", ["sh", "-c", "kill -9 $$"], {})
+    assert rendezvous.exit_of(rendezvous.Seat(0, pid, os.uname().nodename, None)) == "was killed by SIGKILL"
+    os.waitpid(pid, 0)
+
+
+def test_losses_read_well():
+    assert str(Loss(2, 0, "", "never came")) == "rank 2 never came"
