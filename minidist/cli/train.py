@@ -17,7 +17,7 @@ from rich.console import Console
 from minidist.cli import train_options, train_report
 from minidist.cli.common import fail, write_json
 from minidist.cli.train_progress import Report, Silence, make_console, make_report
-from minidist.cli.train_verify import verify
+from minidist.cli.train_verify import STEPS, Weights, verify
 from minidist.comm.group import Group
 from minidist.launch import detect, init, spawn
 from minidist.launch.membership import limit_blas_threads
@@ -59,8 +59,8 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
                       **settings.trainer_options())
     if speaks:
         announce(console, settings, world)
-    losses, seconds = train_steps(trainer, settings, make_report(args.steps, console, on_terminal=on_terminal)
-                                  if speaks else Silence())
+    report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else Silence()
+    losses, seconds, early = train_steps(trainer, settings, report)
     validation_loss = trainer.evaluate(settings.validation_batches())
     records = gather_records(world, train_report.rank_record(trainer, world))
     timelines = timeline.collect(world)
@@ -72,8 +72,8 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
                "tokens_per_second": tokens_per_second, "weights_sha256": trainer.weights_sha256(),
                "config": asdict(settings.config), "options": options_of(args), "versions": versions(), "ranks": records}
     status = 0
-    if args.verify:
-        status = verify(trainer, settings, world, metrics, console)
+    if early is not None:
+        status = verify(early, settings, world, metrics, console)
     if world.rank == 0:
         assert timelines is not None
         train_report.write_folder(settings.out, metrics, timelines, trainer.model.state_dict())
@@ -86,9 +86,10 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
     return status
 
 
-def train_steps(trainer: Trainer, settings: train_options.Settings, report: Report) -> tuple[list[float], list[float]]:
-    """Every step: the global losses, and each step's seconds on this rank."""
-    losses, seconds = [], []
+def train_steps(trainer: Trainer, settings: train_options.Settings,
+                report: Report) -> tuple[list[float], list[float], Weights | None]:
+    """Every step: the global losses, each step's seconds on this rank, and early weights if --verify wants them."""
+    losses, seconds, early = [], [], None
     args, ledger = settings.args, trainer.world.ledger
     tokens = args.batch * args.context
     try:
@@ -99,9 +100,11 @@ def train_steps(trainer: Trainer, settings: train_options.Settings, report: Repo
             seconds.append(time.perf_counter() - start)
             sent = sum(ledger.sent_bytes("step").get("dp", {}).values())
             report.step(step + 1, losses[-1], tokens / seconds[-1], sent)
+            if args.verify and step + 1 == min(STEPS, args.steps):
+                early = trainer.model.state_dict()
     finally:
         report.close()
-    return losses, seconds
+    return losses, seconds, early
 
 
 def announce(console: Console, settings: train_options.Settings, world: Group) -> None:
@@ -118,7 +121,7 @@ def sample(trainer: Trainer, settings: train_options.Settings) -> str:
     """Text that the model writes after a line break."""
     symbols = settings.text.symbols
     start = symbols.index("\n") if "\n" in symbols else 0
-    ids = trainer.model.generate([start], SAMPLE_SYMBOLS, temperature=0.7, seed=settings.args.seed)
+    ids = trainer.model.generate([start], SAMPLE_SYMBOLS, temperature=0.8, seed=settings.args.seed)
     return settings.text.decode(ids).strip("\n")
 
 

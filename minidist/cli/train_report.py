@@ -104,6 +104,9 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
         console.print(traffic_table(metrics))
     console.rule("what fills the memory of rank 0, in bytes, measured and by formula", style="dim", align="left")
     console.print(memory_table(metrics))
+    each, moments = metrics["parameter_bytes"] // metrics["parameters"], metrics["optimizer_moments"]
+    console.print(f"parameters + gradients + optimizer: {each} + {each} + {each * moments} = {each * (2 + moments)} bytes "
+                  f"a parameter\n", markup=False)
     console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), loss.png, model.safetensors",
                   markup=False, soft_wrap=True)
 
@@ -131,9 +134,7 @@ def memory_table(metrics: Metrics) -> Table:
     count, each = metrics["parameters"], metrics["parameter_bytes"] // metrics["parameters"]
     moments = metrics["optimizer_moments"]
     formulas = {"parameters": each, "gradients": each, "optimizer": each * moments}
-    table = Table(header_style="bold", caption_justify="left",
-                  caption=f"parameters + gradients + optimizer: {each} + {each} + {each * moments} = "
-                          f"{each * (2 + moments)} bytes a parameter")
+    table = Table(header_style="bold")
     table.add_column("what")
     for column in ("now", "peak", "formula"):
         table.add_column(column, justify="right")

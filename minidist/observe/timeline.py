@@ -88,6 +88,8 @@ class Timeline:
         names = self._names.get(event.details["axis"]) if event.kind == "call" else None
         if names:
             name = names.popleft()
+        elif event.kind == "message":
+            name = f"{event.name} to rank {event.details['dst']}"
         details = {"hop" if key == "step" else key: value for key, value in event.details.items()}
         self.add(Span(name, row, event.start, event.stop, {"step": self.step, **details}))
 
