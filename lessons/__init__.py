@@ -60,5 +60,5 @@ def _read(folder: Path) -> Lesson:
     lines = (folder / "README.md").read_text(encoding="utf-8").splitlines()
     title = lines[0].lstrip("# ").split("·", 1)[-1].strip()
     rows = [line for line in lines[:12] if line.startswith("|")]
-    notes, module = (cell.strip().strip("`") for cell in rows[2].strip("|").split("|")[:2])
+    notes, module = (cell.strip().replace("`", "") for cell in rows[2].strip("|").split("|")[:2])
     return Lesson(folder.name[:2], folder, title, notes, module)

@@ -11,6 +11,7 @@ read again, never as a traceback of ours.
 
 import argparse
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from threadpoolctl import threadpool_limits
 
 from minidist.errors import ConfigError, MinidistError, TimeoutError
 from minidist.observe.page import Page
@@ -27,8 +30,8 @@ class HoleError(MinidistError):
     """A hole of an exercise that nobody has filled yet."""
 
 
-def hole(number: int, task: str) -> Any:
-    """Stand where a student's code belongs; `task` says what is missing.
+def hole(number: int, task: str, *given: Any) -> Any:
+    """Stand where a student's code belongs: `task` says what is missing, `given` shows what the code will need.
 
     Raises: HoleError, always. Replace the whole call by your own code.
     """
@@ -142,7 +145,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _at(error: BaseException, file: Path) -> str:
-    """` (exercise.py line 31)`: the last line of `file` that `error` passed through; empty if it passed through none."""
+    """` (exercise.py line 31)`: the last line of `file` that `error` passed through; empty if there is none."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
     return f" ({file.name} line {lines[-1]})" if lines else ""
 
@@ -182,7 +185,8 @@ def run_lesson(options: argparse.Namespace, tour: Callable[[Any, Page], None], b
     if world.size > 1:
         body(world)
     else:
-        run(body, size=alone, transport="threads", limit=120.0)
+        with threadpool_limits(1, user_api="blas"):  # the ranks share this process's BLAS threads: one each
+            run(body, size=alone, transport="threads", limit=120.0)
 
 
 def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None], home: Path, *, size: int,
@@ -195,7 +199,16 @@ def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None],
     folder = parser.parse_args().out
     recorded = run(record, size=size, transport=transport, limit=120.0)[0]
     draw(recorded, folder)
+    if folder == home and (home / "figure.mmd").exists():
+        insert_mermaid(home / "README.md", (home / "figure.mmd").read_text(encoding="utf-8"))
     print(f"{folder / 'figure.png'}: drawn from a run on {size} rank{'s' * (size > 1)}")
+
+
+def insert_mermaid(readme: Path, diagram: str) -> None:
+    """Put a diagram in place of the README's Mermaid block."""
+    text = readme.read_text(encoding="utf-8")
+    fresh = re.sub(r"```mermaid\n.*?```", lambda _: f"```mermaid\n{diagram}```", text, count=1, flags=re.DOTALL)
+    readme.write_text(fresh, encoding="utf-8")
 
 
 def totals(ledger: Any) -> tuple[int, int]:

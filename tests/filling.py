@@ -11,7 +11,7 @@ from minidist.teaching import Grade, grade
 
 
 def fill(source: str, answers: Mapping[int, str]) -> str:
-    """`source` with hole(n, …) replaced by answers[n]: an expression, or statements where the hole is a line of its own."""
+    """`source` with hole(n, …) replaced by answers[n]: an expression, or statements if the hole is a line by itself."""
     lines = source.splitlines(keepends=True)
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)
              and isinstance(node.func, ast.Name) and node.func.id == "hole"]

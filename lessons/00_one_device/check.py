@@ -76,11 +76,12 @@ def _float32(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
         parameters = sum(parameter.size for parameter in model.parameters())
     mine = exercise.training_bytes(parameters, False)
     for category in ("parameters", "gradients", "optimizer"):
-        mistake = "one moment forgotten" if category == "optimizer" and mine[category] == 4 * parameters else \
-            "that is mixed precision's" if category == "optimizer" and mine[category] == 12 * parameters else "wrong bytes"
-        yield expect(f"float32, {category}, {_name(config)}", size_text(held[category]), size_text(mine[category]), mistake,
-                     f"the account counted {held[category] / parameters:g} bytes a parameter: Adam keeps two moments in the "
-                     f"parameters' precision: section 3 (hole 4)")
+        known = {4: "one moment forgotten", 12: "that is mixed precision's"} if category == "optimizer" else {}
+        mistake = known.get(mine[category] // parameters, "wrong bytes")
+        yield expect(f"float32, {category}, {_name(config)}", size_text(held[category]), size_text(mine[category]),
+                     mistake,
+                     f"the account counted {held[category] / parameters:g} bytes a parameter: Adam keeps two moments "
+                     f"in the parameters' precision: section 3 (hole 4)")
 
 
 def _mixed(exercise: ModuleType) -> Iterator[Result]:
@@ -90,12 +91,13 @@ def _mixed(exercise: ModuleType) -> Iterator[Result]:
     halved = "that is float32's" if mine["gradients"] == 4 * parameters else "wrong bytes"
     yield expect("mixed precision, gradients of 7 billion", 2 * parameters, mine["gradients"], halved,
                  "gradients have the parameters' precision: section 3 (hole 2)")
-    known = {8: "the master weights are missing", 4: "master weights and one moment are missing", 16: "the parameters' bytes "
+    known = {8: "the master weights are missing", 4: "master weights and one moment are missing",
+             16: "the parameters' bytes "
              "are not the optimizer's", 6: "moments in half precision"}
     mistake = next((name for size, name in known.items() if mine["optimizer"] == size * parameters), "wrong bytes")
     yield expect("mixed precision, optimizer of 7 billion", 12 * parameters, mine["optimizer"], mistake,
-                 "fp32 master weights, first and second moment, 4 bytes each (N4:244-246; N2:25 forgets the first): section 3 "
-                 "(hole 3)")
+                 "fp32 master weights, first and second moment, 4 bytes each (N4:244-246; N2:25 forgets the first): "
+                 "section 3 (hole 3)")
 
 
 def _kept(config: GPTConfig) -> int:
@@ -113,14 +115,16 @@ def _activations(exercise: ModuleType, config: GPTConfig) -> Result:
     """What the blocks keep: a model beside the same model with twice the blocks, so that both ends drop out."""
     target = _kept(replace(config, layers=2 * config.layers)) - _kept(config)
     measured = exercise.kept_for_backward(config.layers, BATCH, config.context, config.width, config.heads)
-    mistake = "an entry of the table is missing" if measured < target else "too much: attention's scores, or an entry twice"
+    mistake = ("an entry of the table is missing" if measured < target else
+               "too much: attention's scores, or an entry twice")
     return Result(f"activations of {_name(config)}", abs(measured - target) <= 0.01 * target, size_text(target),
-                  size_text(measured), mistake, "add up the table in section 4: no term grows with the square of the context "
+                  size_text(measured), mistake,
+                  "add up the table in section 4: no term grows with the square of the context "
                   "(hole 5)")
 
 
 def _measure(evaluate: Callable[[Any, Any], Any], config: GPTConfig) -> tuple[Any, int, int]:
-    """(what evaluate returns, activation bytes at the peak, and still alive afterwards without the batches themselves)."""
+    """(what evaluate returns, activation bytes at the peak, and afterwards, the batches themselves not counted)."""
     with account.use(account.MemoryAccount()) as memory:
         model = _model(config)
         batches = [_batch(config, seed) for seed in range(4)]
@@ -132,18 +136,22 @@ def _measure(evaluate: Callable[[Any, Any], Any], config: GPTConfig) -> tuple[An
 def _reference(model: GPT, batches: list[tuple[np.ndarray, np.ndarray]]) -> float:
     """As the Trainer evaluates: nothing is recorded, only numbers are kept."""
     with no_grad():
-        return sum(float(model.loss(inputs, targets, targets.size).item()) for inputs, targets in batches) / len(batches)
+        return sum(float(model.loss(inputs, targets, targets.size).item()) for inputs,
+                   targets in batches) / len(batches)
 
 
 def _evaluation(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
     """The same number, with no more memory than evaluation needs."""
     target, target_peak, target_after = _measure(_reference, config)
     result, peak, after = _measure(exercise.evaluate, config)
-    keeper = "the loss Tensors keep their tapes alive" if isinstance(result, float) else "the total is a Tensor with every tape"
-    yield Result("evaluate, memory afterwards", after <= target_after, size_text(target_after), size_text(after), keeper,
-                 "a Tensor remembers how it was made, and so all activations; keep the number, loss.item(): section 6 (hole 6)")
+    keeper = "the loss Tensors keep their tapes alive" if isinstance(result,
+                                                                     float) else "the total is a Tensor with every tape"
+    yield Result("evaluate, memory afterwards", after <= target_after, size_text(target_after), size_text(after),
+                 keeper,
+                 "a Tensor remembers how it was made, and so all activations; keep loss.item(): section 6 (hole 6)")
     yield Result("evaluate, memory at the peak", peak <= 1.05 * target_peak, size_text(target_peak), size_text(peak),
-                 "no no_grad()", "forward kept everything for a backward that never comes; wrap it in `with no_grad():`: "
+                 "no no_grad()",
+                 "forward kept everything for a backward that never comes; wrap it in `with no_grad():`: "
                  "section 6 (hole 6)")
     yield Result("evaluate, value", isinstance(result, float) and abs(result - target) < 1e-6, f"{target:.6f}",
                  f"{float(result):.6f} ({type(result).__name__})", "not the mean of the batches' losses",

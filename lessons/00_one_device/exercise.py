@@ -1,8 +1,8 @@
 """Exercise 00: say where the memory goes, before it is gone.
 
 Copy this file (`minidist lesson 00 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 00 DIR/exercise_00.py`. The check runs real training steps and holds your numbers against what the memory
-account counted.
+`minidist check 00 DIR/exercise_00.py`. The check runs real training steps and holds your numbers against what the
+memory account counted.
 """
 
 from minidist.teaching import hole
@@ -46,5 +46,6 @@ def evaluate(model, batches):
     """
     total = 0.0
     for inputs, targets in batches:
-        hole(6, "add this batch's loss to total as a plain float, with nothing kept for backward (section 6)")
+        hole(6, "add this batch's loss to total as a plain float, with nothing kept for backward (section 6)",
+             model, inputs, targets)
     return total / len(batches)

@@ -22,8 +22,8 @@ def draw(record: list[dict[str, Any]], folder: Path) -> None:
     """figure.png and figure.mmd from the recorded account."""
     config = lesson.CONFIG
     figure = look.new_figure(13.5, 6.2, "Where the memory goes: two training steps on one device, as recorded",
-                             f"GPT of {config.layers} layers, width {config.width}, {lesson.BATCH} sequences of {config.context} "
-                             f"tokens, float32, Adam. The account was asked after every module and at every gradient.")
+                             f"GPT of {config.layers} layers, width {config.width}, {lesson.BATCH} sequences of "
+                             f"{config.context} tokens, float32, Adam. Asked at every module and every gradient.")
     _mountain(figure.add_axes((0.055, 0.13, 0.56, 0.66)), record)
     peak = max(record, key=lambda entry: entry["now"]["total"])["now"]
     for index, (title, shares, unit) in enumerate((
@@ -76,7 +76,8 @@ def _name_bands(ax: Any, record: list[dict[str, Any]], heights: list[np.ndarray]
         if name == "gradients":
             y = floor[last] + height[last] / 2
             ax.annotate(name, (last, y), (last - 3, 2.05 * y), ha="center", fontsize=11, fontweight="bold",
-                        color=look.MEMORY[name], arrowprops={"arrowstyle": "-", "color": look.MEMORY[name], "shrinkB": 0})
+                        color=look.MEMORY[name],
+                        arrowprops={"arrowstyle": "-", "color": look.MEMORY[name], "shrinkB": 0})
         else:
             ax.text(spot, floor[spot] + 0.45 * height[spot], name, ha="center", va="center", fontsize=11, color="white",
                     fontweight="bold")

@@ -1,8 +1,8 @@
 """Lesson 00: one device trains; every byte it fills is counted and held against a formula.
 
     python lessons/00_one_device/lesson.py
-    mpirun -n 4 python lessons/00_one_device/lesson.py                  # four processes, each by itself: four times all of it
-    python lessons/00_one_device/lesson.py --break keep-the-losses      # see README.md, section 6
+    mpirun -n 4 python lessons/00_one_device/lesson.py               # four processes, each by itself: four times all
+    python lessons/00_one_device/lesson.py --break keep-the-losses   # see README.md, section 6
 """
 
 import pydoc_data.topics
@@ -33,10 +33,10 @@ BILLION = 10**9
 def plain_loop(model, optimizer, ids, steps, batch, context):
     """Training on one device: the whole of it (README, section 1)."""
     for step in range(steps):
-        inputs, targets = text.batch(ids, step, batch=batch, context=context, seed=0)  # disk was read once; CPU -> device
-        loss = model.loss(inputs, targets, divisor=targets.size)                       # forward: activations pile up
-        loss.backward()                                                                # backward: they go, gradients come
-        optimizer.step()                                                               # Adam: two moments a parameter
+        inputs, targets = text.batch(ids, step, batch=batch, context=context, seed=0)  # CPU -> device
+        loss = model.loss(inputs, targets, divisor=targets.size)                       # activations pile up
+        loss.backward()                                                                # they go, gradients come
+        optimizer.step()                                                               # two moments a parameter
         optimizer.zero_grad()
     return loss.item()
 
@@ -71,7 +71,8 @@ def data_path(page: Page) -> np.ndarray:
     page.table("Where the bytes are", ["place", "what", "bytes", "seconds"], [
         ["disk", file.name, size_text(len(source)), f"{read - begin:.4f}"],
         ["CPU", f"token ids, {corpus.train.dtype}", size_text(ids), f"{loaded - read:.4f}"],
-        ["device", f"one batch, {BATCH} x {CONFIG.context}, inputs and targets", size_text(inputs.nbytes + targets.nbytes),
+        ["device", f"one batch, {BATCH} x {CONFIG.context}, inputs and targets",
+         size_text(inputs.nbytes + targets.nbytes),
          f"{cut - loaded:.4f}"]],
         note="the disk is read once; each step moves one small batch (on a CPU the device is the CPU)")
     return corpus.train
@@ -96,7 +97,8 @@ def one_step(page: Page, ids: np.ndarray) -> tuple[dict[str, dict[str, int]], in
         optimizer.zero_grad()
         stations.append(("zero_grad", memory.now))
         stations.append(("peak", memory.peak))
-        page.table(f"{CONFIG.layers} layers of width {CONFIG.width}, {BATCH} x {CONFIG.context} tokens", ["after", *SHOWN],
+        page.table(f"{CONFIG.layers} layers of width {CONFIG.width}, {BATCH} x {CONFIG.context} tokens",
+                   ["after", *SHOWN],
                    [[name, *(size_text(now[category]) for category in SHOWN)] for name, now in stations],
                    note="the peak of the total is the peak of the sum, not the sum of the peaks")
         return snapshot, sum(parameter.size for parameter in model.parameters())
@@ -112,7 +114,8 @@ def beside_formula(page: Page, memory: dict[str, dict[str, int]], parameters: in
                      f"{measured / parameters:.2f}", verdict(measured, bytes_each * parameters)])
     rows.append(["together", together, f"16 x {parameters}", 16 * parameters, f"{together / parameters:.2f}",
                  verdict(together, 16 * parameters)])
-    page.table("float32 with Adam, after one step", ["category", "measured bytes", "formula", "", "bytes a parameter", ""], rows)
+    page.table("float32 with Adam, after one step",
+               ["category", "measured bytes", "formula", "", "bytes a parameter", ""], rows)
 
 
 def seven_billion(page: Page) -> None:
@@ -121,7 +124,8 @@ def seven_billion(page: Page) -> None:
     own = (14, 14, 56)
     mixed = tuple(bytes_each * 7 for bytes_each in (2, 2, 12))
     float32 = tuple(bytes_each * 7 for bytes_each in (4, 4, 8))
-    rows = [[name, f"{pie[i]} %", *(f"{part[i]} GB, {100 * part[i] / sum(part):.0f} %" for part in (own, mixed, float32))]
+    rows = [[name, f"{pie[i]} %",
+             *(f"{part[i]} GB, {100 * part[i] / sum(part):.0f} %" for part in (own, mixed, float32))]
             for i, name in enumerate(("parameters", "gradients", "optimizer"))]
     rows.append(["together", "95 %", *(f"{sum(part)} GB" for part in (own, mixed, float32))])
     page.table("7 billion parameters", ["", "pie, N2:16", "list, N2:24", "mixed, N4:241", "float32"], rows,
@@ -158,8 +162,8 @@ def activations(page: Page) -> None:
         rows.append([f"{batch} x {context}, width {width}", size_text(measured), size_text(formula),
                      f"{measured / batch / context:.0f}", verdict(measured, formula, 0.01)])
     page.table("What one block keeps for backward", ["tokens", "measured", "formula", "bytes a token", ""], rows,
-               note=f"up to {KEEP_UP_TO} tokens attention keeps its probabilities, so the bytes a token grow with the context; "
-                    "beyond, it computes them again")
+               note=f"up to {KEEP_UP_TO} tokens attention keeps its probabilities, so the bytes a token grow with the "
+                    "context; beyond, it computes them again")
 
 
 def alive_after_forward(config: GPTConfig, batch: int) -> int:

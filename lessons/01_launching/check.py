@@ -1,4 +1,4 @@
-"""Grades exercise 01: the identity of all eight processes of a 2 x 4 job under every launcher, and what follows from it."""
+"""Grades exercise 01: who the eight processes of a 2 x 4 job are under each launcher, and what follows from it."""
 
 import sys
 from collections.abc import Iterator
@@ -77,10 +77,10 @@ def _diagnose(launcher: str, name: str, measured: Any, environ: dict[str, str]) 
         return "local rank for rank", (f"{local} counts on one machine only: two processes now believe they are rank "
                                        f"{measured}, and nobody is rank {NODES * PER_NODE - 1}: read section 2 again")
     if name == "size" and measured == PER_NODE:
-        return "local size for size", "that counts one machine's processes; the job has both machines': read section 2 again"
+        return "local size for size", "that counts one machine's processes, the job has two: read section 2 again"
     if name == "node_rank" and launcher == "torchrun":
         return "NODE_RANK under torchrun", ("torchrun takes --node_rank but tells its workers GROUP_RANK, so NODE_RANK "
-                                            "is absent and every machine believes it is the first: read section 3 again")
+                                            "is absent, every machine takes itself for the first: read section 3 again")
     if name == "node_rank" and measured == int(environ.get("OMPI_COMM_WORLD_NODE_RANK", -1)):
         return "OMPI_COMM_WORLD_NODE_RANK is not the machine", (
             "Open MPI means the rank *on* the node by it; the machine is rank // local_size: read section 3 again")
@@ -110,7 +110,8 @@ def _samples(exercise: ModuleType) -> Result:
                       "rank and size must come from the identity, not from the program (N1:58): read section 5 again")
     if unread or max(readers) > 1:
         return Result(task, False, target, f"{len(unread)} unread, {sum(count > 1 for count in readers)} read twice",
-                      "samples lost or doubled", "range(rank, length, size), whatever the machine: read section 5 again")
+                      "samples lost or doubled",
+                      "range(rank, length, size), whatever the machine: read section 5 again")
     expected = [list(range(rank, length, size)) for rank in range(size)]
     return Result(task, parts == expected, "rank 1 reads 1, 9, 17", f"rank 1 reads {parts[1]}", "another split",
                   "rank r takes r, r + size, r + 2 size, …")
@@ -124,7 +125,8 @@ def _devices(exercise: ModuleType) -> Result:
         measured = exercise.my_device(exercise.Identity(rank, size, rank % PER_NODE, rank // PER_NODE), visible)
         target = 4 + rank % PER_NODE
         if str(measured) != str(target):
-            mistake = "device 0 .. 3 although 4 .. 7 are visible" if str(measured) == str(rank % PER_NODE) else "wrong device"
+            unmapped = str(measured) == str(rank % PER_NODE)
+            mistake = "device 0 .. 3 although 4 .. 7 are visible" if unmapped else "wrong device"
             return Result(task, False, f"rank {rank} on GPU {target}", f"rank {rank} on GPU {measured}", mistake,
                           "LOCAL_RANK is a place in the visible list: read section 4 again")
     return Result(task, True, "four GPUs on each machine, one a rank", "four GPUs on each machine, one a rank")

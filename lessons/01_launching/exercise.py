@@ -32,14 +32,16 @@ def identify(environ):
         rank, local_size = int(environ["OMPI_COMM_WORLD_RANK"]), int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
         return Identity(rank=rank, size=int(environ["OMPI_COMM_WORLD_SIZE"]),
                         local_rank=int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
-                        node_rank=hole(3, "Open MPI tells no number of the machine: compute it from rank and local_size"))
+                        node_rank=hole(3,
+                                       "Open MPI tells no number of the machine: compute it from rank and local_size"))
     if "PMI_RANK" in environ:  # MPICH's mpirun
         rank, local_size = int(environ["PMI_RANK"]), int(environ["MPI_LOCALNRANKS"])
         return Identity(rank=rank, size=hole(4, "MPICH: how many processes in the whole job?"),
                         local_rank=int(environ["MPI_LOCALRANKID"]), node_rank=rank // local_size)
     if "SLURM_PROCID" in environ:  # srun
         return Identity(rank=int(environ["SLURM_PROCID"]), size=int(environ["SLURM_NTASKS"]),
-                        local_rank=hole(5, "Slurm: which process on this machine?"), node_rank=int(environ["SLURM_NODEID"]))
+                        local_rank=hole(5, "Slurm: which process on this machine?"),
+                        node_rank=int(environ["SLURM_NODEID"]))
     return Identity(rank=0, size=1, local_rank=0, node_rank=0)
 
 

@@ -1,16 +1,19 @@
 """Lesson 01: who am I? Ranks, machines and launchers, printed live by the ranks themselves.
 
     mpirun -n 4 python lessons/01_launching/lesson.py
-    python lessons/01_launching/lesson.py --nodes 2                  # alone: eight ranks as threads, as if on two machines
+    python lessons/01_launching/lesson.py --nodes 2                  # alone: eight threads, numbered as on two machines
+    python lessons/01_launching/lesson.py --two-machines             # eight processes under two launchers
     python lessons/01_launching/lesson.py --break rank-in-program    # see README.md, section 6
 """
 
 import os
 import platform
+import secrets
 import socket
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import minidist as md
@@ -29,7 +32,7 @@ def who_am_i(group: Any, nodes: int) -> dict[str, Any]:
         local_rank, node_rank = rank % per_node, rank // per_node
     return {"rank": rank, "size": group.size, "local_rank": local_rank, "node_rank": node_rank, "pid": os.getpid(),
             "host": platform.node(), "launcher": launch.launcher, "visible": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
-            "set": {name: os.environ[name] for launcher in LAUNCHERS for name in launcher.variables() if name in os.environ}}
+            "set": {name: os.environ[name] for one in LAUNCHERS for name in one.variables() if name in os.environ}}
 
 
 def tour(group: Any, page: Page, *, nodes: int) -> None:
@@ -43,13 +46,14 @@ def tour(group: Any, page: Page, *, nodes: int) -> None:
                [[f"node{r['node_rank']}", device(r), r["rank"], r["local_rank"], r["node_rank"], r["pid"], r["host"]]
                 for r in ranks], note=pretended(ranks, nodes))
     page.heading("2  Which launcher sets which variable")
-    page.table("The names differ, the facts do not",
-               ["", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR"], launcher_rows(),
-               note="a dash: this launcher does not tell, and md.init works it out")
+    columns, rows = launcher_table()
+    page.table("The names differ, the facts do not", columns, rows,
+               note="… stands for the prefix above; a dash: this launcher does not tell, and md.init works it out")
     page.heading("3  What this job's ranks found in their environment")
     names = sorted({name for r in ranks for name in r["set"]})
     page.table("Variables of a launcher, rank by rank", ["variable", *(f"rank {r['rank']}" for r in ranks)],
-               [[name, *(r["set"].get(name, "-") for r in ranks)] for name in names] or [["none", *("-" for _ in ranks)]],
+               [[name, *(r["set"].get(name, "-") for r in ranks)] for name in names] or [["none",
+                                                                                          *("-" for _ in ranks)]],
                note="alone, nobody sets any: the ranks are threads of one process" if not names else "")
 
 
@@ -63,7 +67,7 @@ def machines(ranks: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def device(rank: dict[str, Any]) -> str:
-    """The GPU a rank would take: entry LOCAL_RANK of CUDA_VISIBLE_DEVICES, or that number itself where it is not set."""
+    """The GPU a rank would take: entry LOCAL_RANK of CUDA_VISIBLE_DEVICES, or LOCAL_RANK where that is not set."""
     visible = [part for part in rank["visible"].split(",") if part]
     index = visible[rank["local_rank"] % len(visible)] if visible else rank["local_rank"]
     return f"GPU{index}"
@@ -74,17 +78,50 @@ def pretended(ranks: list[dict[str, Any]], nodes: int) -> str:
     hosts = len({r["host"] for r in ranks})
     processes = len({r["pid"] for r in ranks})
     if processes < len(ranks):
-        return f"{len(ranks)} threads of one process on one machine" + (f", numbered as if on {nodes}" if nodes > 1 else "")
+        spread = f", numbered as if on {nodes}" if nodes > 1 else ""
+        return f"{len(ranks)} threads of one process on one machine{spread}"
     return f"one machine, numbered as if it were {nodes}" if nodes > hosts else ""
 
 
-def launcher_rows() -> list[list[str]]:
-    """The table of launchers, from the library's own."""
-    return [[launcher.command, launcher.rank, launcher.size, launcher.local_rank, launcher.node_rank or "-",
-             launcher.master_addr or "-"] for launcher in LAUNCHERS]
+FACTS = {"rank": "rank", "size": "size", "local rank": "local_rank", "node rank": "node_rank", "meet at": "master_addr",
+         "port": "master_port"}
 
 
-# ------------------------------------------------------------------------------------------------------- Break it
+def launcher_table() -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the table of launchers, from the library's own; a long common prefix stands in the header."""
+    columns, cells = [""], []
+    for launcher in LAUNCHERS:
+        names = [getattr(launcher, field) for field in FACTS.values()]
+        prefix = os.path.commonprefix([name for name in names if name and not name.startswith("MASTER")])
+        prefix = prefix[:prefix.rfind("_") + 1]
+        columns.append(launcher.name + (f"\n{prefix}…" if prefix else ""))
+        short = [f"…{name[len(prefix):]}" if prefix and name.startswith(prefix) else name for name in names]
+        cells.append([name or "-" for name in short])
+    return columns, [[fact, *(column[row] for column in cells)] for row, fact in enumerate(FACTS)]
+
+
+# ------------------------------------------------------------------------------------------- two machines, for real
+
+LAUNCH_NODE = """import sys
+from minidist.launch import spawn
+from minidist.launch.spawning import Nodes
+node, per_node, port, *command = sys.argv[1:]
+sys.exit(spawn(command, int(per_node), nodes=Nodes(2, int(node), "127.0.0.1", int(port))))
+"""
+
+
+def two_machines(command: list[str], per_node: int = 4) -> int:
+    """Start `command` under two launchers on this machine, each of which takes itself for a machine of its own.
+
+    On two real machines each would be `minidist launch --nnodes 2 --node-rank K --master-addr ADDRESS …`.
+    """
+    environ = {**os.environ, "MINIDIST_TOKEN": secrets.token_hex(16)}
+    port = str(free_port())
+    launchers = [subprocess.Popen([sys.executable, "-c", LAUNCH_NODE, str(node), str(per_node), port, *command],
+                                  env=environ)
+                 for node in range(2)]
+    return max(launcher.wait() for launcher in launchers)
+
 
 def free_port() -> int:
     """A port nobody listens on just now."""
@@ -93,13 +130,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+# ------------------------------------------------------------------------------------------------------- Break it
+
 def rank_in_program() -> None:
     """N1:58 as it stands: rank 0 of 2, written into the program. Rank 1 never comes."""
-    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+               "GROUP_RANK": "0",
                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = subprocess.run([sys.executable, "-c", "import minidist as md; md.init(limit=2.0)"], env=environ, text=True,
                           stderr=subprocess.PIPE, timeout=60, check=False)
-    print("started one process that says of itself 'rank 0 of 2'; after 2 seconds (the notes' example would wait for ever):")
+    print("one process says of itself 'rank 0 of 2'; after 2 seconds (the notes' example would wait for ever):")
     print(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"it ended with status {done.returncode}")
 
 
@@ -147,8 +187,13 @@ BREAKS = {"rank-in-program": rank_in_program, "no-import-os": no_import_os, "mis
 def main() -> None:
     """Parse the command line, then run on the ranks that were launched, or on eight threads."""
     parser = arguments(__doc__, BREAKS)
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number the ranks as if they were on N machines")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N",
+                        help="number the ranks as if they were on N machines")
+    parser.add_argument("--two-machines", action="store_true", help="start 2 x 4 processes under two launchers")
     options = parser.parse_args()
+    if options.two_machines:
+        table = ["--json", options.json] if options.json else []
+        raise SystemExit(two_machines([sys.executable, str(Path(__file__).resolve()), *table]))
     run_lesson(options, partial(tour, nodes=max(1, options.nodes)), BREAKS, alone=8)
 
 

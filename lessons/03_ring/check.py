@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from minidist.errors import CommError, DeadlockError, TimeoutError
+from minidist.errors import DeadlockError, TimeoutError
 from minidist.launch import run
 from minidist.observe.page import size_text
 from minidist.teaching import Result, sent_since, totals
 
-LIMIT = 3.0  # seconds a rank may wait for another
+LIMIT = 2.0  # seconds a rank may wait for another
 BASE = 16  # rank r contributes BASE**r, so the digits of a sum tell who is in it, and how often
 SIZES = ((4, 4096), (1, 5), (2, 6), (3, 10), (4, 3), (5, 0))  # (ranks, elements), also P = 1, n < P, n = 0
 
@@ -106,9 +106,10 @@ def _who(chunk: np.ndarray, size: int) -> str:
         counts = [(int(value) // BASE**rank) % BASE for rank in range(size)]
         missing = [str(rank) for rank, count in enumerate(counts) if count == 0]
         repeated = [f"{rank} ({count} times)" for rank, count in enumerate(counts) if count > 1]
-        parts = [f"misses rank {', '.join(missing)}"] * bool(missing) + [f"counts rank {', '.join(repeated)}"] * bool(repeated)
-        if parts:
-            return " and ".join(parts)
+        parts = [f"misses rank {', '.join(missing)}" if missing else "",
+                 f"counts rank {', '.join(repeated)}" if repeated else ""]
+        if any(parts):
+            return " and ".join(part for part in parts if part)
     return ""
 
 
@@ -126,7 +127,7 @@ def _steps(size: int, elements: int, measured: list[dict[str, Any]], links: dict
                          "read section 2 again")
         if messages == target_messages - 1:
             yield Result(f"{where}, messages", False, str(target_messages), str(messages), "one step short",
-                         "the last all-gather step is missing, so one chunk stays stale: read section 3.2 again (hole 4)")
+                         "the last all-gather step is missing, one chunk stays stale: read section 3.2 again (hole 4)")
         if messages != target_messages:
             yield Result(f"{where}, messages", False, str(target_messages), str(messages), "wrong number of steps",
                          "each half of the ring takes P-1 steps: read section 3.3 again")
@@ -146,7 +147,8 @@ def _values(size: int, elements: int, measured: list[dict[str, Any]]) -> Result:
                           "wrong shape", "all_reduce returns an array like x")
         if not np.allclose(mine, library, rtol=1e-12):
             wrong = int(np.flatnonzero(~np.isclose(mine, library, rtol=1e-12))[0])
-            return Result(task, False, f"x[{wrong}] = {library[wrong]:g}", f"x[{wrong}] = {mine[wrong]:g} on rank {rank}",
+            return Result(task, False, f"x[{wrong}] = {library[wrong]:g}",
+                          f"x[{wrong}] = {mine[wrong]:g} on rank {rank}",
                           "stale or doubled chunk", "a finished chunk replaces the leftover, in the order in which the "
                           "chunks arrive: read section 3.2 again (holes 5 and 6)")
     return Result(task, True, "as the library's ring", "as the library's ring")
@@ -168,7 +170,7 @@ def _stuck(task: str, links: dict[int, Link]) -> Result:
                       "each send waits for a receive that nobody has reached; send and receive at once with "
                       "link.exchange: read section 3.4 again (hole 3)")
     return Result(task, False, "every rank returns", doing, "deadlock",
-                  f"after {LIMIT:g} s a rank still waits for a message that nobody sends: count the steps, read section 3.3")
+                  f"after {LIMIT:g} s a rank still waits for a message that nobody sends: count the steps, section 3.3")
 
 
 if __name__ == "__main__":

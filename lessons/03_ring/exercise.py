@@ -28,9 +28,10 @@ def reduce_scatter(link, chunks):
     Cost:    size - 1 messages a rank, each one chunk, each to link.next_rank.
     """
     for step in range(link.size - 1):
-        outgoing = hole(1, "which chunk (an index) does this rank send in this step? (section 3.1)")
-        incoming = hole(2, "which chunk arrives from the previous rank in this step? (section 3.1)")
-        arrived = hole(3, "pass chunks[outgoing] on to the next rank and take what the previous one sends (section 3.3)")
+        outgoing = hole(1, "which chunk (an index) does this rank send in this step? (section 3.1)", step)
+        incoming = hole(2, "which chunk arrives from the previous rank in this step? (section 3.1)", step)
+        arrived = hole(3, "send chunks[outgoing] to the next rank and take what the previous one sends (section 3.4)",
+                       outgoing)
         chunks[incoming] += arrived
 
 
@@ -41,8 +42,8 @@ def all_gather(link, chunks):
     Cost:    size - 1 messages a rank, each one chunk, each to link.next_rank.
     """
     for step in range(hole(4, "how many steps until the last rank has the last chunk? (section 3.2)")):
-        outgoing = hole(5, "which finished chunk does this rank pass on in this step? (section 3.2)")
-        incoming = hole(6, "which finished chunk arrives in this step? (section 3.2)")
+        outgoing = hole(5, "which finished chunk does this rank pass on in this step? (section 3.2)", step)
+        incoming = hole(6, "which finished chunk arrives in this step? (section 3.2)", step)
         chunks[incoming][...] = link.exchange(chunks[outgoing], dst=link.next_rank, src=link.prev_rank)
 
 

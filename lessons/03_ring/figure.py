@@ -58,7 +58,8 @@ def _space_time(ax: Any, messages: list[dict[str, Any]]) -> None:
         _memory(ax, step + 1, holds)
     for start, stop, half, text in ((0, RANKS - 1, "reduce_scatter", "reduce-scatter: add and pass on"),
                                     (RANKS - 1, steps, "all_gather", "all-gather: pass on what is finished")):
-        ax.plot([start + 0.12, stop - 0.12], [-0.78, -0.78], color=look.PHASES[half], linewidth=5, solid_capstyle="butt")
+        ax.plot([start + 0.12, stop - 0.12], [-0.78, -0.78], color=look.PHASES[half], linewidth=5,
+                solid_capstyle="butt")
         ax.text((start + stop) / 2, -0.88, text, ha="center", va="bottom", fontsize=11.5, fontweight="bold",
                 color=look.PHASES[half])
     for rank in range(RANKS):
@@ -108,7 +109,7 @@ def _shades(ax: Any) -> None:
 
 
 def _arrow(ax: Any, step: int, message: dict[str, Any], color: str) -> None:
-    """One message from the sender's square now to the receiver's square a moment later; past the edge it comes in again."""
+    """One message, from the sender's box now to the receiver's a moment later; past the edge it comes in again."""
     x0, y0 = _place(step, message["src"], message["chunk"])
     x1, y1 = _place(step + 1, message["dst"], message["chunk"])
     start, stop = (x0 + 0.14, y0), (x1 - 0.14, y1)
@@ -132,7 +133,8 @@ def _bars(ax: Any, measured: dict[str, list[float]]) -> None:
     sizes = np.arange(1, MOST + 1)
     look.quiet(ax, grid="y")
     ax.bar(sizes - 0.2, measured["plain"], 0.38, color="#c9ced6", label="plain, rank 0 (measured)")
-    ax.bar(sizes + 0.2, measured["ring"], 0.38, color=look.PHASES["reduce_scatter"], label="ring, every rank (measured)")
+    ax.bar(sizes + 0.2, measured["ring"], 0.38, color=look.PHASES["reduce_scatter"],
+           label="ring, every rank (measured)")
     ax.plot(sizes, sizes - 1, color=look.SOFT, linewidth=1.2, marker="o", markersize=3.5, label="P - 1")
     ax.plot(sizes, 2 * (sizes - 1) / sizes, color=look.PHASES["all_gather"], linewidth=1.6, marker="o", markersize=3.5,
             label="2 (P - 1) / P")

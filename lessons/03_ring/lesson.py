@@ -94,10 +94,11 @@ def messages_of_one_ring(group: Any, page: Page) -> None:
     for step in range(2 * (size - 1)):
         now = sorted((m for m in recorded if m["step"] == step), key=lambda m: m["src"])
         half = "add" if step < size - 1 else "pass on"
-        rows.append([f"{half} {step % (size - 1)}", *(f"c{m['chunk']} ({'+'.join(map(str, m['holds']))})" for m in now)])
+        rows.append([f"{half} {step % (size - 1)}",
+                     *(f"c{m['chunk']} ({'+'.join(map(str, m['holds']))})" for m in now)])
     page.table(f"One all-reduce on {size} ranks, as recorded",
                ["step", *(f"r{rank} to r{(rank + 1) % size}" for rank in range(size))], rows,
-               note="add: reduce-scatter, pass on: all-gather; c2 (0+3): chunk 2, with the parts of ranks 0 and 3 in it")
+               note="add: reduce-scatter, pass on: all-gather; c2 (0+3): chunk 2 with the parts of ranks 0 and 3")
 
 
 def bytes_and_messages(group: Any, page: Page) -> None:
@@ -140,7 +141,8 @@ def hot_link(group: Any, page: Page) -> None:
         for rank in range(group.size):
             cells = [figures[name][kind][rank] for name in ("plain", "ring") for kind in ("sent", "received")]
             rows.append([f"rank {rank}", *(size_text(cell) for cell in cells)])
-    page.table("Bytes through each rank's link", ["", "plain: sent", "plain: received", "ring: sent", "ring: received"], rows,
+    page.table("Bytes through each rank's link", ["", "plain: sent", "plain: received", "ring: sent", "ring: received"],
+               rows,
                note="the plain way makes rank 0 as slow as all of them together; in a ring no rank is special")
 
 
@@ -190,7 +192,8 @@ def seconds(group: Any, page: Page) -> None:
         plain = median_seconds(group, lambda x=x: plain_all_reduce(group, x))
         ring = median_seconds(group, lambda x=x: ring_all_reduce(group, x))
         rows.append([size_text(nbytes), f"{plain * 1e3:.2f} ms", f"{ring * 1e3:.2f} ms", f"{plain / ring:.1f} x"])
-    page.table(f"Median of 5 calls, {group.size} ranks over {group.transport.name}", ["n", "plain", "ring", "plain / ring"],
+    page.table(f"Median of 5 calls, {group.size} ranks over {group.transport.name}",
+               ["n", "plain", "ring", "plain / ring"],
                rows, note="wall clock on shared cores: it moves from run to run, unlike every count above")
 
 
@@ -231,8 +234,9 @@ def whole_tensors() -> None:
 
     for size in (2, 4, 8):
         total, nbytes = md.run(ring_of_whole_tensors, size=size)[0]
+        ring = 2 * (size - 1) * 8000 // size
         print(f"P={size}: every element is {total:g} (right), and each rank sent {nbytes} bytes; "
-              f"a ring of chunks sends {2 * (size - 1) * 8000 // size}: {nbytes * size / (2 * (size - 1) * 8000):.1f} times less")
+              f"a ring of chunks sends {ring}: {nbytes / ring:.1f} times less")
 
 
 def stop_early() -> None:
@@ -258,7 +262,8 @@ def odd_one_out() -> None:
     md.run(lambda group: group.all_reduce(np.ones(1000 + (group.rank == 1)), algorithm="ring"), size=4, limit=5.0)
 
 
-BREAKS = {"send-first": send_first, "whole-tensors": whole_tensors, "stop-early": stop_early, "odd-one-out": odd_one_out}
+BREAKS = {"send-first": send_first, "whole-tensors": whole_tensors, "stop-early": stop_early,
+          "odd-one-out": odd_one_out}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Grades exercise 07: ranks as threads train a small GPT with the student's functions; one process is the answer key."""
+"""Grades exercise 07: ranks as threads train a small GPT with your functions; one process is the answer key."""
 
 import sys
 from collections.abc import Iterator
@@ -28,10 +28,11 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
             ranks = run(_one_backward, exercise, size=size, limit=LIMIT)
         except CommError as error:
             yield Result(f"one backward on {size} ranks ends", False, "every rank returns", type(error).__name__,
-                         "the ranks wait for each other", f"start each bucket once in each backward: section 3.2; {error}")
+                         "the ranks wait for each other",
+                         f"start each bucket once in each backward: section 3.2; {error}")
             return
         yield _final(size, ranks)
-        yield _gradients(size, ranks, exercise)
+        yield _gradients(size, ranks)
         yield _traffic(size, ranks)
     yield _training(run(_train, exercise, size=3, limit=LIMIT))
 
@@ -59,15 +60,48 @@ def _model() -> Any:
     return model
 
 
+class Handle:
+    """An all-reduce under way that remembers whether anybody waited for it."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle, self.waited = handle, False
+
+    def wait(self) -> Any:
+        """Return when the sum is there."""
+        self.waited = True
+        return self.handle.wait()
+
+
+class WatchedGroup:
+    """A group that remembers the handles it gave away."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self.handles: list[Handle] = []
+
+    def start_all_reduce(self, *args: Any, **options: Any) -> Handle:
+        """As the group's own."""
+        self.handles.append(Handle(self.group.start_all_reduce(*args, **options)))
+        return self.handles[-1]
+
+    def forgotten(self) -> int:
+        """How many all-reduces nobody waited for; waits for them, so that nothing is under way afterwards."""
+        left = [handle for handle in self.handles if not handle.waited]
+        for handle in left:
+            handle.wait()
+        self.handles.clear()
+        return len(left)
+
+
 def _watched(exercise: ModuleType, group: Any, model: Any) -> Any:
-    """The student's Synchronizer, noting which buckets start before their gradients are final, and how often it ends."""
+    """The student's Synchronizer, noting which buckets start before their gradients are final, and how it ends."""
 
     class Watched(exercise.Synchronizer):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
             self.came: dict[int, int] = {}
             self.early: list[tuple[int, int, int]] = []
-            self.started = self.finished = 0
-            super().__init__(group, list(model.parameters()), BUCKET)
+            self.started = self.finished = self.forgotten = 0
+            super().__init__(WatchedGroup(group), list(model.parameters()), BUCKET)
 
         def ready(self, number: int, parameter: Any) -> None:
             self.came[number] = self.came.get(number, 0) + 1
@@ -83,6 +117,7 @@ def _watched(exercise: ModuleType, group: Any, model: Any) -> Any:
             self.finished += 1
             self.came.clear()
             super().finish()
+            self.forgotten += self.group.forgotten()
 
     return Watched()
 
@@ -95,7 +130,8 @@ def _one_backward(group: Any, exercise: ModuleType) -> dict[str, Any]:
     exercise.local_loss(model, batch).backward()
     synchronizer.finish()
     return {"gradients": _flat(parameter.grad for parameter in model.parameters()), "early": synchronizer.early,
-            "started": synchronizer.started, "buckets": [flat.nbytes for flat in synchronizer.flat],
+            "started": synchronizer.started, "forgotten": synchronizer.forgotten,
+            "buckets": [flat.nbytes for flat in synchronizer.flat],
             "sent": sent_since(group.ledger, before)}
 
 
@@ -144,13 +180,10 @@ def _serial_weights(size: int) -> np.ndarray:
 def _order(buckets: list[list[int]]) -> Result:
     """Backward reaches the last parameter first."""
     target = [[3, 2], [1, 0]]
-    if buckets == [[0, 1], [2, 3]]:
-        mistake = "buckets in forward order"
-    else:
-        mistake = "wrong buckets"
+    mistake = "buckets in forward order" if buckets == [[0, 1], [2, 3]] else "wrong buckets"
     return Result("buckets of 40, 10, 30, 20 bytes at most 50", buckets == target, str(target), str(buckets), mistake,
                   "backward finishes the last layer's gradients first; a bucket that waits for the first layer cannot "
-                  "overlap with anything: read section 3.1 again (hole 2)")
+                  "overlap with anything: read section 3.1 again (hole 1)")
 
 
 def _final(size: int, ranks: list[dict[str, Any]]) -> Result:
@@ -161,47 +194,47 @@ def _final(size: int, ranks: list[dict[str, Any]]) -> Result:
             number, came, needed = figures["early"][0]
             return Result(task, False, f"bucket {number} starts after {needed} gradients", f"rank {rank}: after {came}",
                           "reduced before the gradient is final",
-                          "the other gradients of the bucket are still zeros of the last step: read section 3.2 again (hole 3)")
+                          "the bucket's other gradients are still the last step's: read section 3.2 again (hole 3)")
         if figures["started"] != len(figures["buckets"]):
             return Result(task, False, f"{len(figures['buckets'])} all-reduces", f"{figures['started']} on rank {rank}",
-                          "a bucket was not started once", "start it when its last gradient has come: section 3.2 (hole 3)")
+                          "a bucket was not started once",
+                          "start it when its last gradient has come: section 3.2 (hole 3)")
+        if figures["forgotten"]:
+            return Result(task, False, "finish() waits for all",
+                          f"{figures['forgotten']} all-reduces not waited for on rank {rank}",
+                          "not waited for", "the sums may not be there yet when finish() returns: section 3.2 (hole 4)")
     return Result(task, True, f"{len(ranks[0]['buckets'])} all-reduces, none early",
                   f"{len(ranks[0]['buckets'])} all-reduces, none early")
 
 
-def _gradients(size: int, ranks: list[dict[str, Any]], exercise: ModuleType) -> Result:
+def _gradients(size: int, ranks: list[dict[str, Any]]) -> Result:
     """The synchronised gradient beside the one-process gradient of the global mean loss."""
     task, target = f"{size} ranks, gradients", _serial_gradients(size)
     parts = [_batch(0, rank, size) for rank in range(size)]
     local = _serial_gradients(size, [part.targets.size for part in parts])
-    mean_of_means = ("divided by local tokens", "a mean of means weighs rank 1's few tokens as much as rank 0's many; divide "
-                     "every rank's sum by batch.global_tokens: read section 4 again (hole 1)")
+    mean_of_means = ("divided by local tokens",
+                     "a mean of means weighs rank 1's few tokens as much as rank 0's many; divide "
+                     "every rank's sum by batch.global_tokens: read section 4 again (hole 2)")
     known = {
-        "averaged twice": (target / size, "averaged twice", f"the gradients are {size} times too small: the loss is divided "
-                           "by the global token count already, so gradients are summed, not averaged: section 4 (hole 4)"),
+        "averaged twice": (target / size, "averaged twice",
+                           f"the gradients are {size} times too small: the loss is divided "
+                           "by the global token count already, so they are summed, not averaged: section 4 (hole 4)"),
         "local tokens": (local, *mean_of_means),
         "local tokens, then averaged": (local / size, *mean_of_means),
     }
     for rank, figures in enumerate(ranks):
         mine = figures["gradients"]
-        error = float(np.abs(mine - target).max() / np.abs(target).max()) if mine.shape == target.shape else float("nan")
+        fits = mine.shape == target.shape
+        error = float(np.abs(mine - target).max() / np.abs(target).max()) if fits else float("nan")
         if error < 1e-12:
             continue
         for wrong, mistake, advice in known.values():
             if mine.shape == wrong.shape and np.allclose(mine, wrong, rtol=1e-9, atol=1e-12):
-                return Result(task, False, "those of one process", f"off by {error:.0%} on rank {rank}", mistake, advice)
-        alone = _alone_gradient(rank, size, exercise)
-        mistake = "not synchronised" if alone is not None and np.allclose(mine, alone) else "wrong gradients"
-        return Result(task, False, "those of one process", f"off by {error:.0%} on rank {rank}", mistake,
-                      "finish() returns when all buckets have been summed: read section 3.2 again (hole 4)")
+                return Result(task, False, "those of one process", f"off by {error:.0%} on rank {rank}", mistake,
+                              advice)
+        return Result(task, False, "those of one process", f"off by {error:.0%} on rank {rank}", "wrong gradients",
+                      "after finish() every bucket holds the sum over the ranks, no more: section 4 (holes 2 and 4)")
     return Result(task, True, "those of one process, to 1e-12", "those of one process, to 1e-12")
-
-
-def _alone_gradient(rank: int, size: int, exercise: ModuleType) -> np.ndarray | None:
-    """What this rank's backward gives before anything is summed."""
-    model = _model()
-    exercise.local_loss(model, _batch(0, rank, size)).backward()
-    return _flat(parameter.grad for parameter in model.parameters())
 
 
 def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
@@ -224,11 +257,14 @@ def _training(ranks: list[dict[str, Any]]) -> Result:
     task, finished = f"{size} ranks, {EPOCHS} epochs of {BATCHES} batches", ranks[0]["finished"]
     if finished != steps:
         mistake = "synchronised once an epoch" if finished == EPOCHS else "not synchronised at every batch"
-        return Result(task, False, f"{steps} synchronisations", f"{finished}; the replicas drifted apart by {drift:.1e}",
-                      mistake, "between two updates every replica must have the same gradient (N0:416): section 5 (hole 5)")
+        return Result(task, False, f"{steps} synchronisations",
+                      f"{finished}; the replicas drifted apart by {drift:.1e}",
+                      mistake,
+                      "between two updates every replica must have the same gradient (N0:416): section 5 (hole 5)")
     if not error < 1e-10:
         mistake = "the replicas drifted apart" if drift > 1e-10 else "the replicas agree on wrong weights"
-        return Result(task, False, "the weights of one process", f"off by {error:.1e}, replicas apart by {drift:.1e}", mistake,
+        return Result(task, False, "the weights of one process", f"off by {error:.1e}, replicas apart by {drift:.1e}",
+                      mistake,
                       "loss, backward, finish, step, zero_grad, in this order: read section 2 again (hole 5)")
     return Result(task, True, "the weights of one process, to 1e-10", "the weights of one process, to 1e-10")
 

@@ -18,29 +18,30 @@ import numpy as np
 from minidist.teaching import hole
 
 
-def local_loss(model, batch):
-    """This rank's share of the loss. Summed over the ranks it must be the mean over ALL tokens of the step.
-
-    batch.inputs, batch.targets   this rank's tokens; batch.targets.size of them
-    batch.global_tokens           how many tokens all ranks have together in this step
-    """
-    return model.loss(batch.inputs, batch.targets, divisor=hole(1, "divide by how many tokens? (section 4)"))
-
-
 def assign_buckets(sizes, limit):
     """Which gradients travel together: lists of indices into `sizes`, the list that is complete first comes first.
 
     Args: sizes: bytes of each gradient, in the order in which forward uses the parameters; limit: bytes of a bucket (a
           gradient larger than that is a bucket by itself).
     """
-    buckets, room = [[]], limit
-    for index in hole(2, "the indices in the order in which backward finishes their gradients (section 3.1)"):
+    buckets: list[list[int]] = [[]]
+    room = limit
+    for index in hole(1, "the indices in the order in which backward finishes their gradients (section 3.1)"):
         if buckets[-1] and sizes[index] > room:
             buckets.append([])
             room = limit
         buckets[-1].append(index)
         room -= sizes[index]
     return buckets
+
+
+def local_loss(model, batch):
+    """This rank's share of the loss. Summed over the ranks it must be the mean over ALL tokens of the step.
+
+    batch.inputs, batch.targets   this rank's tokens; batch.targets.size of them
+    batch.global_tokens           how many tokens all ranks have together in this step
+    """
+    return model.loss(batch.inputs, batch.targets, divisor=hole(2, "divide by how many tokens? (section 4)"))
 
 
 class Synchronizer:
@@ -78,4 +79,4 @@ def train(group, model, optimizer, synchronizer, epochs):
     """Train on `epochs`, a list of lists of batches: this rank's part of each."""
     for batches in epochs:
         hole(5, "for every batch in batches, steps 3 to 6 of the six: local_loss, backward, synchronizer.finish, "
-                "optimizer.step and optimizer.zero_grad; at which place does finish stand? (sections 2 and 5)")
+                "optimizer.step and optimizer.zero_grad; at which place does finish stand? (sections 2 and 5)", batches)

@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from minidist import lessons
 from minidist.cli.common import write_json
+from minidist.observe.page import page_console
 from minidist.teaching import Grade, grade
 
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
 def show(result: Grade, title: str) -> None:
     """The grade as a table, and below it one line a person can act on."""
-    console = Console(highlight=False)
+    console = page_console()
     table = Table(title=f"Lesson {result.lesson} · {title}", title_justify="left", header_style="bold cyan")
     table.add_column("")
     for column in ("task", "target", "measured"):

@@ -15,13 +15,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
 
 from minidist import lessons
 from minidist.cli.common import fail, positive, write_json
 from minidist.lessons import Lesson
+from minidist.observe.page import page_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,11 +56,12 @@ def _list(file: str | None) -> int:
     """The table of lessons."""
     there = lessons.every_lesson()
     table = Table(title="Lessons", title_justify="left", header_style="bold cyan")
-    for column in ("lesson", "title", "notes", "module"):
+    for column in ("lesson", "title", "notes"):
         table.add_column(column, overflow="fold")
+    table.add_column("module", no_wrap=True)
     for lesson in there:
-        table.add_row(lesson.number, lesson.title, lesson.notes, lesson.module)
-    console = Console(highlight=False)
+        table.add_row(lesson.number, lesson.title, lesson.notes, lesson.module.replace(", ", "\n"))
+    console = page_console()
     console.print(table)
     console.print("minidist lesson 03 reads one, minidist lesson 03 -n 4 runs it, minidist check 03 grades it",
                   style="dim")
@@ -74,7 +75,7 @@ def _list(file: str | None) -> int:
 def _print(lesson: Lesson, *, answers: bool) -> int:
     """The story, rendered; the quiz's answers only when asked for."""
     text = lesson.part("README.md").read_text(encoding="utf-8")
-    Console().print(Markdown(for_terminal(text, lesson, answers=answers)))
+    page_console().print(Markdown(for_terminal(text, lesson, answers=answers)))
     return 0
 
 

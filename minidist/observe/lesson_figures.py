@@ -1,4 +1,4 @@
-"""How the lessons' figures look: one palette, one frame, one way to save. What they show is recorded, never drawn by hand.
+"""How the lessons' figures look: one palette, one frame, one way to save. What they show is recorded from real runs.
 
 Colours tell kinds apart for colour-blind readers too, and mean the same in every lesson.
 """
@@ -8,20 +8,22 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from minidist.errors import ConfigError
 
 INK, SOFT, GRID, PAPER = "#1f2933", "#616e7c", "#e4e7eb", "#ffffff"
 MEMORY = {"parameters": "#3b6fb6", "gradients": "#e08e3c", "optimizer": "#5b9a68", "activations": "#c44e52",
           "communication": "#8172b3", "workspace": "#9aa5b1"}
-PHASES = {"forward": "#7fb0de", "backward": "#2f5d9b", "all_reduce": "#e08e3c", "wait": "#f3d3a8", "optimizer": "#5b9a68",
+PHASES = {"forward": "#7fb0de", "backward": "#2f5d9b", "all_reduce": "#e08e3c", "wait": "#f3d3a8",
+          "optimizer": "#5b9a68",
           "reduce_scatter": "#3b6fb6", "all_gather": "#e08e3c"}
 RANKS = ("#3b6fb6", "#e08e3c", "#5b9a68", "#c44e52", "#8172b3", "#937860", "#d77fb3", "#4fa8a8")
 
 
 def new_figure(width: float, height: float, title: str, subtitle: str = "") -> Figure:
     """A blank figure, `width` × `height` inches, with its title at the top left."""
-    figure = Figure(figsize=(width, height), facecolor=PAPER, layout="none")
+    figure = Figure(figsize=(width, height), facecolor=PAPER)
     FigureCanvasAgg(figure)
     figure.text(0.35 / width, 1 - 0.28 / height, title, fontsize=15, fontweight="bold", color=INK, va="top")
     if subtitle:
@@ -46,6 +48,11 @@ def bare(ax: Any) -> Any:
     """Axes with nothing on them: no box, no ticks."""
     ax.set_axis_off()
     return ax
+
+
+def patch(color: str) -> Patch:
+    """A square of one colour, for a legend."""
+    return Patch(facecolor=color, edgecolor="none")
 
 
 def caption(ax: Any, text: str) -> None:

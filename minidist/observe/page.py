@@ -15,13 +15,20 @@ from rich.table import Table
 
 from minidist.errors import ConfigError
 
+PLAIN_WIDTH = 110  # of what is piped or written to a file; a terminal has its own
+
+
+def page_console() -> Console:
+    """Where pages are printed: as wide as the terminal, or PLAIN_WIDTH."""
+    return Console(highlight=False, width=None if Console().is_terminal else PLAIN_WIDTH)
+
 
 class Page:
     """Tables and sentences of one run. Every rank may write to it; only rank 0's page prints and saves."""
 
     def __init__(self, world: Any, console: Console | None = None) -> None:
         self.writes = world.rank == 0
-        self.console = console or Console(highlight=False, soft_wrap=False)
+        self.console = console or page_console()
         self.tables: list[dict[str, Any]] = []
 
     def say(self, text: str = "") -> None:

@@ -25,8 +25,11 @@ WRONG = {
     "too much: attention's scores": {5: "16 * width + heads * context + 2"},
     "an entry of the table is missing": {5: "8 * width + heads + 2"},
     "the loss Tensors keep their tapes alive": {
-        6: "loss = model.loss(inputs, targets, divisor=targets.size)\nmodel.losses = [*getattr(model, 'losses', []), loss]\n"
-           "total += loss.item()"},
+        6: """
+            loss = model.loss(inputs, targets, divisor=targets.size)
+            model.losses = [*getattr(model, "losses", []), loss]
+            total += loss.item()
+           """},
     "no no_grad()": {6: "total += model.loss(inputs, targets, divisor=targets.size).item()"},
     "the total is a Tensor with every tape": {6: "total = model.loss(inputs, targets, divisor=targets.size) + total"},
 }

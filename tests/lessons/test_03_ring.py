@@ -13,14 +13,17 @@ RIGHT = {
     5: "(link.rank - step) % link.size",
     6: "(link.rank - step - 1) % link.size",
 }
-WHOLE = "np.array_split(link.exchange(np.concatenate(chunks), dst=link.next_rank, src=link.prev_rank), link.size)[incoming]"
+WHOLE = """np.array_split(link.exchange(np.concatenate(chunks), dst=link.next_rank, src=link.prev_rank),
+                       link.size)[incoming]"""
+SEND_FIRST = "(link.send(chunks[outgoing], dst=link.next_rank), link.recv(src=link.prev_rank))[1]"
 WRONG = {
     "wrong chunk index": {1: "(link.rank + step) % link.size"},
-    "not a ring": {3: "link.exchange(chunks[outgoing], dst=link.prev_rank, src=link.next_rank)", 1: "(link.rank + step + 1) % link.size",
+    "not a ring": {3: "link.exchange(chunks[outgoing], dst=link.prev_rank, src=link.next_rank)",
+                   1: "(link.rank + step + 1) % link.size",
                    2: "(link.rank + step + 2) % link.size"},
     "whole tensors": {3: WHOLE},
     "one step short": {4: "link.size - 2"},
-    "deadlock: everybody sends first": {3: "(link.send(chunks[outgoing], dst=link.next_rank), link.recv(src=link.prev_rank))[1]"},
+    "deadlock: everybody sends first": {3: SEND_FIRST},
     "wrong number of steps": {4: "link.size"},
     "stale or doubled chunk": {5: "link.rank", 6: "link.prev_rank"},
 }

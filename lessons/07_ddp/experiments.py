@@ -1,0 +1,136 @@
+"""What lesson 07's tables, figure and break-its share: a model, batches, a recorded step, replicas that drift."""
+
+from typing import Any
+
+import numpy as np
+
+from minidist.nn import GPT, GPTConfig
+from minidist.observe.timeline import Timeline
+from minidist.optim import Adam
+from minidist.parallel.common.update import part_of
+from minidist.parallel.ddp import DDP
+from minidist.tensor import no_grad
+
+SMALL = GPTConfig(vocabulary=64, context=16, layers=2, width=32, heads=4, dtype="float64")  # to compare weights
+TIMED = GPTConfig(vocabulary=128, context=64, layers=4, width=128, heads=4)  # to see overlap
+BUCKET = 1 << 19  # bytes; small, so that this small model has several
+SEQUENCES = 8  # of a global batch
+
+
+def new_model(config: GPTConfig, seed: int = 0) -> GPT:
+    """A replica: the same seed gives the same weights on every rank."""
+    model = GPT(config)
+    model.initialize(seed=seed)
+    return model
+
+
+def global_batch(config: GPTConfig, step: int, sequences: int = SEQUENCES) -> tuple[np.ndarray, np.ndarray]:
+    """A global batch with something to learn: each token follows from the one before, except for a little noise."""
+    rng = np.random.default_rng(step)
+    ids = np.empty((sequences, config.context + 1), np.int64)
+    ids[:, 0] = rng.integers(0, config.vocabulary, sequences)
+    for position in range(config.context):
+        noise = rng.random(sequences) < 0.1
+        follow = (5 * ids[:, position] + 3) % config.vocabulary
+        ids[:, position + 1] = np.where(noise, rng.integers(0, config.vocabulary, sequences), follow)
+    return ids[:, :-1].copy(), ids[:, 1:].copy()
+
+
+def weights(model: GPT) -> np.ndarray:
+    """All parameters end to end."""
+    return np.concatenate([np.asarray(parameter.data).ravel() for parameter in model.parameters()])
+
+
+def gradients(model: GPT) -> np.ndarray:
+    """All gradients end to end."""
+    return np.concatenate([np.array(parameter.grad).ravel() for parameter in model.parameters()])
+
+
+def apart(group: Any, mine: np.ndarray) -> float:
+    """The largest difference between any rank's array and rank 0's, over rank 0's largest number; on every rank."""
+    with group.ledger.control():
+        first = group.broadcast(mine)
+        return float(group.all_reduce(np.abs(mine - first).max(keepdims=True), op="max")[0] / np.abs(first).max())
+
+
+# ------------------------------------------------------------------------------------------------ a recorded step
+
+def record_step(group: Any, config: GPTConfig = TIMED, *, sequences: int = SEQUENCES, bucket_bytes: int = BUCKET,
+                steps: int = 7) -> list[Timeline]:
+    """The timelines of the median of some steps of DDP, every rank's, on rank 0; an empty list elsewhere."""
+    timeline = Timeline(group.rank)
+    model = new_model(config)
+    ddp = DDP(model, group, bucket_bytes=bucket_bytes, recorder=timeline)
+    optimizer = Adam(list(model.parameters()), 1e-3)
+    timeline.follow(group.ledger)
+    for step in range(steps):
+        group.barrier()
+        with timeline.span("step", step=step):
+            ddp.step(global_batch(config, step, sequences), optimizer)
+    collected = timeline.collect(group) or []
+    if collected:
+        lengths = {span.details["step"]: span.stop - span.start for span in collected[0].spans if span.name == "step"}
+        middle = sorted(lengths, key=lambda step: lengths[step])[steps // 2]
+        for ours in collected:
+            ours.spans = [span for span in ours.spans
+                          if span.details.get("step") == middle and span.details.get("verb") != "barrier"]
+    return collected
+
+
+def of(timeline: Timeline, name: str, row: str = "compute") -> list[Any]:
+    """A timeline's spans of one name, in order."""
+    return sorted((span for span in timeline.spans if span.name == name and span.row == row),
+                  key=lambda span: span.start)
+
+
+def reduces(timeline: Timeline) -> list[Any]:
+    """The all-reduces of the buckets, in order."""
+    return sorted((span for span in timeline.spans if span.name.startswith("all_reduce bucket")),
+                  key=lambda span: span.start)
+
+
+def milliseconds(spans: list[Any]) -> float:
+    """The spans' lengths together."""
+    return 1e3 * sum(span.stop - span.start for span in spans)
+
+
+# ----------------------------------------------------------------------------------------------------------- drift
+
+def drift(group: Any, synchronise: str, epochs: int = 5, batches: int = 16) -> dict[str, Any]:
+    """Train with Adam, synchronising gradients at every "batch", weights at the end of every "epoch", or "never".
+
+    Returns: "apart", the distance of the replicas after each batch's update (before weights are averaged), and at the
+    end of each epoch the held-out loss of rank 0's "own" replica and of the "mean" of all replicas.
+    """
+    model = new_model(SMALL)
+    parameters = list(model.parameters())
+    ddp = DDP(model, group) if synchronise == "batch" else None
+    optimizer = Adam(parameters, 1e-2)
+    run: dict[str, Any] = {"synchronise": synchronise, "batches": batches, "apart": [], "own": [], "mean": []}
+    for step in range(epochs * batches):
+        batch = global_batch(SMALL, step)
+        if ddp is not None:
+            ddp.step(batch, optimizer)
+        else:
+            part = part_of(batch, size=group.size, rank=group.rank)
+            model.loss(part.inputs, part.targets, divisor=part.targets.size).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        run["apart"].append(apart(group, weights(model)))
+        if (step + 1) % batches == 0:
+            own = [parameter.data.copy() for parameter in parameters]
+            run["own"].append(held_out_loss(model))
+            for parameter in parameters:
+                group.all_reduce(parameter.data, op="mean", out=parameter.data)
+            run["mean"].append(held_out_loss(model))
+            if synchronise == "never":
+                for parameter, array in zip(parameters, own, strict=True):
+                    parameter.data[...] = array
+    return run
+
+
+def held_out_loss(model: GPT) -> float:
+    """Mean loss on sequences that nobody trains on."""
+    inputs, targets = global_batch(SMALL, 10_000, sequences=32)
+    with no_grad():
+        return float(model.loss(inputs, targets, divisor=targets.size).item())

@@ -1,0 +1,135 @@
+"""The figure of lesson 07: one recorded step of DDP, rank by rank, and replicas that drift apart.
+
+    python lessons/07_ddp/figure.py [--out DIR]      # figure.png and figure.mmd
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidist.nn import GPTConfig
+from minidist.observe import lesson_figures as look
+from minidist.teaching import draw_figure, load_module
+
+HERE = Path(__file__).resolve().parent
+lab = load_module(HERE / "experiments.py", "07")
+RANKS, TIMED = 4, 2  # of the job; of them, those whose step is timed: a core each on a small machine
+CONFIG = GPTConfig(vocabulary=128, context=128, layers=4, width=192, heads=6)
+STEPS = {"forward": "2, 3  forward", "backward": "4  backward", "wait for gradients": "5  wait",
+         "optimizer": "6  update"}
+COLORS = {"forward": look.PHASES["forward"], "backward": look.PHASES["backward"],
+          "wait for gradients": look.PHASES["wait"], "optimizer": look.PHASES["optimizer"]}
+
+
+def record(group: Any) -> dict[str, Any]:
+    """Rank 0: the spans of a step on TIMED ranks and of one on all, a list for each rank; the drift experiments."""
+    pair = group.split(0 if group.rank < TIMED else 1)
+    timed = lab.record_step(pair, CONFIG, sequences=16, bucket_bytes=1 << 20, steps=9) if group.rank < TIMED else []
+    group.barrier()  # the other ranks wait here, asleep
+    small = lab.record_step(group, steps=3)
+    drifts = [lab.drift(group, way) for way in ("batch", "epoch", "never")]
+    return {"timed": [[asdict(span) for span in timeline.spans] for timeline in timed],
+            "all": [[asdict(span) for span in timeline.spans] for timeline in small], "drift": drifts}
+
+
+def draw(recorded: dict[str, Any], folder: Path) -> None:
+    """figure.png and figure.mmd from what was recorded."""
+    figure = look.new_figure(13.5, 6.4, f"One training step of DDP on {TIMED} ranks, as recorded",
+                             f"GPT of {CONFIG.layers} layers, width {CONFIG.width}, one core a rank. Gradients travel "
+                             "in buckets while backward still runs. Numbers: the notes' six steps (N0:403).")
+    _gantt(figure.add_axes((0.075, 0.12, 0.565, 0.66)), recorded["timed"])
+    _apart(figure.add_axes((0.735, 0.545, 0.25, 0.235)), recorded["drift"])
+    _loss(figure.add_axes((0.735, 0.12, 0.25, 0.235)), recorded["drift"])
+    look.save(figure, folder)
+    (Path(folder) / "figure.mmd").write_text(mermaid(recorded["all"]), encoding="utf-8")
+
+
+def _gantt(ax: Any, steps: list[list[dict[str, Any]]]) -> None:
+    """Each rank's computing above, its buckets below; milliseconds from the first rank's begin."""
+    begin = min(span["start"] for spans in steps for span in spans if span["name"] == "forward")
+    stop = max(span["stop"] for spans in steps for span in spans if span["name"] == "optimizer")
+    look.quiet(ax, grid="x")
+    for rank, spans in enumerate(steps):
+        for span in spans:
+            left, width = 1e3 * (span["start"] - begin), 1e3 * (span["stop"] - span["start"])
+            if span["name"] in COLORS:
+                ax.barh(rank - 0.19, width, 0.34, left, color=COLORS[span["name"]], edgecolor="white", linewidth=0.8)
+            elif span["name"].startswith("all_reduce bucket"):
+                number = span["name"].split()[-1]
+                ax.barh(rank + 0.19, width, 0.28, left, color=look.PHASES["all_reduce"], edgecolor="white",
+                        linewidth=0.8)
+                if width > 0.022 * 1e3 * (stop - begin):
+                    ax.text(left + width / 2, rank + 0.19, number, ha="center", va="center_baseline", fontsize=9,
+                            color="white")
+    for name, text in STEPS.items():
+        first = [span for span in steps[0] if span["name"] == name]
+        if first:
+            middle = 1e3 * ((first[0]["start"] + first[0]["stop"]) / 2 - begin)
+            ax.text(middle, -0.48, text, ha="center", fontsize=10.5, color=look.INK)
+    ax.set_yticks(range(len(steps)), [f"rank {rank}" for rank in range(len(steps))], fontsize=12)
+    for label in ax.get_yticklabels():
+        label.set_fontweight("bold")
+        label.set_color(look.INK)
+    ax.tick_params(axis="y", length=0)
+    ax.set_ylim(len(steps) - 0.5, -0.75)
+    ax.set_xlim(0, 1.01e3 * (stop - begin))
+    ax.set_xlabel("milliseconds; above: computing, below: 5  all-reduce, bucket by bucket", color=look.SOFT,
+                  fontsize=10.5)
+
+
+DRIFT = {"batch": ("every batch: DDP", look.PHASES["optimizer"]), "epoch": ("every epoch", look.PHASES["all_reduce"]),
+         "never": ("never", look.MEMORY["activations"])}
+
+
+def _apart(ax: Any, drifts: list[dict[str, Any]]) -> None:
+    """How far the replicas are from each other after each batch."""
+    look.quiet(ax, grid="y")
+    for run in drifts:
+        name, color = DRIFT[run["synchronise"]]
+        ax.plot(np.arange(1, len(run["apart"]) + 1) / run["batches"], run["apart"], color=color, linewidth=1.8,
+                label=name)
+    ax.set_ylim(-0.02, 1.55 * max(drifts[-1]["apart"]))
+    ax.legend(frameon=False, fontsize=9.5, labelcolor=look.INK, ncols=2, loc="upper left", title="synchronised",
+              title_fontsize=9.5, alignment="left", borderaxespad=0.1)
+    look.caption(ax, "How far the replicas are apart")
+
+
+def _loss(ax: Any, drifts: list[dict[str, Any]]) -> None:
+    """What the mean of all replicas has learnt at the end of each epoch."""
+    look.quiet(ax, grid="y")
+    for run in drifts:
+        name, color = DRIFT[run["synchronise"]]
+        ax.plot(np.arange(1, len(run["mean"]) + 1), run["mean"], color=color, linewidth=1.8, marker="o", markersize=4)
+    ax.set_xlim(0, len(drifts[0]["mean"]) + 0.1)
+    ax.set_xlabel("epoch", color=look.SOFT, fontsize=10.5)
+    look.caption(ax, "Held-out loss of the replicas' mean")
+
+
+def mermaid(steps: list[list[dict[str, Any]]]) -> str:
+    """The recorded step in the form of N2:51: first what each rank computes, then the messages of bucket 0."""
+    size = len(steps)
+    lines = ["sequenceDiagram", *(f"    participant r{rank} as rank {rank}" for rank in range(size))]
+
+    def every_rank(note: str, name: str) -> None:
+        lines.append(f"    Note over r0, r{size - 1}: {note}")
+        lines.extend(f"    r{rank}->>r{rank}: {name}" for rank, spans in enumerate(steps)
+                     if any(span["name"] == name for span in spans))
+
+    every_rank("2, 3: its own part of the batch", "forward")
+    every_rank("4: its own gradients", "backward")
+    buckets = sum(span["name"].startswith("all_reduce bucket") for span in steps[0])
+    lines.append(f"    Note over r0, r{size - 1}: 5, during 4: bucket 0 of {buckets}, every message")
+    for hop in range(2 * (size - 1)):
+        for rank, spans in enumerate(steps):
+            sent = [span for span in spans if span["row"] == "messages" and span["details"].get("verb") == "all_reduce"
+                    and span["details"].get("hop") == hop]
+            first = min(sent, key=lambda span: span["start"])["details"]
+            lines.append(f"    r{rank}->>r{first['dst']}: c{first['chunk']}")
+    every_rank("6: the same update", "optimizer")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    draw_figure(record, draw, HERE, size=RANKS, transport="sockets")

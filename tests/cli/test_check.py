@@ -1,0 +1,48 @@
+"""`minidist check`: its exit status, its JSON, and what it says of a student's broken file."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minidist.cli import main
+
+
+@pytest.mark.parametrize("number", ["00", "01", "03", "07"])
+def test_the_exercise_as_it_comes_is_not_yet_passed(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", number]) == 1
+    assert "fill hole 1" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_json(tmp_path: Path) -> None:
+    assert main(["check", "03", "--json", str(tmp_path / "grade.json")]) == 1
+    grade = json.loads((tmp_path / "grade.json").read_text())
+    assert grade["lesson"] == "03" and not grade["passed"] and grade["results"][-1]["mistake"] == "not filled yet"
+
+
+@pytest.mark.parametrize("code,words", [
+    ("def reduce_scatter(link, chunks:\n", ["SyntaxError", "line 1"]),
+    ("x = 1 / 0\n", ["division by zero", "line 1"]),
+    ("def other():\n    pass\n", ["reduce_scatter"]),
+    ("def reduce_scatter(link, chunks):\n    link.recv(src=link.prev_rank)\n", ["deadlock"]),
+    ("def reduce_scatter(link, chunks):\n    return None\n", ["wrong chunk index"]),
+    ("def reduce_scatter(link, chunks):\n    raise KeyError('mine')\n", ["mine", "mine.py line 2"]),
+])
+def test_whatever_the_code_does_is_a_grade(code: str, words: list[str], tmp_path: Path,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    assert main(["check", "03", str(file)]) == 1
+    output = " ".join(capsys.readouterr().out.split())
+    assert all(word in output for word in words), output
+
+
+@pytest.mark.parametrize("arguments,complaint", [
+    (["99"], "no lesson '99'"),
+    (["03", "nowhere.py"], "no file nowhere.py"),
+    (["03", "--json", "/proc/nowhere"], "/proc/nowhere"),
+])
+def test_bad_input_is_one_line(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and error.count("\n") == 1

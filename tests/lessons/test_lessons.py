@@ -1,0 +1,137 @@
+"""Every lesson as a whole: its five parts, its commands, its break-its, its figure; and that its words match its files."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minidist import lessons
+from minidist.errors import MinidistError
+from minidist.teaching import load_module
+
+ROOT = lessons.FOLDER.parent
+NUMBERS = [lesson.number for lesson in lessons.every_lesson()]
+BREAKS = [(number, name) for number in NUMBERS
+          for name in load_module(lessons.find(number).part("lesson.py"), number).BREAKS]
+THREADS_ONLY = [(number, name) for number, name in BREAKS if (number, name) not in {
+    ("01", "one-rank-dies"), ("01", "rank-in-program"), ("07", "one-bucket")}]
+COMMAND = re.compile(r"^(?:CUDA_VISIBLE_DEVICES=\S+ )?(?:python|mpirun|minidist) .*$", re.MULTILINE)
+
+
+def readme(number: str) -> str:
+    """A lesson's story."""
+    return lessons.find(number).part("README.md").read_text(encoding="utf-8")
+
+
+def commands(number: str) -> list[str]:
+    """The commands that stand in the story's code blocks."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", readme(number), re.DOTALL | re.MULTILINE)
+    return [line for language, block in blocks if not language for line in COMMAND.findall(block)]
+
+
+def run(command: list[str], **options: object) -> str:
+    """Run a command in the repository's root; its output, stdout and stderr together."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PATH": _path()}
+    done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          timeout=100, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+def _path() -> str:
+    """The search path with this interpreter's own programs first."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+def test_there_are_the_four_lessons() -> None:
+    assert NUMBERS == ["00", "01", "03", "07"]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_story_has_its_parts(number: str) -> None:
+    text = readme(number)
+    for part in ("## ", "Break it", "What the notes say", "Quiz", "<details>", "Your turn", "![", "figure.png"):
+        assert part in text, f"lesson {number} lacks {part}"
+    assert lessons.find(number).part("figure.png").stat().st_size > 20_000
+    for link in re.findall(r"`(minidist/[\w/.]+)`", text):
+        assert (ROOT / link).exists(), f"lesson {number} names {link}"
+
+
+@pytest.mark.parametrize("number", [number for number in NUMBERS if "```mermaid" in readme(number)])
+def test_the_mermaid_diagram_is_the_recorded_one(number: str) -> None:
+    block = re.findall(r"```mermaid\n(.*?)```", readme(number), re.DOTALL)
+    assert block == [lessons.find(number).part("figure.mmd").read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_each_break_it_is_told_and_each_told_exists(number: str) -> None:
+    told = {match[1] for match in re.finditer(r"--break ([\w-]+)", "\n".join(commands(number)))}
+    assert told == {name for lesson, name in BREAKS if lesson == number}
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_commands_name_files_and_options_that_exist(number: str) -> None:
+    known = {"minidist lesson", "minidist check", "minidist launch"}
+    for command in commands(number):
+        words = command.split()
+        assert words[0] in ("python", "mpirun", "minidist") or words[0].startswith("CUDA_"), command
+        for word in words:
+            assert not word.endswith(".py") or word.startswith("exercise_") or (ROOT / word).is_file(), command
+        assert words[0] != "minidist" or " ".join(words[:2]) in known, command
+
+
+@pytest.mark.parametrize("number,name", THREADS_ONLY)
+def test_break_it(number: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        load_module(lessons.find(number).part("lesson.py"), number).BREAKS[name]()
+    except MinidistError as error:
+        assert len(str(error)) > 20
+    else:
+        assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("number,name", [pair for pair in BREAKS if pair not in THREADS_ONLY])
+def test_break_it_in_processes(number: str, name: str) -> None:
+    output = run([sys.executable, str(lessons.find(number).part("lesson.py")), "--break", name])
+    assert {"rank-in-program": "rank 1 did not come", "one-rank-dies": "rank 2", "one-bucket": "buckets of"}[name] in output
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_under_mpirun(number: str, tmp_path: Path) -> None:
+    output = run(["mpirun", "-n", "4", sys.executable, str(lessons.find(number).part("lesson.py")), "--json",
+                  str(tmp_path / "tables.json")])
+    assert "off " not in output.replace("off one process", "") or number == "07"
+    assert '"tables"' in (tmp_path / "tables.json").read_text()
+
+
+@pytest.mark.parametrize("number", ["00", "03"])
+def test_the_figure_is_drawn_from_a_run(number: str, tmp_path: Path) -> None:
+    run([sys.executable, str(lessons.find(number).part("figure.py")), "--out", str(tmp_path)])
+    assert (tmp_path / "figure.png").stat().st_size > 20_000
+    assert (tmp_path / "figure.mmd").read_text() == lessons.find(number).part("figure.mmd").read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", ["01", "07"])
+def test_the_slow_figures_are_drawn_from_a_run(number: str, tmp_path: Path) -> None:
+    run([sys.executable, str(lessons.find(number).part("figure.py")), "--out", str(tmp_path)])
+    assert (tmp_path / "figure.png").stat().st_size > 20_000
+
+
+def test_two_launchers_make_the_tables_of_the_notes(tmp_path: Path) -> None:
+    output = run([sys.executable, str(lessons.find("01").part("lesson.py")), "--two-machines"])
+    rows = re.findall(r"node(\d) +│ +GPU(\d) │ +(\d) │ +(\d) │ +(\d) ", output)
+    assert rows == [(str(rank // 4), str(rank % 4), str(rank), str(rank % 4), str(rank // 4)) for rank in range(8)]
+
+
+def test_the_mnist_example_trains_the_same_model_on_any_number_of_ranks() -> None:
+    pytest.importorskip("sklearn", reason="needs the extra `digits`")
+    script = str(lessons.find("07").part("mnist.py"))
+    alone = run([sys.executable, script, "--epochs", "1"])
+    together = run(["mpirun", "-n", "3", sys.executable, script, "--epochs", "1"])
+    loss = re.compile(r"loss (\d\.\d{4})")
+    assert loss.findall(alone) == loss.findall(together)
+    assert "read 1437 of 1437" in alone and "rank 0 of 3 read 479 of 1437" in together

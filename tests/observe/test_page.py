@@ -1,0 +1,47 @@
+"""Tables of measured beside formula."""
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from minidist.errors import ConfigError
+from minidist.observe.page import Page, size_text, verdict
+
+
+def page(rank: int = 0) -> tuple[Page, io.StringIO]:
+    out = io.StringIO()
+    return Page(SimpleNamespace(rank=rank), Console(file=out, width=100)), out
+
+
+def test_only_rank_0_prints_and_saves(tmp_path: Path) -> None:
+    first, out = page()
+    other, silence = page(1)
+    for each in (first, other):
+        each.heading("1  Heading")
+        each.say("a sentence [with brackets]")
+        each.table("Title", ["name", "value"], [["a", 1], ["b[0]", "ok"]], note="a note")
+        each.save(str(tmp_path / f"{each.writes}.json"))
+    assert silence.getvalue() == "" and not (tmp_path / "False.json").exists()
+    assert all(word in out.getvalue() for word in ("Heading", "[with brackets]", "Title", "b[0]", "a note"))
+    assert json.loads((tmp_path / "True.json").read_text()) == {"tables": [
+        {"title": "Title", "columns": ["name", "value"], "rows": [["a", 1], ["b[0]", "ok"]]}]}
+
+
+def test_what_cannot_be_written_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="cannot write /proc/nowhere"):
+        page()[0].save("/proc/nowhere")
+
+
+@pytest.mark.parametrize("nbytes,text", [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (840 * 1024, "840 KiB"),
+                                         (3 * 2**20, "3 MiB"), (5 * 2**30 // 4, "1.25 GiB")])
+def test_sizes(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text
+
+
+def test_verdicts() -> None:
+    assert verdict(100, 100) == "ok" and verdict(101, 100, 0.02) == "ok"
+    assert verdict(112, 100) == "off +12.0 %" and verdict(50, 100) == "off -50.0 %" and verdict(3, 0) == "off by 3"

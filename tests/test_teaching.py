@@ -1,0 +1,77 @@
+"""Holes, grades, and how a student's error becomes a result."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from minidist.comm.ledger import Ledger
+from minidist.errors import ConfigError
+from minidist.teaching import HoleError, Result, expect, grade, hole, insert_mermaid, load_module, sent_since, totals
+
+CHECK = """
+from minidist.teaching import expect
+def grade(exercise):
+    yield expect("one", 1, exercise.one(), "not one", "read section 1")
+    yield expect("two", 2, exercise.two(), "not two", "read section 2")
+    yield expect("three", 3, exercise.two() + 1)
+"""
+
+
+def graded(folder: Path, exercise: str) -> Iterator[Result]:
+    (folder / "check.py").write_text(CHECK)
+    (folder / "mine.py").write_text(exercise)
+    return grade("99", folder / "check.py", folder / "mine.py").results
+
+
+def test_a_hole_says_its_number_and_its_task() -> None:
+    with pytest.raises(HoleError, match="fill hole 2: the sum"):
+        hole(2, "the sum", 1, 2)
+
+
+def test_a_result_is_one_line() -> None:
+    good, bad = expect("bytes", 3, 3), Result("bytes", False, "3.0 MiB", "3.5 MiB", "whole tensors", "read section 3.2 again")
+    assert good.line() == "bytes: 3 ok"
+    assert bad.line() == "bytes: 3.5 MiB, target 3.0 MiB: whole tensors: read section 3.2 again"
+
+
+def test_grading_stops_at_the_first_mistake(tmp_path: Path) -> None:
+    results = graded(tmp_path, "one = lambda: 1\ntwo = lambda: 5\n")
+    assert [result.passed for result in results] == [True, False]
+    assert results[-1].mistake == "not two"
+
+
+def test_a_hole_inside_another_error_is_found(tmp_path: Path) -> None:
+    exercise = ("from minidist.teaching import hole\ndef one():\n    try:\n        hole(1, 'a task')\n"
+                "    except Exception as error:\n        raise ValueError('outer') from error\n")
+    result = graded(tmp_path, exercise)[-1]
+    assert "fill hole 1: a task (mine.py line 4)" in result.line()
+
+
+def test_an_error_names_the_students_line(tmp_path: Path) -> None:
+    result = graded(tmp_path, "def one():\n    return [][3]\n")[-1]
+    assert "list index out of range (mine.py line 2)" in result.line()
+
+
+def test_a_missing_file_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "check.py").write_text(CHECK)
+    with pytest.raises(ConfigError, match="no file .*mine.py"):
+        grade("99", tmp_path / "check.py", tmp_path / "mine.py")
+    with pytest.raises(ConfigError, match="no file"):
+        load_module(tmp_path / "nowhere.py", "99")
+
+
+def test_totals_leave_control_out() -> None:
+    ledger = Ledger()
+    ledger.record("dp", "all_reduce", "ring", 100, 2)
+    ledger.record("control", "gather", "naive", 7, 1)
+    before = totals(ledger)
+    ledger.record("dp", "all_reduce", "ring", 50, 1)
+    assert before == (2, 100) and sent_since(ledger, before) == (1, 50)
+
+
+def test_the_mermaid_block_is_replaced(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n```mermaid\nold\n```\nafter\n```\nx\n```\n")
+    insert_mermaid(readme, "pie\n    a\\n : 1\n")
+    assert readme.read_text() == "before\n```mermaid\npie\n    a\\n : 1\n```\nafter\n```\nx\n```\n"
