@@ -38,6 +38,11 @@ def train(world: Any, *, config: GPTConfig | None = None, steps: int = 3, sequen
     return result
 
 
+def train_tiny(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """`train` of `tiny(**changes)`: with arguments that can travel to ranks of a new mpirun."""
+    return train(world, config=tiny(**changes), **options)
+
+
 def difference(ours: dict[str, np.ndarray], serial: dict[str, np.ndarray]) -> float:
     """The largest |a - b| over the largest |b| of the whole model; NaN if anything is NaN, so compare with `<`."""
     assert ours.keys() == serial.keys()

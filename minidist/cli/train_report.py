@@ -105,8 +105,8 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
     console.rule("what fills the memory of rank 0, in bytes, measured and by formula", style="dim", align="left")
     console.print(memory_table(metrics))
     each, moments = metrics["parameter_bytes"] // metrics["parameters"], metrics["optimizer_moments"]
-    console.print(f"parameters + gradients + optimizer: {each} + {each} + {each * moments} = {each * (2 + moments)} bytes "
-                  f"a parameter\n", markup=False)
+    console.print(f"parameters + gradients + optimizer: {each} + {each} + {each * moments} = {each * (2 + moments)} "
+                  f"bytes a parameter\n", markup=False)
     console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), loss.png, model.safetensors",
                   markup=False, soft_wrap=True)
 

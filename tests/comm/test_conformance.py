@@ -15,6 +15,7 @@ TRANSPORTS = [
     "threads-unbuffered",
     "sockets",
     "shm",
+    "mpi",
 ]
 
 on_every_transport = pytest.mark.parametrize("transport", TRANSPORTS)

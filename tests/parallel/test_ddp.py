@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training import SMALL_BUCKETS, difference, global_batch, tiny, train
+from training import SMALL_BUCKETS, difference, global_batch, tiny, train, train_tiny
 
 import minidist as md
 from minidist import ops
@@ -23,9 +23,9 @@ from minidist.tensor import Parameter
 BOUND = 1e-10
 
 
-def run(size: int, *args: Any, transport: str = "threads", **options: Any) -> list[dict[str, Any]]:
-    """`train` on every rank."""
-    return md.run(lambda world: train(world, **options), size=size, transport=transport)
+def run(size: int, **options: Any) -> list[dict[str, Any]]:
+    """`train` on `size` threads."""
+    return md.run(lambda world: train(world, **options), size=size)
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,9 @@ def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
     assert run(size)[0]["digest"] == ranks[0]["digest"]          # and on a second run
 
 
-@pytest.mark.parametrize("transport", ["sockets", "shm"])
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm", "mpi"])
 def test_same_bits_on_every_transport(serial: dict[str, Any], transport: str) -> None:
-    over_threads, over_processes = run(3)[0], run(3, transport=transport)[0]
+    over_threads, over_processes = run(3)[0], md.run(train_tiny, {}, {}, size=3, transport=transport)[0]
     assert difference(over_processes["weights"], serial["weights"]) < BOUND
     assert over_processes["digest"] == over_threads["digest"]
 
@@ -57,13 +57,11 @@ def test_same_bits_on_every_transport(serial: dict[str, Any], transport: str) ->
 @pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    options: dict[str, Any] = {"steps": 20, "sequences": 9, "config": tiny(context=16, width=16, layers=3)}
-    if transport == "mpi":
-        ranks = md.run(train, size=size, transport="mpi", **options)
-    else:
-        ranks = run(size, transport=transport, **options)
-    assert difference(ranks[0]["weights"], run(1, **options)[0]["weights"]) < BOUND
-    assert {rank["digest"] for rank in ranks} == {run(size, **options)[0]["digest"]}
+    changes, options = {"context": 16, "width": 16, "layers": 3}, {"steps": 20, "sequences": 9}
+    serial, again = (md.run(train_tiny, changes, options, size=count)[0] for count in (1, size))
+    ranks = md.run(train_tiny, changes, options, size=size, transport=transport)
+    assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
+    assert {rank["digest"] for rank in ranks} == {again["digest"]}
 
 
 @settings(max_examples=12)

@@ -19,7 +19,8 @@ def gpu() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("changes", [{}, {"dropout": 0.2, "tied": True}, {"positions": "rotary", "norm": "rms"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"dropout": 0.2, "tied": True}, {"positions": "rotary", "norm": "rms"}],
+                         ids=str)
 def test_equals_one_process_on_the_cpu(size: int, changes: dict[str, Any]) -> None:
     config = tiny(**changes)
     serial = md.run(lambda world: train(world, config=config), size=1)[0]

@@ -15,8 +15,9 @@ def test_results_come_in_rank_order_and_arguments_arrive():
 
 
 def test_each_rank_has_its_own_ledger_and_account():
-    seen = run_threads(lambda world: (id(world.ledger), id(account.current())), size=3)
-    assert len({ledger for ledger, _ in seen}) == len({memory for _, memory in seen}) == 3
+    ledgers, accounts = zip(*run_threads(lambda world: (world.ledger, account.current()), size=3), strict=True)
+    assert len(set(map(id, ledgers))) == len(set(map(id, accounts))) == 3
+    assert account.current() not in accounts
 
 
 class OddError(Exception):
