@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from minidist import account
 from minidist.comm import source
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
@@ -53,8 +52,7 @@ class _Job:
         """The body of a rank's thread."""
         world = Group(self.transports[rank], Ledger(rank), tuple(range(self.size)))
         try:
-            with account.use(account.MemoryAccount()):
-                self.results[rank] = self.fn(world, *self.args)
+            self.results[rank] = self.fn(world, *self.args)
             world.close()
         except BaseException as error:  # run_threads raises it in the caller
             self.fail(rank, error)
@@ -102,7 +100,7 @@ class _Job:
 
 def run_threads(fn: Callable[..., Any], args: Sequence[Any] = (), size: int = 1, limit: float = 60.0,
                 unbuffered: bool = False) -> list[Any]:
-    """Run `fn(world, *args)` on `size` ranks, each a thread with its own ledger and memory account.
+    """Run `fn(world, *args)` on `size` ranks, each a thread with a ledger of its own and (account.py) a memory account.
 
     Returns: what each rank returned, in rank order.
     Raises:  the first failure of any rank, of its own type and with its own traceback, naming the rank (see name_rank);
