@@ -75,7 +75,7 @@ def examine() -> Iterator[Finding]:
 def _software() -> Iterator[Finding]:
     yield Finding("Python", OK, f"{platform.python_version()} at {sys.executable}")
     libraries = [library for library in threadpoolctl.threadpool_info() if library["user_api"] == "blas"]
-    blas = ", ".join(f"{library['internal_api']} {library['version']}, {library['num_threads']} threads"
+    blas = ", ".join(f"{library['internal_api']} {library['version']}, threads: {library['num_threads']}"
                      for library in libraries)
     yield Finding("NumPy", OK, f"{np.__version__} with {blas or 'a BLAS that threadpoolctl does not know'}",
                   "" if blas else "ranks cannot share the cores by themselves: set OMP_NUM_THREADS")
@@ -99,7 +99,8 @@ def _mpi() -> Finding:
 
     try:
         mpirun = find_mpirun()
-        script = "from mpi4py import MPI; print(MPI.COMM_WORLD.size, MPI.Get_library_version().split(chr(10))[0])"
+        script = ("import os; from mpi4py import MPI; library = MPI.Get_library_version().split(chr(10))[0]; "
+                  "os.write(1, f'{MPI.COMM_WORLD.size} {library}\\n'.encode())")      # one write: lines stay whole
         tried = subprocess.run([*mpirun.command(2), sys.executable, "-W", "ignore", "-c", script], capture_output=True,
                                text=True, timeout=TRY_LIMIT, env=mpirun.environment())
     except (ConfigError, OSError, subprocess.TimeoutExpired) as error:

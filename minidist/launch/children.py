@@ -11,7 +11,7 @@ from typing import NoReturn, Protocol
 
 from minidist.comm.control import Seat, how_it_ended
 
-REAP_LIMIT = 0.2    # seconds between a connection's end and the process's own
+REAP_LIMIT = 0.4    # seconds between a connection's end and the end of its process, on a machine that is busy
 
 
 class Process(Protocol):

@@ -48,8 +48,10 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)   # neither waits nor ends
         membership.current().joined.link._grace = 0.5   # and a test has no 5 seconds
         time.sleep(60)
+    if mode == "busy" and world.rank == 1:              # computes, and will not hear of anything for a while
+        time.sleep(60)
     if world.rank == 2:
-        misbehave("kill" if mode == "stubborn" else mode)
+        misbehave({"stubborn": "kill", "busy": "raise"}.get(mode, mode))
     if mode == "all config":
         misbehave("config")
     world.all_reduce(total)

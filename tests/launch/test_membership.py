@@ -99,6 +99,15 @@ def test_an_exception_under_mpirun_ends_the_job_everywhere(transport):
     assert "MPI" not in done.stderr, "MPI's own message about its abort is noise"
 
 
+def test_a_busy_rank_does_not_hold_up_the_end_under_mpirun():
+    """The rank that fails aborts MPI: in MPI_Finalize it would wait until the busy one is ended by force."""
+    with nothing_left() as environment:
+        done = finish(by_mpirun(environment, "busy"))
+    assert done.returncode == 1
+    assert "was still busy" not in done.stderr
+    assert "ValueError: boom" in done.stderr
+
+
 @pytest.mark.parametrize("transport", ["mpi", pytest.param("shm", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("mode", "how"), [("kill", "was killed"), ("_exit", "exited|ended"),
                                            ("exit", "exited with status 3")])

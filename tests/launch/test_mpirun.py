@@ -1,0 +1,108 @@
+"""run over a new mpirun: functions found by name, failures with their rank and type, nothing left over."""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+from jobs import finish, start
+from leftovers import nothing_left
+
+import minidist as md
+from minidist.errors import LaunchError, PeerLostError, TimeoutError
+from minidist.launch import mpirun
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    with nothing_left():
+        yield
+
+
+def work(world, values, *, factor=2):
+    total = world.all_reduce(np.asarray(values) * world.rank)
+    return world.rank, total * factor, world.transport.name
+
+
+def end(world, how):
+    world.barrier()
+    if world.rank == 1:
+        {"raise": lambda: int("no number"), "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+         "exit": lambda: sys.exit(3), "sleep": lambda: time.sleep(60)}[how]()
+    if how != "sleep":
+        world.barrier()
+    return world.rank
+
+
+def test_results_come_in_rank_order():
+    for rank, result in enumerate(md.run(work, [1.0, 2.0], size=3, transport="mpi", limit=30)):
+        assert result[0] == rank
+        np.testing.assert_array_equal(result[1], [6.0, 12.0])
+        assert result[2] == "mpi"
+
+
+def test_a_function_of_a_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import minidist as md\ndef f(world, x): return world.rank + x\n"
+                      "if __name__ == '__main__': print(md.run(f, 10, size=2, transport='mpi'))\n")
+    with nothing_left() as environment:
+        done = finish(start([sys.executable, str(script)], environment))
+    assert (done.stdout, done.stderr) == ("[10, 11]\n", "")
+
+
+def test_an_exception_keeps_its_type_and_names_its_rank():
+    with pytest.raises(ValueError, match="rank 1: invalid literal") as caught:
+        md.run(end, "raise", size=3, transport="mpi", limit=30)
+    assert "in end" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(("how", "says"), [("kill", "was killed"), ("exit", "exited with status 3")])
+def test_a_rank_that_dies_is_named(how, says, capfd):
+    with pytest.raises(PeerLostError, match=rf"^rank 1 \(process \d+ on .*\) .*{says}"):
+        md.run(end, how, size=3, transport="mpi", limit=30)
+    assert capfd.readouterr().err == ""
+
+
+def test_the_limit_names_who_had_not_ended():
+    with pytest.raises(TimeoutError, match=r"1 of 2 ranks had not ended after 4 s: rank 1"):
+        md.run(end, "sleep", size=2, transport="mpi", limit=4)
+
+
+def test_a_function_without_a_name_is_refused():
+    with pytest.raises(LaunchError, match="cannot be found by name"):
+        md.run(lambda world: 1, size=2, transport="mpi")
+
+
+def test_no_mpirun_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="`pip install mpich`") as caught:
+        md.run(work, [1.0], size=2, transport="mpi")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("says", "flavour", "version"), [
+    ("HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: x", "mpich", "5.0.2"),
+    ("mpirun (Open MPI) 5.0.5\n\nReport bugs to https://www.open-mpi.org/community/help/", "openmpi", "5.0.5"),
+    ("something else 1.0", "unknown", "something else 1.0"),
+])
+def test_which_mpirun(monkeypatch, tmp_path, says, flavour, version):
+    fake = tmp_path / "mpirun"
+    fake.write_text(f"#!/bin/sh\necho '{says}'\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    found = mpirun.find_mpirun()
+    assert (found.flavour, found.version) == (flavour, version)
+    assert ("--oversubscribe" in found.command(2)) == ("OMPI_ALLOW_RUN_AS_ROOT" in found.environment()) == (
+        flavour == "openmpi")
+
+
+def test_an_mpirun_that_fails_shows_what_it_said(monkeypatch, tmp_path):
+    fake = tmp_path / "mpirun"
+    fake.write_text("#!/bin/sh\necho 'HYDRA Version: 1'\necho 'no such fabric' >&2\nexit 7\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: mpirun.Mpirun(str(fake), "mpich", "1"))
+    with pytest.raises(LaunchError, match="(?s)ended with 7.*no such fabric"):
+        md.run(work, [1.0], size=2, transport="mpi", limit=10)
