@@ -51,7 +51,7 @@ def fixed_cases(size):
 
 
 @on_every_transport
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [3, 4])
 def test_every_verb_by_every_algorithm(transport, size):
     cases = list(fixed_cases(size))
     counted = run(conformance.verbs, cases, size=size, transport=transport)
@@ -64,10 +64,9 @@ def test_every_verb_by_every_algorithm(transport, size):
 
 @on_every_transport
 def test_same_bits_on_every_transport(transport):
-    for algorithm in ("ring", "tree", "direct"):
-        reference = run(conformance.bits, algorithm, size=3)
-        assert run(conformance.bits, algorithm, size=3, transport=transport) == reference
-        assert len(set(reference)) == 1
+    reference = run(conformance.bits, size=3)
+    assert run(conformance.bits, size=3, transport=transport) == reference
+    assert reference[0] == reference[1] == reference[2]
 
 
 @on_every_transport
