@@ -372,7 +372,7 @@ def test_a_worker_uses_its_ranks_memory_account():
         world.start_all_reduce(np.ones(1000), algorithm="direct").wait()
         return account.current().peak["communication"]
 
-    assert run(ranks, size=3) == [3 * 8000] * 3
+    assert run(ranks, size=3) == [2 * 8000] * 3
 
 
 # -------------------------------------------------------------------------------------------------------------- split
@@ -476,3 +476,27 @@ def test_a_rank_that_never_calls_is_named():
         run(ranks, size=3, limit=0.4)
     assert "all_reduce at " in str(caught.value)
     assert "test_group.py:" in str(caught.value)
+
+
+# ----------------------------------------------------------------------------------------------------------- on a GPU
+
+@pytest.mark.gpu
+@on_both
+def test_cupy_arrays_stay_on_their_device(transport):
+    import cupy
+
+    def ranks(world):
+        x = cupy.arange(6, dtype=np.float32).reshape(2, 3) + world.rank
+        total = 2 * cupy.arange(6).reshape(2, 3) + 1
+        for got in (world.all_reduce(x), world.all_reduce(x.T.copy().T), world.all_reduce(x.copy(), out=cupy.empty_like(x)),
+                    world.start_all_reduce(x, algorithm="ring").wait()):
+            assert isinstance(got, cupy.ndarray)
+            assert (got == total).all()
+        assert isinstance(world.broadcast(x if world.rank == 1 else None, root=1), cupy.ndarray)
+        assert world.all_gather(x).shape == (4, 3)
+        assert (world.exchange(x, dst=1 - world.rank, src=1 - world.rank) == x - world.rank + 1 - world.rank).all()
+        host = np.empty((2, 3), np.float32)
+        assert world.all_reduce(x, out=host) is host
+        assert (host == total.get()).all()
+
+    run(ranks, size=2, transport=transport)

@@ -26,10 +26,10 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
 _USUAL = {"broadcast": "tree", "reduce": "tree", "gather": "naive", "all_gather": "ring", "scatter": "naive",
           "reduce_scatter": "ring", "all_to_all": "pairwise", "barrier": "dissemination"}
 
-DIRECT_BYTES = 16 << 10
-"""Up to here the steps that wait for each other cost more than the bytes (2(P-1) in the ring, one in direct)."""
-DIRECT_BYTES_OF_TWO = 256 << 10
-"""The same for two ranks, where direct sends no more bytes than the ring; beyond, the ring halves the additions."""
+DIRECT_BYTES = 64 << 10
+"""direct, while a rank sends no more than this, (P-1)n: its messages do not wait for each other."""
+TREE_BYTES = 64 << 10
+"""tree, up to this length: 2 log2(P) messages wait for each other, where the ring has 2(P-1)."""
 
 
 def choose(verb: str, algorithm: str, nbytes: int, size: int) -> str:
@@ -46,7 +46,6 @@ def choose(verb: str, algorithm: str, nbytes: int, size: int) -> str:
 
 
 def _all_reduce(nbytes: int, size: int) -> str:
-    """direct sends P/2 times the ring's bytes, so its share of the work grows with P."""
-    if size == 2:
-        return "direct" if nbytes <= DIRECT_BYTES_OF_TWO else "ring"
-    return "direct" if nbytes * size <= 4 * DIRECT_BYTES else "ring"
+    if nbytes * (size - 1) <= DIRECT_BYTES:
+        return "direct"
+    return "tree" if nbytes <= TREE_BYTES else "ring"

@@ -20,17 +20,22 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     precision is added in float32 and rounded once.
 
     Args:    x, out (n,), contiguous; x is only read, and may be out.
-    Cost:    P-1 messages per rank; P(P-1)*nbytes over all ranks. Workspace: (P-1)*n elements. For small arrays, and for
-             two ranks, where the ring sends the same bytes in twice the messages.
+    Cost:    P-1 messages per rank; P(P-1)*nbytes over all ranks. Workspace: (P-1)*n elements, and n more in low
+             precision (float32), or in place on ranks from 2 on.
     """
-    arrived = {src: call.workspace(len(x), x.dtype) for src in range(call.size) if src != call.rank}
-    received = [call.start_recv((call.rank - step) % call.size, arrived[(call.rank - step) % call.size])
-                for step in range(1, call.size)]
-    sent = [call.start_send((call.rank + step) % call.size, x, step=step - 1) for step in range(1, call.size)]
+    if call.size == 1:
+        op.finish(x, out)
+        return
+    values = {src: call.workspace(len(x), x.dtype) for src in range(call.size) if src != call.rank}
+    others = [(call.rank - step) % call.size for step in range(1, call.size)]
+    received = [call.start_recv(src, values[src]) for src in others]
+    sent = [call.start_send(dst, x, step=step) for step, dst in enumerate(reversed(others))]
     for handle in received + sent:
         handle.wait()
-    arrived[call.rank] = x
-    total = arrived[0] if call.size == 1 else call.workspace(len(x), op.total)
-    for rank in range(1, call.size):
-        op.combine(arrived[0] if rank == 1 else total, arrived[rank], out=total)
+    values[call.rank] = x
+    spoils_x = call.rank > 1 and np.may_share_memory(x, out)  # before x has been added
+    total = call.workspace(len(x), op.total) if spoils_x or op.total != out.dtype else out
+    op.combine(values[0], values[1], out=total)
+    for rank in range(2, call.size):
+        op.combine(total, values[rank], out=total)
     op.finish(total, out)

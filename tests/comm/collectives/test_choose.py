@@ -17,8 +17,8 @@ def test_few_bytes_go_directly_and_many_round_the_ring():
     assert choose("all_reduce", "auto", 1 << 10, 4) == "direct"
     assert choose("all_reduce", "auto", 1 << 24, 4) == "ring"
     assert choose("all_reduce", "auto", 1 << 24, 2) == "ring"
-    assert choose("all_reduce", "auto", 1 << 17, 2) == "direct"  # the ring's bytes in half its messages
-    assert choose("all_reduce", "auto", 1 << 17, 8) == "ring"
+    assert choose("all_reduce", "auto", 1 << 16, 2) == "direct"  # the ring's bytes in half its messages
+    assert choose("all_reduce", "auto", 1 << 16, 8) == "tree"
 
 
 @pytest.mark.parametrize("verb", ALGORITHMS)
