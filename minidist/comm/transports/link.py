@@ -13,6 +13,7 @@ class ByteLink(ABC):
     """
 
     align = 1
+    parting = True      # say goodbye before closing
 
     @abstractmethod
     def write(self, prefix: bytes, payload: np.ndarray) -> int:

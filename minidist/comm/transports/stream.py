@@ -296,7 +296,7 @@ class StreamTransport(Engine):
             return
         self.stop()
         for peer in self._peers.values():
-            if not peer.outgoing and peer.deaf is None:
+            if peer.link.parting and not peer.outgoing and peer.deaf is None:
                 goodbye = frames.pack_header(frames.GOODBYE, Tag(0, 0), b"", 0, peer.link.align)
                 with suppress(OSError):
                     peer.link.write(goodbye, _NOTHING)

@@ -1,0 +1,179 @@
+"""Ranks that mpirun started: messages as MPI's own point-to-point messages, and a wait that gives its core away.
+
+    frame on the wire                     MPI messages, in this order, all under one tag
+    header and up to 16 KiB of payload    one:   header + payload
+    header and more payload               many:  header | 1 MiB of payload | 1 MiB | ... | the rest
+
+MPI keeps the order of messages between two ranks, so the receiver knows of each what it is. Payload goes from the sender's
+array straight into the receiver's, two pieces under way at a time; for a reduction into two stages, from which it is added.
+Pieces also keep every message under MPI's limit of 2^31 - 1 bytes.
+
+A blocking MPI call burns its core (MPICH and Open MPI poll), which ranks that share cores cannot afford. So everything is
+started without blocking and tested; between tests we yield the core, then sleep, 1 µs at first and 500 µs at most.
+
+This is the one module that imports mpi4py. The messages travel in a duplicate of MPI_COMM_WORLD, apart from anybody else's.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from minidist.comm.transport import META_LIMIT
+from minidist.comm.transports.frames import HEADER_BYTES
+from minidist.comm.transports.link import ByteLink
+from minidist.comm.transports.stream import StreamTransport
+from minidist.errors import CommError
+
+SPINS = 50                          # tests with yielded core before sleeping
+_SHORTEST, _LONGEST = 1e-6, 500e-6  # seconds of a sleep
+SMALL_BYTES = 16 << 10              # most payload that travels with its header
+PIECE_BYTES = 1 << 20
+_DEPTH = 2                          # pieces under way
+
+
+class MpiTransport(StreamTransport):
+    """One rank of MPI_COMM_WORLD."""
+
+    def __init__(self, limit: float) -> None:
+        if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+            raise CommError("MPI was initialised for one thread only; minidist needs MPI_THREAD_SERIALIZED: import minidist "
+                            "before whatever initialises MPI, or leave mpi4py.rc.thread_level alone")
+        comm = MPI.COMM_WORLD.Dup()
+        one_at_a_time = threading.Lock()
+        links = {rank: MpiLink(comm, rank, one_at_a_time) for rank in range(comm.size) if rank != comm.rank}
+        super().__init__("mpi", comm.rank, limit, links, SPINS)
+        self._nap = _SHORTEST
+
+    def _pass(self) -> bool:
+        moved = super()._pass()
+        if moved:
+            self._nap = _SHORTEST
+        return moved
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(min(self._nap, seconds))
+        self._nap = min(2 * self._nap, _LONGEST)
+
+
+class MpiLink(ByteLink):
+    """One peer's messages, as two streams of bytes. `_stage[_start:]` has been received and not consumed."""
+
+    parting = False     # mpirun and the monitor tell of an end; a message that nobody receives must not be left behind
+
+    def __init__(self, comm: MPI.Comm, peer: int, one_at_a_time: threading.Lock) -> None:
+        self._out = _UnderWay(lambda buffer: comm.Isend([buffer, len(buffer), MPI.BYTE], peer), one_at_a_time, True)
+        self._in = _UnderWay(lambda buffer: comm.Irecv([buffer, len(buffer), MPI.BYTE], peer), one_at_a_time, False)
+        self._header = np.empty(HEADER_BYTES + META_LIMIT + SMALL_BYTES, np.uint8)
+        self._stage, self._start = self._header[:0], 0
+        self._spare = [np.empty(0, np.uint8)] * _DEPTH      # stages for payload to be reduced, made when needed
+
+    def write(self, prefix: bytes, payload: np.ndarray) -> int:
+        if prefix and not self._out:
+            self._out.post(prefix + payload.tobytes() if len(payload) <= SMALL_BYTES else prefix)
+        while len(self._out) <= _DEPTH and (start := self._out.nbytes - len(prefix)) < len(payload):
+            self._out.post(payload[start:start + PIECE_BYTES])
+        sent = self._out.oldest()
+        return 0 if sent is None else sent[1]
+
+    def peek(self, count: int) -> bytes | None:
+        if self._start == len(self._stage):
+            if not self._in:
+                self._in.post(self._header)
+            self._take()
+        if len(self._stage) - self._start < count:
+            return None
+        return self._stage[self._start:self._start + count].tobytes()
+
+    def piece(self, most: int, itemsize: int) -> np.ndarray:
+        if self._start == len(self._stage):
+            while self._spare and self._in.nbytes < most:
+                stage = self._spare.pop()
+                stage = stage if len(stage) else np.empty(PIECE_BYTES, np.uint8)
+                self._in.post(stage[:most - self._in.nbytes])
+            self._take()
+        staged = self._stage[self._start:self._start + most]
+        return staged.copy() if self._stage.base is self._header else staged  # where items are aligned
+
+    def skip(self, count: int) -> None:
+        self._start += count
+        stage = self._stage.base
+        if count and self._start == len(self._stage) and stage is not None and stage is not self._header:
+            self._spare.append(stage)
+
+    def read_into(self, target: np.ndarray) -> int:
+        if self._start < len(self._stage):
+            staged = self._stage[self._start:self._start + len(target)]
+            target[:len(staged)] = staged
+            self._start += len(staged)
+            return len(staged)
+        while len(self._in) < _DEPTH and self._in.nbytes < len(target):
+            self._in.post(target[self._in.nbytes:self._in.nbytes + PIECE_BYTES])
+        received = self._in.oldest()
+        return 0 if received is None else received[1]
+
+    def _take(self) -> None:
+        """The oldest message that has come, if any, becomes the stage."""
+        received = self._in.oldest()
+        if received is not None:
+            buffer, count = received
+            self._stage, self._start = buffer[:count], 0
+
+    def fileno(self) -> int:
+        raise NotImplementedError("MPI has nothing to poll")
+
+    def arm(self, reading: bool, writing: bool) -> int:
+        raise NotImplementedError("MPI has nothing to poll")
+
+    def disarm(self, events: int) -> None:
+        raise NotImplementedError("MPI has nothing to poll")
+
+    def close(self) -> None:
+        self._in.cancel()
+
+
+class _UnderWay:
+    """MPI messages in one direction that were started and not taken yet, oldest first."""
+
+    def __init__(self, start: Callable[[Any], MPI.Request], one_at_a_time: threading.Lock, sends: bool) -> None:
+        self._start, self._mpi, self._sends = start, one_at_a_time, sends
+        self._posted: deque[tuple[MPI.Request, Any]] = deque()
+        self._status = MPI.Status()
+        self.nbytes = 0                                     # of all their buffers
+
+    def __len__(self) -> int:
+        return len(self._posted)
+
+    def post(self, buffer: Any) -> None:
+        """Start one more, from or into `buffer`."""
+        with self._mpi:
+            self._posted.append((self._start(buffer), buffer))
+        self.nbytes += len(buffer)
+
+    def oldest(self) -> tuple[Any, int] | None:
+        """The oldest, if it is complete, and no longer under way: its buffer, and its length in bytes."""
+        if not self._posted:
+            return None
+        request, buffer = self._posted[0]
+        try:
+            with self._mpi:
+                if not request.Test(self._status):
+                    return None
+                count = len(buffer) if self._sends else self._status.Get_count(MPI.BYTE)
+        except MPI.Exception as error:
+            raise ConnectionError(f"MPI: {error}") from error
+        self._posted.popleft()
+        self.nbytes -= len(buffer)
+        return buffer, count
+
+    def cancel(self) -> None:
+        """Withdraw what is under way."""
+        with self._mpi:
+            while self._posted:
+                request, _ = self._posted.popleft()
+                request.Cancel()
+                request.Free()
