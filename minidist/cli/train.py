@@ -26,6 +26,8 @@ from minidist.observe.timeline import Timeline
 from minidist.parallel.hybrid import Trainer
 
 SAMPLE_SYMBOLS = 400
+TRACE_SPANS = 5000
+"""Spans of a rank that trace.json keeps: about the first 150 steps, and a few megabytes for four ranks."""
 
 add_arguments = train_options.add_arguments
 
@@ -53,7 +55,7 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
     args = settings.args
     speaks = world.rank == 0 and not args.quiet
     console, on_terminal = make_console() if speaks else (Console(quiet=True), False)
-    timeline = Timeline(world.world_rank)
+    timeline = Timeline(world.world_rank, limit=TRACE_SPANS)
     timeline.follow(world.ledger)
     trainer = Trainer(settings.plan(world.size), settings.config, world, recorder=timeline,
                       **settings.trainer_options())
@@ -109,12 +111,11 @@ def train_steps(trainer: Trainer, settings: train_options.Settings,
 
 def announce(console: Console, settings: train_options.Settings, world: Group) -> None:
     """What is about to be trained, on what."""
-    config, text = settings.config, settings.text
+    config, text, plural = settings.config, settings.text, train_report.plural
     console.print(f"{text.source}: {len(text.train):,} symbols to learn from, {len(text.validation):,} held out, "
-                  f"{len(text.symbols)} different; {config.layers} layers of width {config.width}, "
-                  f"{settings.args.batch} × {config.context} tokens a step, "
-                  f"{train_report.plural(world.size, 'rank')} over {world.transport.name}",
-                  markup=False, soft_wrap=True)
+                  f"{len(text.symbols)} different; {plural(config.layers, 'layer')} of width {config.width}, "
+                  f"{settings.args.batch} × {config.context} tokens a step, {plural(world.size, 'rank')} over "
+                  f"{world.transport.name}", markup=False, soft_wrap=True)
 
 
 def sample(trainer: Trainer, settings: train_options.Settings) -> str:

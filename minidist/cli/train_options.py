@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("the data")
     data.add_argument("--data", default="python", metavar="PATH",
                       help="a text file, a folder of them, `shakespeare`, or `python`: the reference of every CPython")
-    data.add_argument("--batch", type=positive, default=32, metavar="SEQUENCES",
-                      help="sequences a step, of the whole job (default: 32)")
+    data.add_argument("--batch", type=positive, default=16, metavar="SEQUENCES",
+                      help="sequences a step, of the whole job (default: 16)")
     data.add_argument("--context", type=positive, default=128, metavar="TOKENS",
                       help="tokens a sequence (default: 128)")
     model = parser.add_argument_group("the model")
@@ -49,10 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dropout", type=fraction, default=0.0, metavar="RATE", help="(default: 0)")
     model.add_argument("--dtype", choices=["float64", "float32"], default="float32", help="(default: float32)")
     training = parser.add_argument_group("the training")
-    training.add_argument("--steps", type=positive, default=300, metavar="K", help="optimizer steps (default: 300)")
+    training.add_argument("--steps", type=positive, default=500, metavar="K", help="optimizer steps (default: 500)")
     training.add_argument("--seed", type=int, default=0, metavar="S", help="of weights and batches (default: 0)")
     training.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="(default: adamw)")
-    training.add_argument("--lr", type=positive_number, default=3e-3, metavar="RATE", help="peak rate (default: 0.003)")
+    training.add_argument("--lr", type=positive_number, default=4e-3, metavar="RATE", help="peak rate (default: 0.004)")
     training.add_argument("--lr-schedule", choices=SCHEDULES, default="cosine",
                           help="after a warm-up of a twentieth of the steps (default: cosine)")
     training.add_argument("--clip", type=not_negative, default=1.0, metavar="NORM",
