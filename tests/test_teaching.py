@@ -30,7 +30,8 @@ def test_a_hole_says_its_number_and_its_task() -> None:
 
 
 def test_a_result_is_one_line() -> None:
-    good, bad = expect("bytes", 3, 3), Result("bytes", False, "3.0 MiB", "3.5 MiB", "whole tensors", "read section 3.2 again")
+    good = expect("bytes", 3, 3)
+    bad = Result("bytes", False, "3.0 MiB", "3.5 MiB", "whole tensors", "read section 3.2 again")
     assert good.line() == "bytes: 3 ok"
     assert bad.line() == "bytes: 3.5 MiB, target 3.0 MiB: whole tensors: read section 3.2 again"
 

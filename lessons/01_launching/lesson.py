@@ -140,7 +140,8 @@ def rank_in_program() -> None:
     done = subprocess.run([sys.executable, "-c", "import minidist as md; md.init(limit=2.0)"], env=environ, text=True,
                           stderr=subprocess.PIPE, timeout=60, check=False)
     print("one process says of itself 'rank 0 of 2'; after 2 seconds (the notes' example would wait for ever):")
-    print(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"it ended with status {done.returncode}")
+    said = [line for line in done.stderr.splitlines() if "Error: rank 0" in line]
+    print(said[0] if said else f"it ended with status {done.returncode}: {done.stderr}")
 
 
 def no_import_os() -> None:

@@ -96,11 +96,11 @@ def milliseconds(spans: list[Any]) -> float:
 
 # ----------------------------------------------------------------------------------------------------------- drift
 
-def drift(group: Any, synchronise: str, epochs: int = 5, batches: int = 16) -> dict[str, Any]:
+def drift(group: Any, synchronise: str, *, epochs: int = 5, batches: int = 16, watch: int = 1) -> dict[str, Any]:
     """Train with Adam, synchronising gradients at every "batch", weights at the end of every "epoch", or "never".
 
-    Returns: "apart", the distance of the replicas after each batch's update (before weights are averaged), and at the
-    end of each epoch the held-out loss of rank 0's "own" replica and of the "mean" of all replicas.
+    Returns: "apart", the distance of the replicas after every `watch`-th batch (before weights are averaged), and at
+    the end of each epoch the held-out loss of rank 0's "own" replica and of the "mean" of all replicas.
     """
     model = new_model(SMALL)
     parameters = list(model.parameters())
@@ -116,7 +116,8 @@ def drift(group: Any, synchronise: str, epochs: int = 5, batches: int = 16) -> d
             model.loss(part.inputs, part.targets, divisor=part.targets.size).backward()
             optimizer.step()
             optimizer.zero_grad()
-        run["apart"].append(apart(group, weights(model)))
+        if (step + 1) % watch == 0:
+            run["apart"].append(apart(group, weights(model)))
         if (step + 1) % batches == 0:
             own = [parameter.data.copy() for parameter in parameters]
             run["own"].append(held_out_loss(model))

@@ -6,6 +6,7 @@
 """
 
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "07")
 
 def plain_ddp(model, optimizer, group, batches):
     """The whole of DDP, without buckets and without overlap (README, section 1; the numbers are N0:403's)."""
-    for inputs, targets, global_tokens in batches:                            # 2 my part of the data
-        loss = model.loss(inputs, targets, divisor=global_tokens)             # 3 forward
-        loss.backward()                                                       # 4 backward: my gradients
-        for parameter in model.parameters():                                  # 5 synchronise: everybody's gradients
-            group.all_reduce(parameter.grad, out=parameter.grad, algorithm="ring")
-        optimizer.step()                                                      # 6 update: the same on every rank
+    for inputs, targets, global_tokens in batches:                    # 2 my part of the data
+        loss = model.loss(inputs, targets, divisor=global_tokens)     # 3 forward
+        loss.backward()                                               # 4 backward: my gradients
+        for p in model.parameters():                                  # 5 synchronise: everybody's
+            group.all_reduce(p.grad, out=p.grad, algorithm="ring")
+        optimizer.step()                                              # 6 update: the same everywhere
         optimizer.zero_grad()
 
 
@@ -168,9 +169,8 @@ def drift_table(group: Any, page: Page) -> None:
     """Distance between replicas at the end of each epoch, and what rank 0's replica and the mean of all have learnt."""
     rows = []
     for way in ("batch", "epoch", "never"):
-        run = lab.drift(group, way)
-        ends = run["apart"][run["batches"] - 1::run["batches"]]
-        rows.append([way, *(f"{end:.2f}" for end in ends[::2]), f"{run['own'][1]:.2f}", f"{run['mean'][1]:.2f}",
+        run = lab.drift(group, way, watch=16)
+        rows.append([way, *(f"{end:.2f}" for end in run["apart"][::2]), f"{run['own'][1]:.2f}", f"{run['mean'][1]:.2f}",
                      f"{run['own'][-1]:.2f}", f"{run['mean'][-1]:.2f}"])
     page.table("Distance of the replicas in epochs 1, 3, 5; held-out loss in 2 and 5, of rank 0's and of their mean",
                ["every", "apart 1", "apart 3", "apart 5", "own 2", "mean 2", "own 5", "mean 5"], rows,
@@ -181,7 +181,7 @@ def drift_table(group: Any, page: Page) -> None:
 
 def per_epoch() -> None:
     """Weights averaged once an epoch instead of gradients summed at every batch."""
-    run = md.run(lab.drift, "epoch", 3, size=4)[0]
+    run = md.run(partial(lab.drift, epochs=3), "epoch", size=4)[0]
     for step, distance in enumerate(run["apart"]):
         epoch, batch = divmod(step, run["batches"])
         print(f"epoch {epoch + 1} batch {batch + 1:2d}: apart {distance:.3f}  {'#' * int(100 * distance)}")
