@@ -4,10 +4,10 @@
     thread B            wait() -> follows: asleep on a condition ...........................  -> leads, or is done
     nobody waits    the helper thread takes a pass now and then, so that what was started still moves
 
-A pass moves what can be moved without blocking. One thread at a time leads; that is why the receiving side of a link
-needs no lock, and why waiting for one transfer moves every other one too: `start_send; start_recv; wait both` cannot
-deadlock. A leader with nothing to move gives up its core `spins` times (a reply is often microseconds away), then sleeps
-in the kernel until a link is ready, another thread starts a transfer, or somebody calls abort().
+A pass moves what can be moved without blocking. One thread at a time leads; so the receiving side of a link needs no
+lock, and waiting for one transfer moves every other one too: `start_send; start_recv; wait both` cannot deadlock. A
+leader with nothing to move gives up its core `spins` times (a reply is often microseconds away), then sleeps in the
+kernel until a link is ready, another thread starts a transfer, or somebody calls abort().
 
 Used by sockets.py, shm.py and mpi.py; stream.py supplies the pass.
 """
@@ -51,7 +51,7 @@ class Operation(Handle):
 class Engine(Transport):
     """A transport whose waiting threads do the work.
 
-    `lock` guards the tables of transfers. It is never held while a thread sleeps, nor in a caller's `accept` or `reduce`.
+    `lock` guards the tables of transfers. It is not held while a thread sleeps, nor in a caller's `accept` or `reduce`.
     """
 
     def __init__(self, name: str, world_rank: int, world_size: int, limit: float, spins: int) -> None:

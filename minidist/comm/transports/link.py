@@ -8,7 +8,7 @@ import numpy as np
 class ByteLink(ABC):
     """Two streams of bytes, to and from one peer. No method blocks.
 
-    The end of the incoming stream raises EOFError, once all bytes before it have been read; a broken link raises OSError.
+    The end of the incoming stream raises EOFError, once all bytes before it were read; a broken link raises OSError.
     Frames begin at multiples of `align` bytes.
     """
 
@@ -25,7 +25,10 @@ class ByteLink(ABC):
 
     @abstractmethod
     def piece(self, most: int, itemsize: int) -> np.ndarray:
-        """Whole items that are there, at most `most` bytes, as uint8 aligned for their type; not consumed, perhaps none."""
+        """Whole items that are there, in one stretch of at most `most` bytes, perhaps none; not consumed.
+
+        As uint8, aligned for their type, and perhaps the very memory that the peer wrote to.
+        """
 
     @abstractmethod
     def skip(self, count: int) -> None:

@@ -6,8 +6,8 @@
     rank 3    dials 0, 1, 2
 
 Every rank listens before any address is told, so no dial is refused; a rank waits only for lower ones to answer, so
-nobody waits in a circle. Each connection goes through wire's mutual handshake on the job's token. Each caller is answered
-in a thread of its own: a stranger who says nothing, or nonsense, keeps no rank waiting.
+nobody waits in a circle. Each connection goes through wire's mutual handshake on the job's token. Each caller is
+answered in a thread of its own: a stranger who says nothing, or nonsense, keeps no rank waiting.
 """
 
 import logging
@@ -58,7 +58,8 @@ def join(world_rank: int, world_size: int, token: bytes, listener: socket.socket
     return links
 
 
-def _dial(rank: int, world_rank: int, token: bytes, dial: Callable[[int], socket.socket], deadline: float) -> socket.socket:
+def _dial(rank: int, world_rank: int, token: bytes, dial: Callable[[int], socket.socket],
+          deadline: float) -> socket.socket:
     try:
         sock = dial(rank)
     except OSError as error:
@@ -132,7 +133,7 @@ def dial_tcp(host: str, port: int, buffer_bytes: int, limit: float) -> socket.so
 
 
 def _tcp_socket(host: str, buffer_bytes: int) -> socket.socket:
-    """Buffers are sized before connecting or listening (accepted connections inherit them): TCP fixes its window then."""
+    """Buffers are sized before it connects or listens (what it accepts inherits them): TCP fixes its window then."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)

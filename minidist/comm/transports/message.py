@@ -72,7 +72,7 @@ class Frame:
         nbytes = self.header.nbytes
         target = receive.accept(self.header.meta, nbytes)
         if target.nbytes != nbytes or target.ndim != 1 or not target.flags.c_contiguous:
-            raise CommError(f"{receive}: {nbytes} bytes came, for an array of {target.nbytes} bytes, shape {target.shape}")
+            raise CommError(f"{receive} has {nbytes} bytes, and was to fill {target.nbytes}, shape {target.shape}")
         if self.buffer is None:
             self._move = (self._copier(target) if receive.reduce is None else self._reducer(target, receive.reduce))
         elif receive.reduce is None:

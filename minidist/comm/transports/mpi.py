@@ -4,14 +4,14 @@
     header and up to 16 KiB of payload    one:   header + payload
     header and more payload               many:  header | 1 MiB of payload | 1 MiB | ... | the rest
 
-MPI keeps the order of messages between two ranks, so the receiver knows of each what it is. Payload goes from the sender's
-array straight into the receiver's, two pieces under way at a time; for a reduction into two stages, from which it is added.
-Pieces also keep every message under MPI's limit of 2^31 - 1 bytes.
+MPI keeps the order of messages between two ranks, so the receiver knows of each what it is. Payload goes from the
+sender's array straight into the receiver's, two pieces under way at a time; for a reduction into two stages, from which
+it is added. Pieces also keep every message under MPI's limit of 2^31 - 1 bytes.
 
-A blocking MPI call burns its core (MPICH and Open MPI poll), which ranks that share cores cannot afford. So everything is
-started without blocking and tested; between tests we yield the core, then sleep, 1 µs at first and 500 µs at most.
+A blocking MPI call burns its core (MPICH and Open MPI poll), which ranks that share cores cannot afford. So everything
+is started without blocking and tested; between tests we yield the core, then sleep, 1 µs at first and 500 µs at most.
 
-This is the one module that imports mpi4py. The messages travel in a duplicate of MPI_COMM_WORLD, apart from anybody else's.
+The messages travel in a duplicate of MPI_COMM_WORLD, apart from anybody else's.
 """
 
 import threading
@@ -41,8 +41,8 @@ class MpiTransport(StreamTransport):
 
     def __init__(self, limit: float) -> None:
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-            raise CommError("MPI was initialised for one thread only; minidist needs MPI_THREAD_SERIALIZED: import minidist "
-                            "before whatever initialises MPI, or leave mpi4py.rc.thread_level alone")
+            raise CommError("MPI was initialised for one thread only, and a rank here has several: leave mpi4py.rc's "
+                            "thread_level alone, or take a library that grants MPI_THREAD_SERIALIZED")
         comm = MPI.COMM_WORLD.Dup()
         one_at_a_time = threading.Lock()
         links = {rank: MpiLink(comm, rank, one_at_a_time) for rank in range(comm.size) if rank != comm.rank}

@@ -11,12 +11,12 @@ moves `tail`. Each word has one writer, and each copies only what the other's wo
 
 Order matters twice, and a processor keeps it only if told (ARM reorders stores; x86 reads ahead of its own stores):
 
-    bytes before head      else the reader takes bytes that are not there yet
-    head before reader?    the writer moves `head`, then looks whether the reader sleeps; the reader says that it sleeps,
-                           then looks at `head` once more. Whichever comes second sees the other, so no wake-up is lost.
+    bytes before head     else the reader takes bytes that are not there yet
+    head before reader    the writer moves `head`, then looks whether the reader sleeps; the reader says that it sleeps,
+                          then looks at `head` once more. Whichever comes second sees the other: no wake-up is lost.
 
-Python has no fence, but releasing and taking a lock is one: nothing before a release may come after it, nothing after an
-acquire may come before it, and a release and a following acquire keep their order (C11 and ARMv8, RCsc).
+Python has no fence, but to release a lock and take it again is one: nothing before the release may come after it,
+nothing after the acquire may come before it, and the two keep their order (ARMv8; on x86 each is a fence by itself).
 """
 
 import threading
@@ -135,7 +135,7 @@ class RingReader(_End):
     def piece(self, most: int) -> np.ndarray:
         """The bytes that are there, in one stretch, where they lie; not consumed.
 
-        A stretch ends where the ring or a payload does, or after multiples of 64 bytes: items of up to 64 bytes are whole.
+        A stretch ends with the ring, a payload, or after a multiple of 64 bytes: items of 1, 2, 4, ... 64 are whole.
         """
         begin = self._tail % CAPACITY
         return self._data[begin:begin + min(most, self.unread(), CAPACITY - begin, PIECE_BYTES)]

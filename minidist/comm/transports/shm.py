@@ -6,11 +6,11 @@
     doorbell <=====  a connected socket: "wake up", or the end of the process  =====> doorbell
 
 Two ranks share one piece of memory with a ring each way (ring.py), and a Unix socket. Bytes go through the rings. Who
-finds nothing to do says so in the ring, looks once more, and sleeps on the socket; who then moves bytes sends it one byte.
-The socket also tells of a death at once: the kernel closes it, however the process ended.
+finds nothing to do says so in the ring, looks once more, and sleeps on the socket; who then moves bytes sends one byte
+there. The socket also tells of a death at once: the kernel closes it, however the process ended.
 
 The memory has no name: it is a file without a directory entry, handed over through the socket. So nothing of it can be
-left behind, no other user can open it, and the size of /dev/shm does not limit it. Pages that are never written cost nothing.
+left behind, no other user can open it, and the size of /dev/shm does not limit it. Pages never written cost nothing.
 
 A reduction adds straight from the ring. Nothing of the size of a message is allocated, on either side.
 """
@@ -32,7 +32,7 @@ from minidist.comm.transports.sockets import Meeting
 from minidist.comm.transports.stream import StreamTransport
 from minidist.errors import CommError
 
-SPINS, SPINS_CROWDED = 200, 20  # looks at the rings before sleeping: with a core for each rank, or more ranks than cores
+SPINS, SPINS_CROWDED = 200, 20  # looks at the rings before sleeping: where each rank has a core, and where not
 
 
 class ShmTransport(StreamTransport):
@@ -49,7 +49,8 @@ class ShmTransport(StreamTransport):
         connections = mesh.join(world_rank, len(infos), token, listener,
                                 lambda rank: mesh.dial_unix(infos[rank]["address"], limit), limit)
         crowded = len(infos) > len(os.sched_getaffinity(0))
-        super().__init__("shm", world_rank, limit, _share(world_rank, connections, limit), SPINS_CROWDED if crowded else SPINS)
+        links = _share(world_rank, connections, limit)
+        super().__init__("shm", world_rank, limit, links, SPINS_CROWDED if crowded else SPINS)
 
 
 class ShmLink(ByteLink):

@@ -1,14 +1,14 @@
 """Ranks as processes that talk over TCP: on one host or several, nothing to install.
 
-One connection between every two ranks, made at the start (mesh.py), each proved to belong to the job. A message is one
-`sendmsg` of header and payload; on the other side
+One connection between every two ranks, made at the start (mesh.py), each proved to belong to the job. A message leaves
+in one `sendmsg` of header and payload. On the other side
 
-    small messages    one recv brings header and payload into the stage, the payload is copied out of it
-    copies            the payload is received straight into the array it is for
-    reductions        the payload is received into the stage, in pieces of up to 256 KiB, and added from there while it
-                      is still in the cache; nothing of the size of the message is allocated
+    small messages    come with their header in one recv, into the stage, and are copied out of it
+    copies            are received straight into the array they are for
+    reductions        are received into the stage, at most 256 KiB at once, and added from there while it is in the
+                      cache; nothing of the size of the message is allocated
 
-Cost of a message: at most 3 system calls for each 256 KiB, one copy into the kernel and one out of it.
+Cost of a message: one copy into the kernel and one out of it, about 3 system calls for each 128 KiB.
 """
 
 import select
@@ -22,25 +22,26 @@ from minidist.comm.transports import mesh
 from minidist.comm.transports.link import ByteLink
 from minidist.comm.transports.stream import StreamTransport
 
-BUFFER_BYTES = 256 << 10        # of each socket: larger ones leave the cache and are slower (README of benchmarks)
-STAGE_BYTES = 256 << 10         # most that is received at once for a reduction
-READ_AHEAD = 16 << 10           # most that is received beside a header
-LOW = 128 << 10
-CC = b''
-SPINS = 20                      # looks at the socket before sleeping
+BUFFER_BYTES = 512 << 10    # of a socket, each way: with less the two sides wait for each other, with more caches miss
+STAGE_BYTES = 256 << 10     # most that is received at once for a reduction
+READ_AHEAD = 16 << 10       # most that is received beside a header
+LOW_WATER = 128 << 10       # of a long message, wake us for no less: each wake-up costs as much as copying 100 KiB
+SPINS = 20                  # looks at the sockets before sleeping
 
 
 class Meeting(Protocol):
-    """The part of control.ControlLink that a transport needs."""
-
-    world_rank: int
+    """The part of control's ControlLink that a transport needs."""
 
     def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's info, in world rank order."""
 
 
 class SocketsTransport(StreamTransport):
-    """One rank's connections to all others. `host` is the address to listen at: this host's own, as others see it."""
+    """One rank's connections to all others.
+
+    Args:    host: the address to listen at: this host's own, as the other ranks see it.
+    Raises:  HandshakeError, TimeoutError: see mesh.join.
+    """
 
     def __init__(self, world_rank: int, link: Meeting, token: bytes, limit: float, *, host: str = "127.0.0.1") -> None:
         listener = mesh.listen_tcp(host, BUFFER_BYTES)
@@ -50,32 +51,30 @@ class SocketsTransport(StreamTransport):
             return mesh.dial_tcp(infos[rank]["host"], infos[rank]["port"], BUFFER_BYTES, limit)
 
         connections = mesh.join(world_rank, len(infos), token, listener, dial, limit)
-        super().__init__("sockets", world_rank, limit, {rank: SocketLink(sock) for rank, sock in connections.items()}, SPINS)
+        links = {rank: SocketLink(sock) for rank, sock in connections.items()}
+        super().__init__("sockets", world_rank, limit, links, SPINS)
 
 
 class SocketLink(ByteLink):
-    """One connected stream socket. `stage[start:stop]` has been received and not consumed."""
+    """One connected stream socket. `_stage[_start:_stop]` has been received and not consumed."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if CC: sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CC)
+        _hurry(sock)
         self._sock = sock
-        self._stage: np.ndarray | None = None       # made when first needed: a ring uses two links of its many
+        self._stage: np.ndarray[Any, Any] | None = None     # made when first needed: in a ring, few links are
         self._start = self._stop = 0
-        self._low = self._expected = 1
-        
+        self._low_water = self._expected = 1                # what the socket was told; bytes known to come
+
     def write(self, prefix: bytes, payload: np.ndarray) -> int:
         try:
-            return self._sock.sendmsg((prefix, payload) if prefix else (payload,))
+            return self._sock.sendmsg([prefix, payload.data] if prefix else [payload.data])
         except BlockingIOError:
             return 0
 
     def peek(self, count: int) -> bytes | None:
-        self._expected = 1
         if self._stop - self._start < count:
-            self._stage_more(READ_AHEAD)
+            self._stage_more(READ_AHEAD, expected=1)
         if self._stop - self._start < count or self._stage is None:
             return None
         return self._stage[self._start:self._start + count].tobytes()
@@ -84,10 +83,9 @@ class SocketLink(ByteLink):
         if self._start:
             self._to_front()  # where items are aligned
         if self._stop < min(most, STAGE_BYTES):
-            self._stage_more(most - self._stop)
+            self._stage_more(most - self._stop, expected=most - self._stop)
         assert self._stage is not None
         whole = min(most, self._stop)
-        self._expected = min(most - whole, LOW)
         return self._stage[:whole - whole % itemsize]
 
     def skip(self, count: int) -> None:
@@ -95,10 +93,8 @@ class SocketLink(ByteLink):
 
     def read_into(self, target: np.ndarray) -> int:
         staged = min(self._stop - self._start, len(target))
-        if staged == 0:
-            self._expected = min(len(target), LOW)
-            return self._receive(target)
-        assert self._stage is not None
+        if staged == 0 or self._stage is None:
+            return self._receive(target, expected=len(target))
         target[:staged] = self._stage[self._start:self._start + staged]
         self._start += staged
         return staged
@@ -109,19 +105,22 @@ class SocketLink(ByteLink):
             self._stage[:left] = self._stage[self._start:self._stop]
         self._start, self._stop = 0, left
 
-    def _stage_more(self, most: int) -> None:
+    def _stage_more(self, most: int, expected: int) -> None:
         """Receive up to `most` bytes behind those that are staged."""
         if self._stage is None:
             self._stage = np.empty(STAGE_BYTES, np.uint8)
         if self._start == self._stop or self._stop + most > STAGE_BYTES:
             self._to_front()
-        self._stop += self._receive(self._stage[self._stop:self._stop + most])
+        self._stop += self._receive(self._stage[self._stop:self._stop + most], expected)
 
-    def _receive(self, into: np.ndarray) -> int:
+    def _receive(self, into: np.ndarray, expected: int) -> int:
+        """Bytes received, 0 if there are none now; then `expected` are known to come."""
         try:
-            received = self._sock.recv_into(into)
+            received = self._sock.recv_into(into.data)
         except BlockingIOError:
+            self._expected = expected
             return 0
+        self._expected = 1
         if received == 0:
             raise EOFError
         return received
@@ -130,18 +129,32 @@ class SocketLink(ByteLink):
         return self._sock.fileno()
 
     def arm(self, reading: bool, writing: bool) -> int:
-        if reading and self._low != self._expected and (self._expected > 8192 or self._low > 1):
-            self._low = max(self._expected, 1)
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, self._low)
+        low_water = max(1, min(self._expected, LOW_WATER))
+        if reading and low_water != self._low_water:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
+            self._low_water = low_water
         return (select.POLLIN if reading else 0) | (select.POLLOUT if writing else 0)
 
     def disarm(self, events: int) -> None:
         pass
 
     def close(self) -> None:
-        """Unread bytes would make the kernel reset the connection, and with it lose what we sent last: read them."""
+        """Read what nobody has read: else the kernel resets the connection, and may drop what we sent last."""
         scrap = np.empty(STAGE_BYTES, np.uint8)
         with suppress(OSError, EOFError):
-            while self._receive(scrap):
+            while self._receive(scrap, expected=1):
                 pass
         self._sock.close()
+
+
+def _hurry(sock: socket.socket) -> None:
+    """Send small messages at once; and on loopback, where nothing is ever congested, take the plainest control.
+
+    BBR, the default of some systems, measures and paces; over loopback that costs a quarter of the bandwidth.
+    """
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_CONGESTION") and sock.getpeername()[0] in ("127.0.0.1", "::1"):
+        with suppress(OSError):  # not among those this user may choose
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")

@@ -3,23 +3,21 @@
 A ByteLink moves bytes to and from one peer, in order, and never blocks. Here messages become frames on it, and frames
 find the receive they belong to:
 
-    start_send --> outgoing --+                                    +--> posted[tag]      a receive waits: into its array,
-                              |  header|payload|header|payload ... |                     or reduced there piece by piece
+    start_send --> outgoing --+                                    +--> posted[tag]      a receive waits: to its array,
+                              |  header|payload|header|payload ... |                     or reduced there by pieces
                               +--------------> link ---------------+
-                                                                   +--> unexpected[tag]  nobody asked for it yet: buffered
+                                                                   +--> unexpected[tag]  nobody asked for it: buffered
 
-A header is read only while this rank waits for something from that peer. So a message that comes early stays in the link
-(in the kernel's buffers, in the ring), and a sender that is far ahead is held back; only a message that stands in front
-of one that is asked for is buffered, within UNEXPECTED_LIMIT.
+A header is read only while this rank waits for something from that peer. So a message that comes early stays in the
+link (in the kernel's buffers, in the ring), and a sender that is far ahead is held back; only a message that stands in
+front of one that is asked for is buffered, within UNEXPECTED_LIMIT.
 """
 
 import math
 import select
 import socket
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TypeVar
 
 import numpy as np
 
@@ -28,49 +26,11 @@ from minidist.comm.transports import frames
 from minidist.comm.transports.engine import Engine
 from minidist.comm.transports.link import ByteLink
 from minidist.comm.transports.message import Frame, Receive, Send
+from minidist.comm.transports.peer import Peer
 from minidist.errors import CommError, PeerLostError
 
 UNEXPECTED_LIMIT = 256 << 20    # bytes of messages from one peer that may wait here unasked for
 _NOTHING = np.empty(0, np.uint8)
-
-_Item = TypeVar("_Item", Receive, Frame)
-
-
-class _ByTag(dict[Tag, "deque[_Item]"]):
-    """First in, first out, tag by tag; a tag without items takes no memory."""
-
-    def put(self, tag: Tag, item: _Item) -> None:
-        self.setdefault(tag, deque()).append(item)
-
-    def take(self, tag: Tag) -> _Item | None:
-        """The oldest item of `tag`, removed."""
-        items = self.get(tag)
-        if items is None:
-            return None
-        item = items.popleft()
-        if not items:
-            del self[tag]
-        return item
-
-
-class _Peer:
-    """One peer's link, and the messages to and from it. Guarded by the engine's lock, but for `frame`: the leader's."""
-
-    def __init__(self, rank: int, link: ByteLink) -> None:
-        self.rank, self.link = rank, link
-        self.outgoing: deque[Send] = deque()
-        self.posted: _ByTag[Receive] = _ByTag()
-        self.unexpected: _ByTag[Frame] = _ByTag()
-        self.unexpected_bytes = 0
-        self.receives: set[Receive] = set()         # asked for and not finished
-        self.frame: Frame | None = None             # whose payload is being read
-        self.deaf: str | None = None                # why nothing more can be sent to it
-        self.mute: str | None = None                # why nothing more will come from it
-
-    @property
-    def reading(self) -> bool:
-        """Whether something is to be read: a message asked for, or the rest of one that was refused."""
-        return bool(self.receives) or self.frame is not None
 
 
 class StreamTransport(Engine):
@@ -78,8 +38,8 @@ class StreamTransport(Engine):
 
     def __init__(self, name: str, world_rank: int, limit: float, links: Mapping[int, ByteLink], spins: int) -> None:
         super().__init__(name, world_rank, len(links) + 1, limit, spins)
-        self._peers = {rank: _Peer(rank, link) for rank, link in links.items()}
-        self._active: dict[int, _Peer] = {}         # where something was started since the leader last slept, or waits
+        self._peers = {rank: Peer(rank, link) for rank, link in links.items()}
+        self._active: dict[int, Peer] = {}         # where something was started since the leader last slept, or waits
         self._asleep = False
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
@@ -120,13 +80,13 @@ class StreamTransport(Engine):
             self._deliver(source, early, receive)
         return receive
 
-    def _peer(self, rank: int) -> _Peer:
+    def _peer(self, rank: int) -> Peer:
         peer = self._peers.get(rank)
         if peer is None:
             raise CommError(f"rank {self.world_rank} of {self.world_size} has no link to rank {rank}")
         return peer
 
-    def _attend(self, peer: _Peer) -> None:
+    def _attend(self, peer: Peer) -> None:
         """Have the leader, or the helper, look after `peer`. Under the lock."""
         self._active[peer.rank] = peer
         self.attend()
@@ -145,7 +105,7 @@ class StreamTransport(Engine):
                 moved |= self._pull(peer)
         return moved
 
-    def _push(self, peer: _Peer) -> bool:
+    def _push(self, peer: Peer) -> bool:
         """Give the link what it takes of the first message in the queue; whether it took any. Under the lock."""
         send = peer.outgoing[0]
         begun = send.sent - len(send.prefix)
@@ -165,7 +125,7 @@ class StreamTransport(Engine):
             self.finish(send)
         return taken > 0
 
-    def _pull(self, peer: _Peer) -> bool:
+    def _pull(self, peer: Peer) -> bool:
         """Take what the link has of the message at its front; whether there was any. Only the leader reads links."""
         try:
             fresh = peer.frame is None
@@ -186,7 +146,7 @@ class StreamTransport(Engine):
             return fresh or moved > 0
         return True
 
-    def _next_frame(self, peer: _Peer) -> Frame | None:
+    def _next_frame(self, peer: Peer) -> Frame | None:
         """The frame whose header stands at the front of the link, matched; None while the header is not all there."""
         start = peer.link.peek(frames.HEADER_BYTES)
         data = start and peer.link.peek(frames.header_length(start, peer.link.align))
@@ -206,18 +166,18 @@ class StreamTransport(Engine):
             frame.open(receive)
         return frame
 
-    def _keep(self, peer: _Peer, frame: Frame) -> None:
+    def _keep(self, peer: Peer, frame: Frame) -> None:
         """Buffer a message that nobody has asked for, because one behind it is asked for. Under the lock."""
         tag, nbytes = frame.header.tag, frame.header.nbytes
         if peer.unexpected_bytes + nbytes > UNEXPECTED_LIMIT:
-            raise CommError(f"a message of {nbytes} bytes (tag {tag.group:x}/{tag.sequence}) that no receive asks for stands "
-                            f"before one that is; {peer.unexpected_bytes} bytes are buffered already and {UNEXPECTED_LIMIT} "
-                            "may be: receive in the order in which the peer sends")
+            raise CommError(f"a message of {nbytes} bytes (tag {tag.group:x}/{tag.sequence}) that no receive asks for "
+                            f"stands before one that is; {peer.unexpected_bytes} bytes are buffered already, and "
+                            f"{UNEXPECTED_LIMIT} may be: receive in the order in which the peer sends")
         peer.unexpected_bytes += nbytes
         peer.unexpected.put(tag, frame)
         frame.keep()
 
-    def _settle(self, peer: _Peer, frame: Frame) -> None:
+    def _settle(self, peer: Peer, frame: Frame) -> None:
         """Finish the receive of a frame that is complete or has failed."""
         if not (frame.complete or frame.failure):
             return
@@ -230,13 +190,13 @@ class StreamTransport(Engine):
         if receive is not None and frame.buffer is not None:
             self._deliver(peer, frame, receive)
 
-    def _deliver(self, peer: _Peer, frame: Frame, receive: Receive) -> None:
+    def _deliver(self, peer: Peer, frame: Frame, receive: Receive) -> None:
         """Move a buffered message to where its receive wants it."""
         frame.open(receive)
         with self.lock:
             self._end(peer, receive, frame.failure)
 
-    def _end(self, peer: _Peer, receive: Receive, error: Exception | None) -> None:
+    def _end(self, peer: Peer, receive: Receive, error: Exception | None) -> None:
         """Finish a receive. Under the lock."""
         if receive in peer.receives:
             peer.receives.remove(receive)
@@ -244,16 +204,16 @@ class StreamTransport(Engine):
 
     # --- losing a peer -----------------------------------------------------------------------------------------------
 
-    def _lost(self, peer: _Peer, why: str) -> PeerLostError:
+    def _lost(self, peer: Peer, why: str) -> PeerLostError:
         return PeerLostError(f"rank {self.world_rank} lost rank {peer.rank}: {why}", world_rank=peer.rank)
 
-    def _deafen(self, peer: _Peer, why: str) -> None:
+    def _deafen(self, peer: Peer, why: str) -> None:
         """Nothing more can be sent to `peer`; what it sent before may still be read. Under the lock."""
         peer.deaf = peer.deaf or why
         while peer.outgoing:
             self.finish(peer.outgoing.popleft(), self._lost(peer, peer.deaf))
 
-    def _lose(self, peer: _Peer, why: str) -> None:
+    def _lose(self, peer: Peer, why: str) -> None:
         """Nothing more will come from `peer`, nor can be sent to it."""
         with self.lock:
             peer.mute, peer.frame = why, None
