@@ -52,7 +52,7 @@ def recorded(verb, algorithm, size, transport):
 
 
 @pytest.mark.parametrize("transport", THREADS)
-@pytest.mark.parametrize(("verb", "algorithm"), DIAGRAMS, ids="-".join)
+@pytest.mark.parametrize(("verb", "algorithm"), DIAGRAMS)
 def test_diagram_is_what_happens(verb, algorithm, transport):
     drawn, steps = set(), 0
     for function in DIAGRAMS[verb, algorithm]:
