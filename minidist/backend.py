@@ -202,7 +202,7 @@ def random_bits(name: str, seed: int, index: Any) -> Array:
 
     A counter hash of (name, seed, position): no state, so a shard that asks for its own positions gets exactly its
     slice of the whole, in any order, and NumPy and CuPy agree to the bit.
-    Cost: about 8 ns a number on one core.
+    Cost: 3 to 8 ns a number on one core.
     """
     return _draw(name, seed, index, np.dtype(np.uint64), lambda xp, bits, spare: bits)
 

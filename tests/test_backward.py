@@ -99,7 +99,7 @@ def test_leaves_of_a_sum_do_not_share_their_gradient():
     assert b.grad[0] == 1.0 and dy[0] == 1.0
 
 
-@given(st.lists(st.sampled_from(["add", "mul", "view", "sum"]), min_size=1, max_size=6), st.integers(0, 99))
+@given(st.lists(st.sampled_from(["add", "mul", "view", "sum", "mean"]), min_size=1, max_size=6), st.integers(0, 99))
 def test_results_used_many_times(steps, seed):
     """y = f(y, y) again and again: contributions that alias dy must never be added to in place."""
     rng = np.random.default_rng(seed)
@@ -115,8 +115,10 @@ def test_results_used_many_times(steps, seed):
                 y = y * y * 0.5 + y
             elif step == "view":
                 y = ops.transpose(y) + ops.reshape(y, (2, 2)) + y
-            else:
+            elif step == "sum":
                 y = ops.sum(y, dim=0, keepdims=True) + y
+            else:
+                y = y * 2.0 + ops.mean(y, dim=1, keepdims=True)
             y = y * 0.25
         return x, ops.sum(y)
 
