@@ -8,9 +8,7 @@ A Tensor is a leaf (made by hand) or the result of an op (then it has a node on 
 leaf with a name, hooks that run when its gradient is final, and a gradient that can live in somebody else's buffer.
 """
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,37 +16,14 @@ import numpy as np
 from minidist import account, backend
 from minidist.backend import Array
 from minidist.errors import DtypeError, GradientError, ShapeError
+from minidist.recording import grad_mode, is_grad_enabled, no_grad
 
 if TYPE_CHECKING:
     from minidist.backward import WeightGradient
     from minidist.tape import Node
 
 
-class _Mode(threading.local):
-    grad = True
-
-
-_mode = _Mode()
-
-
-def is_grad_enabled() -> bool:
-    """Whether ops called on this thread leave nodes on the tape."""
-    return _mode.grad
-
-
-@contextmanager
-def grad_mode(enabled: bool) -> Iterator[None]:
-    """Switch recording on or off inside the block, on this thread."""
-    before, _mode.grad = _mode.grad, enabled
-    try:
-        yield
-    finally:
-        _mode.grad = before
-
-
-def no_grad() -> Any:
-    """Context manager: ops inside compute only and remember nothing."""
-    return grad_mode(False)
+__all__ = ["Parameter", "Tensor", "grad_mode", "is_grad_enabled", "no_grad", "tensor"]
 
 
 def _ops() -> Any:
@@ -107,6 +82,9 @@ class Tensor:
 
     def __len__(self) -> int:
         return len(self.data)
+
+    def __iter__(self) -> "Iterator[Tensor]":
+        return (self[i] for i in range(len(self)))
 
     def __bool__(self) -> bool:
         return bool(self.data)

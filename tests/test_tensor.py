@@ -32,6 +32,12 @@ def test_operators_match_numpy():
         np.testing.assert_array_equal(ours.data, theirs)
 
 
+def test_rows_one_by_one():
+    x = tensor(np.arange(4.0).reshape(2, 2), requires_grad=True)
+    first, second = x
+    assert first.data.tolist() == [0.0, 1.0] and second.requires_grad
+
+
 def test_views_share_memory():
     x = tensor(np.ones((2, 3)))
     for y in (x.reshape(3, 2), x.transpose(), x[0], x.detach()):

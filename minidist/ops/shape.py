@@ -43,7 +43,10 @@ def _is_basic(index: Any) -> bool:
 
 @op
 def getitem(x: Array, index: Any) -> tuple[Array, Saved]:
-    """x[index]: slices (a view), integer arrays or a bool array (a copy)."""
+    """x[index]: slices (a view), integer arrays or a bool array (a copy).
+
+    On a GPU the gradients of elements picked several times are added in no fixed order; `take` keeps one.
+    """
     try:
         return x[index], saved(index=index, kind=x.dtype)
     except IndexError as error:
