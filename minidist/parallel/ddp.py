@@ -48,14 +48,11 @@ from minidist.comm.pending import Pending
 from minidist.errors import GradientError
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.common.buckets import Bucket, make_buckets
+from minidist.parallel.common.buckets import BUCKET_BYTES, Bucket, make_buckets
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.update import Batch, Loss, Part, clip_and_update, loss_of, part_of, zero_unused
 from minidist.tensor import Parameter, Tensor
-
-BUCKET_BYTES = 1 << 20
-
 
 class DDP:
     """A replica of a model, kept equal to the others of its group.

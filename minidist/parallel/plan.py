@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from minidist.errors import PlanError
+from minidist.parallel.common.buckets import BUCKET_BYTES
 
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
@@ -24,7 +25,7 @@ class Plan:
     ep: int = 1
     cp: int = 1
     tp: int = 1
-    bucket_bytes: int = 1 << 20
+    bucket_bytes: int = BUCKET_BYTES
     algorithm: str = "ring"
 
     def __post_init__(self) -> None:
