@@ -54,6 +54,7 @@ from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.update import Batch, Loss, Part, clip_and_update, loss_of, part_of, zero_unused
 from minidist.tensor import Parameter, Tensor
 
+
 class DDP:
     """A replica of a model, kept equal to the others of its group.
 

@@ -16,15 +16,16 @@ from minidist.observe.timeline import ROWS, Span, Timeline, clock_offset, write_
 from minidist.parallel.hybrid import Plan, Trainer
 
 STEPS = 3
+CONFIG = tiny(context=32, width=48, layers=3)       # a backward of tens of milliseconds, in which a thread gets its turn
 
 
 def traced(world: Any) -> list[Timeline] | None:
     """Three steps of DDP, recorded."""
     timeline = Timeline(world.rank)
     timeline.follow(world.ledger)
-    trainer = Trainer(Plan(dp=world.size, bucket_bytes=SMALL_BUCKETS), tiny(), world, recorder=timeline)
+    trainer = Trainer(Plan(dp=world.size, bucket_bytes=10 * SMALL_BUCKETS), CONFIG, world, recorder=timeline)
     for step in range(STEPS):
-        trainer.step(global_batch(step, 4, tiny()))
+        trainer.step(global_batch(step, 8, CONFIG))
     trainer.close()
     return timeline.collect(world)
 
