@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     result.add_argument("--out", metavar="DIR", help="run folder (default: runs/DATE-TIME)")
     result.add_argument("--json", metavar="FILE", help="also write metrics.json here")
     result.add_argument("--verify", action="store_true",
-                        help="then train once more on one process and compare the weights")
+                        help="then repeat the first 20 steps on one process and compare the weights")
     result.add_argument("--quiet", action="store_true", help="print nothing")
 
 
@@ -166,7 +166,6 @@ def as_arguments(args: argparse.Namespace) -> list[str]:
     for name, value in vars(args).items():
         if name in ("ranks", "command") or value is None or value is False or callable(value):
             continue
-        words.append("--" + name.replace("_", "-"))
-        if value is not True:
-            words.append(str(value))
+        option = "--" + name.replace("_", "-")
+        words.append(option if value is True else f"{option}={value}")
     return words

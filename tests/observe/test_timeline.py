@@ -16,7 +16,7 @@ from minidist.observe.timeline import ROWS, Span, Timeline, clock_offset, write_
 from minidist.parallel.hybrid import Plan, Trainer
 
 STEPS = 3
-CONFIG = tiny(context=32, width=48, layers=3)       # a backward of tens of milliseconds, in which a thread gets its turn
+CONFIG = tiny(context=32, width=48, layers=3)   # a backward of tens of milliseconds, in which a thread gets its turn
 
 
 def traced(world: Any) -> list[Timeline] | None:
