@@ -92,10 +92,12 @@ def _(node: Node, dy: Array) -> Array:
 
 def _raise_to(a: Array, exponent: float) -> Array:
     """a ** exponent without NumPy's float power where products do: z**3 costs 200 times z*z*z."""
-    if exponent in (0, 1, 2, 3, 4):
-        square = a * a if exponent >= 2 else a
-        return {0: a * 0 + 1, 1: a + 0, 2: square, 3: square * a, 4: square * square}[int(exponent)]
     xp = array_module(a)
+    if exponent in (0, 1):
+        return xp.ones_like(a) if exponent == 0 else a.copy()
+    if exponent in (2, 3, 4):
+        square = a * a
+        return square if exponent == 2 else square * (a if exponent == 3 else square)
     return xp.sqrt(a) if exponent == 0.5 else xp.power(a, xp.asarray(exponent, a.dtype))
 
 
