@@ -11,6 +11,7 @@ read again, never as a traceback of ours.
 
 import argparse
 import importlib.util
+import os
 import re
 import sys
 import traceback
@@ -195,7 +196,7 @@ def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None],
     from minidist.launch import run
 
     parser = argparse.ArgumentParser(description="Record a run and draw this lesson's figure from it.")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=home, help="where the figure goes")
+    parser.add_argument("--out", metavar="DIR", type=folder_to_write, default=str(home), help="where the figure goes")
     folder = parser.parse_args().out
     recorded = run(record, size=size, transport=transport, limit=120.0)[0]
     draw(recorded, folder)
@@ -204,11 +205,20 @@ def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None],
     print(f"{folder / 'figure.png'}: drawn from a run on {size} rank{'s' * (size > 1)}")
 
 
+def folder_to_write(text: str) -> Path:
+    """An option's value: a folder that exists and may be written to."""
+    folder = Path(text)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} is not a folder that can be written to")
+    return folder
+
+
 def insert_mermaid(readme: Path, diagram: str) -> None:
     """Put a diagram in place of the README's Mermaid block."""
     text = readme.read_text(encoding="utf-8")
     fresh = re.sub(r"```mermaid\n.*?```", lambda _: f"```mermaid\n{diagram}```", text, count=1, flags=re.DOTALL)
-    readme.write_text(fresh, encoding="utf-8")
+    if fresh != text:
+        readme.write_text(fresh, encoding="utf-8")
 
 
 def totals(ledger: Any) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import psutil  # noqa: E402
 
 import minidist as md  # noqa: E402
 from minidist.observe.records import gather_records  # noqa: E402
-from minidist.teaching import load_module  # noqa: E402
+from minidist.teaching import folder_to_write, load_module  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 STAGES = {"interpreter starts": "#c9ced6", "imports": "#7fb0de", "md.init: meet the others": "#e08e3c",
@@ -108,7 +108,7 @@ def _labels(ax: Any, ranks: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Draw the figure; with --record, be one of the ranks that it shows."""
     parser = argparse.ArgumentParser(description="Record a start of eight processes and draw it.")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=HERE, help="where the figure goes")
+    parser.add_argument("--out", metavar="DIR", type=folder_to_write, default=str(HERE), help="where the figure goes")
     parser.add_argument("--record", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.record:

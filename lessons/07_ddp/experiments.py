@@ -56,8 +56,8 @@ def apart(group: Any, mine: np.ndarray) -> float:
 # ------------------------------------------------------------------------------------------------ a recorded step
 
 def record_step(group: Any, config: GPTConfig = TIMED, *, sequences: int = SEQUENCES, bucket_bytes: int = BUCKET,
-                steps: int = 7) -> list[Timeline]:
-    """The timelines of the median of some steps of DDP, every rank's, on rank 0; an empty list elsewhere."""
+                steps: int = 7, quickest: bool = False) -> list[Timeline]:
+    """The timelines of the median (or quickest) of some steps of DDP, every rank's, on rank 0; else an empty list."""
     timeline = Timeline(group.rank)
     model = new_model(config)
     ddp = DDP(model, group, bucket_bytes=bucket_bytes, recorder=timeline)
@@ -70,10 +70,10 @@ def record_step(group: Any, config: GPTConfig = TIMED, *, sequences: int = SEQUE
     collected = timeline.collect(group) or []
     if collected:
         lengths = {span.details["step"]: span.stop - span.start for span in collected[0].spans if span.name == "step"}
-        middle = sorted(lengths, key=lambda step: lengths[step])[steps // 2]
+        chosen = sorted(lengths, key=lambda step: lengths[step])[0 if quickest else steps // 2]
         for ours in collected:
             ours.spans = [span for span in ours.spans
-                          if span.details.get("step") == middle and span.details.get("verb") != "barrier"]
+                          if span.details.get("step") == chosen and span.details.get("verb") != "barrier"]
     return collected
 
 

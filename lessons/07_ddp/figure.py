@@ -16,9 +16,10 @@ from minidist.teaching import draw_figure, load_module
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "07")
 RANKS, TIMED = 4, 2  # of the job; of them, those whose step is timed: a core each on a small machine
+ROUNDS = 30  # steps recorded; the quickest is drawn, which other programs disturbed least
 CONFIG = GPTConfig(vocabulary=128, context=128, layers=4, width=192, heads=6)
-STEPS = {"forward": "2, 3  forward", "backward": "4  backward", "wait for gradients": "5  wait",
-         "optimizer": "6  update"}
+LEGEND = {"forward": "2, 3  forward", "backward": "4  backward", "all_reduce": "5  all-reduce, bucket by bucket",
+          "wait": "5  wait for the last", "optimizer": "6  update"}  # the notes' numbers
 COLORS = {"forward": look.PHASES["forward"], "backward": look.PHASES["backward"],
           "wait for gradients": look.PHASES["wait"], "optimizer": look.PHASES["optimizer"]}
 
@@ -26,7 +27,9 @@ COLORS = {"forward": look.PHASES["forward"], "backward": look.PHASES["backward"]
 def record(group: Any) -> dict[str, Any]:
     """Rank 0: the spans of a step on TIMED ranks and of one on all, a list for each rank; the drift experiments."""
     pair = group.split(0 if group.rank < TIMED else 1)
-    timed = lab.record_step(pair, CONFIG, sequences=16, bucket_bytes=1 << 20, steps=9) if group.rank < TIMED else []
+    timed = []
+    if group.rank < TIMED:
+        timed = lab.record_step(pair, CONFIG, sequences=16, bucket_bytes=1 << 20, steps=ROUNDS, quickest=True)
     group.barrier()  # the other ranks wait here, asleep
     small = lab.record_step(group, steps=3)
     drifts = [lab.drift(group, way) for way in ("batch", "epoch", "never")]
@@ -37,8 +40,8 @@ def record(group: Any) -> dict[str, Any]:
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png and figure.mmd from what was recorded."""
     figure = look.new_figure(13.5, 6.4, f"One training step of DDP on {TIMED} ranks, as recorded",
-                             f"GPT of {CONFIG.layers} layers, width {CONFIG.width}, one core a rank. Gradients travel "
-                             "in buckets while backward still runs. Numbers: the notes' six steps (N0:403).")
+                             f"GPT of {CONFIG.layers} layers, width {CONFIG.width}; the quickest of {ROUNDS} steps. "
+                             "Buckets travel while backward still runs. Numbers: the notes' six steps (N0:403).")
     _gantt(figure.add_axes((0.075, 0.12, 0.565, 0.66)), recorded["timed"])
     _apart(figure.add_axes((0.735, 0.545, 0.25, 0.235)), recorded["drift"])
     _loss(figure.add_axes((0.735, 0.12, 0.25, 0.235)), recorded["drift"])
@@ -60,22 +63,20 @@ def _gantt(ax: Any, steps: list[list[dict[str, Any]]]) -> None:
                 number = span["name"].split()[-1]
                 ax.barh(rank + 0.19, width, 0.28, left, color=look.PHASES["all_reduce"], edgecolor="white",
                         linewidth=0.8)
-                if width > 0.022 * 1e3 * (stop - begin):
-                    ax.text(left + width / 2, rank + 0.19, number, ha="center", va="center_baseline", fontsize=9,
-                            color="white")
-    for name, text in STEPS.items():
-        first = [span for span in steps[0] if span["name"] == name]
-        if first:
-            middle = 1e3 * ((first[0]["start"] + first[0]["stop"]) / 2 - begin)
-            ax.text(middle, -0.48, text, ha="center", fontsize=10.5, color=look.INK)
+                wide = width > 0.022e3 * (stop - begin)
+                ax.text(left + width / 2, rank + (0.19 if wide else 0.385), number, ha="center", va="center_baseline",
+                        fontsize=9 if wide else 8, color="white" if wide else look.PHASES["all_reduce"])
+    ax.legend([look.patch(look.PHASES[kind]) for kind in LEGEND], list(LEGEND.values()), frameon=False, fontsize=10,
+              ncols=5, loc="upper left", bbox_to_anchor=(-0.09, 1.115), labelcolor=look.INK, handlelength=1.3,
+              columnspacing=1.5)
     ax.set_yticks(range(len(steps)), [f"rank {rank}" for rank in range(len(steps))], fontsize=12)
     for label in ax.get_yticklabels():
         label.set_fontweight("bold")
         label.set_color(look.INK)
     ax.tick_params(axis="y", length=0)
-    ax.set_ylim(len(steps) - 0.5, -0.75)
+    ax.set_ylim(len(steps) - 0.5, -0.5)
     ax.set_xlim(0, 1.01e3 * (stop - begin))
-    ax.set_xlabel("milliseconds; above: computing, below: 5  all-reduce, bucket by bucket", color=look.SOFT,
+    ax.set_xlabel("milliseconds; upper bar: computing, lower bar: communication in the background", color=look.SOFT,
                   fontsize=10.5)
 
 

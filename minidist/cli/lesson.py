@@ -22,6 +22,7 @@ from minidist import lessons
 from minidist.cli.common import fail, positive, write_json
 from minidist.lessons import Lesson
 from minidist.observe.page import page_console
+from minidist.teaching import folder_to_write
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--ranks", type=positive, metavar="N", help="run the lesson on N ranks of this machine")
     parser.add_argument("--answers", action="store_true", help="print the quiz's answers too")
     parser.add_argument("--figure", action="store_true", help="record a run and redraw the lesson's figure")
-    parser.add_argument("--out", metavar="DIR", help="where --figure writes (default: the lesson's folder)")
+    parser.add_argument("--out", metavar="DIR", type=folder_to_write,
+                        help="where --figure writes (default: the lesson's folder)")
     parser.add_argument("--copy", metavar="DIR", help="copy the exercise to DIR, to work on it there")
     parser.add_argument("--json", metavar="FILE", help="write the table of lessons, or the run's tables, as JSON")
 
@@ -99,10 +101,9 @@ def _run(lesson: Lesson, ranks: int, file: str | None) -> int:
     return spawn(argv, ranks)
 
 
-def _figure(lesson: Lesson, out: str | None) -> int:
+def _figure(lesson: Lesson, out: Path | None) -> int:
     """The lesson's figure, recorded and drawn anew."""
-    argv = [sys.executable, str(lesson.part("figure.py")), *(["--out", out] if out else [])]
-    return subprocess.call(argv)
+    return subprocess.call([sys.executable, str(lesson.part("figure.py")), *(["--out", str(out)] if out else [])])
 
 
 def _copy(lesson: Lesson, folder: Path) -> int:

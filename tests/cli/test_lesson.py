@@ -38,6 +38,7 @@ def test_copies_an_exercise_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (["03_wrong"], "no lesson '03_wrong'"),
     (["03", "-n", "0"], "at least 1"),
     (["03", "--copy", "/proc/nowhere"], "cannot write"),
+    (["03", "--figure", "--out", "/nowhere"], "not a folder"),
 ])
 def test_bad_input_is_one_line(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lesson", *arguments]) == 2
