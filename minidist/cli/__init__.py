@@ -26,19 +26,20 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status (0 well, 1 failed, 2 bad input, 130 interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command, prefix = (arguments[0] if arguments else ""), "minidist"
+    command, prefix, understood = (arguments[0] if arguments else ""), "minidist", False
     try:
         module, prefix = (_module(command), f"minidist {command}") if command in COMMANDS else (None, prefix)
         parser = _parser(command, module)
         args = parser.parse_args(arguments)
+        understood = True
         if module is None:                              # no command at all
             parser.print_help()
             return 0
         return int(module.run(args))
     except ConfigError as error:
-        return _end(error, f"{prefix}: {error}", 2)
+        return _end(error, f"{prefix}: {error}", 2, everywhere=not understood)
     except KeyboardInterrupt as error:
-        return _end(error, f"{prefix}: interrupted", 130)
+        return _end(error, f"{prefix}: interrupted", 130, everywhere=True)
 
 
 def _module(command: str) -> ModuleType:
@@ -71,10 +72,10 @@ def _version() -> str:
     return f"minidist {__version__}"
 
 
-def _end(error: BaseException, message: str, status: int) -> int:
-    """One line a job, however many of its ranks came here for the same reason."""
+def _end(error: BaseException, message: str, status: int, *, everywhere: bool) -> int:
+    """One line a job, however many of its ranks came here for the same reason; a command line is wrong `everywhere`."""
     from minidist import launch
 
-    if launch.speaks_first(error):
+    if launch.speaks_first(error, everywhere=everywhere):
         print(message, file=sys.stderr, flush=True)
     return status

@@ -21,7 +21,8 @@ oldest goes first, so a crowd of slow strangers cannot keep a rank out.
 import contextlib
 import dataclasses
 import logging
-import signal
+import queue
+import selectors
 import socket
 import threading
 import time
@@ -37,7 +38,8 @@ __all__ = ["ControlLink", "Loss", "Monitor"]
 
 PENDING = 64              # connections that have not proven themselves yet
 HANDSHAKE_LIMIT = 10.0    # seconds a connection gets for that
-BLAME_WAIT = 0.25         # seconds the monitor waits to learn itself of a rank that another reports as lost
+FRAME_LIMIT = 5.0         # seconds from a frame's first byte to its last
+BLAME_WAIT = 0.5          # seconds the monitor waits to learn itself of a rank that another reports as lost
 
 log = logging.getLogger("minidist.control")
 
@@ -86,24 +88,30 @@ class Monitor:
         self._seats: dict[int, Seat] = {}
         self._strangers: dict[socket.socket, None] = {}       # in order of arrival
         self._rounds: defaultdict[int, dict[int, Any]] = defaultdict(dict)
-        self._threads: set[threading.Thread] = set()
+        self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
+        self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
         self._closed = False
 
     def start(self) -> None:
         """Begin to accept ranks. Before this there is no thread, so the caller may fork; the kernel keeps a queue."""
-        self._listener.settimeout(1.0)
-        self._run(self._accept)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._run(self._watch)
+        self._run(self._bury)
 
     def close(self) -> None:
         """Hang up on everybody and end every thread."""
-        _hang_up(self._listener)
         with self._changed:
             self._closed = True
-            for sock in [*self._strangers, *(seat.sock for seat in self._seats.values())]:
+            for sock in (self._listener, *self._strangers):
                 _hang_up(sock)
             threads = list(self._threads)
+        self._deaths.put(None)
         for thread in threads:
             thread.join(2.0)
+        for seat in self._seats.values():
+            seat.sock.close()
         self._listener.close()
 
     def close_in_child(self) -> None:
@@ -130,70 +138,70 @@ class Monitor:
 
     def wait_until_stopped(self, limit: float) -> bool:
         """After a loss: wait until every rank but the lost one has hung up."""
+        lost = self.loss.world_rank if self.loss is not None else None
         with self._changed:
-            return self._changed.wait_for(lambda: all(seat.left for seat in self._seats.values()
-                                                      if self.loss is None or seat.world_rank != self.loss.world_rank),
-                                          limit)
+            return self._changed.wait_for(lambda: all(seat.left or seat.world_rank == lost
+                                                      for seat in self._seats.values()), limit)
 
     def has_left(self, world_rank: int) -> bool:
         """Whether this rank has said goodbye, or its connection is gone."""
         with self._changed:
             return world_rank in self._seats and self._seats[world_rank].left
 
-    def absent(self) -> list[int]:
-        """Ranks that have never connected."""
-        with self._changed:
-            return sorted(set(range(self.size)) - set(self._seats))
-
     def _all_left(self) -> bool:
         return len(self._seats) == self.size and all(seat.left for seat in self._seats.values())
 
     def _run(self, target: Callable[..., None], *args: Any) -> None:
-        def run() -> None:
-            try:
-                target(*args)
-            finally:
-                with self._changed:
-                    self._threads.discard(threading.current_thread())
-
-        thread = threading.Thread(target=run, name="minidist monitor", daemon=True)
-        with self._changed:                                    # close() joins only threads that have started
-            self._threads.add(thread)
+        """In a thread that close() will join."""
+        thread = threading.Thread(target=target, args=args, name="minidist monitor", daemon=True)
+        with self._changed:
+            self._threads = {thread, *(other for other in self._threads if other.is_alive())}
             thread.start()
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:                                    # the one second has passed, or no file is left: go on
-                time.sleep(0.01)
-                continue
-            with self._changed:
-                if self._closed:
-                    sock.close()
-                    return
-                self._strangers[sock] = None
-                if len(self._strangers) > PENDING:
-                    oldest = next(iter(self._strangers))
-                    del self._strangers[oldest]
-                    _hang_up(oldest)
-            self._run(self._serve, sock)
+    def _watch(self) -> None:
+        """One thread hears every rank: what happens at two of them is seen in the order in which it happened."""
+        with self._selector:
+            while not self._closed:
+                for key, _ in self._selector.select(1.0):
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._hear(key.data)
 
-    def _serve(self, sock: socket.socket) -> None:
-        """One connection, from its handshake to its end."""
-        with sock:
-            try:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                seat = self._admit(sock)
-            except (CommError, OSError) as error:
-                if not self._closed:
-                    log.warning("minidist monitor: %s", error)
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:                                        # gone again, or no file is left, or we are closing
+            time.sleep(0.01)
+            return
+        with self._changed:
+            if self._closed:
+                sock.close()
                 return
-            finally:
-                with self._changed:
-                    self._strangers.pop(sock, None)
-            self._listen(seat)
+            self._strangers[sock] = None
+            if len(self._strangers) > PENDING:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                _hang_up(oldest)
+            self._run(self._receive, sock)
+
+    def _receive(self, sock: socket.socket) -> None:
+        """A new connection, in a thread of its own until it has proven itself."""
+        try:
+            sock.setblocking(True)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            seat = self._admit(sock)
+        except (CommError, OSError) as error:
+            sock.close()
+            if not self._closed:
+                log.warning("minidist monitor: %s", error)
+            return
+        finally:
+            with self._changed:
+                self._strangers.pop(sock, None)
+        with self._changed:
+            if not self._closed:
+                self._selector.register(sock, selectors.EVENT_READ, seat)
 
     def _admit(self, sock: socket.socket) -> Seat:
         """Handshake, then the questions a rightful rank answers rightly."""
@@ -205,7 +213,7 @@ class Monitor:
             case _:
                 raise HandshakeError(f"{peer} was refused: it belongs to this job but is no rank: {sorted(hello)}")
         reason = None
-        with self._changed:
+        with seat.sending, self._changed:                      # a loss told meanwhile comes after the welcome
             if size != self.size:
                 reason = f"this job has {self.size} ranks, it says {size}"
             elif not 0 <= rank < self.size:
@@ -214,26 +222,36 @@ class Monitor:
                 reason = f"rank {rank} is already there, as process {self._seats[rank].pid} on {self._seats[rank].host}"
             else:
                 self._seats[rank] = seat
+            wire.send_frame(sock, {"kind": "refused", "reason": reason} if reason else {"kind": "welcome"}, 1.0)
         if reason is not None:
-            seat.send("refused", reason=reason)
             raise HandshakeError(f"{peer} was refused: {reason}")
-        seat.send("welcome")
         if self.loss is not None:
             seat.send("lost", loss=dataclasses.asdict(self.loss))
         return seat
 
-    def _listen(self, seat: Seat) -> None:
+    def _hear(self, seat: Seat) -> None:
         try:
-            while not seat.left:
-                self._take(seat, wire.recv_frame(seat.sock, None))
-        except (CommError, OSError, ValueError, KeyError, TypeError) as error:
-            if not seat.left and not self._closed:
+            self._take(seat, wire.recv_frame(seat.sock, FRAME_LIMIT))
+        except (CommError, OSError, KeyError, TypeError) as error:
+            self._selector.unregister(seat.sock)
+            if seat.left:
+                seat.sock.close()
+            else:
+                self._deaths.put((seat, error))
+
+    def _bury(self) -> None:
+        """Another thread finds out, rank by rank, how those ended whose connection did: that may take a moment."""
+        while (death := self._deaths.get()) is not None:
+            seat, error = death
+            if self.loss is None:
                 how = self._how(seat) or (f"ended without a word ({error})" if isinstance(error, CommError) else
                                           f"sent what no rank sends ({error!r})")
                 self.lose(Loss(seat.world_rank, seat.pid, seat.host, how))
-        with self._changed:
-            seat.left = True
-            self._changed.notify_all()
+            with seat.sending:
+                seat.sock.close()
+            with self._changed:
+                seat.left = True
+                self._changed.notify_all()
 
     def _take(self, seat: Seat, frame: dict[str, Any]) -> None:
         match frame["kind"]:
@@ -244,10 +262,11 @@ class Monitor:
                     missing = sorted(set(range(self.size)) - set(self._rounds[frame["round"]]))
                 seat.send("missing", round=frame["round"], value=missing)
             case "failed":
-                if frame["blames"] is not None:
-                    self._wait_for_cause()
-                first = self.lose(Loss(**frame["loss"]))
-                seat.send("noted", value=first)
+                loss = Loss(**frame["loss"])
+                if frame["blames"] is None:
+                    seat.send("noted", value=self.lose(loss))
+                else:
+                    self._run(self._fail_late, seat, loss)
             case "goodbye":
                 with self._changed:
                     seat.left = True
@@ -265,18 +284,14 @@ class Monitor:
         for each in seats:
             each.send("met", round=number, value=[infos[rank] for rank in range(self.size)])
 
-    def _wait_for_cause(self) -> None:
-        """Somebody saw a peer go; that peer's own end is the cause, and we are about to hear of it."""
+    def _fail_late(self, seat: Seat, loss: Loss) -> None:
+        """A rank fails since it saw a peer go: that peer's end is the cause, of which we shall hear ourselves."""
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None, BLAME_WAIT)
+        seat.send("noted", value=self.lose(loss))
 
 
 def _hang_up(sock: socket.socket) -> None:
     """Wake whoever reads or accepts on `sock`; that thread closes it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-
-
-def how_it_ended(code: int) -> str:
-    """An exit code in words; negative is a signal's number, as subprocess has it."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code} without goodbye"

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import os
 import platform
+import signal
 import socket
 import sys
 import threading
@@ -25,7 +26,8 @@ from minidist.comm import wire
 from minidist.errors import CommError, ConfigError, HandshakeError, PeerLostError, TimeoutError
 
 GRACE = 5.0                # seconds a rank gets to end after the job has failed
-CONNECT_LIMIT = 60.0       # seconds until the monitor must have answered
+CONNECT_LIMIT = 60.0       # seconds until a connection must stand, or everybody have met
+ANSWER_LIMIT = 5.0         # seconds the monitor gets to answer a question
 _TRACEBACK_CHARS = 4000    # the tail of a traceback is what names the line
 
 
@@ -67,6 +69,14 @@ class Loss:
         """What the other ranks raise: the first line says who and how, the rest is the tail of its traceback."""
         tail = "".join(f"\n    {line}" for line in self.traceback.splitlines()[-12:])
         return PeerLostError(f"{self}{tail}", self.world_rank)
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words; negative is a signal's number, as subprocess has it."""
+    if code >= 0:
+        return f"exited with status {code} without goodbye"
+    known = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {known.get(-code, f'signal {-code}')}"
 
 
 def monitor_gone(world_rank: int) -> Loss:
@@ -125,7 +135,6 @@ class ControlLink:
         try:
             sock.settimeout(None)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             wire.greet(sock, token, hello, max(deadline - time.monotonic(), 1.0))
             welcome = wire.recv_frame(sock, max(deadline - time.monotonic(), 1.0))
             if welcome.get("kind") != "welcome":
@@ -147,7 +156,7 @@ class ControlLink:
         infos = self._answer("met", number, self.limit)
         if infos is None:
             self._send({"kind": "missing", "round": number})
-            missing = self._answer("missing", number, 2.0)
+            missing = self._answer("missing", number, ANSWER_LIMIT)
             raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for all {self.world_size} ranks to meet"
                                + (f"; {_ranks(missing)} did not come" if missing else "; the monitor does not answer"))
         return list(infos)
@@ -182,7 +191,7 @@ class ControlLink:
             self._send({"kind": "failed", "loss": dataclasses.asdict(loss), "blames": blames})
         except CommError:
             return self.loss is None or self.loss.world_rank == self.world_rank
-        return bool(self._answer("noted", 0, 1.0, despite_loss=True))
+        return bool(self._answer("noted", 0, ANSWER_LIMIT, despite_loss=True))
 
     def goodbye(self) -> None:
         """This rank is done and ends well; the connection is closed."""

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from minidist.comm import wire
-from minidist.comm.control import Monitor, Seat, how_it_ended
-from minidist.comm.link import ControlLink
+from minidist.comm.control import Monitor, Seat
+from minidist.comm.link import ControlLink, how_it_ended
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
 
 MONITOR_START = 30.0      # seconds a monitor process gets to start: it imports NumPy

@@ -10,16 +10,11 @@ replayed; the role is part of the proof, so nobody's own words can be sent back 
 proof only to who has shown one. The token itself never travels, and no message here prints it. What follows the
 handshake is neither encrypted nor signed: loopback or a private network is assumed, as MPI and NCCL assume it.
 
-Values travel as msgpack with a few extensions, never as pickle: reading a message runs no code of its sender.
-Every read is limited in length and in time.
+Values travel as values.py packs them: never as pickle. Every read is limited in length and in time.
 """
 
-import enum
-import functools
 import hmac
-import math
 import os
-import re
 import secrets
 import select
 import socket
@@ -27,17 +22,15 @@ import struct
 import time
 from typing import Any
 
-import ml_dtypes
-import msgpack
-import numpy as np
+from minidist.comm.values import pack, unpack
+from minidist.errors import CommError, HandshakeError, PeerLostError, TimeoutError
 
-from minidist.errors import CommError, DtypeError, HandshakeError, PeerLostError, TimeoutError
+__all__ = ["address_of", "admit", "greet", "new_token", "pack", "recv_frame", "send_frame", "unpack"]
 
 MAGIC = b"minidist"
 PROOF_BYTES = NONCE_BYTES = 32
 HELLO_BYTES = 4096          # a stranger can make us read no more than this
 FRAME_BYTES = 16 << 20      # an admitted rank can make us read no more than this at once
-NESTING = 32                # tuples and sets inside one another, packed or read
 REFUSED = bytes(PROOF_BYTES)
 TOKEN_BYTES = 32
 
@@ -186,127 +179,3 @@ def _wait(sock: socket.socket, event: int, deadline: float | None, late: str) ->
     left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000  # poll counts milliseconds
     if not poll.poll(left):
         raise TimeoutError(f"{late} before the limit was reached")
-
-
-# --- values ----------------------------------------------------------------------------------------------------------
-
-class Kind(enum.IntEnum):
-    """msgpack extension codes of what msgpack does not know by itself."""
-
-    ARRAY, SCALAR, TUPLE, SET, FROZENSET, COMPLEX, INTEGER = range(1, 8)
-
-
-_PLAIN_DTYPE = re.compile(r"[<>|](?:[biufcSUV]\d{1,6}|[mM]8(?:\[\w+\])?)")    # NumPy's own, with byte order
-_BASES: tuple[type[Any], ...] = (int, float, str, bytes, list, dict)         # subclasses travel as these
-
-
-def pack(obj: Any) -> bytes:
-    """A value as bytes: None, bool, int, float, complex, str, bytes, list, tuple, set, dict, NumPy arrays and scalars
-    of every dtype but object and structured ones, bfloat16 and its kin included; nested as one likes (tuples: 32 deep).
-
-    Cost:    an array is copied twice.
-    Raises:  DtypeError naming the type that cannot travel.
-    """
-    return _pack(obj, 0)
-
-
-def unpack(data: bytes) -> Any:
-    """The value that pack made into bytes; arrays are new and writable. Raises CommError if `data` is anything else."""
-    return _unpack(data, 0)
-
-
-def _pack(obj: Any, depth: int) -> bytes:
-    if depth > NESTING:
-        raise DtypeError(f"tuples and sets nested more than {NESTING} deep cannot travel between processes")
-    try:
-        packed = msgpack.packb(obj, default=functools.partial(_encode, depth=depth), strict_types=True)
-    except (ValueError, UnicodeError) as error:  # nested lists too deep, a string that is not Unicode
-        raise DtypeError(f"a {type(obj).__name__} cannot travel between processes: {error}") from error
-    return bytes(packed)
-
-
-def _encode(obj: Any, depth: int) -> Any:
-    """What msgpack does not know, as an extension; a subclass of a type it knows, as that type."""
-    match obj:
-        case np.ndarray():
-            parts = [_dtype_text(obj.dtype), list(obj.shape), obj.tobytes()]
-            return msgpack.ExtType(Kind.ARRAY, _pack(parts, depth + 1))
-        case np.generic():
-            return msgpack.ExtType(Kind.SCALAR, _pack([_dtype_text(obj.dtype), obj.tobytes()], depth + 1))
-        case tuple():
-            return msgpack.ExtType(Kind.TUPLE, _pack(list(obj), depth + 1))
-        case set() | frozenset():
-            code = Kind.SET if isinstance(obj, set) else Kind.FROZENSET
-            return msgpack.ExtType(code, _pack(list(obj), depth + 1))
-        case complex():
-            return msgpack.ExtType(Kind.COMPLEX, _pack([obj.real, obj.imag], depth + 1))
-        case int() if type(obj) is int:  # more than 64 bits
-            return msgpack.ExtType(Kind.INTEGER, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
-    for base in _BASES:
-        if isinstance(obj, base):
-            return base(obj)
-    raise DtypeError(f"a {type(obj).__module__}.{type(obj).__qualname__} cannot travel between processes; "
-                     "send numbers, strings, NumPy arrays, or lists, tuples, sets and dicts of them")
-
-
-def _unpack(data: bytes, depth: int) -> Any:
-    if depth > NESTING:
-        raise CommError(f"malformed message: nested more than {NESTING} deep")
-    try:
-        return msgpack.unpackb(data, ext_hook=functools.partial(_decode, depth=depth), strict_map_key=False)
-    except CommError:
-        raise
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
-        raise CommError(f"malformed message of {len(data)} bytes: {type(error).__name__} {error}") from error
-
-
-def _decode(code: int, data: bytes, depth: int) -> Any:
-    if code == Kind.INTEGER:
-        return int.from_bytes(data, "little", signed=True)
-    parts = _unpack(data, depth + 1)
-    match code, parts:
-        case Kind.ARRAY, [str(dtype), list(shape), bytes(raw)] if all(type(n) is int and n >= 0 for n in shape):
-            return _array(_dtype_named(dtype), shape, raw)
-        case Kind.SCALAR, [str(dtype), bytes(raw)]:
-            return _array(_dtype_named(dtype), [], raw)[()]
-        case Kind.TUPLE, list():
-            return tuple(parts)
-        case Kind.SET, list():
-            return set(parts)
-        case Kind.FROZENSET, list():
-            return frozenset(parts)
-        case Kind.COMPLEX, [float(real), float(imaginary)]:
-            return complex(real, imaginary)
-    raise CommError(f"malformed message: extension {code} holds a {type(parts).__name__}")
-
-
-def _array(dtype: np.dtype[Any], shape: list[int], raw: bytes) -> np.ndarray:
-    """An array of its own memory; the bytes that came must be exactly those the shape needs."""
-    if math.prod(shape) * dtype.itemsize != len(raw):
-        raise CommError(f"malformed message: {len(raw)} bytes for {dtype} of shape {tuple(shape)}")
-    array = np.empty(shape, dtype)
-    array.reshape(-1).view(np.uint8)[:] = np.frombuffer(raw, np.uint8)
-    return array
-
-
-def _dtype_text(dtype: np.dtype[Any]) -> str:
-    """numpy's code with byte order ('<f4'), or the name of one of ml_dtypes' types ('bfloat16')."""
-    if _is_extra(dtype.name):
-        return dtype.name
-    if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
-        raise DtypeError(f"an array of dtype {dtype} cannot travel between processes; send its fields one by one")
-    return dtype.str
-
-
-def _dtype_named(text: str) -> np.dtype[Any]:
-    if _is_extra(text):
-        return np.dtype(getattr(ml_dtypes, text))
-    if not _PLAIN_DTYPE.fullmatch(text):
-        raise CommError(f"malformed message: no dtype {text[:40]!r}")
-    return np.dtype(text)
-
-
-def _is_extra(name: str) -> bool:
-    """Whether ml_dtypes adds a scalar type of this name to NumPy's."""
-    kind = getattr(ml_dtypes, name, None)
-    return isinstance(kind, type) and issubclass(kind, np.generic)

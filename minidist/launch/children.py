@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import NoReturn, Protocol
 
-from minidist.comm.control import Seat, how_it_ended
+from minidist.comm.control import Seat
+from minidist.comm.link import how_it_ended
 
 REAP_LIMIT = 0.4    # seconds between a connection's end and the end of its process, on a machine that is busy
 
@@ -100,15 +101,12 @@ class Children:
             time.sleep(0.005)
         return True
 
-    def end(self, grace: float, *, ask: bool = False) -> None:
-        """Give them `grace` seconds to end, then (where we `ask`, after SIGTERM and as long again) kill them."""
-        if self.wait(grace):
-            return
-        if ask:
-            self._signal(signal.SIGTERM)
+    def end(self, grace: float) -> None:
+        """Give them `grace` seconds to end by themselves, as long again after SIGTERM, then kill them."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
             if self.wait(grace):
                 return
-        self._signal(signal.SIGKILL)
+            self._signal(number)
         self.wait(10.0)
 
     def _signal(self, number: int) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 
 from minidist import account
 from minidist.comm import wire
-from minidist.comm.control import Monitor, how_it_ended
+from minidist.comm.control import Monitor
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
-from minidist.comm.link import ControlLink, Loss
+from minidist.comm.link import ControlLink, Loss, how_it_ended
 from minidist.comm.transport import Transport
 from minidist.errors import TimeoutError
 from minidist.launch import failures, transports
@@ -145,10 +145,10 @@ class _Rank:
             if self.link is not None:
                 self.link.report(error)
             outcome = wire.pack({"error": failures.encode(error)})
+        if self.link is not None:
+            self.link.goodbye()                             # before the transport: nobody aborts a closed one
         if self.transport is not None:
             self.transport.close()
-        if self.link is not None:
-            self.link.goodbye()
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -30,12 +30,13 @@ from threadpoolctl import threadpool_limits
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.link import Loss
-from minidist.errors import ConfigError, LaunchError
+from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
 from minidist.launch.joining import Joined, find_monitor
 from minidist.launch.launchers import Launch, detect
 
 FAREWELL = 0.5      # seconds a failed rank waits for the others to have said their line
+REPORT_LIMIT = 30.0 # seconds a rank that fails before md.init tries to say so
 
 
 class Membership:
@@ -53,9 +54,7 @@ class Membership:
     def join(self, name: str, limit: float) -> Group:
         """Find the monitor, meet everybody, connect the transport."""
         launch = self.launch
-        if launch.by_mpirun:
-            transports.mpi_world(launch)
-        self.joined = joined = find_monitor(launch, limit)
+        joined = self.find_monitor(limit)
         infos = joined.link.meet({"transport": name, "host": platform.node()})
         joined.forget_file()
         if launch.by_mpirun:
@@ -64,8 +63,15 @@ class Membership:
         if len(chosen) > 1:
             raise LaunchError(f"the ranks chose different transports: {', '.join(chosen)}; give all the same one")
         transport = transports.build(name, joined.link, joined.token, limit)
-        joined.link.on_loss(lambda error: None if self._left else transport.abort(error))
+        joined.link.on_loss(transport.abort)
         return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)))
+
+    def find_monitor(self, limit: float) -> Joined:
+        """Connect to the job's monitor, from which moment on the others hear of our end."""
+        if self.launch.by_mpirun:
+            transports.mpi_world(self.launch, limit)
+        self.joined = find_monitor(self.launch, limit)
+        return self.joined
 
     def fail(self, error: BaseException) -> bool:
         """Tell the job that this process fails with `error`; returns whether nobody failed before."""
@@ -103,13 +109,13 @@ class Membership:
         self._left = True
         if self.status and not self.failed:
             self.fail(SystemExit(self.status))
-        if self.world is not None:
-            if not self.failed:
-                self.world.close()
-            self.world.transport.close()
+        if self.world is not None and not self.failed:
+            self.world.close()
         victim = self.joined is not None and self.joined.link.loss is not None
         if self.joined is not None:
             self._hang_up(self.joined, victim)
+        if self.world is not None:
+            self.world.transport.close()                    # after the link: nobody aborts a closed transport
         if (self.failed or victim) and self.launch.by_mpirun:
             if victim:
                 time.sleep(4 * FAREWELL)                    # the one who is the cause ends us all, when it has spoken
@@ -166,18 +172,24 @@ def current() -> Membership | None:
     return _membership
 
 
-def speaks_first(error: BaseException) -> bool:
+def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
     """Report `error` as the end of this rank; whether it is this rank that should print it.
 
-    In a job the monitor decides: the first to report speaks. Before the job has met, every rank sees the same command
-    line, so rank 0 speaks.
+    The monitor decides: the first to report speaks. A rank that fails before md.init joins for just that, lest the
+    others wait for it in vain (MPI_Init would for ever), unless the error happens `everywhere`: then rank 0 speaks.
     """
-    if _membership is not None:
-        return _membership.fail(error) and not _membership.quiet
+    global _membership
     try:
-        return detect().world_rank == 0
-    except LaunchError:
-        return True
+        if _membership is None:
+            launch = detect()
+            if launch.alone or everywhere:
+                return launch.world_rank == 0
+            _membership = Membership(launch)
+            _watch_over_the_end(_membership)
+            _membership.find_monitor(REPORT_LIMIT)
+    except (LaunchError, CommError):
+        return _membership is None or _membership.launch.world_rank == 0
+    return _membership.fail(error) and not _membership.quiet
 
 
 def limit_blas_threads(threads: int | None, local_size: int) -> int:

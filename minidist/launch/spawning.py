@@ -17,14 +17,15 @@ from types import FrameType
 from typing import IO
 
 from minidist.comm import wire
-from minidist.comm.control import Monitor, how_it_ended
-from minidist.comm.link import Loss
+from minidist.comm.control import Monitor
+from minidist.comm.link import Loss, how_it_ended
 from minidist.comm.rendezvous import Place, token_from_environment
 from minidist.errors import LaunchError
 from minidist.launch.children import Children
 from minidist.launch.launchers import clean_environment
 
 GRACE = 5.0         # seconds the other ranks get to end after one has failed, and again after SIGTERM
+STOP = 0.5          # the same after Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class _Job:
         self.children = Children(self.processes)
         self.copiers: list[threading.Thread] = []
         self.monitor: Monitor | None = None
+        self.stopped = False
         host, port = nodes.master_addr, nodes.master_port
         if nodes.rank == 0:
             self.monitor = Monitor(size * nodes.count, token, host=host, port=port, how=self.children.how)
@@ -76,6 +78,7 @@ class _Job:
             self._start()
             return self._wait()
         except KeyboardInterrupt:                           # the terminal has sent it to every rank, too
+            self.stopped = True
             return 130
         finally:
             self._end()
@@ -135,7 +138,7 @@ class _Job:
         return _status(code) if code else loss.status
 
     def _end(self) -> None:
-        self.children.end(GRACE if self.monitor is None or self.monitor.loss is not None else 1.0, ask=True)
+        self.children.end(STOP if self.stopped else GRACE)
         if self.monitor is not None:
             self.monitor.close()
         for copier in self.copiers:

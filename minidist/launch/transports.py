@@ -2,9 +2,11 @@
 
 import contextlib
 import difflib
+import faulthandler
 import importlib
 import os
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -58,14 +60,19 @@ def alone(limit: float) -> Transport:
     return loopback(0, limit)
 
 
-def mpi_world(launch: Launch) -> Any:
+def mpi_world(launch: Launch, limit: float) -> Any:
     """MPI_COMM_WORLD, if it is the world that mpirun started.
 
+    MPI_Init waits for every rank, also for one that has ended before, and holds the interpreter meanwhile: after
+    `limit` seconds faulthandler's own thread shows where we are and ends the process.
     Raises: LaunchError if mpi4py belongs to another MPI than mpirun: then each process is a world of its own.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
+        if "mpi4py.MPI" not in sys.modules:
+            faulthandler.dump_traceback_later(limit, exit=True)
         from mpi4py import MPI
+        faulthandler.cancel_dump_traceback_later()
     if MPI.COMM_WORLD.size != launch.world_size:
         library = MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00")
         raise LaunchError(f"mpirun started {launch.world_size} ranks, but mpi4py ({library}) sees "

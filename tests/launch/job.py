@@ -45,8 +45,9 @@ def main() -> None:
     np.testing.assert_array_equal(total, world.size * np.arange(3.0) + sum(range(world.size)))
     say(f"hello from {world.rank} of {world.size} over {world.transport.name}")
     if mode == "sleep" or (mode == "stubborn" and world.rank == 1):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)   # neither waits nor ends
-        membership.current().joined.link._grace = 0.5   # and a test has no 5 seconds
+        if mode == "stubborn":                          # neither waits nor ends
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        membership.current().joined.link._grace = 0.5   # a test has no 5 seconds
         time.sleep(60)
     if mode == "busy" and world.rank == 1:              # computes, and will not hear of anything for a while
         time.sleep(60)

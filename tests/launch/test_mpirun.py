@@ -58,13 +58,15 @@ def test_an_exception_keeps_its_type_and_names_its_rank():
     assert "in end" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize(("how", "says"), [("kill", "was killed"), ("exit", "exited with status 3")])
+@pytest.mark.parametrize(("how", "says"), [
+    ("kill", "was killed"), pytest.param("exit", "exited with status 3", marks=pytest.mark.soak)])
 def test_a_rank_that_dies_is_named(how, says, capfd):
     with pytest.raises(PeerLostError, match=rf"^rank 1 \(process \d+ on .*\) .*{says}"):
         md.run(end, how, size=3, transport="mpi", limit=30)
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.soak
 def test_the_limit_names_who_had_not_ended():
     with pytest.raises(TimeoutError, match=r"1 of 2 ranks had not ended after 4 s: rank 1"):
         md.run(end, "sleep", size=2, transport="mpi", limit=4)
