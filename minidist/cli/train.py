@@ -23,6 +23,7 @@ from minidist.launch import detect, init, spawn
 from minidist.launch.membership import limit_blas_threads
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline
+from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.hybrid import Trainer
 
 SAMPLE_SYMBOLS = 400
@@ -63,6 +64,7 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
         announce(console, settings, world)
     report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else Silence()
     losses, seconds, early = train_steps(trainer, settings, report)
+    check_equal_replicas(trainer.model.parameters(), world, when="after the last step")
     validation_loss = trainer.evaluate(settings.validation_batches())
     records = gather_records(world, train_report.rank_record(trainer, world))
     timelines = timeline.collect(world)

@@ -64,14 +64,31 @@ def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> Non
     assert {rank["digest"] for rank in ranks} == {again["digest"]}
 
 
+any_job = given(size=st.integers(1, 8), options=st.fixed_dictionaries({
+    "sequences": st.integers(1, 9), "bucket_bytes": st.sampled_from([1, 500, 4096, 1 << 20]),
+    "optimizer": st.sampled_from(["adamw", "adam", "sgd", "rmsprop"]), "clip": st.sampled_from([None, 0.1]),
+    "config": st.builds(tiny, tied=st.booleans(), layers=st.just(1), dropout=st.sampled_from([0.0, 0.2]),
+                        positions=st.sampled_from(["learned", "rotary"]))}))
+
+
 @settings(max_examples=12)
-@given(size=st.integers(1, 5), sequences=st.integers(1, 7), bucket_bytes=st.sampled_from([1, 500, 4096, 1 << 20]),
-       tied=st.booleans(), optimizer=st.sampled_from(["adamw", "adam", "sgd", "rmsprop"]))
-def test_any_batch_any_buckets(size: int, sequences: int, bucket_bytes: int, tied: bool, optimizer: str) -> None:
+@any_job
+def test_any_job(size: int, options: dict[str, Any]) -> None:
     """Uneven parts, ranks without a sequence, a bucket a parameter, one bucket for all, a weight used twice."""
-    options: dict[str, Any] = {"sequences": sequences, "bucket_bytes": bucket_bytes, "optimizer": optimizer, "steps": 2,
-                               "config": tiny(tied=tied, layers=1)}
-    ranks, serial = run(size, **options), run(1, **options)[0]
+    check_job(size, options)
+
+
+@pytest.mark.soak
+@settings(max_examples=300)
+@any_job
+def test_very_many_jobs(size: int, options: dict[str, Any]) -> None:
+    """The same, more often."""
+    check_job(size, options)
+
+
+def check_job(size: int, options: dict[str, Any]) -> None:
+    """Ranks equal one process and each other."""
+    ranks, serial = run(size, steps=2, **options), run(1, steps=2, **options)[0]
     assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
     np.testing.assert_allclose(ranks[0]["losses"], serial["losses"], rtol=1e-12)
     assert len({rank["digest"] for rank in ranks}) == 1

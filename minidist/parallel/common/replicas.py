@@ -26,7 +26,8 @@ def check_equal_replicas(parameters: Iterable[Parameter], group: Group, *, when:
     others = [rank for rank in range(group.size) if digests[rank] != digests[0]]
     if others:
         raise MismatchError(f"{group.axis} rank {group.rank} of {group.size}: {when}, the weights of ranks {others} "
-                            f"differ from rank 0's; replicas must start equal: give every rank the same seed")
+                            f"differ from rank 0's; replicas must start equal (give every rank the same seed) and "
+                            f"reduce every gradient")
 
 
 def weights_digest(state: dict[str, np.ndarray]) -> str:
