@@ -61,7 +61,7 @@ class Engine(Transport):
         self._aborted = threading.Event()
         self.spins = spins
         self._turn = threading.Condition(self.lock)
-        self._leading = False
+        self._leading = self._asleep = False        # a thread leads; and is asleep, or about to be
         self._led = 0                               # times a thread has waited, or passed
         self._followers = 0
         self._unfinished = 0                        # transfers started and not finished
@@ -125,8 +125,15 @@ class Engine(Transport):
                 idle += 1
                 yield_core()
             else:
-                self._sleep(max(0.0, deadline - time.monotonic()))
+                self._rest(operation, deadline)
             self._check(operation, deadline)
+
+    def _rest(self, operation: Operation, deadline: float) -> None:
+        with self.lock:
+            self._asleep = not operation.finished   # from here on whoever starts or finishes a transfer calls _wake()
+        if self._asleep:
+            self._sleep(max(0.0, deadline - time.monotonic()))
+            self._asleep = False
 
     def _follow(self, operation: Operation, deadline: float) -> None:
         with self.lock:
@@ -172,6 +179,8 @@ class Engine(Transport):
         operation.error = error
         operation.finished = True
         self._unfinished -= 1
+        if self._asleep:  # another thread leads, and may be waiting for just this
+            self._wake()
         if self._followers:
             self._turn.notify_all()
 

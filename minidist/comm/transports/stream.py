@@ -40,7 +40,6 @@ class StreamTransport(Engine):
         super().__init__(name, world_rank, len(links) + 1, limit, spins)
         self._peers = {rank: Peer(rank, link) for rank, link in links.items()}
         self._active: dict[int, Peer] = {}         # where something was started since the leader last slept, or waits
-        self._asleep = False
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
         self._ringer.setblocking(False)
@@ -135,8 +134,8 @@ class StreamTransport(Engine):
             moved = frame.take(peer.link)
             if frame.complete:
                 peer.link.skip(-frame.header.nbytes % peer.link.align)
-        except EOFError:
-            self._lose(peer, "its connection ended without a goodbye: the process died")
+        except EOFError as end:
+            self._lose(peer, str(end) or "its connection ended without a goodbye: the process died")
         except OSError as error:
             self._lose(peer, f"its connection broke ({error})")
         except CommError as error:
@@ -155,8 +154,7 @@ class StreamTransport(Engine):
         header = frames.parse_header(data)
         peer.link.skip(len(data))
         if header.kind == frames.GOODBYE:
-            self._lose(peer, "it has left the job (its transport was closed)")
-            return None
+            raise EOFError("it has left the job (its transport was closed)")
         peer.frame = frame = Frame(header)
         with self.lock:
             receive = peer.posted.take(header.tag)
@@ -228,7 +226,6 @@ class StreamTransport(Engine):
         poller = select.poll()
         poller.register(self._bell, select.POLLIN)
         with self.lock:
-            self._asleep = True  # from here on who starts a transfer rings the bell
             self._active = {rank: peer for rank, peer in self._active.items() if peer.reading or peer.outgoing}
             watched = {peer.link.fileno(): peer.link for peer in self._active.values()}
             ready = self.error is not None
@@ -237,7 +234,6 @@ class StreamTransport(Engine):
                 poller.register(peer.link.fileno(), events)
                 ready = ready or not events
         reported = {} if ready else dict(poller.poll(math.ceil(seconds * 1000)))
-        self._asleep = False
         if self._bell.fileno() in reported:
             with suppress(BlockingIOError):
                 self._bell.recv(4096)
@@ -245,7 +241,7 @@ class StreamTransport(Engine):
             link.disarm(reported.get(fileno, 0))
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # full: it is ringing already
+        with suppress(OSError):  # full: it is ringing already; closed: there is nobody to wake
             self._ringer.send(b"!")
 
     # --- ending ------------------------------------------------------------------------------------------------------
