@@ -160,11 +160,19 @@ def _print_step(result: dict[str, Any], console: Console) -> None:
         table.add_column(column, justify="right" if column else "left")
     for row in rows:
         table.add_row(row["name"], str(row["ranks"]), f"{row['step_seconds'] * 1e3:.1f}",
-                      f"{row['tokens_per_second']:,.0f}", _ratio(row, rows, name=row["name"], ranks=1),
+                      f"{row['tokens_per_second']:,.0f}", _ratio(row, rows, name=_alone(row), ranks=1),
                       _ratio(row, rows, name="PyTorch", ranks=row["ranks"]), f"{row['peak_bytes'] / 2**20:.0f}")
     console.print(table)
-    if not any(row["name"] == "PyTorch" for row in rows):
+    if any(row["name"] == bench_step.SEPARATE for row in rows):
+        console.print("separate: as many processes of ours that do not communicate: what this machine's cores give",
+                      style="dim")
+    if not any(row["name"] == bench_step.PEER for row in rows):
         console.print(f"PyTorch was left out: pip install {_package('gloo')}", style="dim")
+
+
+def _alone(row: dict[str, Any]) -> str:
+    """The contender whose single rank a row scales from."""
+    return bench_step.OURS if row["name"] == bench_step.SEPARATE else row["name"]
 
 
 def _ratio(row: dict[str, Any], rows: Iterable[dict[str, Any]], *, name: str, ranks: int) -> str:

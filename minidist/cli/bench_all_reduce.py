@@ -5,7 +5,6 @@ a round is the median over repetitions, and the table shows the median over roun
 bytes / seconds * 2(P-1)/P, what a ring's links carry, comparable across P.
 """
 
-import argparse
 import importlib.util
 import shutil
 import statistics
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.cli.bench_jobs import Job, answer, worker_command
+from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
 
 OURS = ("sockets", "shm", "mpi")
 PEERS = ("gloo", "MPI_Allreduce")
@@ -88,15 +87,12 @@ def mpi_rank() -> tuple[int, Measure]:
     return world.rank, _timed(world.Barrier, lambda x: world.Allreduce(MPI.IN_PLACE, x), world.size)
 
 
-def gloo_rank(folder: str) -> tuple[int, Measure]:
+def gloo_rank(folder: str, rank: int, size: int) -> tuple[int, Measure]:
     """One rank of PyTorch's all_reduce over gloo, meeting through a file."""
-    import os
-
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     return rank, _timed(dist.barrier, lambda x: dist.all_reduce(torch.from_numpy(x)), size)
 
@@ -121,12 +117,9 @@ def _timed(barrier: Callable[[], Any], all_reduce: Callable[[np.ndarray], Any], 
 
 def main() -> None:
     """Run as one rank of a contender."""
-    parser = argparse.ArgumentParser(description="one rank of a contender; started by minidist bench all-reduce")
-    parser.add_argument("contender", choices=[*OURS, *PEERS])
-    parser.add_argument("--meet", required=True)
-    options = parser.parse_args()
+    options = worker_arguments([*OURS, *PEERS]).parse_args()
     if options.contender == "gloo":
-        rank, measure = gloo_rank(options.meet)
+        rank, measure = gloo_rank(options.meet, options.rank, options.size)
     elif options.contender == "MPI_Allreduce":
         rank, measure = mpi_rank()
     else:

@@ -5,6 +5,7 @@ kernel until it is told what to measure; only one job measures at a time. Rounds
 median over rounds is reported, so a disturbance hits all of them alike.
 """
 
+import argparse
 import json
 import os
 import socket
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ class Job:
     Args:
         name: what the table calls it.
         size: how many ranks `command` starts.
-        command: argument list; a copy runs once (`launcher` does the rest) or once per rank with RANK set.
-        once_per_rank: start `size` copies with RANK and WORLD_SIZE in their environment.
+        command: argument list that starts all ranks (a launcher does it), or one of them.
+        once_per_rank: start `size` copies, each told its --rank and --size.
     Raises:
         LaunchError if a rank does not connect in time, with what the processes printed.
     """
@@ -42,13 +43,11 @@ class Job:
         self._listener.bind(str(path / "meet"))
         self._listener.listen(size)
         self._log = open(path / "log", "w+")  # noqa: SIM115 - as long as the job
-        copies: list[dict[str, str]] = [{}]
-        if once_per_rank:
-            copies = [{"RANK": str(rank), "WORLD_SIZE": str(size)} for rank in range(size)]
+        copies = [[f"--rank={rank}", f"--size={size}"] for rank in range(size)] if once_per_rank else [[]]
         self._processes = [
-            subprocess.Popen([*command, "--meet", str(path)], stdout=self._log, stderr=self._log,
-                             stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1", **extra})
-            for extra in copies
+            subprocess.Popen([*command, "--meet", str(path), *copy], stdout=self._log, stderr=self._log,
+                             stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            for copy in copies
         ]
         self._ranks: dict[int, Any] = {}
         self._accept_ranks()
@@ -119,6 +118,16 @@ def answer(folder: str, rank: int, measure: Callable[..., Any]) -> None:
             for line in stream:
                 stream.write(json.dumps(measure(**json.loads(line))) + "\n")
                 stream.flush()
+
+
+def worker_arguments(contenders: Sequence[str]) -> argparse.ArgumentParser:
+    """The arguments that every rank's program takes."""
+    parser = argparse.ArgumentParser(description="one rank of a contender; minidist bench starts it")
+    parser.add_argument("contender", choices=contenders)
+    parser.add_argument("--meet", required=True, help="the folder of the job")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--size", type=int, default=1)
+    return parser
 
 
 def worker_command(module: str, contender: str) -> list[str]:

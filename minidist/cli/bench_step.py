@@ -1,12 +1,13 @@
 """`minidist bench step`: one training step of ours beside PyTorch eager's, in one run, one BLAS thread a rank.
 
+Beside ours on P ranks stand P processes of ours that train without each other: what the machine itself gives when P
+cores compute at once (two threads of one core give little more than one), so that their distance is communication's.
+
 Jobs take turns round by round. Memory is the peak resident size less what the process held after its imports and one
 warm-up step of a tiny model (so that nobody pays for modules loaded on first use), in separate processes.
 """
 
-import argparse
 import importlib.util
-import os
 import statistics
 import sys
 import time
@@ -17,9 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from minidist.cli.bench_jobs import Job, answer, worker_command
+from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
+from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPTConfig
 
+OURS, SEPARATE, PEER = "minidist", "separate", "PyTorch"
 MODULE = "minidist.cli.bench_step"
 CLIP = 1.0
 
@@ -59,7 +62,7 @@ class Row:
 def start_job(contender: str, ranks: int, model: Model, transport: str) -> Job:
     """Start the ranks of one contender."""
     command = [*worker_command(MODULE, contender), *model.arguments()]
-    if contender == "PyTorch":
+    if contender != OURS:
         return Job(contender, ranks, command, once_per_rank=True)
     launch = [sys.executable, "-m", "minidist", "launch", "-n", str(ranks), *command[1:], f"--transport={transport}"]
     return Job(contender, ranks, launch)
@@ -68,8 +71,9 @@ def start_job(contender: str, ranks: int, model: Model, transport: str) -> Job:
 def measure_all(model: Model, ranks: list[int], rounds: int, steps: int, transport: str,
                 progress: Callable[[str], None]) -> list[Row]:
     """A row for ours at each rank count, and for PyTorch's where it is installed; every round asks each job in turn."""
-    names = ["minidist", "PyTorch"] if importlib.util.find_spec("torch") else ["minidist"]
-    jobs = [start_job(name, count, model, transport) for count in ranks for name in names]
+    names = [OURS, SEPARATE, PEER] if importlib.util.find_spec("torch") else [OURS, SEPARATE]
+    jobs = [start_job(name, count, model, transport) for count in ranks for name in names
+            if count > 1 or name != SEPARATE]
     seconds: list[list[float]] = [[] for _ in jobs]
     peaks = [0] * len(jobs)
     try:
@@ -103,9 +107,10 @@ def resident_peak() -> int:
 
 
 def our_rank(model: Model, transport: str) -> tuple[int, Callable[[int], dict[str, Any]]]:
-    """One rank of minidist: DDP over the ranks that the launcher started."""
+    """One rank of minidist: DDP over the ranks that the launcher started, or a world of its own."""
     import minidist as md
 
+    limit_blas_threads(1, local_size=1)
     world = md.init(transport=transport, threads=1)
 
     def trainer(config: GPTConfig) -> Any:
@@ -119,14 +124,13 @@ def our_rank(model: Model, transport: str) -> tuple[int, Callable[[int], dict[st
     return world.rank, timed(lambda: full.step(batch), floor)
 
 
-def torch_rank(model: Model, folder: str) -> tuple[int, Callable[[int], dict[str, Any]]]:
+def torch_rank(model: Model, folder: str, rank: int, size: int) -> tuple[int, Callable[[int], dict[str, Any]]]:
     """One rank of PyTorch eager; DistributedDataParallel over gloo where there are several."""
     import torch
 
     from minidist.cli.bench_peers import torch_step
 
     torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size > 1:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     tiny = GPTConfig(vocabulary=16, context=8, layers=1, width=8, heads=2)
@@ -165,17 +169,17 @@ def timed(step: Callable[[], Any], floor: int) -> Callable[[int], dict[str, Any]
 
 def main() -> None:
     """Run as one rank of a contender."""
-    parser = argparse.ArgumentParser(description="one rank of a contender; started by minidist bench step")
-    parser.add_argument("contender", choices=["minidist", "PyTorch"])
-    parser.add_argument("--meet", required=True)
-    parser.add_argument("--transport", default="sockets")
+    parser = worker_arguments([OURS, SEPARATE, PEER])
+    parser.add_argument("--transport")
     for name, value in vars(Model()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    options = vars(parser.parse_args())
-    contender, folder, transport = (options.pop(name) for name in ("contender", "meet", "transport"))
-    model = Model(**options)
-    rank, measure = our_rank(model, transport) if contender == "minidist" else torch_rank(model, folder)
-    answer(folder, rank, measure)
+    options = parser.parse_args()
+    model = Model(**{name: getattr(options, name) for name in vars(Model())})
+    if options.contender == PEER:
+        rank, measure = torch_rank(model, options.meet, options.rank, options.size)
+    else:
+        rank, measure = our_rank(model, options.transport)
+    answer(options.meet, max(rank, options.rank), measure)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = {"sockets": "#3b6fb6", "shm": "#5b9a68", "mpi": "#8172b3", "gloo": "#e08e3c", "MPI_Allreduce": "#c44e52",
-           "minidist": "#3b6fb6", "PyTorch": "#e08e3c"}
+           "minidist": "#3b6fb6", "separate": "#9aa5b1", "PyTorch": "#e08e3c"}
 PEERS = ("gloo", "MPI_Allreduce", "PyTorch")  # dashed, so that ours and theirs differ without colour too
 
 
