@@ -21,6 +21,7 @@ from rich.table import Table
 
 from minidist.cli import bench_all_reduce, bench_step
 from minidist.cli.common import counts, positive, sizes, write_json
+from minidist.comm.collectives.choose import choose
 from minidist.errors import ConfigError
 from minidist.observe.bench_plots import bytes_text, draw_bus_bandwidth, draw_steps
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     collective.add_argument("--sizes", type=sizes, default=sizes("1KiB:64MiB"), help="from:to, doubling; or a,b,c")
     collective.add_argument("-n", "--ranks", type=counts, default=[2, 4], metavar="N,N", help="rank counts (2,4)")
     collective.add_argument("--only", metavar="NAME,NAME", help="contenders, of " + ", ".join(
-        (*bench_all_reduce.OURS, *bench_all_reduce.PEERS)))
+        (*bench_all_reduce.OURS, *bench_all_reduce.PEERS)) + "; shm:ring takes ours by that algorithm (else auto's)")
     collective.add_argument("--rounds", type=positive, default=5, help="turns each contender gets (5)")
     step = what.add_parser("step", help="tokens/s and peak memory of a training step")
     step.add_argument("-n", "--ranks", type=counts, default=[1, 2], metavar="N,N", help="rank counts (1,2)")
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for."""
-    console = Console(width=None if sys.stdout.isatty() else 140)  # a table in a log or a file is not folded
+    console = Console(width=None if sys.stdout.isatty() else 200)  # a table in a log or a file is not folded
     with console.status("starting the ranks") as status:
         result = (_all_reduce if args.what == "all-reduce" else _step)(args, status.update)
     result["machine"] = machine()
@@ -109,10 +110,14 @@ def _chosen(only: str | None) -> list[str]:
         return here
     chosen = only.split(",")
     for name in chosen:
-        if name not in (*bench_all_reduce.OURS, *bench_all_reduce.PEERS):
+        base, _, algorithm = name.partition(":")
+        if base not in (*bench_all_reduce.OURS, *bench_all_reduce.PEERS):
             raise ConfigError(f"bench all-reduce: no contender {name!r}; choose from {', '.join(here)}")
-        if name not in here:
+        if base not in here:
             raise ConfigError(f"bench all-reduce: {name} is not installed here; pip install {_package(name)}")
+        if algorithm and base in bench_all_reduce.PEERS:
+            raise ConfigError(f"bench all-reduce: {name}: a peer chooses its own algorithm; write {base}")
+        choose("all_reduce", algorithm or "auto", 0, 2)  # refuses a name that all_reduce does not take
     return chosen
 
 
@@ -126,16 +131,21 @@ def _print_all_reduce(result: dict[str, Any], console: Console) -> None:
                       title_justify="left", header_style="bold cyan")
         for name in ("message", *result["contenders"]):
             table.add_column(name, justify="right")
-        ratios = [name for name in result["contenders"] if REFERENCE.get(name) in times]
+        ratios = [name for name in result["contenders"] if _reference(name) in times]
         for name in ratios:
-            table.add_column(f"{REFERENCE[name]} / {name}", justify="right")
+            table.add_column(f"{_reference(name)} / {name}", justify="right")
         for size in result["sizes"]:
             row = [_cell(size, times[name][size], ranks) for name in result["contenders"]]
-            row += [f"{times[REFERENCE[name]][size] / times[name][size]:.2f}×" for name in ratios]
+            row += [f"{times[_reference(name)][size] / times[name][size]:.2f}×" for name in ratios]
             table.add_row(bytes_text(size), *row)
         console.print(table)
     if "gloo" not in result["contenders"]:
         console.print(f"gloo was left out: pip install {_package('gloo')}", style="dim")
+
+
+def _reference(contender: str) -> str | None:
+    """The peer that a contender of ours is held against."""
+    return REFERENCE.get(bench_all_reduce.base(contender))
 
 
 def _cell(size: int, seconds: float, ranks: int) -> str:

@@ -34,14 +34,19 @@ def contenders_here() -> list[str]:
     return names
 
 
+def base(contender: str) -> str:
+    """The transport or peer of a contender: "shm" of "shm:ring"."""
+    return contender.partition(":")[0]
+
+
 def start_job(contender: str, size: int) -> Job:
     """Start the ranks of one contender."""
     command = worker_command(MODULE, contender)
     if contender == "gloo":
         return Job(contender, size, command, once_per_rank=True)
-    if contender in ("mpi", "MPI_Allreduce"):
+    if base(contender) in ("mpi", "MPI_Allreduce"):
         return Job(contender, size, ["mpirun", "-n", str(size), *command])
-    return Job(contender, size, [sys.executable, "-m", "minidist", "launch", "-n", str(size), "-m", MODULE, contender])
+    return Job(contender, size, [sys.executable, "-m", "minidist", "launch", "-n", str(size), *command[1:]])
 
 
 def measure_all(sizes: list[int], ranks: int, rounds: int, contenders: list[str],
@@ -71,12 +76,12 @@ def bus_bandwidth(nbytes: int, seconds: float, ranks: int) -> float:
 # ---------------------------------------------------------------- the ranks' side
 
 
-def our_rank(transport: str) -> tuple[int, Measure]:
-    """One rank of minidist's own all_reduce."""
+def our_rank(contender: str) -> tuple[int, Measure]:
+    """One rank of minidist's own all_reduce, by the algorithm that the contender's name ends in, or auto's choice."""
     import minidist as md
 
-    world = md.init(transport=transport)
-    return world.rank, _timed(world.barrier, lambda x: world.all_reduce(x, out=x), world.size)
+    world, algorithm = md.init(transport=base(contender)), contender.partition(":")[2] or "auto"
+    return world.rank, _timed(world.barrier, lambda x: world.all_reduce(x, out=x, algorithm=algorithm), world.size)
 
 
 def mpi_rank() -> tuple[int, Measure]:
@@ -117,7 +122,7 @@ def _timed(barrier: Callable[[], Any], all_reduce: Callable[[np.ndarray], Any], 
 
 def main() -> None:
     """Run as one rank of a contender."""
-    options = worker_arguments([*OURS, *PEERS]).parse_args()
+    options = worker_arguments().parse_args()
     if options.contender == "gloo":
         rank, measure = gloo_rank(options.meet, options.rank, options.size)
     elif options.contender == "MPI_Allreduce":

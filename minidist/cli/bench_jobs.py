@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +120,10 @@ def answer(folder: str, rank: int, measure: Callable[..., Any]) -> None:
                 stream.flush()
 
 
-def worker_arguments(contenders: Sequence[str]) -> argparse.ArgumentParser:
+def worker_arguments() -> argparse.ArgumentParser:
     """The arguments that every rank's program takes."""
     parser = argparse.ArgumentParser(description="one rank of a contender; minidist bench starts it")
-    parser.add_argument("contender", choices=contenders)
+    parser.add_argument("contender")
     parser.add_argument("--meet", required=True, help="the folder of the job")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--size", type=int, default=1)

@@ -169,7 +169,7 @@ def timed(step: Callable[[], Any], floor: int) -> Callable[[int], dict[str, Any]
 
 def main() -> None:
     """Run as one rank of a contender."""
-    parser = worker_arguments([OURS, SEPARATE, PEER])
+    parser = worker_arguments()
     parser.add_argument("--transport")
     for name, value in vars(Model()).items():
         parser.add_argument(f"--{name}", type=int, default=value)

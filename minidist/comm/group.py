@@ -153,7 +153,7 @@ class Group:
 
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod (see collectives/reduction.py).
                  out: may be x, which is then reduced in place, without a copy.
-                 algorithm: naive, tree, ring, direct.
+                 algorithm: naive, tree, ring, direct, pairwise.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
         return self._run(verbs.all_reduce(self, x, op, out, algorithm))
@@ -166,7 +166,7 @@ class Group:
         """Chunk `rank` of what all_reduce would give, flattened and cut in `size` as numpy.array_split does: one dim.
 
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod. out: may be that chunk of x.
-                 algorithm: naive, ring.
+                 algorithm: naive, ring, pairwise.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
         return self._run(verbs.reduce_scatter(self, x, op, out, algorithm))

@@ -21,10 +21,11 @@ def draw_bus_bandwidth(path: Path, seconds: dict[int, dict[str, dict[int, float]
     figure = Figure(figsize=(5.2 * len(seconds), 4.2), layout="constrained")
     panels = figure.subplots(1, len(seconds), sharey=True, squeeze=False)[0]
     for panel, (ranks, contenders) in zip(panels, seconds.items(), strict=True):
-        for name, times in contenders.items():
+        for index, (name, times) in enumerate(contenders.items()):
             sizes = sorted(times)
             panel.plot(sizes, [bandwidth(size, times[size], ranks) / 1e9 for size in sizes], label=name, marker="o",
-                       markersize=3.5, color=COLOURS[name], linestyle="--" if name in PEERS else "-")
+                       markersize=3.5, color=COLOURS.get(name, f"C{index}"),
+                       linestyle="--" if name in PEERS else "-")
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set_title(f"{ranks} ranks", loc="left")

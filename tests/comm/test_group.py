@@ -50,7 +50,7 @@ def test_bool_follows_numpys_ufuncs():
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
     ({"verb": "all_reduce", "x": 1.0, "algorithm": "fast"}, ConfigError,
-     "no algorithm 'fast'; choose auto, naive, tree, ring, direct"),
+     "no algorithm 'fast'; choose auto, naive, tree, ring, direct, pairwise"),
     ({"verb": "all_to_all", "x": [1, 1], "algorithm": "ring"}, ConfigError, "choose auto, naive, pairwise"),
     ({"verb": "all_reduce", "x": 1.0, "op": "avg"}, ConfigError,
      "unknown op 'avg'; choose one of sum, mean, max, min, prod"),

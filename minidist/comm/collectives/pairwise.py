@@ -1,6 +1,11 @@
-"""Pairwise: in each step every rank talks to one other, another one each step.
+"""Pairwise: in each step every rank talks to one other, another one each step, and no step waits for the one before.
 
-notes: N3 §1 (all-to-all)
+Where every rank reaches every other alike (a switch, shared memory) an all-reduce needs no ring: rank r hears chunk r
+from everybody, adds, and tells everybody the sum. It sends the ring's bytes in the ring's number of messages, but only
+two of them wait for each other, where the ring's 2(P-1) all do. Where ranks outnumber cores that is what counts: each
+wait is a change of process.
+
+notes: N3 §1 (all-to-all), N4 §3 (fully connected).    Source: Thakur, Rabenseifner & Gropp 2005 (pairwise exchange).
 """
 
 from collections.abc import Sequence
@@ -9,6 +14,8 @@ import numpy as np
 
 from minidist.comm.arrays import PlaceOf
 from minidist.comm.call import Call
+from minidist.comm.collectives.chunks import split
+from minidist.comm.collectives.reduction import Reduction, add_from
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
@@ -23,7 +30,65 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     Cost:    P-1 messages per rank; every part once, but those that stay; no copy.
     """
     received = {call.rank: parts[call.rank]}
-    for step in range(call.size - 1):
-        dst, src = (call.rank + 1 + step) % call.size, (call.rank - 1 - step) % call.size
+    for step, (dst, src) in enumerate(zip(_after(call), _before(call), strict=True)):
         received[src] = call.exchange_blocks(dst, parts[dst], src, place(src), step=step, chunk=dst)
     return [received[src] for src in range(call.size)]
+
+
+def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """Everybody sends rank r its chunk r; rank r adds them to its own, nearest predecessor first.
+
+    P=3      r0 sends    r1 sends    r2 sends
+    step 0   c1 -> r1    c2 -> r2    c0 -> r0
+    step 1   c2 -> r2    c0 -> r0    c1 -> r1
+
+    Args:    x (n,), contiguous, only read; out: chunk `rank`, at most ceil(n/P) elements; may be that part of x.
+    Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Added straight from the receive buffer;
+             workspace: one float32 chunk in low precision, which is rounded once.
+    """
+    chunks = split(x, call.size)
+    sent = [call.start_send(dst, chunks[dst], step=step, chunk=dst) for step, dst in enumerate(_after(call))]
+    total = add_from(call, _before(call), chunks[call.rank], out, op)
+    for handle in sent:
+        handle.wait()
+    op.finish(total, out)
+
+
+def tell_all(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0) -> None:
+    """Every rank sends its finished chunk to everybody.
+
+    P=3      r0 sends    r1 sends    r2 sends
+    step 0   c0 -> r1    c1 -> r2    c2 -> r0
+    step 1   c0 -> r2    c1 -> r0    c2 -> r1
+
+    Args:    chunks: P arrays; chunk `rank` is full, the others are filled.
+    Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly; no copy.
+    """
+    received = [call.start_recv(src, chunks[src]) for src in _before(call)]
+    sent = [call.start_send(dst, chunks[call.rank], step=first_step + step, chunk=call.rank)
+            for step, dst in enumerate(_after(call))]
+    for handle in received + sent:
+        handle.wait()
+
+
+def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """Reduce-scatter, then everybody tells everybody, in `out`.
+
+    Args:    x, out (n,), contiguous; x is only read, and may be out.
+    Cost:    2(P-1) messages per rank; 2(P-1)*nbytes over all ranks, exactly, whether or not P divides n.
+             Workspace: one float32 chunk in low precision.
+    Rounding: low precision is added in float32 and rounded once.
+    """
+    sums = split(out, call.size)
+    reduce_scatter(call, x, sums[call.rank], op)
+    tell_all(call, sums, first_step=call.size - 1)
+
+
+def _after(call: Call) -> list[int]:
+    """The other ranks, from next_rank on."""
+    return [(call.rank + 1 + step) % call.size for step in range(call.size - 1)]
+
+
+def _before(call: Call) -> list[int]:
+    """The other ranks, from prev_rank back."""
+    return [(call.rank - 1 - step) % call.size for step in range(call.size - 1)]

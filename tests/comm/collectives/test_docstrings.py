@@ -14,6 +14,8 @@ DIAGRAMS = {
     ("reduce_scatter", "ring"): [ring.reduce_around],
     ("all_gather", "ring"): [ring.gather_around],
     ("all_reduce", "direct"): [direct.all_reduce],
+    ("all_reduce", "pairwise"): [pairwise.reduce_scatter, pairwise.tell_all],
+    ("reduce_scatter", "pairwise"): [pairwise.reduce_scatter],
     ("all_to_all", "pairwise"): [pairwise.all_to_all],
     ("barrier", "dissemination"): [dissemination.barrier],
     ("broadcast", "tree"): [tree.broadcast],
