@@ -17,6 +17,7 @@ from rich.console import Console
 from minidist.cli import train_options, train_report
 from minidist.cli.common import fail, write_json
 from minidist.cli.train_progress import Report, Silence, make_console, make_report
+from minidist.cli.train_sample import sample
 from minidist.cli.train_verify import STEPS, Weights, verify
 from minidist.comm.group import Group
 from minidist.launch import detect, init, spawn
@@ -26,7 +27,6 @@ from minidist.observe.timeline import Timeline
 from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.hybrid import Trainer
 
-SAMPLE_SYMBOLS = 400
 TRACE_SPANS = 5000
 """Spans of a rank that trace.json keeps: about the first 150 steps, and a few megabytes for four ranks."""
 
@@ -84,7 +84,8 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
         if args.json:
             write_json(args.json, metrics)
         if speaks:
-            train_report.print_report(console, metrics, sample(trainer, settings), settings.out)
+            written = sample(trainer.model, settings.text, seed=args.seed)
+            train_report.print_report(console, metrics, written, settings.out)
     trainer.close()
     world.barrier()      # nobody leaves, and ends the job for the others, before rank 0 has written
     return status
@@ -118,14 +119,6 @@ def announce(console: Console, settings: train_options.Settings, world: Group) -
                   f"{len(text.symbols)} different; {plural(config.layers, 'layer')} of width {config.width}, "
                   f"{settings.args.batch} × {config.context} tokens a step, {plural(world.size, 'rank')} over "
                   f"{world.transport.name}", markup=False, soft_wrap=True)
-
-
-def sample(trainer: Trainer, settings: train_options.Settings) -> str:
-    """Text that the model writes after a line break."""
-    symbols = settings.text.symbols
-    start = symbols.index("\n") if "\n" in symbols else 0
-    ids = trainer.model.generate([start], SAMPLE_SYMBOLS, temperature=0.8, seed=settings.args.seed)
-    return settings.text.decode(ids).strip("\n")
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -96,8 +96,8 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
     console.print(f"{metrics['step_seconds'] * 1e3:,.1f} ms a step (median), {metrics['tokens_per_second']:,.0f} "
                   f"tokens/s, {metrics['parameters']:,} parameters, {plural(metrics['size'], 'rank')} over "
                   f"{metrics['transport']}, {plural(metrics['threads'], 'BLAS thread')} each\n", markup=False)
-    console.rule("a sample of what it learned", style="dim", align="left")
-    console.print(sample, markup=False, soft_wrap=True)
+    console.rule("a sample: lines it has not seen, and how it goes on (▸)", style="dim", align="left")
+    console.print(f"{sample}\n", markup=False, soft_wrap=True)
     if metrics["size"] > 1:
         console.rule("what each rank sent for gradients in a step, in bytes and messages, measured and by formula",
                      style="dim", align="left")

@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from minidist.cli import main, train_options, train_progress
+from minidist.cli import main, train_options, train_progress, train_sample
 from minidist.parallel.common.replicas import weights_digest
 
 TINY = ["--steps", "4", "--batch", "5", "--context", "16", "--layers", "1", "--width", "16", "--heads", "2",
@@ -100,7 +100,7 @@ def test_the_run_folder(runs: dict[str, Any]) -> None:
 def test_what_is_printed(runs: dict[str, Any]) -> None:
     for name, (metrics, printed, _) in runs.items():
         for words in ("step 1 of 4", "step 4 of 4", "tokens/s", "sent a rank", "training loss", "validation loss",
-                      "a sample of what it learned", "parameters + gradients + optimizer", "trace.json"):
+                      "a sample: lines it has not seen", "parameters + gradients + optimizer", "trace.json"):
             assert words in printed, f"{name}: {words!r} is missing in\n{printed}"
         assert ("2(P-1)/P" in printed) == (metrics["size"] > 1)
         assert f"{8 * metrics['parameters']:,}" in printed
@@ -176,6 +176,14 @@ def test_options_survive_the_way_to_the_ranks() -> None:
     args = parser.parse_args(["-n", "3", "--lr", "1e-4", "--tied", "--data", "a b.txt", "--plan", "dp=3"])
     again = parser.parse_args(train_options.as_arguments(args))
     assert {**vars(again), "ranks": 3} == vars(args)
+
+
+def test_beginnings_are_lines_of_prose() -> None:
+    from minidist.data import text
+
+    begun = train_sample.beginnings(text.from_string("x = 1\nIt was a bright cold day in April, and the\n" * 40), 3)
+    assert begun == ["\nIt was a bright cold day in April"[:33]] * 3
+    assert train_sample.beginnings(text.from_string("0123456789" * 50), 3) == ["0123456789" * 3 + "01"]
 
 
 def test_lines_are_few_and_the_last_is_there() -> None:

@@ -1,0 +1,34 @@
+"""What the model has learned to write: a few lines of held-out text begun, and how it goes on."""
+
+from minidist.data.text import Text
+from minidist.nn import GPT
+
+BEGUN = 32          # symbols of a line that are given
+WRITTEN = 130       # symbols that the model adds
+MARK = "▸"          # stands between the two
+TEMPERATURE = 0.6
+
+
+def sample(model: GPT, text: Text, *, seed: int, count: int = 3) -> str:
+    """`count` beginnings of lines that the model has not seen, each with what it writes behind the mark."""
+    pieces = []
+    for i, begun in enumerate(beginnings(text, count)):
+        ids = model.generate(text.encode(begun), WRITTEN, temperature=TEMPERATURE, seed=seed + i)
+        pieces.append(begun.strip("\n") + MARK + text.decode(ids[len(begun):]).rstrip())
+    return "\n\n".join(pieces)
+
+
+def beginnings(text: Text, count: int) -> list[str]:
+    """Beginnings of held-out lines of prose, spread over the text; where there is no prose, its first symbols."""
+    held_out = text.decode(text.validation)
+    lines = [line[:BEGUN] for line in held_out.split("\n") if is_prose(line[:BEGUN])]
+    if not lines:
+        return [held_out[:BEGUN]]
+    start = "\n" if "\n" in text.symbols else ""
+    return [start + lines[len(lines) * (2 * i + 1) // (2 * count)] for i in range(count)]
+
+
+def is_prose(beginning: str) -> bool:
+    """Whether a line begins with a letter and goes on in letters and spaces, all but a tenth."""
+    letters = sum(symbol.isalpha() or symbol == " " for symbol in beginning)
+    return len(beginning) == BEGUN and beginning.strip()[:1].isalpha() and letters >= 0.9 * BEGUN
