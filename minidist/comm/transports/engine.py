@@ -119,14 +119,15 @@ class Engine(Transport):
     def _lead(self, operation: Operation, deadline: float) -> None:
         idle = 0
         while not operation.finished:
-            if self._pass():
+            moved = self._pass()
+            self._check(operation, deadline)  # after a pass, so that what came while we slept still counts
+            if moved:
                 idle = 0
             elif idle < self.spins:
                 idle += 1
                 yield_core()
             else:
                 self._rest(operation, deadline)
-            self._check(operation, deadline)
 
     def _rest(self, operation: Operation, deadline: float) -> None:
         with self.lock:

@@ -297,7 +297,7 @@ def test_a_death_ends_waits_that_are_under_way(kind, impatient):
 
 def fed(data: bytes) -> StreamTransport:
     """A rank whose peer, rank 0, sends `data` and ends."""
-    mine, theirs = tcp_pair()
+    mine, theirs = socket.socketpair()
     theirs.sendall(data)
     theirs.close()
     return StreamTransport("sockets", 1, 5.0, {0: SocketLink(mine)}, 0)
