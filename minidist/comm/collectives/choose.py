@@ -32,6 +32,9 @@ DIRECT_BYTES = 64 << 10
 TREE_BYTES = 64 << 10
 """tree, up to this length: 2 log2(P) messages wait for each other, where the ring has 2(P-1)."""
 
+PAIRWISE_BYTES = 512 << 10
+"""pairwise, up to this length: two waits instead of the ring's 2(P-1); beyond, the ring's even flow is faster."""
+
 
 def choose(verb: str, algorithm: str, nbytes: int, size: int) -> str:
     """The name of the algorithm to run: `algorithm` itself, or what "auto" means for this call.
@@ -49,4 +52,6 @@ def choose(verb: str, algorithm: str, nbytes: int, size: int) -> str:
 def _all_reduce(nbytes: int, size: int) -> str:
     if nbytes * (size - 1) <= DIRECT_BYTES:
         return "direct"
-    return "tree" if nbytes <= TREE_BYTES else "ring"
+    if nbytes <= TREE_BYTES:
+        return "tree"
+    return "pairwise" if nbytes <= PAIRWISE_BYTES else "ring"

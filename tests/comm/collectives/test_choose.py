@@ -19,6 +19,7 @@ def test_few_bytes_go_directly_and_many_round_the_ring():
     assert choose("all_reduce", "auto", 1 << 24, 2) == "ring"
     assert choose("all_reduce", "auto", 1 << 16, 2) == "direct"  # the ring's bytes in half its messages
     assert choose("all_reduce", "auto", 1 << 16, 8) == "tree"
+    assert choose("all_reduce", "auto", 1 << 18, 4) == "pairwise"
 
 
 @pytest.mark.parametrize("verb", ALGORITHMS)
