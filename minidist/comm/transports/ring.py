@@ -24,12 +24,29 @@ import threading
 import numpy as np
 
 CAPACITY = 1 << 20          # bytes of a ring: a core's second-level cache, from which the other core reads
-PIECE_BYTES = 256 << 10     # most that is copied before it is shown to the other side, so that both work at once
+PIECE_BYTES = 512 << 10     # most that is copied before it is shown to the other side, so that both work at once
 LINE = 64                   # bytes of a cache line; what is written at once begins at a multiple of it
 RING_BYTES = 4 * LINE + CAPACITY
 
 _HEAD, _TAIL, _READER, _WRITER = (index * LINE // 8 for index in range(4))
+_PAGE = 4096
 _SHOW_BYTES = CAPACITY // 16    # the reader moves `tail` when it has read so much, or before it sleeps
+
+
+def copy(target: np.ndarray, source: np.ndarray) -> None:
+    """target[:] = source, both uint8.
+
+    On AMD's Zen 3 and 4 the memmove of glibc 2.33 to 2.38 falls to a twelfth of its speed when the target lies 1 to 15
+    bytes behind the source, modulo a page; a loop of NumPy's does not, and is otherwise a little slower.
+    """
+    if len(source) > _PAGE and 0 < (_address(target) - _address(source)) % _PAGE < 16:
+        np.positive(source, out=target)
+    else:
+        target[:] = source
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 class _End:
@@ -78,7 +95,7 @@ class RingWriter(_End):
         if count < len(payload):
             count &= -LINE
         if count:
-            self._data[begin:begin + count] = payload[:count]
+            copy(self._data[begin:begin + count], payload[:count])
             self._head += count
         if count == len(payload):
             self._head += -count % LINE

@@ -27,7 +27,7 @@ import numpy as np
 
 from minidist.comm.transports import mesh
 from minidist.comm.transports.link import ByteLink
-from minidist.comm.transports.ring import LINE, RING_BYTES, RingReader, RingWriter
+from minidist.comm.transports.ring import LINE, RING_BYTES, RingReader, RingWriter, copy
 from minidist.comm.transports.sockets import Meeting
 from minidist.comm.transports.stream import StreamTransport
 from minidist.errors import CommError
@@ -93,7 +93,7 @@ class ShmLink(ByteLink):
     def read_into(self, target: np.ndarray) -> int:
         piece = self.piece(len(target), 1)
         if len(piece):
-            target[:len(piece)] = piece
+            copy(target[:len(piece)], piece)
             self.skip(len(piece))
         return len(piece)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minidist.comm.transports.ring import CAPACITY, LINE, PIECE_BYTES, RING_BYTES, RingReader, RingWriter
+from minidist.comm.transports.ring import CAPACITY, LINE, PIECE_BYTES, RING_BYTES, RingReader, RingWriter, copy
 
 FRAMES = st.lists(st.tuples(st.integers(1, 66), st.one_of(
     st.integers(0, 300), st.integers(0, CAPACITY // 2), st.sampled_from([PIECE_BYTES, CAPACITY, CAPACITY + 1]))),
@@ -144,3 +144,15 @@ def test_two_processes_see_each_other_in_order():
         os.sched_yield()
         assert time.monotonic() < deadline
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 100_000])
+@pytest.mark.parametrize("behind", [-64, -8, 0, 1, 8, 15, 16, 4096])
+def test_copy_wherever_the_two_lie(nbytes, behind):
+    memory = np.frombuffer(mmap.mmap(-1, 1 << 18), np.uint8)
+    source = memory[1024:1024 + nbytes]
+    source[:] = np.arange(nbytes) % 251
+    target = memory[(1 << 17) + 1024 + behind:][:nbytes]
+    copy(target, source)
+    assert np.array_equal(target, np.arange(nbytes) % 251)
+    assert not memory[(1 << 17) + 1024 + behind + nbytes:].any()

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from linked import KINDS, MAKERS, add, into, linked, tag, tcp_pair
+from linked import KINDS, MAKERS, add, into, linked, tag
 
 from minidist.comm.transports import frames, stream
 from minidist.comm.transports.sockets import SocketLink
