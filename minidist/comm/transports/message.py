@@ -1,7 +1,5 @@
 """A message on its way: out (Send), asked for (Receive), or coming in (Frame)."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from minidist.comm.transport import Accept, Reduce, Tag
@@ -42,64 +40,70 @@ class Frame:
         self.receive: Receive | None = None         # None while nobody has asked for it
         self.filled = 0                             # bytes of payload that have come
         self.buffer: np.ndarray | None = None       # holds them while nobody has asked for them
+        self.settled = False                        # it is complete, and the leader has seen to its receive
         self.failure: Exception | None = None       # what `accept` or `reduce` raised; the rest is dropped
-        self._move: Callable[[ByteLink], int] = self._drop
+        self._octets: np.ndarray | None = None      # what is filled, as uint8
+        self._total: np.ndarray | None = None       # what is reduced into
 
     @property
     def complete(self) -> bool:
         return self.filled == self.header.nbytes
 
-    def take(self, link: ByteLink) -> int:
-        """Move bytes from the link to where they belong; how many."""
-        moved = self._move(link) if self.filled < self.header.nbytes else 0
-        self.filled += moved
-        return moved
-
     def keep(self) -> None:
         """Nobody has asked for this message yet: buffer its payload."""
-        self.buffer = np.empty(self.header.nbytes, np.uint8)
-        self._move = self._copier(self.buffer)
+        self.buffer = self._octets = np.empty(self.header.nbytes, np.uint8)
 
     def open(self, receive: Receive) -> None:
         """Have `receive` say where the payload goes: the bytes to come, or those buffered already."""
         self.receive = receive
         try:
-            self._aim(receive)
+            target = self._target_of(receive)
+            if self.buffer is not None:
+                self._empty_buffer(self.buffer.view(target.dtype), target, receive.reduce)
+            elif receive.reduce is None:
+                self._octets = target.view(np.uint8)
+            else:
+                self._total = target
         except Exception as error:  # the receive raises it
             self.failure = error
 
-    def _aim(self, receive: Receive) -> None:
+    def take(self, link: ByteLink) -> int:
+        """Move bytes from the link to where they belong; how many."""
+        left = self.header.nbytes - self.filled
+        if not left:
+            return 0
+        if self._octets is not None:
+            moved = link.read_into(self._octets[self.filled:])
+        else:
+            piece = link.piece(left, 1 if self._total is None else self._total.itemsize)
+            moved = len(piece)
+            if moved:
+                self._reduce(piece)
+                link.skip(moved)
+        self.filled += moved
+        return moved
+
+    def _target_of(self, receive: Receive) -> np.ndarray:
         nbytes = self.header.nbytes
         target = receive.accept(self.header.meta, nbytes)
         if target.nbytes != nbytes or target.ndim != 1 or not target.flags.c_contiguous:
             raise CommError(f"{receive} has {nbytes} bytes, and was to fill {target.nbytes}, shape {target.shape}")
-        if self.buffer is None:
-            self._move = (self._copier(target) if receive.reduce is None else self._reducer(target, receive.reduce))
-        elif receive.reduce is None:
-            target[...] = self.buffer.view(target.dtype)
+        if receive.reduce is None and not target.flags.writeable:
+            raise CommError(f"{receive} was to fill an array that is read-only")
+        return target
+
+    def _empty_buffer(self, values: np.ndarray, target: np.ndarray, reduce: Reduce | None) -> None:
+        if reduce is None:
+            target[...] = values
         else:
-            receive.reduce(target, 0, self.buffer.view(target.dtype))
+            reduce(target, 0, values)
 
-    def _drop(self, link: ByteLink) -> int:
-        moved = len(link.piece(self.header.nbytes - self.filled, 1))
-        link.skip(moved)
-        return moved
-
-    def _copier(self, target: np.ndarray) -> Callable[[ByteLink], int]:
-        octets = target.view(np.uint8)
-        return lambda link: link.read_into(octets[self.filled:])
-
-    def _reducer(self, target: np.ndarray, reduce: Reduce) -> Callable[[ByteLink], int]:
-        dtype, size = target.dtype, target.itemsize
-
-        def move(link: ByteLink) -> int:
-            piece = link.piece(self.header.nbytes - self.filled, size)
-            if len(piece):
-                try:
-                    reduce(target, self.filled // size, piece.view(dtype))
-                except Exception as error:  # the receive raises it
-                    self.failure, self._move = error, self._drop
-                link.skip(len(piece))
-            return len(piece)
-
-        return move
+    def _reduce(self, piece: np.ndarray) -> None:
+        """Combine a piece where it lies; without a total, drop it."""
+        total, receive = self._total, self.receive
+        if total is None or receive is None or receive.reduce is None:
+            return
+        try:
+            receive.reduce(total, self.filled // total.itemsize, piece.view(total.dtype))
+        except Exception as error:  # the receive raises it
+            self.failure, self._total = error, None

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from minidist import account
 from minidist.comm.transport import META_LIMIT
 from minidist.comm.transports.frames import HEADER_BYTES
 from minidist.comm.transports.link import ByteLink
@@ -60,6 +61,11 @@ class MpiTransport(StreamTransport):
         self._nap = min(2 * self._nap, _LONGEST)
 
 
+def _buffer(nbytes: int) -> np.ndarray:
+    """Bytes to receive into, told to the memory account."""
+    return account.current().hold(np.empty(nbytes, np.uint8), "communication")      # type: ignore[no-any-return]
+
+
 class MpiLink(ByteLink):
     """One peer's messages, as two streams of bytes. `_stage[_start:]` has been received and not consumed."""
 
@@ -68,7 +74,7 @@ class MpiLink(ByteLink):
     def __init__(self, comm: MPI.Comm, peer: int, one_at_a_time: threading.Lock) -> None:
         self._out = _UnderWay(lambda buffer: comm.Isend([buffer, len(buffer), MPI.BYTE], peer), one_at_a_time, True)
         self._in = _UnderWay(lambda buffer: comm.Irecv([buffer, len(buffer), MPI.BYTE], peer), one_at_a_time, False)
-        self._header = np.empty(HEADER_BYTES + META_LIMIT + SMALL_BYTES, np.uint8)
+        self._header = _buffer(HEADER_BYTES + META_LIMIT + SMALL_BYTES)
         self._stage, self._start = self._header[:0], 0
         self._spare = [np.empty(0, np.uint8)] * _DEPTH      # stages for payload to be reduced, made when needed
 
@@ -93,7 +99,7 @@ class MpiLink(ByteLink):
         if self._start == len(self._stage):
             while self._spare and self._in.nbytes < most:
                 stage = self._spare.pop()
-                stage = stage if len(stage) else np.empty(PIECE_BYTES, np.uint8)
+                stage = stage if len(stage) else _buffer(PIECE_BYTES)
                 self._in.post(stage[:most - self._in.nbytes])
             self._take()
         staged = self._stage[self._start:self._start + most]

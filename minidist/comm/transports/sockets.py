@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from minidist import account
 from minidist.comm.transports import mesh
 from minidist.comm.transports.link import ByteLink
 from minidist.comm.transports.stream import StreamTransport
@@ -108,7 +109,7 @@ class SocketLink(ByteLink):
     def _stage_more(self, most: int, expected: int) -> None:
         """Receive up to `most` bytes behind those that are staged."""
         if self._stage is None:
-            self._stage = np.empty(STAGE_BYTES, np.uint8)
+            self._stage = account.current().hold(np.empty(STAGE_BYTES, np.uint8), "communication")
         if self._start == self._stop or self._stop + most > STAGE_BYTES:
             self._to_front()
         self._stop += self._receive(self._stage[self._stop:self._stop + most], expected)

@@ -67,12 +67,12 @@ class StreamTransport(Engine):
             early = source.unexpected.take(tag)
             if early is not None:
                 source.unexpected_bytes -= early.header.nbytes
-                early.receive = receive  # if the frame is not complete yet, the leader will finish this
+                early.receive = receive  # unless the frame is settled, the leader will deliver it
             elif source.mute is not None:
                 self._end(source, receive, self._lost(source, source.mute))
             else:
                 source.posted.put(tag, receive)
-            delivers = early is not None and early.complete
+            delivers = early is not None and early.settled
             if not receive.finished:
                 self._attend(source)
         if early is not None and delivers:
@@ -181,7 +181,7 @@ class StreamTransport(Engine):
             return
         with self.lock:
             if frame.complete:
-                peer.frame = None
+                peer.frame, frame.settled = None, True
             receive = frame.receive
             if receive is not None and frame.buffer is None:
                 self._end(peer, receive, frame.failure)

@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -227,8 +228,31 @@ def test_an_array_that_does_not_fit_is_refused(kind):
         zero.start_send(1, tag(1), np.zeros(10)).wait()
         with pytest.raises(CommError, match="has 80 bytes, and was to fill 72"):
             one.start_recv(0, tag(1), into(np.zeros(9))).wait()
+        zero.start_send(1, tag(1), np.zeros(10)).wait()
+        constant = np.zeros(10)
+        constant.flags.writeable = False
+        with pytest.raises(CommError, match="read-only"):
+            one.start_recv(0, tag(1), into(constant)).wait()
         with pytest.raises(CommError, match="rank 0 of 2 has no link to rank 7"):
             zero.start_send(7, tag(1), np.zeros(1))
+
+
+@on_every_link
+def test_arrays_are_let_go_without_the_garbage_collector(kind):
+    gc.collect()
+    gc.disable()
+    try:
+        with linked(kind) as (zero, one):
+            for reduce in (None, add):
+                source, target = np.ones(BIG, np.float32), np.ones(BIG, np.float32)
+                gone = [weakref.ref(source), weakref.ref(target)]
+                sending = in_thread(zero.start_send(1, tag(1), source).wait)
+                one.start_recv(0, tag(1), into(target), reduce).wait()
+                sending.join()
+                del source, target, sending
+                until(lambda gone=gone: [ref() for ref in gone] == [None, None], 2.0)
+    finally:
+        gc.enable()
 
 
 @on_every_link
