@@ -122,7 +122,7 @@ def _chosen(only: str | None) -> list[str]:
 
 
 def _package(contender: str) -> str:
-    return '"minidist[bench]"' if contender == "gloo" else "mpich mpi4py"
+    return '-e ".[bench]"' if contender == "gloo" else "mpich mpi4py"
 
 
 def _print_all_reduce(result: dict[str, Any], console: Console) -> None:
@@ -140,7 +140,7 @@ def _print_all_reduce(result: dict[str, Any], console: Console) -> None:
             table.add_row(bytes_text(size), *row)
         console.print(table)
     if "gloo" not in result["contenders"]:
-        console.print(f"gloo was left out: pip install {_package('gloo')}", style="dim")
+        console.print(f"gloo was left out: pip install {_package('gloo')}", style="dim", markup=False)
 
 
 def _reference(contender: str) -> str | None:
@@ -177,7 +177,7 @@ def _print_step(result: dict[str, Any], console: Console) -> None:
         console.print("separate: as many processes of ours that do not communicate: what this machine's cores give",
                       style="dim")
     if not any(row["name"] == bench_step.PEER for row in rows):
-        console.print(f"PyTorch was left out: pip install {_package('gloo')}", style="dim")
+        console.print(f"PyTorch was left out: pip install {_package('gloo')}", style="dim", markup=False)
 
 
 def _alone(row: dict[str, Any]) -> str:

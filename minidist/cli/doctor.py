@@ -142,7 +142,7 @@ def _transport(name: str) -> Finding:
 def _gpu() -> Finding:
     """CuPy, the GPUs it sees, and NCCL."""
     there = shutil.which("nvidia-smi") is not None
-    advice = "pip install \"minidist[cuda13]\" (or [cuda12] for an older driver)"
+    advice = "pip install -e \".[cuda13]\" (or [cuda12] for an older driver)"
     if importlib.util.find_spec("cupy") is None:
         return Finding("GPU", OPTIONAL, "an NVIDIA driver, but no CuPy" if there else "no NVIDIA driver, no CuPy",
                        advice if there else "")
@@ -172,7 +172,7 @@ def _look(what: str, look: Callable[[], Finding], advice: str) -> Finding:
 def _extra(module: str, extra: str) -> Finding:
     name = {"sklearn": "scikit-learn"}.get(module, module)
     if importlib.util.find_spec(module) is None:
-        return Finding(name, OPTIONAL, "not installed", f"pip install \"minidist[{extra}]\"")
+        return Finding(name, OPTIONAL, "not installed", f"pip install -e \".[{extra}]\"")
     return Finding(name, OK, f"{_version(name)}, for extra {extra}")
 
 

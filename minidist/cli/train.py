@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     settings = train_options.check(args)
     size = args.ranks if starts_ranks else launch.world_size
     settings.plan(size).require(size)
+    if starts_ranks and args.transport == "mpi":
+        fail(f"--transport mpi: its ranks are mpirun's to start: mpirun -n {size} minidist train")
     if starts_ranks:
         return spawn([sys.executable, "-m", "minidist", "train", *train_options.as_arguments(args)], size)
     threads = limit_blas_threads(args.threads, launch.local_size)
@@ -55,6 +58,8 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
     """The run from the first step to the report; the same on every rank, but that rank 0 speaks and writes."""
     args = settings.args
     speaks = world.rank == 0 and not args.quiet
+    if world.rank == 0:
+        make_folder(settings.out)   # before the first step: a run whose folder cannot be made would be lost at its end
     console, on_terminal = make_console() if speaks else (Console(quiet=True), False)
     timeline = Timeline(world.world_rank, limit=TRACE_SPANS)
     timeline.follow(world.ledger)
@@ -89,6 +94,14 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
     trainer.close()
     world.barrier()      # nobody leaves, and ends the job for the others, before rank 0 has written
     return status
+
+
+def make_folder(folder: Path) -> None:
+    """Make the run folder. Raises ConfigError if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--out {folder}: {error.strerror}")
 
 
 def train_steps(trainer: Trainer, settings: train_options.Settings,

@@ -69,12 +69,11 @@ def plural(count: int, word: str) -> str:
 def write_folder(folder: Path, metrics: Metrics, timelines: list[Timeline], weights: dict[str, np.ndarray]) -> None:
     """metrics.json, trace.json, loss.png and model.safetensors.
 
-    Raises:  ConfigError if the folder cannot be written.
+    Raises:  ConfigError if a file cannot be written.
     """
     from safetensors.numpy import save_file
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "metrics.json", metrics)
         write_perfetto(folder / "trace.json", timelines)
         draw_loss(folder / "loss.png", metrics["losses"], validation=metrics["validation_loss"],
@@ -90,7 +89,7 @@ def write_folder(folder: Path, metrics: Metrics, timelines: list[Timeline], weig
 def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) -> None:
     """Losses, the sample, the ledger and the memory account beside their formulas, and where the files are."""
     recent = metrics["losses"][-max(1, len(metrics["losses"]) // 20):]
-    console.print(f"\ntraining loss {statistics.fmean(recent):.4f} (mean of the last {len(recent)} steps), "
+    console.print(f"\ntraining loss {statistics.fmean(recent):.4f} (mean of the last {plural(len(recent), 'step')}), "
                   f"validation loss {metrics['validation_loss']:.4f} nats a token; "
                   f"guessing blindly gives {np.log(metrics['config']['vocabulary']):.2f}", markup=False)
     console.print(f"{metrics['step_seconds'] * 1e3:,.1f} ms a step (median), {metrics['tokens_per_second']:,.0f} "
@@ -111,6 +110,11 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
                   markup=False, soft_wrap=True)
 
 
+def exactly(number: float) -> str:
+    """12.0 -> "12", 1234.5 -> "1,234.5"."""
+    return f"{number:,.1f}".removesuffix(".0")
+
+
 def traffic_table(metrics: Metrics) -> Table:
     """Each rank's gradient bytes and messages a step beside the formula; all ranks' together are exact."""
     size, steps, formula = metrics["size"], len(metrics["losses"]), metrics["formula"]
@@ -122,8 +126,8 @@ def traffic_table(metrics: Metrics) -> Table:
     sent, messages = ([rank[kind].get("dp", {}).get("all_reduce", 0) // steps for rank in metrics["ranks"]]
                       for kind in ("sent_bytes", "messages"))
     for rank in range(size):
-        table.add_row(str(rank), f"{sent[rank]:,}", f"{share:,.1f}", f"{messages[rank]:,}",
-                      f"{formula['messages'] / steps / size:,.1f}", end_section=rank == size - 1)
+        table.add_row(str(rank), f"{sent[rank]:,}", exactly(share), f"{messages[rank]:,}",
+                      exactly(formula["messages"] / steps / size), end_section=rank == size - 1)
     table.add_row("all", f"{sum(sent):,}", f"{formula['sent_bytes'] // steps:,}", f"{sum(messages):,}",
                   f"{formula['messages'] // steps:,}")
     return table

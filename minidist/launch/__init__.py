@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minidist.errors import LaunchError
-from minidist.launch import transports
+from minidist.launch import membership, transports
 from minidist.launch.launchers import LAUNCHERS, Launch, Launcher, detect
 from minidist.launch.membership import init, speaks_first
 
@@ -40,6 +40,10 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
     transports.check_name(transport, (*transports.THREADS, *transports.PROCESSES))
     if size < 1:
         raise LaunchError(f"run(size={size}): a job has at least one rank")
+    member = membership.current()
+    if member is not None and member.importing:     # else each rank would start a job, whose ranks start jobs, ...
+        raise LaunchError(f"{member.importing} calls md.run when it is imported, and each rank of run(transport='mpi') "
+                          "imports it for its function; put the call under `if __name__ == '__main__':`")
     if transport in transports.THREADS:
         from minidist.comm.transports.threads import run_threads
         return run_threads(fn, args, size, limit, unbuffered=transport == "threads-unbuffered")

@@ -49,6 +49,7 @@ class Membership:
         self.status = 0             # what the process is about to end with, as far as we know
         self.failed = False
         self.quiet = False          # somebody else speaks for this rank
+        self.importing = ""         # the script that a rank of run(transport="mpi") is importing for its function
         self._left = False
 
     def join(self, name: str, limit: float) -> Group:
@@ -62,6 +63,9 @@ class Membership:
         chosen = sorted({info["transport"] for info in infos})
         if len(chosen) > 1:
             raise LaunchError(f"the ranks chose different transports: {', '.join(chosen)}; give all the same one")
+        if name == "mpi" and not launch.by_mpirun:
+            raise LaunchError(f"transport 'mpi' needs ranks that mpirun started, and {launch.launcher} started these; "
+                              "use sockets or shm, or start the program with mpirun")
         transport = transports.build(name, joined.link, joined.token, limit)
         joined.link.on_loss(transport.abort)
         return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)))

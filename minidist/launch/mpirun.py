@@ -164,10 +164,14 @@ def _rank_main(folder: Path) -> None:
     task = wire.unpack((folder / "task").read_bytes())
     sys.path[:] = task["path"]
     world = membership.init(transport="mpi", limit=task["limit"])
-    if (member := membership.current()) is not None:
-        member.quiet = True                                 # the caller raises what we would print
+    member = membership.current()
+    assert member is not None
+    member.quiet = True                                     # the caller raises what we would print
     try:
-        outcome = {"result": _load(task["module"], task["name"], task["file"])(world, *task["args"])}
+        member.importing = task["file"]
+        function = _load(task["module"], task["name"], task["file"])
+        member.importing = ""
+        outcome = {"result": function(world, *task["args"])}
         packed = wire.pack(outcome)
     except Exception as error:
         _leave_file(folder, world.rank, wire.pack({"error": failures.encode(error)}))

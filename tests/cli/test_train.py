@@ -135,6 +135,7 @@ def refusals() -> list[tuple[list[str], str]]:
         (["--lr", "nan"], "--lr"),
         (["--dropout", "1"], "--dropout"),
         (["--transport", "pigeon"], "sockets"),
+        (["-n", "2", "--transport", "mpi"], "mpirun -n 2 minidist train"),
         (["--stepz", "3"], "did you mean --steps"),
         (["--device", "cuda"], "CuPy"),
         (["--out", "BOOK/run"], "not a folder"),

@@ -108,3 +108,12 @@ def test_an_mpirun_that_fails_shows_what_it_said(monkeypatch, tmp_path):
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: mpirun.Mpirun(str(fake), "mpich", "1"))
     with pytest.raises(LaunchError, match="(?s)ended with 7.*no such fabric"):
         md.run(work, [1.0], size=2, transport="mpi", limit=10)
+
+
+def test_a_script_that_runs_when_imported_is_told_so_and_starts_no_jobs_of_jobs(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text("import minidist as md\n\ndef rank(world):\n    return world.rank\n\n"
+                      "print(md.run(rank, size=2, transport='mpi', limit=20))\n")
+    done = finish(start([sys.executable, str(script)], os.environ))
+    assert done.returncode == 1
+    assert "put the call under `if __name__ == '__main__':`" in done.stderr.splitlines()[-1]
