@@ -36,11 +36,11 @@ class Model:
     heads: int = 4
     context: int = 128
     batch: int = 8
-    vocabulary: int = 256
+    vocab: int = 256
 
     def config(self) -> GPTConfig:
         """The model as minidist.nn names it."""
-        return GPTConfig(vocabulary=self.vocabulary, context=self.context, layers=self.layers, width=self.width,
+        return GPTConfig(vocabulary=self.vocab, context=self.context, layers=self.layers, width=self.width,
                          heads=self.heads)
 
     def arguments(self) -> list[str]:
@@ -120,7 +120,7 @@ def our_rank(model: Model, transport: str) -> tuple[int, Callable[[int], dict[st
     trainer(tiny).step(random_batch(16, world.size, 8))
     floor = resident_peak()
     full = trainer(model.config())
-    batch = random_batch(model.vocabulary, model.batch * world.size, model.context)
+    batch = random_batch(model.vocab, model.batch * world.size, model.context)
     return world.rank, timed(lambda: full.step(batch), floor)
 
 
@@ -137,7 +137,7 @@ def torch_rank(model: Model, folder: str, rank: int, size: int) -> tuple[int, Ca
     torch_step(tiny, ranks=size, clip=CLIP)(*map(torch.from_numpy, random_batch(16, 1, 8)))
     floor = resident_peak()
     step = torch_step(model.config(), ranks=size, clip=CLIP)
-    ids, targets = map(torch.from_numpy, random_batch(model.vocabulary, model.batch, model.context))
+    ids, targets = map(torch.from_numpy, random_batch(model.vocab, model.batch, model.context))
     return rank, timed(lambda: step(ids, targets), floor)
 
 

@@ -28,7 +28,7 @@ def test_all_reduce_table_figure_and_json(tmp_path, capsys):
 def test_step_measures_ours(tmp_path):
     """A tiny model: tokens/s are batch × context × ranks over the median step."""
     file = tmp_path / "step.json"
-    tiny = ["--layers", "1", "--width", "8", "--heads", "2", "--context", "8", "--batch", "2", "--vocabulary", "16"]
+    tiny = ["--layers", "1", "--width", "8", "--heads", "2", "--context", "8", "--batch", "2", "--vocab", "16"]
     assert main(["bench", "step", "-n", "2", "--rounds", "1", "--steps", "2", *tiny, "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
     ours = next(row for row in rows if row["name"] == "minidist")
