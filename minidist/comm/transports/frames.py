@@ -11,6 +11,7 @@ all practical purposes (64 bits), before a length among them is used.
 
 import struct
 import zlib
+from functools import lru_cache
 from typing import NamedTuple
 
 from minidist.comm.transport import META_LIMIT, Tag
@@ -23,6 +24,7 @@ PAYLOAD_LIMIT = 1 << 40         # bytes; more than any host holds
 _FIELDS = struct.Struct("<4sBxHQQQ")
 _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
+_REMEMBERED = 64    # the messages of one call mostly have one header
 
 
 class Header(NamedTuple):
@@ -34,6 +36,7 @@ class Header(NamedTuple):
     nbytes: int
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def pack_header(kind: int, tag: Tag, meta: bytes, nbytes: int, align: int) -> bytes:
     """The bytes before a payload, a multiple of `align` long. Raises CommError if `meta` has more than 4 KiB."""
     if len(meta) > META_LIMIT:
@@ -44,6 +47,7 @@ def pack_header(kind: int, tag: Tag, meta: bytes, nbytes: int, align: int) -> by
     return b"".join((fields, checksum, meta, padding))
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def header_length(start: bytes, align: int) -> int:
     """How long the header is that begins with these HEADER_BYTES. Raises CommError if they do not begin one."""
     magic, kind, meta_length, _group, _sequence, nbytes = _FIELDS.unpack_from(start)
@@ -55,6 +59,7 @@ def header_length(start: bytes, align: int) -> int:
     return HEADER_BYTES + meta_length + -(HEADER_BYTES + meta_length) % align
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def parse_header(data: bytes) -> Header:
     """The header in `data`, which is as long as header_length said. Raises CommError if it was damaged."""
     _magic, kind, meta_length, group, sequence, nbytes = _FIELDS.unpack_from(data)

@@ -1,13 +1,15 @@
 """A ring of bytes in shared memory: one process writes, another reads, without a lock and mostly without the kernel.
 
-    words, each on a cache line of its own       data, CAPACITY bytes
-    head    bytes ever written                   +--------------------------------------------------------+
-    tail    bytes ever read                      | free | unread: tail % CAPACITY ... head % CAPACITY | free |
-    reader  the reader sleeps: wake it           +--------------------------------------------------------+
+    words, each on a cache line of its own     data, CAPACITY bytes
+    head    bytes ever written                 +----------------------------------------------------------+
+    tail    bytes ever read                    | free | unread: tail % CAPACITY ... head % CAPACITY | free |
+    reader  the reader sleeps: wake it         +----------------------------------------------------------+
     writer  the writer sleeps: wake it
 
 The writer copies bytes in, then moves `head`; the reader copies them out, or adds them to an array where they lie, then
-moves `tail`. Each word has one writer, and each copies only what the other's word says is there.
+moves `tail`. A side moves only what the other's word says is there. If all has been read when a message begins, the
+writer first moves `head` on to the ring's first byte and says so in `base`, beside `head`: so messages that come one by
+one use the same few cache lines, and the same few pages, over and over.
 
 Order matters twice, and a processor keeps it only if told (ARM reorders stores; x86 reads ahead of its own stores):
 
@@ -26,10 +28,11 @@ import numpy as np
 CAPACITY = 1 << 20          # bytes of a ring: a core's second-level cache, from which the other core reads
 PIECE_BYTES = 512 << 10     # most that is copied before it is shown to the other side, so that both work at once
 LINE = 64                   # bytes of a cache line; what is written at once begins at a multiple of it
-RING_BYTES = 4 * LINE + CAPACITY
+_PAGE = 4096
+RING_BYTES = _PAGE + CAPACITY
 
 _HEAD, _TAIL, _READER, _WRITER = (index * LINE // 8 for index in range(4))
-_PAGE = 4096
+_BASE = _HEAD + 1
 _SHOW_BYTES = CAPACITY // 16    # the reader moves `tail` when it has read so much, or before it sleeps
 
 
@@ -53,8 +56,8 @@ class _End:
     """What both ends of a ring share: its words and its data, in memory that the other process sees too."""
 
     def __init__(self, memory: memoryview) -> None:
-        self._words = memory[:4 * LINE].cast("Q")
-        self._octets = memory[4 * LINE:RING_BYTES]
+        self._words = memory[:_PAGE].cast("Q")
+        self._octets = memory[_PAGE:RING_BYTES]
         self._data = np.frombuffer(self._octets, np.uint8)
         lock = threading.Lock()
         lock.acquire()
@@ -71,11 +74,12 @@ class RingWriter(_End):
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
-        self._head = self._tail = 0                 # ours; the reader's as last seen
+        self._head = self._base = 0                 # ours
+        self._tail = 0                              # the reader's as last seen
 
     def free(self) -> int:
         """Bytes that can be written now, a multiple of 64."""
-        self._tail = self._words[_TAIL]
+        self._tail = max(self._words[_TAIL], self._base)
         return (CAPACITY - (self._head - self._tail)) & -LINE
 
     def write(self, prefix: bytes, payload: np.ndarray) -> int:
@@ -83,6 +87,8 @@ class RingWriter(_End):
 
         The end of the payload is padded, so that the next prefix begins on a cache line.
         """
+        if prefix and self._words[_TAIL] == self._head:
+            self._rewind()
         free = CAPACITY - (self._head - self._tail)
         if free < len(prefix) + len(payload) + LINE:
             free = self.free()
@@ -102,6 +108,11 @@ class RingWriter(_End):
         self.fence()  # the bytes before `head`
         self._words[_HEAD] = self._head
         return len(prefix) + count
+
+    def _rewind(self) -> None:
+        """All was read: go on at the ring's first byte, where memory is in the cache already."""
+        self._head += -self._head % CAPACITY
+        self._words[_BASE] = self._base = self._tail = self._head
 
     def _put(self, prefix: bytes) -> None:
         begin = self._head % CAPACITY
@@ -138,7 +149,8 @@ class RingReader(_End):
         """Bytes that can be read now."""
         if self._words[_HEAD] != self._head:
             self._head = self._words[_HEAD]
-            self.fence()  # `head` before the bytes
+            self.fence()  # `head` before base and bytes
+            self._tail = max(self._tail, self._words[_BASE])
         return self._head - self._tail
 
     def peek(self, count: int) -> bytes | None:
@@ -154,8 +166,9 @@ class RingReader(_End):
 
         A stretch ends with the ring, a payload, or after a multiple of 64 bytes: items of 1, 2, 4, ... 64 are whole.
         """
+        unread = self.unread()
         begin = self._tail % CAPACITY
-        return self._data[begin:begin + min(most, self.unread(), CAPACITY - begin, PIECE_BYTES)]
+        return self._data[begin:begin + min(most, unread, CAPACITY - begin, PIECE_BYTES)]
 
     def skip(self, count: int) -> None:
         """Consume `count` bytes."""
@@ -168,14 +181,14 @@ class RingReader(_End):
 
     def writer_sleeps(self) -> bool:
         """Whether the writer is to be woken: it asked for it, and enough was read; answered once."""
-        if self._tail - self._shown < _SHOW_BYTES:
+        if self._tail - self._shown < _SHOW_BYTES and self._tail != self._head:
             return False
         self.show()
         return self.wakes_writer()
 
     def wakes_writer(self) -> bool:
         self.fence()  # `tail` before the writer's word
-        wakes = self._words[_WRITER] != 0 and self._words[_HEAD] - self._tail <= CAPACITY // 2
+        wakes = self._words[_WRITER] != 0 and self.unread() <= CAPACITY // 2
         if wakes:
             self._words[_WRITER] = 0
         return wakes
