@@ -1,1 +1,11 @@
-"""One short file a transport."""
+"""One short file a transport; what those between processes share stands beside them.
+
+    threads   mailbox.py                                ranks as threads; also "threads-unbuffered"
+    sockets   sockets.py   link.py  stream.py  mesh.py  ranks as processes over TCP
+    shm       shm.py       ring.py, and the same        ranks of one host, over shared memory
+    mpi       mpi.py       link.py  stream.py           ranks that mpirun started
+
+The path of a message: stream.py makes it a frame (frames.py, message.py) and matches it with the receive it belongs to
+(peer.py); a link (link.py; its kinds are SocketLink, ShmLink, MpiLink) moves its bytes; engine.py decides which thread
+does the work, and when it sleeps.
+"""

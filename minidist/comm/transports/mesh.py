@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from minidist.comm import wire
-from minidist.errors import CommError, TimeoutError
+from minidist.errors import CommError, PeerLostError, TimeoutError
 
 _CALLERS = 64                   # strangers and ranks that are answered at a time
 _ANSWER = 10.0                  # seconds that a caller has to prove who it is
@@ -31,46 +31,52 @@ _ANSWER = 10.0                  # seconds that a caller has to prove who it is
 log = logging.getLogger("minidist.comm")
 
 
-def join(world_rank: int, world_size: int, token: bytes, listener: socket.socket, dial: Callable[[int], socket.socket],
-         limit: float) -> dict[int, socket.socket]:
-    """Connect to every other rank: `dial(rank)` the lower ones, admit the higher ones at `listener`, then close it.
+class Meeting(Protocol):
+    """What connecting needs of control's ControlLink."""
+
+    world_rank: int
+
+    def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's info, in world rank order."""
+
+    def on_loss(self, callback: Callable[[PeerLostError], None]) -> None:
+        """Call `callback(error)` when a rank of the job is lost."""
+
+
+def join(link: Meeting, info: dict[str, Any], listener: socket.socket, dial: Callable[[dict[str, Any]], socket.socket],
+         token: bytes, limit: float) -> dict[int, socket.socket]:
+    """Connect to every other rank: `dial(its info)` the lower ones, admit the higher ones at `listener`; close that.
 
     Returns: the connections by world rank, in blocking mode without timeout.
-    Raises:  HandshakeError if a rank dialled is not of this job; TimeoutError naming the ranks that did not come.
+    Raises:  HandshakeError if a rank dialled is not of this job; TimeoutError naming the ranks that did not come;
+             PeerLostError if one was lost meanwhile; CommError if it cannot be reached.
     """
-    deadline = time.monotonic() + limit
-    links: dict[int, socket.socket] = {}
+    deadline, world_rank = time.monotonic() + limit, link.world_rank
+    connections: dict[int, socket.socket] = {}
     try:
+        infos = link.meet(info)
         for rank in range(world_rank):
-            links[rank] = _dial(rank, world_rank, token, dial, deadline)
-        callers = _Doorkeeper(listener, token, set(range(world_rank + 1, world_size)))
-        for _ in range(world_rank + 1, world_size):
-            missing = sorted(set(range(world_size)) - set(links) - {world_rank})
+            try:
+                connections[rank] = dial(infos[rank])
+            except OSError as error:
+                raise CommError(f"rank {world_rank} cannot connect to rank {rank}: {error}") from error
+            wire.greet(connections[rank], token, {"world_rank": world_rank}, max(0.0, deadline - time.monotonic()))
+            connections[rank].settimeout(None)
+        missing = set(range(world_rank + 1, len(infos)))
+        callers = _Doorkeeper(listener, token, set(missing))
+        link.on_loss(callers.tell)
+        while missing:
             rank, sock = callers.next(max(0.0, deadline - time.monotonic()),
-                                      f"rank {world_rank} waited {limit:g} s for a connection from ranks {missing}")
-            links[rank] = sock
-    except CommError:
-        for sock in links.values():
+                                      f"rank {world_rank} waited {limit:g} s for ranks {sorted(missing)} to connect")
+            connections[rank] = sock
+            missing.remove(rank)
+    except BaseException:
+        for sock in connections.values():
             sock.close()
         raise
     finally:
-        _end(listener)
-    return links
-
-
-def _dial(rank: int, world_rank: int, token: bytes, dial: Callable[[int], socket.socket],
-          deadline: float) -> socket.socket:
-    try:
-        sock = dial(rank)
-    except OSError as error:
-        raise CommError(f"rank {world_rank} cannot connect to rank {rank}: {error}") from error
-    try:
-        wire.greet(sock, token, {"world_rank": world_rank}, max(0.0, deadline - time.monotonic()))
-        sock.settimeout(None)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+        _close(listener)
+    return connections
 
 
 class _Doorkeeper:
@@ -78,7 +84,7 @@ class _Doorkeeper:
 
     def __init__(self, listener: socket.socket, token: bytes, expected: set[int]) -> None:
         self.listener, self.token, self.expected = listener, token, expected
-        self.admitted: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+        self.news: queue.SimpleQueue[tuple[int, socket.socket] | PeerLostError] = queue.SimpleQueue()
         self.lock, self.seats = threading.Lock(), threading.BoundedSemaphore(_CALLERS)
         if expected:
             threading.Thread(target=self.open, name="mesh doorkeeper", daemon=True).start()
@@ -86,9 +92,16 @@ class _Doorkeeper:
     def next(self, seconds: float, late: str) -> tuple[int, socket.socket]:
         """The next rank admitted, and its connection. Raises TimeoutError saying `late` after `seconds`."""
         try:
-            return self.admitted.get(timeout=seconds)
+            news = self.news.get(timeout=seconds)
         except queue.Empty:
             raise TimeoutError(late) from None
+        if isinstance(news, PeerLostError):
+            raise news
+        return news
+
+    def tell(self, error: PeerLostError) -> None:
+        """A rank was lost: who waits in next() hears of it."""
+        self.news.put(error)
 
     def open(self) -> None:
         """Take calls until the listener is shut down or everybody is here."""
@@ -109,7 +122,7 @@ class _Doorkeeper:
                     raise CommError(f"a caller said it is rank {rank!r}; expected are {sorted(self.expected)}")
                 self.expected.remove(rank)
             sock.settimeout(None)
-            self.admitted.put((rank, sock))
+            self.news.put((rank, sock))
         except (CommError, OSError) as error:
             log.warning("refused a connection: %s", error)
             sock.close()
@@ -163,7 +176,7 @@ def _connect(sock: socket.socket, address: Any, limit: float) -> socket.socket:
     return sock
 
 
-def _end(listener: socket.socket) -> None:
+def _close(listener: socket.socket) -> None:
     address = listener.getsockname()
     with suppress(OSError):
         listener.shutdown(socket.SHUT_RDWR)  # wakes the doorkeeper; close alone would not

@@ -22,13 +22,13 @@ import select
 import socket
 import tempfile
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
 from minidist.comm.transports import mesh
 from minidist.comm.transports.link import ByteLink
 from minidist.comm.transports.ring import LINE, RING_BYTES, RingReader, RingWriter, copy
-from minidist.comm.transports.sockets import Meeting
 from minidist.comm.transports.stream import StreamTransport
 from minidist.errors import CommError
 
@@ -38,19 +38,26 @@ SPINS, SPINS_CROWDED = 200, 20  # looks at the rings before sleeping: where each
 class ShmTransport(StreamTransport):
     """One rank's rings to all others, which must be on the same host."""
 
-    def __init__(self, world_rank: int, link: Meeting, token: bytes, limit: float) -> None:
+    def __init__(self, world_rank: int, link: mesh.Meeting, token: bytes, limit: float) -> None:
+        here = platform.node()
+
+        def dial(info: dict[str, Any]) -> socket.socket:
+            if info["host"] != here:
+                raise CommError(f"shm joins ranks of one host, but rank {world_rank} is on {here} and another on "
+                                f"{info['host']}; take the transport sockets")
+            return mesh.dial_unix(info["address"], limit)
+
         listener = mesh.listen_unix()
-        infos = link.meet({"transport": "shm", "host": platform.node(), "address": listener.getsockname()})
-        hosts = [info["host"] for info in infos]
-        if len(set(hosts)) > 1:
-            listener.close()
-            raise CommError(f"shm joins ranks of one host, but rank 0 is on {hosts[0]} and rank {world_rank} on "
-                            f"{hosts[world_rank]}; use --transport sockets")
-        connections = mesh.join(world_rank, len(infos), token, listener,
-                                lambda rank: mesh.dial_unix(infos[rank]["address"], limit), limit)
-        crowded = len(infos) > len(os.sched_getaffinity(0))
+        info = {"transport": "shm", "host": here, "address": listener.getsockname()}
+        connections = mesh.join(link, info, listener, dial, token, limit)
         links = _share(world_rank, connections, limit)
-        super().__init__("shm", world_rank, limit, links, SPINS_CROWDED if crowded else SPINS)
+        spins = SPINS if len(links) < _cores() else SPINS_CROWDED
+        super().__init__("shm", world_rank, limit, links, spins)
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class ShmLink(ByteLink):

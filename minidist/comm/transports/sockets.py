@@ -14,7 +14,7 @@ Cost of a message: one copy into the kernel and one out of it, about 3 system ca
 import select
 import socket
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -30,13 +30,6 @@ LOW_WATER = 128 << 10       # of a long message, wake us for no less: each wake-
 SPINS = 20                  # looks at the sockets before sleeping
 
 
-class Meeting(Protocol):
-    """The part of control's ControlLink that a transport needs."""
-
-    def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's info, in world rank order."""
-
-
 class SocketsTransport(StreamTransport):
     """One rank's connections to all others.
 
@@ -44,14 +37,14 @@ class SocketsTransport(StreamTransport):
     Raises:  HandshakeError, TimeoutError: see mesh.join.
     """
 
-    def __init__(self, world_rank: int, link: Meeting, token: bytes, limit: float, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, world_rank: int, link: mesh.Meeting, token: bytes, limit: float, *,
+                 host: str = "127.0.0.1") -> None:
+        def dial(info: dict[str, Any]) -> socket.socket:
+            return mesh.dial_tcp(info["host"], info["port"], BUFFER_BYTES, limit)
+
         listener = mesh.listen_tcp(host, BUFFER_BYTES)
-        infos = link.meet({"transport": "sockets", "host": host, "port": listener.getsockname()[1]})
-
-        def dial(rank: int) -> socket.socket:
-            return mesh.dial_tcp(infos[rank]["host"], infos[rank]["port"], BUFFER_BYTES, limit)
-
-        connections = mesh.join(world_rank, len(infos), token, listener, dial, limit)
+        info = {"transport": "sockets", "host": host, "port": listener.getsockname()[1]}
+        connections = mesh.join(link, info, listener, dial, token, limit)
         links = {rank: SocketLink(sock) for rank, sock in connections.items()}
         super().__init__("sockets", world_rank, limit, links, SPINS)
 
