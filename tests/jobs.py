@@ -12,8 +12,14 @@ JOB = str(Path(__file__).parent / "launch" / "job.py")
 BIN = Path(sys.executable).parent
 
 
-def finish(process, limit=30):
-    out, err = process.communicate(timeout=limit)
+def finish(process, limit=60):
+    """What the process said and how it ended; one that takes longer than `limit` s is killed and fails the test."""
+    try:
+        out, err = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

@@ -144,7 +144,7 @@ def test_something_else_on_the_port_is_named():
 @given(st.binary(max_size=300))
 def test_random_bytes_never_get_in(data):
     with tcp_pair() as (client, server), ThreadPoolExecutor(1) as pool:
-        admission = pool.submit(wire.admit, server, TOKEN, 2.0)
+        admission = pool.submit(wire.admit, server, TOKEN, 20.0)
         client.sendall(data)
         client.shutdown(socket.SHUT_WR)
         assert isinstance(admission.exception(), HandshakeError)
