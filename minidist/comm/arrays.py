@@ -37,7 +37,7 @@ def apart(array: np.ndarray, out: Any, part: np.ndarray | None = None) -> np.nda
 
     They may be the same elements at the same places, or `out` be just the `part` of the array that it replaces.
     """
-    if not isinstance(out, np.ndarray) or not np.may_share_memory(array, out):
+    if out is array or not isinstance(out, np.ndarray) or not np.may_share_memory(array, out):
         return array
     if _same_elements(array if part is None else part, out):
         return array
@@ -51,10 +51,10 @@ def _same_elements(a: np.ndarray, b: np.ndarray) -> bool:
 
 def device_of(*arrays: Any) -> str | None:
     """Where the first of these that is an array lives; "cpu" for other values; None if all are None."""
-    given = [array for array in arrays if array is not None]
-    if not given:
-        return None
-    return backend.device_of(given[0]) if backend.is_array(given[0]) else "cpu"
+    for array in arrays:
+        if array is not None:
+            return backend.device_of(array) if backend.is_array(array) else "cpu"
+    return None
 
 
 class Result:
@@ -123,14 +123,26 @@ class Rows:
             place[...] = self._own
         return place
 
-    def place(self, rank: int) -> Place:
-        """Where the block of `rank` is received."""
-        def of_rank(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-            if self._whole is None or shape != self._own.shape:
+    def place(self, rank: int, count: int = 1) -> Place:
+        """Where the block of `rank` is received, or those of `count` ranks from `rank` on, already joined."""
+        def of_ranks(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+            rows = len(self._own)
+            if self._whole is None or shape != (count * rows, *self._own.shape[1:]):
                 return account.current().hold(np.empty(shape, dtype), "communication")
-            return self._whole[rank * len(self._own):(rank + 1) * len(self._own)]
+            return self._whole[rank * rows:(rank + count) * rows]
 
-        return of_rank
+        return of_ranks
+
+    def merge(self, rank: int, count: int, blocks: list[np.ndarray]) -> np.ndarray:
+        """The blocks of `count` ranks from `rank` on, as one: a view of the result if all of them stand in it."""
+        length = sum(len(block) for block in blocks)
+        joined, start = self.place(rank, count)((length, *self._own.shape[1:]), self._own.dtype), 0
+        for block in blocks:
+            place = joined[start:start + len(block)]
+            if not _same_elements(place, block):
+                place[...] = block
+            start += len(block)
+        return joined
 
     def place_whole(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Where all blocks at once are received."""

@@ -3,8 +3,8 @@
     formula = FORMULAS["all_reduce", "ring"]
     formula.nbytes, formula.bytes_of(Case(size=4, nbytes=4000))       # "2(P-1)n", 24000
 
-They are exact, also where P does not divide n. Letters: P ranks; n the bytes of the array that each rank brings (or the
-root does); b_r the bytes of rank r's block, N their sum; p_rd the bytes of the part from rank r for rank d.
+They are exact, also where P does not divide n. Letters: P ranks, Q the largest power of two among the numbers up
+to P; n the bytes of the array that each rank brings (or the root does); b_r the bytes of rank r's block, N their sum; p_rd the bytes of the part from rank r for rank d.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,6 +41,17 @@ class Case:
         return self.others.bit_length()
 
 
+    @property
+    def core(self) -> int:
+        """Q."""
+        return 1 << (self.size.bit_length() - 1)
+
+    @property
+    def surplus(self) -> list[int]:
+        """The ranks that halving and doubling fold into the ones before them."""
+        return [2 * pair + 1 for pair in range(self.size - self.core)]
+
+
 @dataclass(frozen=True)
 class Formula:
     """Messages and bytes of one algorithm, to read and to compute; `steps`: how many messages wait for each other."""
@@ -73,12 +84,23 @@ def _by_rank_0(case: Case) -> int:
                for src, row in enumerate(case.parts) for dst, part in enumerate(row) if src != dst)
 
 
+def _halvings(case: Case) -> int:
+    """Messages of the core that halves or doubles once, and of fold and unfold."""
+    return case.core * (case.core.bit_length() - 1) + 2 * len(case.surplus)
+
+
+def _surplus_twice(case: Case, whole: int) -> int:
+    """P-1 times the whole, and the surplus ranks' blocks once more: folded in, or handed on."""
+    return case.others * whole + sum(case.blocks[rank] for rank in case.surplus)
+
+
 _ONE_EACH = ("P-1", lambda case: case.others)
 _TWO_EACH = ("2(P-1)", lambda case: 2 * case.others)
 _RING = ("P(P-1)", lambda case: case.size * case.others)
 _WHOLE = ("(P-1)n", lambda case: case.others * case.nbytes)
 _TWICE = ("2(P-1)n", lambda case: 2 * case.others * case.nbytes)
 _BLOCKS = ("N - b_root", _but_root)
+_HALVINGS = ("Q log2 Q + 2(P-Q)", _halvings)
 _NO_BYTES = ("0", lambda case: 0)
 
 FORMULAS: dict[tuple[str, str], Formula] = {
@@ -91,16 +113,27 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all_reduce", "ring"): Formula("2P(P-1)", lambda case: 2 * case.size * case.others, *_TWICE, "2(P-1)"),
     ("all_reduce", "direct"): Formula(*_RING, "P(P-1)n", lambda case: case.size * case.others * case.nbytes, "1"),
     ("all_reduce", "pairwise"): Formula("2P(P-1)", lambda case: 2 * case.size * case.others, *_TWICE, "2"),
+    ("all_reduce", "doubling"): Formula(*_HALVINGS, "(Q log2 Q + 2(P-Q)) n",
+                                        lambda case: _halvings(case) * case.nbytes, "log2 Q, +2 if P != Q"),
+    ("all_reduce", "halving-doubling"): Formula(
+        "2 Q log2 Q + 2(P-Q)", lambda case: 2 * _halvings(case) - 2 * len(case.surplus), *_TWICE,
+        "2 log2 Q, +2 if P != Q"),
     ("gather", "naive"): Formula(*_ONE_EACH, *_BLOCKS, "P-1"),
     ("all_gather", "naive"): Formula(*_TWO_EACH, "P N - b_0",
                                      lambda case: case.size * sum(case.blocks) - case.blocks[0],
                                      "2(P-1)"),
     ("all_gather", "ring"): Formula(*_RING, "(P-1)N", lambda case: case.others * sum(case.blocks), "P-1"),
+    ("all_gather", "halving-doubling"): Formula(*_HALVINGS, "(P-1)N + b_r of the surplus ranks",
+                                                lambda case: _surplus_twice(case, sum(case.blocks)),
+                                                "log2 Q, +2 if P != Q"),
     ("scatter", "naive"): Formula(*_ONE_EACH, *_BLOCKS, "P-1"),
     ("reduce_scatter", "naive"): Formula(*_TWO_EACH, "P n - b_0", lambda case: case.size * case.nbytes - case.blocks[0],
                                          "2(P-1)"),
     ("reduce_scatter", "ring"): Formula(*_RING, *_WHOLE, "P-1"),
     ("reduce_scatter", "pairwise"): Formula(*_RING, *_WHOLE, "1"),
+    ("reduce_scatter", "halving-doubling"): Formula(*_HALVINGS, "(P-1)n + b_r of the surplus ranks",
+                                                    lambda case: _surplus_twice(case, case.nbytes),
+                                                    "log2 Q, +2 if P != Q"),
     ("all_to_all", "naive"): Formula("2(P-1)^2", lambda case: 2 * case.others ** 2,
                                      "sum of p_rd over r != d, twice where neither is 0", _by_rank_0, "2(P-1)^2"),
     ("all_to_all", "pairwise"): Formula(*_RING, "sum of p_rd over r != d", _leaving, "P-1"),

@@ -153,7 +153,7 @@ class Group:
 
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod (see collectives/reduction.py).
                  out: may be x, which is then reduced in place, without a copy.
-                 algorithm: naive, tree, ring, direct, pairwise.
+                 algorithm: naive, tree, ring, direct, pairwise, doubling, halving-doubling.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
         return self._run(verbs.all_reduce(self, x, op, out, algorithm))
@@ -166,7 +166,7 @@ class Group:
         """Chunk `rank` of what all_reduce would give, flattened and cut in `size` as numpy.array_split does: one dim.
 
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod. out: may be that chunk of x.
-                 algorithm: naive, ring, pairwise.
+                 algorithm: naive, ring, pairwise, halving-doubling.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
         return self._run(verbs.reduce_scatter(self, x, op, out, algorithm))
@@ -179,7 +179,7 @@ class Group:
         """All ranks' arrays one after the other along the first dim, on every rank.
 
         Args:    x: (m, ...), where m may differ between ranks; a number is one row. It may be its own part of `out`.
-                 algorithm: naive, ring.
+                 algorithm: naive, ring, halving-doubling.
         """
         return self._run(verbs.all_gather(self, x, out, algorithm))
 

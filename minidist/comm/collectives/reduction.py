@@ -1,7 +1,7 @@
 """What an op does to two arrays, and in which dtype it adds up.
 
 float16, bfloat16 and the float8s combine in float32 and are rounded once: once a hop where a partial result travels
-(ring, tree), once altogether where one rank sees every value (naive, direct). Every other dtype combines in itself, as
+(ring, tree, halving and doubling), once altogether where one rank sees every value (naive, direct). Every other dtype combines in itself, as
 NumPy's ufuncs do: integers wrap round, bool's sum and max are "or", its prod and min "and", NaN wins in max and min.
 """
 
@@ -43,6 +43,17 @@ class Reduction(NamedTuple):
         def reduce(target: np.ndarray, start: int, piece: np.ndarray) -> None:
             stop = start + len(piece)
             ufunc(source[start:stop], piece, out=target[start:stop], dtype=loop, casting="same_kind")
+
+        return reduce
+
+    def behind(self, source: np.ndarray) -> Reduce:
+        """The Reduce that writes target = what arrives (op) source: for two ranks that add the same two values, and
+        must get the same bits (of a NaN, or of -0 against 0), though the one's own is what arrives at the other."""
+        ufunc, loop = UFUNCS[self.op], self.loop
+
+        def reduce(target: np.ndarray, start: int, piece: np.ndarray) -> None:
+            stop = start + len(piece)
+            ufunc(piece, source[start:stop], out=target[start:stop], dtype=loop, casting="same_kind")
 
         return reduce
 

@@ -7,7 +7,7 @@ import pytest
 from collective_checker import Drawn, bring, call
 from helpers import THREADS, run
 
-from minidist.comm.collectives import direct, dissemination, naive, pairwise, ring, tree
+from minidist.comm.collectives import direct, dissemination, halving_doubling, naive, pairwise, ring, tree
 
 DIAGRAMS = {
     ("all_reduce", "ring"): [ring.reduce_around, ring.gather_around],
@@ -16,6 +16,10 @@ DIAGRAMS = {
     ("all_reduce", "direct"): [direct.all_reduce],
     ("all_reduce", "pairwise"): [pairwise.reduce_scatter, pairwise.tell_all],
     ("reduce_scatter", "pairwise"): [pairwise.reduce_scatter],
+    ("all_reduce", "halving-doubling"): [halving_doubling.halve, halving_doubling.double],
+    ("all_reduce", "doubling"): [halving_doubling.double_whole],
+    ("reduce_scatter", "halving-doubling"): [halving_doubling.halve],
+    ("all_gather", "halving-doubling"): [halving_doubling.all_gather],
     ("all_to_all", "pairwise"): [pairwise.all_to_all],
     ("barrier", "dissemination"): [dissemination.barrier],
     ("broadcast", "tree"): [tree.broadcast],

@@ -1,0 +1,268 @@
+"""Halving and doubling: log2(P) steps with a partner twice as near, or twice as far, each time.
+
+    P=4                  r0             r1             r2             r3
+    start                a0 a1 a2 a3    b0 b1 b2 b3    c0 c1 c2 c3    d0 d1 d2 d3
+    halving, step 0      ac0 ac1        bd0 bd1        ac2 ac3        bd2 bd3         half the array, with rank +-2
+    halving, step 1      sum0           sum1           sum2           sum3            a quarter, with rank +-1
+    doubling, step 2     sum0 sum1      sum0 sum1      sum2 sum3      sum2 sum3       a quarter, with rank +-1
+    doubling, step 3     sum0 sum1 sum2 sum3 on all                                   half, with rank +-2
+
+The ring's bytes exactly, in 2 log2(P) steps instead of 2(P-1). It needs 2^k ranks. Where P is none, take Q, the largest
+below it: the first P-Q pairs of neighbours each speak with one voice. The second of a pair is surplus: it hands what it
+has to the first (fold), and is told the result in the end (unfold); the Q others, the core, halve and double. Pairs are
+neighbours so that what a core rank speaks for is always one stretch of the array:
+
+    P=6, Q=4    ranks 0 1 | 2 3 | 4 | 5      core: 0 2 4 5      surplus: 1 3
+
+notes: N4 §2.    Source: Thakur, Rabenseifner & Gropp 2005; Rabenseifner 2004.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from minidist.comm.arrays import Rows
+from minidist.comm.call import Call
+from minidist.comm.collectives.chunks import bounds
+from minidist.comm.collectives.reduction import Reduction
+
+
+class Core(NamedTuple):
+    """The Q = 2^k ranks that halve and double, as this rank sees them.
+
+    Attributes: firsts  place j of the core is rank firsts[j] and speaks for the ranks up to firsts[j+1]
+                place   this rank's, or that of the rank that speaks for it
+                alone   whether it speaks for this rank only
+                surplus whether this rank is not of the core
+    """
+
+    firsts: Sequence[int]
+    place: int
+    alone: bool
+    surplus: bool
+
+    @property
+    def size(self) -> int:
+        """Q."""
+        return len(self.firsts) - 1
+
+    @property
+    def folds(self) -> int:
+        """Steps of a fold: 1, or 0 if P is a power of two."""
+        return int(self.firsts[-1] > self.size)
+
+    def stretch(self, place: int, distance: int) -> tuple[int, int]:
+        """The ranks (first, behind the last) that the `distance` places around `place` speak for: aligned at 2^k."""
+        start = place - place % distance
+        return self.firsts[start], self.firsts[start + distance]
+
+
+def core_of(call: Call) -> Core:
+    """Who halves and doubles in this call."""
+    firsts = bounds(call.size, 1 << (call.size.bit_length() - 1))
+    place = max(place for place, first in enumerate(firsts[:-1]) if first <= call.rank)
+    return Core(firsts, place, firsts[place + 1] - firsts[place] == 1, firsts[place] != call.rank)
+
+
+def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """Rabenseifner's: halve, then double, in `out`.
+
+    Args:    x, out (n,), contiguous; x is only read, and may be out.
+    Cost:    2 log2(Q) messages per core rank, and one to and one from each of P-Q surplus ranks: in all
+             2 Q log2(Q) + 2(P-Q), 2 log2(Q) + 2 one after the other (without the 2 where P = Q).
+             2(P-1)*nbytes over all ranks, exactly. No workspace: partial sums stand in `out`.
+    Rounding: low precision is added in float32 and rounded once a step, ceil(log2 P) times.
+    """
+    if call.size == 1:
+        op.finish(x, out)
+        return
+    _agree(call)
+    core, cut = core_of(call), bounds(len(x), call.size)
+    values = fold(call, core, x, out, op)
+    if not core.surplus:
+        halve(call, core, values, out, cut, op)
+        own = out[_elements(core, core.place, 1, cut)]
+        op.finish(own, own)
+        double(call, core, out, cut, first_step=core.folds + _log(core.size))
+    unfold(call, core, out, step=1 + 2 * _log(core.size))
+
+
+def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """Halve alone; a core rank ends with the chunks it speaks for, and hands on the second.
+
+    Args:    x (n,), contiguous, only read; out: chunk `rank`, at most ceil(n/P) elements; may be that part of x.
+    Cost:    log2(Q) messages per core rank, and one to and one from each of P-Q surplus ranks: in all
+             Q log2(Q) + 2(P-Q). Over all ranks (P-1)*nbytes, and the chunks of the surplus ranks once more.
+             Workspace: n elements, on core ranks. One copy of a chunk.
+    Rounding: as all_reduce.
+    """
+    if call.size == 1:
+        op.finish(x, out)
+        return
+    _agree(call)
+    core, cut = core_of(call), bounds(len(x), call.size)
+    if core.surplus:
+        fold(call, core, x, x, op)
+        call.recv(call.prev_rank, out)
+        return
+    partial = call.workspace(len(x), x.dtype)
+    values = fold(call, core, x, partial, op)
+    halve(call, core, values, partial, cut, op)
+    own = partial[cut[call.rank]:cut[call.rank + 1]]
+    op.finish(own, out)
+    if not core.alone:
+        theirs = partial[cut[call.rank + 1]:cut[call.rank + 2]]
+        op.finish(theirs, theirs)
+        call.send(call.next_rank, theirs, step=1 + _log(core.size), chunk=call.next_rank)
+
+
+def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
+    """Double alone, with blocks of any length: what a rank has is always one stretch of the result.
+
+    P=4      r0 sends    r1 sends    r2 sends    r3 sends
+    step 0   -> r1       -> r0       -> r3       -> r2
+    step 1   -> r2       -> r3       -> r0       -> r1
+
+    Args:    own (m, ...), any m, this rank's block; rows: where the others' are received. Each message says the shape
+             of the blocks in it joined: nobody needs to know where one ends and the next begins.
+    Returns: all blocks, one after the other in rank order.
+    Cost:    Q log2(Q) + 2(P-Q) messages in all; (P-1)*(the bytes of all blocks) over all ranks, and the blocks of the
+             surplus ranks once more. No copy where all blocks have one length.
+    """
+    _agree(call)
+    core = core_of(call)
+    if core.surplus:
+        call.send_block(call.prev_rank, own, step=0)
+        return call.recv_block(call.prev_rank, rows.place_whole)
+    have = own
+    if not core.alone:
+        theirs = call.recv_block(call.next_rank, rows.place(call.next_rank))
+        have = rows.merge(call.rank, 2, [own, theirs])
+    for step in range(_log(core.size)):
+        distance = 1 << step
+        partner = core.place ^ distance
+        first, behind = core.stretch(partner, distance)
+        theirs = call.exchange_blocks(core.firsts[partner], have, core.firsts[partner],
+                                      rows.place(first, behind - first), step=core.folds + step)
+        first, behind = core.stretch(core.place, 2 * distance)
+        have = rows.merge(first, behind - first, [have, theirs] if partner > core.place else [theirs, have])
+    whole = rows.join([have])
+    if not core.alone:
+        call.send_block(call.next_rank, whole, step=1 + _log(core.size))
+    return whole
+
+
+def double_whole(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """Every step exchanges whole arrays; each rank adds all of it: the fewest steps, for arrays that are small.
+
+    P=4      r0 sends    r1 sends    r2 sends    r3 sends
+    step 0   x -> r1     x -> r0     x -> r3     x -> r2
+    step 1   x -> r2     x -> r3     x -> r0     x -> r1
+
+    Two partners add the same two values in the same order, lower rank first, so that all ranks end with the same bits.
+
+    Args:    x, out (n,), contiguous; x is only read, and may be out.
+    Cost:    Q log2(Q) + 2(P-Q) messages in all, log2(Q) + 2 one after the other (without the 2 where P = Q), each of
+             the whole array. Workspace: n elements; a copy of the array at the end of every second step count.
+    Rounding: low precision is added in float32 and rounded once a step, ceil(log2 P) times.
+    """
+    if call.size == 1:
+        op.finish(x, out)
+        return
+    _agree(call)
+    core = core_of(call)
+    values = fold(call, core, x, out, op)
+    if not core.surplus:
+        spare = call.workspace(len(x), x.dtype)
+        for step in range(_log(core.size)):
+            partner = core.place ^ (1 << step)
+            peer = core.firsts[partner]
+            target = spare if np.may_share_memory(values, out) else out    # never what is being sent
+            call.exchange(peer, values, peer, target, (op.into if partner > core.place else op.behind)(values),
+                          step=core.folds + step)
+            values = target
+        op.finish(values, out)
+    unfold(call, core, out, step=1 + _log(core.size))
+
+
+# ----------------------------------------------------------------------------------------------------------- the parts
+
+
+def fold(call: Call, core: Core, x: np.ndarray, total: np.ndarray, op: Reduction) -> np.ndarray:
+    """A surplus rank sends x to the rank before it, which writes the sum of both into `total`.
+
+    P=3      step 0   r1 -> r0
+
+    Returns: what this rank brings to the core: `total`, or x where it speaks for itself alone.
+    Cost:    P-Q messages of the whole array. `total` may be x.
+    """
+    if core.surplus:
+        call.send(call.prev_rank, x, step=0)
+    elif not core.alone:
+        call.recv(call.next_rank, total, op.into(x))
+        return total
+    return x
+
+
+def unfold(call: Call, core: Core, out: np.ndarray, step: int) -> None:
+    """Each surplus rank is told the result. Cost: P-Q messages of the whole array."""
+    if core.surplus:
+        call.recv(call.prev_rank, out)
+    elif not core.alone:
+        call.send(call.next_rank, out, step=step)
+
+
+def halve(call: Call, core: Core, values: np.ndarray, partial: np.ndarray, cut: Sequence[int], op: Reduction) -> None:
+    """Recursive halving: each step sends one half of what is left, and adds what arrives to the other.
+
+    P=4      r0 sends     r1 sends     r2 sends     r3 sends
+    step 0   c2:4 -> r2   c2:4 -> r3   c0:2 -> r0   c0:2 -> r1
+    step 1   c1:2 -> r1   c0:1 -> r0   c3:4 -> r3   c2:3 -> r2
+
+    Args:    values   (n,), this rank's, only read; `cut` in one chunk a rank of the group.
+             partial  (n,): partial sums, in the places of their chunks; ends with the chunks this rank speaks for. May
+                      be `values`.
+    Cost:    log2(Q) messages per core rank; (Q-1)*nbytes over all ranks, exactly: no copy, no allocation.
+    """
+    for step in range(_log(core.size)):
+        distance = core.size >> (step + 1)
+        partner = core.place ^ distance
+        peer = core.firsts[partner]
+        give, keep = _elements(core, partner, distance, cut), _elements(core, core.place, distance, cut)
+        call.exchange(peer, values[give], peer, partial[keep], op.into(values[keep]), step=core.folds + step)
+        values = partial
+
+
+def double(call: Call, core: Core, sums: np.ndarray, cut: Sequence[int], first_step: int) -> None:
+    """Recursive doubling: each step sends all that this rank has, and so doubles what it has.
+
+    P=4      r0 sends     r1 sends     r2 sends     r3 sends
+    step 0   c0:1 -> r1   c1:2 -> r0   c2:3 -> r3   c3:4 -> r2
+    step 1   c0:2 -> r2   c0:2 -> r3   c2:4 -> r0   c2:4 -> r1
+
+    Args:    sums (n,): full where this rank speaks; the rest is filled.
+    Cost:    log2(Q) messages per core rank; (Q-1)*nbytes over all ranks, exactly; no copy.
+    """
+    for step in range(_log(core.size)):
+        partner = core.place ^ (1 << step)
+        peer = core.firsts[partner]
+        mine, theirs = _elements(core, core.place, 1 << step, cut), _elements(core, partner, 1 << step, cut)
+        call.exchange(peer, sums[mine], peer, sums[theirs], step=first_step + step)
+
+
+def _elements(core: Core, place: int, distance: int, cut: Sequence[int]) -> slice:
+    """The chunks that the `distance` places around `place` speak for, as one stretch of the array."""
+    first, behind = core.stretch(place, distance)
+    return slice(cut[first], cut[behind])
+
+
+def _agree(call: Call) -> None:
+    """Partners are not always neighbours; two ranks always are."""
+    if call.size > 2:
+        call.agree()
+
+
+def _log(size: int) -> int:
+    """log2 of a power of two."""
+    return size.bit_length() - 1
