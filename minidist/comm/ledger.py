@@ -43,6 +43,12 @@ class Count:
     messages: int = 0
 
 
+class _Here(threading.local):
+    """What holds for one thread: control() does for the thread that said it."""
+
+    in_control = False
+
+
 class Ledger:
     """Counts of one rank, shared by all its groups. Safe to use from several threads."""
 
@@ -52,7 +58,7 @@ class Ledger:
         self.subscribers: tuple[Callable[[Event], None], ...] = ()
         self._counts: dict[tuple[str, str, str, str], Count] = {}    # (phase, axis, verb, algorithm)
         self._lock = threading.Lock()
-        self._local = threading.local()                              # control() holds for the thread that said it
+        self._here = _Here()
 
     def record(self, axis: str, verb: str, algorithm: str, nbytes: int, messages: int = 1,
                phase: str | None = None) -> None:
@@ -75,17 +81,16 @@ class Ledger:
     @contextmanager
     def control(self) -> Iterator[None]:
         """Count calls that this thread begins in the block under the axis "control"."""
-        before = self.in_control
-        self._local.control = True
+        before, self._here.in_control = self._here.in_control, True
         try:
             yield
         finally:
-            self._local.control = before
+            self._here.in_control = before
 
     @property
     def in_control(self) -> bool:
         """Whether this thread is inside control()."""
-        return getattr(self._local, "control", False)
+        return self._here.in_control
 
     def sent_bytes(self, phase: str | None = None) -> dict[str, dict[str, int]]:
         """Payload bytes sent, {axis: {verb: bytes}}; of one phase, or of all."""

@@ -35,23 +35,24 @@ class Receive(Operation):
 class Frame:
     """A message on its way in: copied or reduced into an array, buffered, or dropped."""
 
+    receive: Receive | None = None              # None while nobody has asked for it
+    filled = 0                                  # bytes of payload that have come
+    buffer: np.ndarray | None = None            # holds them while nobody has asked for them
+    settled = False                             # it is complete, and the leader has seen to its receive
+    failure: Exception | None = None            # what `accept` or `reduce` raised; the rest is dropped
+    _octets: np.ndarray | None = None           # what is filled, as uint8
+    _total: np.ndarray | None = None            # what is reduced into
+
     def __init__(self, header: frames.Header) -> None:
-        self.header = header
-        self.receive: Receive | None = None         # None while nobody has asked for it
-        self.filled = 0                             # bytes of payload that have come
-        self.buffer: np.ndarray | None = None       # holds them while nobody has asked for them
-        self.settled = False                        # it is complete, and the leader has seen to its receive
-        self.failure: Exception | None = None       # what `accept` or `reduce` raised; the rest is dropped
-        self._octets: np.ndarray | None = None      # what is filled, as uint8
-        self._total: np.ndarray | None = None       # what is reduced into
+        self.header, self.nbytes = header, header.nbytes
 
     @property
     def complete(self) -> bool:
-        return self.filled == self.header.nbytes
+        return self.filled == self.nbytes
 
     def keep(self) -> None:
         """Nobody has asked for this message yet: buffer its payload."""
-        self.buffer = self._octets = np.empty(self.header.nbytes, np.uint8)
+        self.buffer = self._octets = np.empty(self.nbytes, np.uint8)
 
     def open(self, receive: Receive) -> None:
         """Have `receive` say where the payload goes: the bytes to come, or those buffered already."""
@@ -69,11 +70,11 @@ class Frame:
 
     def take(self, link: ByteLink) -> int:
         """Move bytes from the link to where they belong; how many."""
-        left = self.header.nbytes - self.filled
+        left = self.nbytes - self.filled
         if not left:
             return 0
         if self._octets is not None:
-            moved = link.read_into(self._octets[self.filled:])
+            moved = link.read_into(self._octets[self.filled:] if self.filled else self._octets)
         else:
             piece = link.piece(left, 1 if self._total is None else self._total.itemsize)
             moved = len(piece)

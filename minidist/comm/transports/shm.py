@@ -1,7 +1,7 @@
 """Ranks of one host as processes that share memory: two copies a message, and the kernel only to sleep.
 
     rank 0                        shared by the two                          rank 1
-    array --copy-->  [ ring 0 -> 1: head, tail, 1 MiB of bytes ]  --add-->   array
+    array --copy-->  [ ring 0 -> 1: head, tail, 4 MiB of bytes ]  --add-->   array
     array <--copy--  [ ring 1 -> 0                              ]  <--copy-- array
     doorbell <=====  a connected socket: "wake up", or the end of the process  =====> doorbell
 
@@ -93,8 +93,7 @@ class ShmLink(ByteLink):
         return piece
 
     def skip(self, count: int) -> None:
-        self._in.skip(count)
-        if self._in.writer_sleeps():
+        if self._in.skip(count):
             self._ring()
 
     def read_into(self, target: np.ndarray) -> int:
@@ -114,8 +113,7 @@ class ShmLink(ByteLink):
     def arm(self, reading: bool, writing: bool) -> int:
         self._in.sleeps(reading)
         self._out.sleeps(writing)
-        self._in.show()
-        if self._in.wakes_writer():  # fences: our words before the look at the peer's
+        if self._in.show():  # fences: our words before the look at the peer's
             self._ring()
         ready = self._ended or (reading and self._in.unread() > 0) or (writing and self._out.roomy())
         return 0 if ready else select.POLLIN

@@ -57,7 +57,6 @@ class Reading:
             assert np.array_equal(piece, payload[self.filled:self.filled + len(piece)])
             self.filled += len(piece)
             self.reader.skip(len(piece))
-        self.reader.writer_sleeps()
         if self.filled == len(payload):
             self.reader.skip(-len(payload) % LINE)
             del self.frames[0]
@@ -113,12 +112,20 @@ def test_words_ask_for_a_wake_up_once():
         pass
     writer.sleeps(True)
     assert not writer.roomy()
-    reader.skip(CAPACITY // 2 - LINE)
-    assert not reader.writer_sleeps(), "less than half is free"
-    reader.skip(CAPACITY // 4)
-    assert reader.writer_sleeps()
-    assert not reader.wakes_writer()
+    assert not reader.skip(CAPACITY // 2 - LINE), "less than half is free"
+    assert reader.skip(CAPACITY // 4)
+    assert not reader.show()
     assert writer.roomy()
+
+
+def test_a_little_that_was_read_is_shown_before_a_sleep():
+    writer, reader = ends()
+    while writer.write(b"", np.zeros(CAPACITY, np.uint8)):
+        pass
+    assert not reader.skip(LINE)
+    assert writer.free() == 0
+    reader.show()
+    assert writer.free() == LINE
 
 
 def pump(memory: memoryview, frames: list[tuple[bytes, np.ndarray]]) -> None:
