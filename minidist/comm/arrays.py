@@ -154,7 +154,12 @@ class Rows:
         """All blocks in rank order, as the array of the result."""
         if self._whole is not None and all(block.shape == self._own.shape for block in blocks):
             return self._whole
-        rows = sum(len(block) for block in blocks)
-        whole = self._result.array((rows, *self._own.shape[1:]), self._own.dtype)
-        whole[...] = np.concatenate(blocks)  # not into it: blocks may stand where equal ones would have
+        return self.complete(np.concatenate(blocks))  # not into `out`: blocks may stand where equal ones would have
+
+    def complete(self, joined: np.ndarray) -> np.ndarray:
+        """The blocks of all ranks, as `merge` gave them, as the array of the result."""
+        if self._whole is not None and _same_elements(self._whole, joined):
+            return self._whole
+        whole = self._result.array(joined.shape, self._own.dtype)
+        whole[...] = joined
         return whole

@@ -3,8 +3,9 @@
     formula = FORMULAS["all_reduce", "ring"]
     formula.nbytes, formula.bytes_of(Case(size=4, nbytes=4000))       # "2(P-1)n", 24000
 
-They are exact, also where P does not divide n. Letters: P ranks, Q the largest power of two among the numbers up
-to P; n the bytes of the array that each rank brings (or the root does); b_r the bytes of rank r's block, N their sum; p_rd the bytes of the part from rank r for rank d.
+They are exact, also where P does not divide n. Letters: P ranks, Q the largest power of two among the numbers up to P;
+n the bytes of the array that each rank brings (or the root does); b_r the bytes of rank r's block, N their sum; p_rd
+the bytes of the part from rank r for rank d.
 """
 
 from collections.abc import Callable, Sequence

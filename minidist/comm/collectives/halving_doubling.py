@@ -147,7 +147,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
                                       rows.place(first, behind - first), step=core.folds + step)
         first, behind = core.stretch(core.place, 2 * distance)
         have = rows.merge(first, behind - first, [have, theirs] if partner > core.place else [theirs, have])
-    whole = rows.join([have])
+    whole = rows.complete(have)
     if not core.alone:
         call.send_block(call.next_rank, whole, step=1 + _log(core.size))
     return whole

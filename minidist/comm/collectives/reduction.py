@@ -1,8 +1,9 @@
 """What an op does to two arrays, and in which dtype it adds up.
 
 float16, bfloat16 and the float8s combine in float32 and are rounded once: once a hop where a partial result travels
-(ring, tree, halving and doubling), once altogether where one rank sees every value (naive, direct). Every other dtype combines in itself, as
-NumPy's ufuncs do: integers wrap round, bool's sum and max are "or", its prod and min "and", NaN wins in max and min.
+(ring, tree, halving and doubling), once altogether where one rank sees every value (naive, direct). Every other dtype
+combines in itself, as NumPy's ufuncs do: integers wrap round, bool's sum and max are "or", its prod and min "and", NaN
+wins in max and min.
 """
 
 from collections.abc import Iterable
