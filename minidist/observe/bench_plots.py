@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"sockets": "#3b6fb6", "shm": "#5b9a68", "mpi": "#8172b3", "gloo": "#e08e3c", "MPI_Allreduce": "#c44e52",
+COLOURS = {"sockets": "#3b6fb6", "shm": "#5b9a68", "mpi": "#8172b3", "gloo": "#e08e3c", "MPI": "#c44e52",
            "minidist": "#3b6fb6", "separate": "#9aa5b1", "PyTorch": "#e08e3c"}
-PEERS = ("gloo", "MPI_Allreduce", "PyTorch")  # dashed, so that ours and theirs differ without colour too
+PEERS = ("gloo", "MPI", "PyTorch")  # dashed, so that ours and theirs differ without colour too
 
 
-def draw_bus_bandwidth(path: Path, seconds: dict[int, dict[str, dict[int, float]]],
+def draw_bus_bandwidth(path: Path, title: str, seconds: dict[int, dict[str, dict[int, float]]],
                        bandwidth: Callable[[int, float, int], float]) -> None:
     """One panel a rank count: bus bandwidth (GB/s) of each contender over bytes, both axes logarithmic.
 
@@ -24,8 +24,8 @@ def draw_bus_bandwidth(path: Path, seconds: dict[int, dict[str, dict[int, float]
         for index, (name, times) in enumerate(contenders.items()):
             sizes = sorted(times)
             panel.plot(sizes, [bandwidth(size, times[size], ranks) / 1e9 for size in sizes], label=name, marker="o",
-                       markersize=3.5, color=COLOURS.get(name, f"C{index}"),
-                       linestyle="--" if name in PEERS else "-")
+                       markersize=3.5, color=COLOURS.get(name.partition("_")[0], f"C{index}"),
+                       linestyle="--" if name.partition("_")[0] in PEERS else "-")
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set_title(f"{ranks} ranks", loc="left")
@@ -34,7 +34,7 @@ def draw_bus_bandwidth(path: Path, seconds: dict[int, dict[str, dict[int, float]
         panel.grid(alpha=0.25)
     panels[0].set_ylabel("bus bandwidth, GB/s")
     panels[-1].legend(frameon=False)
-    figure.suptitle("all-reduce, float32 sum", x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     figure.savefig(path, dpi=130)
 
 

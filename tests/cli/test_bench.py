@@ -4,16 +4,19 @@ import json
 import sys
 
 import pytest
+from helpers import run
 
-from minidist.cli import bench_all_reduce, main
+from minidist.cli import bench_collectives, main
+from minidist.cli.bench_collectives import VERBS, our_call, timed
 from minidist.cli.bench_jobs import Job
 from minidist.errors import LaunchError, PeerLostError
 
 
-def test_all_reduce_table_figure_and_json(tmp_path, capsys):
+@pytest.mark.parametrize("title", ["all-reduce", "all-to-all"])
+def test_table_figure_and_json(title, tmp_path, capsys):
     """Ours over sockets and shm at two sizes: every contender has a time for every size, and a picture is drawn."""
     file, picture = tmp_path / "bench.json", tmp_path / "bench.png"
-    status = main(["bench", "all-reduce", "--only", "sockets,shm", "-n", "2", "--sizes", "1KiB,8KiB", "--rounds", "1",
+    status = main(["bench", title, "--only", "sockets,shm", "-n", "2", "--sizes", "1KiB,8KiB", "--rounds", "1",
                    "--json", str(file), "--figure", str(picture)])
     assert status == 0
     result = json.loads(file.read_text())
@@ -23,6 +26,34 @@ def test_all_reduce_table_figure_and_json(tmp_path, capsys):
     assert result["machine"]["command"].startswith("minidist") and result["machine"]["date"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "bus bandwidth" in capsys.readouterr().out
+
+
+def measured(world, verb, run, nbytes=60):
+    return timed(verb, run(world), world.barrier, world.rank, world.size)(nbytes=nbytes, repeats=2)
+
+
+def by_our_call(verb):
+    return lambda world: our_call(world, verb, "auto")
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=lambda verb: verb.title)
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_timed_gives_what_it_must(verb, size):
+    """60 B do not always divide by the ranks: what is left over is left off."""
+    times = run(measured, verb, by_our_call(verb), size=size)
+    assert [len(seconds) for seconds in times] == [2] * size
+
+
+@pytest.mark.parametrize(("verb", "wrong"), [
+    ("all_reduce", lambda world: lambda send, recv: None),
+    ("all_gather", lambda world: lambda send, recv: world.all_gather(send)[::-1].copy()),
+    ("all_to_all", lambda world: lambda send, recv: recv.__setitem__(slice(None), send)),
+    ("reduce_scatter", lambda world: lambda send, recv: recv.fill(send.sum())),
+])
+def test_a_contender_whose_result_is_wrong_is_not_timed(verb, wrong):
+    verb = VERBS[verb.replace("_", "-")]
+    with pytest.raises(ArithmeticError, match=f"{verb.title} of 60 B over 3 ranks: rank . has"):
+        run(measured, verb, wrong, size=3)
 
 
 def test_step_measures_ours(tmp_path):
@@ -41,6 +72,9 @@ def test_step_measures_ours(tmp_path):
     (["all-reduce", "--sizes", "3B"], "multiples of 4"),
     (["all-reduce", "--sizes", "many"], "is not a size"),
     (["all-reduce", "-n", "1"], "one rank sends nothing"),
+    (["all-to-all", "-n", "2,8", "--sizes", "16B"], "16 B are not one float32 number for each of 8 ranks"),
+    (["all-gather", "--only", "MPI_Allreduce"], "no contender 'MPI_Allreduce'"),
+    (["all-gather", "--only", "shm:tree"], "no algorithm 'tree'"),
     (["step", "--heads", "3"], "heads"),
     (["nonsense"], "invalid choice"),
 ])
@@ -51,9 +85,29 @@ def test_bad_input_is_one_line_and_status_2(options, expected, capsys):
     assert captured.err.count("\n") == 1
 
 
-def test_bus_bandwidth_is_what_a_ring_link_carries():
-    """1 MiB over 4 ranks in 1 ms: each link carries 2·3/4 MiB in that time."""
-    assert bench_all_reduce.bus_bandwidth(1 << 20, 1e-3, 4) == 1.5 * 2**20 / 1e-3
+@pytest.mark.parametrize(("title", "crossings"), [
+    ("all-reduce", 2), ("all-gather", 1), ("reduce-scatter", 1), ("all-to-all", 1)])
+def test_bus_bandwidth_is_what_a_link_carries(title, crossings):
+    """1 MiB over 4 ranks in 1 ms: each link carries 3/4 MiB in that time, all-reduce's twice."""
+    assert VERBS[title].bus_bandwidth(1 << 20, 1e-3, 4) == crossings * 0.75 * 2**20 / 1e-3
+
+
+def test_bus_bandwidth_counts_only_what_was_moved():
+    """64 B over 3 ranks are blocks of five numbers: 60 B."""
+    assert VERBS["all-gather"].bus_bandwidth(64, 1.0, 3) == pytest.approx(60 * 2 / 3)
+
+
+def test_a_peer_that_cannot_is_left_out_unless_asked_for(monkeypatch):
+    def start(verb, name, size):
+        raise LaunchError(f"bench: {name} started 0 of 2 ranks: gloo of PyTorch 1.0 has no all-to-all: never heard")
+
+    monkeypatch.setattr(bench_collectives, "start_job", start)
+    arguments = VERBS["all-to-all"], [64], 2, 1, ["gloo"]
+    times, left_out = bench_collectives.measure_all(*arguments, False, print)
+    assert times == {}
+    assert "gloo of PyTorch 1.0 has no all-to-all" in left_out[0]
+    with pytest.raises(LaunchError, match="has no all-to-all"):
+        bench_collectives.measure_all(*arguments, True, print)
 
 
 def test_a_job_that_does_not_start_says_what_it_printed():

@@ -1,0 +1,258 @@
+"""`minidist bench all-reduce|all-gather|reduce-scatter|all-to-all`: our transports beside gloo and MPI, in one run.
+
+Each contender's ranks time the same float32 call, whose result was checked before. A repetition takes as long as its
+slowest rank; the figure of a round is the median over repetitions, and the table shows the median over rounds.
+
+Sizes and bus bandwidth are nccl-tests'. A size is the larger of the two buffers a rank has: for all-reduce what every
+rank brings and gets; for all-gather the whole that it gets; for reduce-scatter and all-to-all the whole that it brings
+(cut in P equal blocks of whole numbers: what does not divide is left off). Bus bandwidth is bytes / seconds times the
+part of them that must cross a rank's link, so that it is comparable across P and between verbs:
+
+    all-reduce  2(P-1)/P        all-gather, reduce-scatter, all-to-all  (P-1)/P
+"""
+
+import importlib.util
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
+from minidist.comm.group import Group
+from minidist.errors import LaunchError
+
+OURS = ("sockets", "shm", "mpi")
+GLOO = "gloo"
+MODULE = "minidist.cli.bench_collectives"
+ITEM = 4            # bytes of a float32
+
+Measure = Callable[..., list[float]]
+Run = Callable[[np.ndarray, np.ndarray], Any]
+"""`run(send, recv)`: the call that is timed; `send is recv` where it is in place."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A collective as it is measured.
+
+    Attributes: name    as groups have it: "all_reduce"
+                mpi     MPI's name for it, and the contender's: "MPI_Allreduce"
+                about   what the table's title says of it
+                brings  (rank, P) -> the value that fills each block that a rank brings
+                gets    (rank, P) -> the value that each block it gets must be filled with
+    """
+
+    name: str
+    mpi: str
+    about: str
+    brings: Callable[[int, int], list[int]]
+    gets: Callable[[int, int], list[int]]
+
+    @property
+    def title(self) -> str:
+        """As the command line and nccl-tests spell it: "all-reduce"."""
+        return self.name.replace("_", "-")
+
+    @property
+    def in_place(self) -> bool:
+        return self.name == "all_reduce"
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return (GLOO, self.mpi)
+
+    def block(self, nbytes: int, ranks: int) -> int:
+        """Elements of a block, of which the larger buffer has one (all-reduce) or P."""
+        return nbytes // ITEM if self.in_place else nbytes // ITEM // ranks
+
+    def bus_bandwidth(self, nbytes: int, seconds: float, ranks: int) -> float:
+        """Bytes per second that the links carry, after nccl-tests."""
+        crossings = 2 if self.in_place else 1
+        moved = self.block(nbytes, ranks) * ITEM * (1 if self.in_place else ranks)
+        return moved / seconds * crossings * (ranks - 1) / ranks
+
+
+def _sum_over(ranks: int) -> int:
+    """1 + 2 + ... + P: what the ranks' rank+1 add up to."""
+    return ranks * (ranks + 1) // 2
+
+
+VERBS = {verb.title: verb for verb in (
+    Verb("all_reduce", "MPI_Allreduce", "float32 sum, in place",
+         lambda rank, size: [rank + 1], lambda rank, size: [_sum_over(size)]),
+    Verb("all_gather", "MPI_Allgather", "float32; a size is what every rank gets",
+         lambda rank, size: [rank + 1], lambda rank, size: list(range(1, size + 1))),
+    Verb("reduce_scatter", "MPI_Reduce_scatter_block", "float32 sum; a size is what every rank brings",
+         lambda rank, size: [(rank + 1) * (block + 1) for block in range(size)],
+         lambda rank, size: [_sum_over(size) * (rank + 1)]),
+    Verb("all_to_all", "MPI_Alltoall", "float32; a size is what every rank brings",
+         lambda rank, size: [rank * size + block for block in range(size)],
+         lambda rank, size: [block * size + rank for block in range(size)]),
+)}
+
+
+def contenders_here(verb: Verb) -> list[str]:
+    """Every contender this machine can run: ours, gloo where PyTorch is installed, MPI where mpirun is."""
+    names = ["sockets", "shm"]
+    if shutil.which("mpirun"):
+        names += ["mpi", verb.mpi]
+    if importlib.util.find_spec("torch"):
+        names.append(GLOO)
+    return names
+
+
+def base(contender: str) -> str:
+    """The transport or peer of a contender: "shm" of "shm:ring"."""
+    return contender.partition(":")[0]
+
+
+def start_job(verb: Verb, contender: str, size: int) -> Job:
+    """Start the ranks of one contender."""
+    command = [*worker_command(MODULE, contender), "--verb", verb.title]
+    if contender == GLOO:
+        return Job(contender, size, command, once_per_rank=True)
+    if base(contender) in ("mpi", verb.mpi):
+        return Job(contender, size, ["mpirun", "-n", str(size), *command])
+    return Job(contender, size, [sys.executable, "-m", "minidist", "launch", "-n", str(size), *command[1:]])
+
+
+def measure_all(verb: Verb, sizes: list[int], ranks: int, rounds: int, contenders: Sequence[str], asked: bool,
+                progress: Callable[[str], None]) -> tuple[dict[str, dict[int, float]], list[str]]:
+    """Contenders take turns within every round.
+
+    Args:    asked: whether the user named the contenders; else a peer that cannot do this is left out.
+    Returns: {contender: {size: median seconds}}, and a line for each contender that was left out.
+    Raises:  LaunchError if a contender that must run does not start.
+    """
+    jobs: list[Job] = []
+    left_out: list[str] = []
+    times: dict[str, dict[int, list[float]]] = {}
+    try:
+        for name in contenders:
+            progress(f"{verb.title}, {ranks} ranks: starting {name}")
+            try:
+                jobs.append(start_job(verb, name, ranks))
+            except LaunchError as error:
+                if asked or name not in verb.peers:
+                    raise
+                left_out.append(f"{name} was left out: {str(error).splitlines()[-1]}")
+        times = {job.name: {size: [] for size in sizes} for job in jobs}
+        for round_number in range(rounds):
+            for size in sizes:
+                progress(f"{verb.title}, {ranks} ranks, round {round_number + 1} of {rounds}, {size} B")
+                repeats = max(5, min(100, (16 << 20) // size))
+                for job in jobs:
+                    slowest = [max(row) for row in zip(*job.ask(nbytes=size, repeats=repeats), strict=True)]
+                    times[job.name][size].append(statistics.median(slowest))
+    finally:
+        for job in jobs:
+            job.close()
+    medians = {name: {size: statistics.median(rows) for size, rows in row.items()} for name, row in times.items()}
+    return medians, left_out
+
+
+# ---------------------------------------------------------------- the ranks' side
+
+
+def our_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
+    """One rank of minidist's own, by the algorithm that the contender's name ends in, or auto's choice."""
+    import minidist as md
+
+    world = md.init(transport=base(contender))
+    call = our_call(world, verb, contender.partition(":")[2] or "auto")
+    return world.rank, timed(verb, call, world.barrier, world.rank, world.size)
+
+
+def our_call(world: Group, verb: Verb, algorithm: str) -> Run:
+    """The group's verb, as it is timed."""
+    call = getattr(world, verb.name)
+    if verb.name == "all_to_all":
+        return lambda send, recv: call(np.split(send, world.size), out=np.split(recv, world.size), algorithm=algorithm)
+    return lambda send, recv: call(send, out=recv, algorithm=algorithm)
+
+
+def mpi_rank(verb: Verb) -> tuple[int, Measure]:
+    """One rank of MPI's own collective through mpi4py."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    call = getattr(world, verb.mpi.removeprefix("MPI_"))
+
+    def run(send: np.ndarray, recv: np.ndarray) -> None:
+        call(MPI.IN_PLACE if send is recv else send, recv)
+
+    return world.rank, timed(verb, run, world.Barrier, world.rank, world.size)
+
+
+def gloo_rank(verb: Verb, folder: str, rank: int, size: int) -> tuple[int, Measure]:
+    """One rank of PyTorch's collective over gloo, meeting through a file; one line and status 1 if gloo has none."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    older = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor",
+             "all_to_all": "all_to_all_single"}
+    newer = {"all_gather": "all_gather_single", "reduce_scatter": "reduce_scatter_single"}  # of PyTorch 2.13
+    call = getattr(dist, newer.get(verb.name, ""), None) or getattr(dist, older.get(verb.name, verb.name))
+
+    def run(send: np.ndarray, recv: np.ndarray) -> None:
+        tensors = (torch.from_numpy(recv),) if send is recv else (torch.from_numpy(recv), torch.from_numpy(send))
+        call(*tensors)
+
+    measure = timed(verb, run, dist.barrier, rank, size)
+    try:
+        measure(nbytes=ITEM * size, repeats=1)
+    except (RuntimeError, NotImplementedError) as error:
+        sys.exit(f"gloo of PyTorch {torch.__version__} has no {verb.title}: {str(error).splitlines()[0]}")
+    return rank, measure
+
+
+def timed(verb: Verb, run: Run, barrier: Callable[[], Any], rank: int, size: int) -> Measure:
+    """A function that checks the call once, then times it: seconds of each repetition on this rank."""
+    def measure(nbytes: int, repeats: int) -> list[float]:
+        block = verb.block(nbytes, size)
+        brings = np.repeat(np.array(verb.brings(rank, size), np.float32), block)
+        wanted = np.repeat(np.array(verb.gets(rank, size), np.float32), block)
+        send = brings.copy()
+        recv = send if verb.in_place else np.zeros_like(wanted)
+        run(send, recv)
+        if not np.array_equal(recv, wanted):
+            wrong = int(np.flatnonzero(recv != wanted)[0])
+            raise ArithmeticError(f"{verb.title} of {nbytes} B over {size} ranks: rank {rank} has {recv[wrong]:g} at "
+                                  f"{wrong}, and should have {wanted[wrong]:g}")
+        seconds = []
+        for _ in range(repeats + 2):  # two to warm up
+            if verb.in_place:
+                send[...] = brings  # or the sums would grow beyond every bound
+            barrier()
+            start = time.perf_counter()
+            run(send, recv)
+            seconds.append(time.perf_counter() - start)
+        return seconds[2:]
+
+    return measure
+
+
+def main() -> None:
+    """Run as one rank of a contender."""
+    parser = worker_arguments()
+    parser.add_argument("--verb", choices=VERBS, required=True)
+    options = parser.parse_args()
+    verb = VERBS[options.verb]
+    if options.contender == GLOO:
+        rank, measure = gloo_rank(verb, options.meet, options.rank, options.size)
+    elif options.contender == verb.mpi:
+        rank, measure = mpi_rank(verb)
+    else:
+        rank, measure = our_rank(verb, options.contender)
+    answer(options.meet, rank, measure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The tables of `minidist bench`: what was measured, for people."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from minidist.cli import bench_collectives, bench_step
+from minidist.observe.bench_plots import bytes_text
+
+INSTALL_GLOO = 'pip install -e ".[bench]"'
+
+
+def show_collective(result: dict[str, Any], console: Console) -> None:
+    """One table a rank count: time and bus bandwidth of each contender, ours as multiples of its peer's speed."""
+    verb = bench_collectives.VERBS[result["what"]]
+    for ranks, times in result["seconds"].items():
+        table = new_table(f"{verb.title}, {verb.about}, {ranks} ranks (time µs · bus bandwidth GB/s)")
+        ratios = [name for name in times if _peer_of(verb, name) in times]
+        for name in ("message", *times, *(f"{_peer_of(verb, name)} / {name}" for name in ratios)):
+            table.add_column(name, justify="right")
+        for size in result["sizes"]:
+            row = [f"{seconds[size] * 1e6:,.0f} · {verb.bus_bandwidth(size, seconds[size], ranks) / 1e9:5.2f}"
+                   for seconds in times.values()]
+            row += [f"{times[_peer_of(verb, name)][size] / times[name][size]:.2f}×" for name in ratios]
+            table.add_row(bytes_text(size), *row)
+        console.print(table)
+    for line in result["left_out"]:
+        console.print(line, style="dim", markup=False)
+
+
+def _peer_of(verb: bench_collectives.Verb, contender: str) -> str:
+    """The peer that a contender of ours is held against; "" for a peer."""
+    peers = {"sockets": bench_collectives.GLOO, "shm": verb.mpi, "mpi": verb.mpi}
+    return peers.get(bench_collectives.base(contender), "")
+
+
+def show_step(result: dict[str, Any], console: Console) -> None:
+    """A row for each contender at each rank count."""
+    model, rows = result["model"], result["rows"]
+    table = new_table("training step: " + ", ".join(f"{name} {value}" for name, value in model.items()))
+    for column in ("", "ranks", "ms a step", "tokens/s", "of its 1 rank", "beside PyTorch", "peak MiB above import"):
+        table.add_column(column, justify="right" if column else "left")
+    for row in rows:
+        table.add_row(row["name"], str(row["ranks"]), f"{row['step_seconds'] * 1e3:.1f}",
+                      f"{row['tokens_per_second']:,.0f}", _ratio(row, rows, name=_alone(row), ranks=1),
+                      _ratio(row, rows, name="PyTorch", ranks=row["ranks"]), f"{row['peak_bytes'] / 2**20:.0f}")
+    console.print(table)
+    if any(row["name"] == bench_step.SEPARATE for row in rows):
+        console.print("separate: as many processes of ours that do not communicate: what this machine's cores give",
+                      style="dim")
+    if not any(row["name"] == bench_step.PEER for row in rows):
+        console.print(f"PyTorch was left out: {INSTALL_GLOO}", style="dim", markup=False)
+
+
+def _alone(row: dict[str, Any]) -> str:
+    """The contender whose single rank a row scales from."""
+    return bench_step.OURS if row["name"] == bench_step.SEPARATE else row["name"]
+
+
+def _ratio(row: dict[str, Any], rows: Iterable[dict[str, Any]], *, name: str, ranks: int) -> str:
+    """`row`'s tokens/s over those of contender `name` at `ranks`."""
+    for other in rows:
+        if other["name"] == name and other["ranks"] == ranks and other is not row:
+            return f"{row['tokens_per_second'] / other['tokens_per_second']:.2f}×"
+    return ""
+
+
+def new_table(title: str) -> Table:
+    """A table as every bench prints it."""
+    return Table(title=title, title_justify="left", header_style="bold cyan")
