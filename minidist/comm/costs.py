@@ -22,6 +22,7 @@ class Case:
                 nbytes  n, for broadcast, reduce, all_reduce, reduce_scatter
                 blocks  b_r: what each rank brings to a gather or all_gather, or gets from a scatter or reduce_scatter
                 parts   p_rd, a list for each r: for all_to_all
+                dims    how many dims each part has
                 root    of the verbs that have one
     """
 
@@ -29,6 +30,7 @@ class Case:
     nbytes: int = 0
     blocks: Sequence[int] = ()
     parts: Sequence[Sequence[int]] = ()
+    dims: int = 1
     root: int = 0
 
     @property
@@ -95,18 +97,44 @@ def _surplus_twice(case: Case, whole: int) -> int:
     return case.others * whole + sum(case.blocks[rank] for rank in case.surplus)
 
 
+def _depths(head: int, first: int, behind: int) -> list[int]:
+    """How deep each rank is in the tree of halves over ranks first to behind - 1, for which `head` speaks."""
+    if behind - first == 1:
+        return [0]
+    middle = (first + behind + 1) // 2
+    left = _depths(head if head < middle else first, first, middle)
+    right = _depths(middle if head < middle else head, middle, behind)
+    return [*left, *(1 + depth for depth in right)] if head < middle else [*(1 + depth for depth in left), *right]
+
+
+def _by_depth(case: Case) -> int:
+    return sum(block * depth for block, depth in zip(case.blocks, _depths(case.root, 0, case.size), strict=True))
+
+
+def _jumps(case: Case) -> int:
+    """Every part and its label, as often as the way it has to go has binary ones."""
+    return sum((part + 8 + 8 * case.dims) * bin((dst - src) % case.size).count("1")
+               for src, row in enumerate(case.parts) for dst, part in enumerate(row))
+
+
 _ONE_EACH = ("P-1", lambda case: case.others)
 _TWO_EACH = ("2(P-1)", lambda case: 2 * case.others)
 _RING = ("P(P-1)", lambda case: case.size * case.others)
 _WHOLE = ("(P-1)n", lambda case: case.others * case.nbytes)
 _TWICE = ("2(P-1)n", lambda case: 2 * case.others * case.nbytes)
 _BLOCKS = ("N - b_root", _but_root)
+_DEEP = ("sum of b_r times r's depth in the tree of halves", _by_depth)
+_LOG_EACH = ("P ceil(log2 P)", lambda case: case.size * case.log)
 _HALVINGS = ("Q log2 Q + 2(P-Q)", _halvings)
 _NO_BYTES = ("0", lambda case: 0)
 
 FORMULAS: dict[tuple[str, str], Formula] = {
     ("broadcast", "naive"): Formula(*_ONE_EACH, *_WHOLE, "P-1"),
     ("broadcast", "tree"): Formula(*_ONE_EACH, *_WHOLE, "ceil(log2 P)"),
+    ("broadcast", "ring"): Formula("(P-1)(P+1)", lambda case: case.others * (case.size + 1),
+                                   "(P-2)n + b_root + sum of b_r times r's depth in the tree of halves",
+                                   lambda case: _WHOLE[1](case) - _but_root(case) + _by_depth(case),
+                                   "2 ceil(log2 P) + P-1"),
     ("reduce", "naive"): Formula(*_ONE_EACH, *_WHOLE, "P-1"),
     ("reduce", "tree"): Formula(*_ONE_EACH, *_WHOLE, "ceil(log2 P)"),
     ("all_reduce", "naive"): Formula(*_TWO_EACH, *_TWICE, "2(P-1)"),
@@ -120,6 +148,7 @@ FORMULAS: dict[tuple[str, str], Formula] = {
         "2 Q log2 Q + 2(P-Q)", lambda case: 2 * _halvings(case) - 2 * len(case.surplus), *_TWICE,
         "2 log2 Q, +2 if P != Q"),
     ("gather", "naive"): Formula(*_ONE_EACH, *_BLOCKS, "P-1"),
+    ("gather", "tree"): Formula(*_ONE_EACH, *_DEEP, "ceil(log2 P)"),
     ("all_gather", "naive"): Formula(*_TWO_EACH, "P N - b_0",
                                      lambda case: case.size * sum(case.blocks) - case.blocks[0],
                                      "2(P-1)"),
@@ -128,6 +157,7 @@ FORMULAS: dict[tuple[str, str], Formula] = {
                                                 lambda case: _surplus_twice(case, sum(case.blocks)),
                                                 "log2 Q, +2 if P != Q"),
     ("scatter", "naive"): Formula(*_ONE_EACH, *_BLOCKS, "P-1"),
+    ("scatter", "tree"): Formula(*_ONE_EACH, *_DEEP, "ceil(log2 P)"),
     ("reduce_scatter", "naive"): Formula(*_TWO_EACH, "P n - b_0", lambda case: case.size * case.nbytes - case.blocks[0],
                                          "2(P-1)"),
     ("reduce_scatter", "ring"): Formula(*_RING, *_WHOLE, "P-1"),
@@ -138,7 +168,8 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all_to_all", "naive"): Formula("2(P-1)^2", lambda case: 2 * case.others ** 2,
                                      "sum of p_rd over r != d, twice where neither is 0", _by_rank_0, "2(P-1)^2"),
     ("all_to_all", "pairwise"): Formula(*_RING, "sum of p_rd over r != d", _leaving, "P-1"),
+    ("all_to_all", "bruck"): Formula(
+        *_LOG_EACH, "sum of h (p_rd + 8 + 8 dims), h the binary ones of (d - r) mod P", _jumps, "ceil(log2 P)"),
     ("barrier", "naive"): Formula(*_TWO_EACH, *_NO_BYTES, "2(P-1)"),
-    ("barrier", "dissemination"): Formula("P ceil(log2 P)", lambda case: case.size * case.log, *_NO_BYTES,
-                                          "ceil(log2 P)"),
+    ("barrier", "dissemination"): Formula(*_LOG_EACH, *_NO_BYTES, "ceil(log2 P)"),
 }

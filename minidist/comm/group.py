@@ -98,7 +98,7 @@ class Group:
         """The root's array on every rank.
 
         Args:    x: at the root; elsewhere None, or anything of the root's shape and dtype.
-                 algorithm: naive, tree.
+                 algorithm: naive, tree, ring.
         """
         return self._run(verbs.broadcast(self, x, root, out, algorithm))
 
@@ -110,7 +110,7 @@ class Group:
         """Rank r gets part r of the root's array, cut along the first dim as numpy.array_split does.
 
         Args:    x: (n, ...) at the root; elsewhere None, or anything of the root's shape and dtype.
-                 algorithm: naive.
+                 algorithm: naive, tree.
         """
         return self._run(verbs.scatter(self, x, root, out, algorithm))
 
@@ -138,7 +138,7 @@ class Group:
         """At the root, all ranks' arrays one after the other along the first dim; None elsewhere (`out` is ignored).
 
         Args:    x: (m, ...), where m may differ between ranks; a number is one row.
-                 algorithm: naive.
+                 algorithm: naive, tree.
         """
         return self._run(verbs.gather(self, x, root, out, algorithm))
 
@@ -191,7 +191,7 @@ class Group:
         """A list of `size` arrays: what rank 0, rank 1, ... had for this rank.
 
         Args:    x: one array for each rank, of one dtype and any shapes. out: `size` arrays of the shapes to come.
-                 algorithm: naive, pairwise.
+                 algorithm: naive, pairwise, bruck.
         """
         return self._run(verbs.all_to_all(self, x, out, algorithm))
 

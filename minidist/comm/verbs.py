@@ -39,10 +39,9 @@ def scatter(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call
     array = _at_root(group, "scatter", x, root)
     if array is not None and array.ndim == 0:
         raise ShapeError(f"scatter: rank {group.rank} passes an array without dims; its first dim is to be cut")
-    parts = None if array is None else split(array, group.size)
 
     def work(call: Call) -> Any:
-        part = ALGORITHMS["scatter"][name](call, parts, result.array, root)
+        part = ALGORITHMS["scatter"][name](call, array, result.array, root)
         _keep(result, call, part, root)
         return result.deliver(call.device)
 

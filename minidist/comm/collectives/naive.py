@@ -104,19 +104,20 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
     return rows.join([own if src == root else call.recv_block(src, rows.place(src)) for src in range(call.size)])
 
 
-def scatter(call: Call, parts: Sequence[np.ndarray] | None, place: Place, root: int) -> np.ndarray:
+def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
     """The root sends each rank its part.
 
     P=4, root 0   step 0   r0 -> r1      step 1   r0 -> r2      step 2   r0 -> r3
 
-    Args:    parts: P arrays, at the root; place(shape, dtype): where the others receive theirs.
-    Returns: this rank's part.
+    Args:    x (n, ...), at the root, to be cut along its first dim; place(shape, dtype): where the others receive.
+    Returns: this rank's part; a view of x at the root.
     Cost:    P-1 messages, all from the root; the bytes of all parts but the root's.
     """
     call.agree()
     if call.rank != root:
         return call.recv_block(root, place)
-    assert parts is not None, "the root has the parts"
+    assert x is not None, "the root has the array"
+    parts = split(x, call.size)
     for step, dst in enumerate(_others(call.size, root)):
         call.send_block(dst, parts[dst], step=step, chunk=dst)
     return parts[root]
@@ -175,7 +176,7 @@ def _relay(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.n
     mine, mail = [parts[0]], {}
     for src in range(1, call.size):
         for dst in _others(call.size, src):
-            block = call.recv_block(src, place(src) if dst == 0 else _in_workspace(call))
+            block = call.recv_block(src, place(src) if dst == 0 else in_workspace(call))
             if dst == 0:
                 mine.append(block)
             else:
@@ -190,6 +191,6 @@ def _others(size: int, rank: int) -> list[int]:
     return [other for other in range(size) if other != rank]
 
 
-def _in_workspace(call: Call) -> Place:
+def in_workspace(call: Call) -> Place:
     """Place for a block that is only passing through."""
     return lambda shape, dtype: call.workspace(int(np.prod(shape)), dtype).reshape(shape)

@@ -16,10 +16,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minidist.comm.arrays import Rows
+from minidist.comm.arrays import Place, Rows
 from minidist.comm.call import Call
-from minidist.comm.collectives.chunks import longest, split
+from minidist.comm.collectives.chunks import bounds, longest, split
 from minidist.comm.collectives.reduction import Reduction
+from minidist.comm.collectives.tree import halved
+from minidist.comm.transport import Handle
 
 
 def reduce_around(call: Call, chunks: Sequence[np.ndarray], partials: Sequence[np.ndarray], op: Reduction) -> None:
@@ -110,3 +112,50 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
         blocks[incoming] = call.exchange_blocks(call.next_rank, blocks[outgoing], call.prev_rank, rows.place(incoming),
                                                 step=step, chunk=outgoing)
     return rows.join([blocks[rank] for rank in range(call.size)])
+
+
+def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
+    """Scatter along the tree, then chunks travel around: no link carries much more than the array once.
+
+    P=4, root 0   step 0   r0 -> r2, r0 -> r2      step 1   r0 -> r1, r0 -> r1, r2 -> r3, r2 -> r3      and the ring
+
+    The tree alone would send the whole array log2(P) times, one after the other. Who hears from the tree gets two
+    messages: one without bytes, whose shape is that of the array (with a 0 behind it), and the chunks of the ranks that
+    it speaks for. In the ring nobody sends to the root, which has it all.
+
+    Args:    x (...), at the root, only read; place(shape, dtype): where the others receive it.
+    Returns: the array, x itself at the root.
+    Cost:    2(P-1) messages along the tree, (P-1)^2 around, in all (P-1)(P+1), of which 2 ceil(log2 P) + P-1 are one
+             after the other. Bytes: each chunk as often as its rank is deep in the tree, (P-1)*nbytes around, but not
+             the chunks that the root would receive: nbytes less its own. No workspace, no copy.
+    Source:  Barnett, Shuler, van de Geijn et al. 1994.
+    """
+    call.agree()
+    me, parent, children = halved(call.rank, root, call.size)
+    if parent is not None:
+        announced = call.recv_block(parent, np.empty)
+        x = place(announced.shape[:-1], announced.dtype)
+    assert x is not None, "the root has the array"
+    flat = x.reshape(-1)
+    cut = bounds(len(flat), call.size)
+    if parent is not None:
+        call.recv(parent, flat[cut[me.first]:cut[me.behind]])
+    sent: list[Handle] = []
+    for child in children:
+        sent += [call.start_send_block(child.rank, np.empty((*x.shape, 0), x.dtype), step=child.cut - 1),
+                 call.start_send(child.rank, flat[cut[child.first]:cut[child.behind]], step=child.cut - 1)]
+    for handle in sent:
+        handle.wait()
+    _pass_around_from(call, root, split(flat, call.size), first_step=(call.size - 1).bit_length())
+    return x
+
+
+def _pass_around_from(call: Call, root: int, chunks: Sequence[np.ndarray], first_step: int) -> None:
+    """gather_around for chunks that the root has already: nobody sends to it."""
+    for step in range(call.size - 1):
+        outgoing = (call.rank - step) % call.size
+        handles = [] if call.rank == root else [call.start_recv(call.prev_rank, chunks[outgoing - 1])]
+        if call.next_rank != root:
+            handles.append(call.start_send(call.next_rank, chunks[outgoing], step=first_step + step, chunk=outgoing))
+        for handle in handles:
+            handle.wait()

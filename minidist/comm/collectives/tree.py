@@ -4,16 +4,25 @@
                                        r0 -> r4        r0 -> r2, r4 -> r6      r0 -> r1, r2 -> r3, r4 -> r5, r6 -> r7
                   reduce               the same arrows, turned round, from the last step to the first
 
-Ranks count from the root: v = (rank - root) mod P. The parent of v is v without its lowest set bit; its children are
-v + 1, v + 2, v + 4, ... below that bit (and below P). Every rank but the root hears from exactly one parent.
+broadcast, reduce, all_reduce: ranks count from the root: v = (rank - root) mod P. The parent of v is v without its
+lowest set bit; its children are v + 1, v + 2, v + 4, ... below that bit (and below P). Every rank but the root hears
+from exactly one parent.
+
+gather and scatter: here what a rank passes on should be one stretch of the result, so the ranks are cut in two halves,
+each half again in two, and so on. The root speaks for its half; the first rank of every other half speaks for that.
+For P = 2^k and root 0 it is the same tree.
 
 notes: N3 §1, N4 §2
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
-from minidist.comm.arrays import Place
+from minidist.comm.arrays import Place, Rows
 from minidist.comm.call import Call
+from minidist.comm.collectives.chunks import bounds
+from minidist.comm.collectives.naive import in_workspace
 from minidist.comm.collectives.reduction import Reduction, add_from
 
 
@@ -89,6 +98,93 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     sent = [call.start_send(child, out, step=first + _step(child, 0, call.size)) for child in reversed(children)]
     for handle in sent:
         handle.wait()
+
+
+class Twig(NamedTuple):
+    """One rank of the halved tree: it speaks for ranks `first` to `behind - 1`, from the cut number `cut` on."""
+
+    rank: int
+    first: int
+    behind: int
+    cut: int
+
+
+def halved(rank: int, root: int, size: int) -> tuple[Twig, int | None, list[Twig]]:
+    """This rank's place in the halved tree, its parent (None at the root), and its children, farthest first."""
+    me, parent, children = Twig(root, 0, size, 0), None, []
+    first, behind, cut = 0, size, 0
+    while behind - first > 1:
+        middle = (first + behind + 1) // 2
+        near, far = ((first, middle), (middle, behind)) if me.rank < middle else ((middle, behind), (first, middle))
+        twig = Twig(far[0], *far, cut + 1)
+        first, behind, cut = *near, cut + 1
+        if me.rank == rank:
+            children.append(twig)
+        elif twig.first <= rank < twig.behind:
+            me, parent, (first, behind) = twig, me.rank, far
+    return me, parent, children
+
+
+def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndarray | None:
+    """Each rank joins what its children send to its own block, and sends it all to its parent.
+
+    P=4, root 0   step 0   r1 -> r0, r3 -> r2      step 1   r2 -> r0
+
+    Args:    own (m, ...), any m; rows: where the root receives the blocks, None elsewhere. A message says the shape of
+             the blocks in it joined: nobody needs to know where one ends and the next begins.
+    Returns: at the root all blocks, one after the other in rank order; elsewhere None.
+    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each block once for each message
+             that it is in: as often as its rank is deep in the tree.
+             Workspace: twice what a rank sends, at ranks that have both parent and children.
+    """
+    call.agree()
+    me, parent, children = halved(call.rank, root, call.size)
+    blocks = {call.rank: own}
+    for child in reversed(children):
+        place = in_workspace(call) if rows is None else rows.place(child.first, child.behind - child.first)
+        blocks[child.first] = call.recv_block(child.rank, place)
+    ordered = [blocks[first] for first in sorted(blocks)]
+    if parent is None:
+        assert rows is not None, "the root has a place for the blocks"
+        return rows.complete(rows.merge(0, call.size, ordered))
+    joined = own
+    if children:
+        shape = (sum(map(len, ordered)), *own.shape[1:])
+        joined = np.concatenate(ordered, out=in_workspace(call)(shape, own.dtype))
+    call.send_block(parent, joined, step=(call.size - 1).bit_length() - me.cut)
+    return None
+
+
+def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
+    """Who has the parts of a stretch of ranks sends those of the other half to the rank that speaks for it.
+
+    P=4, root 0   step 0   r0 -> r2      step 1   r0 -> r1, r2 -> r3
+
+    A stretch of numpy.array_split's parts, joined and cut again, gives the same parts (the longer ones come first), so
+    the message's own shape is all that a rank needs to know.
+
+    Args:    x (n, ...), at the root, to be cut along its first dim; place(shape, dtype): where the others receive.
+    Returns: this rank's part; a view of x at the root.
+    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each part once for each message that
+             it is in: as often as its rank is deep in the tree. Workspace: what is passed on, and one copy of the part,
+             at ranks that have both parent and children.
+    """
+    call.agree()
+    me, parent, children = halved(call.rank, root, call.size)
+    if parent is not None:
+        x = call.recv_block(parent, in_workspace(call) if children else place)
+    assert x is not None, "the root has the array"
+    edges = bounds(len(x), me.behind - me.first)
+    sent = [call.start_send_block(child.rank, x[edges[child.first - me.first]:edges[child.behind - me.first]],
+                                  step=child.cut - 1) for child in children]
+    part = x[edges[call.rank - me.first]:edges[call.rank - me.first + 1]]
+    if parent is not None and children:
+        kept = place(part.shape, part.dtype)
+        kept[...] = part
+        part = kept
+    for handle in sent:
+        handle.wait()
+    return part
 
 
 def _step(child: int, root: int, size: int) -> int:

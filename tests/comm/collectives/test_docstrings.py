@@ -7,7 +7,7 @@ import pytest
 from collective_checker import Drawn, bring, call
 from helpers import THREADS, run
 
-from minidist.comm.collectives import direct, dissemination, halving_doubling, naive, pairwise, ring, tree
+from minidist.comm.collectives import bruck, direct, dissemination, halving_doubling, naive, pairwise, ring, tree
 
 DIAGRAMS = {
     ("all_reduce", "ring"): [ring.reduce_around, ring.gather_around],
@@ -24,6 +24,9 @@ DIAGRAMS = {
     ("barrier", "dissemination"): [dissemination.barrier],
     ("broadcast", "tree"): [tree.broadcast],
     ("reduce", "tree"): [tree.reduce],
+    ("all_to_all", "bruck"): [bruck.all_to_all],
+    ("gather", "tree"): [tree.gather],
+    ("scatter", "tree"): [tree.scatter],
     ("broadcast", "naive"): [naive.broadcast],
     ("reduce", "naive"): [naive.reduce],
     ("gather", "naive"): [naive.gather],

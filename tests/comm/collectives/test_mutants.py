@@ -134,8 +134,8 @@ def parts_not_transposed(call: Call, parts: list[np.ndarray], place: PlaceOf) ->
 
 
 @mutant(Drawn("scatter", "naive", 4, EVEN, root=3), AssertionError, "expected array")
-def parts_reversed(call: Call, parts: list[np.ndarray] | None, place: Place, root: int) -> np.ndarray:
-    return naive.scatter(call, None if parts is None else parts[::-1], place, root)
+def parts_reversed(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
+    return naive.scatter(call, None if x is None else np.concatenate(split(x, call.size)[::-1]), place, root)
 
 
 @mutant(Drawn("barrier", "dissemination", 4, EVEN), AssertionError, "messages, P ceil.log2 P. expected")

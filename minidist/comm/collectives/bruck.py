@@ -1,0 +1,74 @@
+"""Bruck: an all-to-all in log2(P) messages a rank instead of P-1, for parts so small that only messages count.
+
+A part for the rank k places on travels in jumps of 1, 2, 4, ...: those of k's binary digits that are 1. In each step a
+rank sends, in one message, all parts that have this jump to make, its own and those it has been handed on the way.
+
+    P=4, parts by how far they have to go, from r0 to r0+k      step 0 (jump 1)   k = 1, 3
+                                                                step 1 (jump 2)   k = 2, 3
+
+notes: N3 §1 (all-to-all).    Source: Bruck, Ho, Kipnis & Weathersby 1994.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minidist.comm.arrays import PlaceOf
+from minidist.comm.call import Call
+from minidist.comm.collectives.naive import in_workspace
+
+_LABEL = np.dtype("<i8")
+
+
+def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
+    """Step s: every part that has a jump of 2^s to make goes to the rank 2^s places on.
+
+    P=4      r0 sends    r1 sends    r2 sends    r3 sends
+    step 0   -> r1       -> r2       -> r3       -> r0
+    step 1   -> r2       -> r3       -> r0       -> r1
+
+    Args:    parts: P arrays of one dtype and any shapes, part d for rank d; place(rank): where the part from `rank`
+             goes.
+    Returns: the parts for this rank, by source; its own among them as it was given.
+    Cost:    ceil(log2 P) messages per rank. The part from r for d is in as many messages as (d - r) mod P has binary
+             ones, and each time its label with it: 8 bytes that say how many dims it has, and 8 for each dim (a header
+             has no room for P/2 shapes). Workspace: the bundle sent and the one received, in each step; a part is
+             copied once a jump, and once at its end.
+    """
+    slots = [parts[(call.rank + far) % call.size] for far in range(call.size)]
+    for step in range((call.size - 1).bit_length()):
+        jump = 1 << step
+        jumping = [far for far in range(call.size) if far & jump]
+        bundle = pack(call, [slots[far] for far in jumping])
+        arrived = call.exchange_blocks((call.rank + jump) % call.size, bundle, (call.rank - jump) % call.size,
+                                       in_workspace(call), step=step)
+        for far, part in zip(jumping, unpack(arrived, len(jumping), parts[0].dtype), strict=True):
+            slots[far] = part
+    received = {call.rank: parts[call.rank]}
+    for far in range(1, call.size):
+        src = (call.rank - far) % call.size
+        received[src] = place(src)(slots[far].shape, slots[far].dtype)
+        received[src][...] = slots[far]
+    return [received[src] for src in range(call.size)]
+
+
+def pack(call: Call, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays as one array of bytes: a label (number of dims, then the dims) for each, then their elements."""
+    labels = np.array([number for part in parts for number in (part.ndim, *part.shape)], _LABEL)
+    pieces = [labels.view(np.uint8), *(part.reshape(-1).view(np.uint8) for part in parts)]
+    return np.concatenate(pieces, out=call.workspace(sum(map(len, pieces)), np.dtype(np.uint8)))
+
+
+def unpack(bundle: np.ndarray, count: int, dtype: np.dtype) -> list[np.ndarray]:
+    """The `count` arrays that were packed, as views of the bundle."""
+    shapes, start = [], 0
+    for _ in range(count):
+        dims = int(bundle[start:start + 8].view(_LABEL)[0])
+        shapes.append(tuple(bundle[start + 8:start + 8 + 8 * dims].view(_LABEL).tolist()))
+        start += 8 + 8 * dims
+    parts = []
+    for shape in shapes:
+        stop = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        parts.append(bundle[start:stop].view(dtype).reshape(shape))
+        start = stop
+    return parts
