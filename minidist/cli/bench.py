@@ -145,7 +145,7 @@ def _chosen(verb: bench_collectives.Verb, only: str | None) -> list[str]:
             raise ConfigError(f"bench {verb.title}: {name} is not installed here; {_install(base)}")
         if algorithm and base in verb.peers:
             raise ConfigError(f"bench {verb.title}: {name}: a peer chooses its own algorithm; write {base}")
-        choose(verb.name, algorithm or "auto", 0, 2)  # refuses a name that the verb does not take
+        choose(verb.name, algorithm or "auto", 0, 2, board=True)  # refuses a name that the verb does not take
     return chosen
 
 

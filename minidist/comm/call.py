@@ -39,6 +39,7 @@ class Call:
     Attributes: rank, size, next_rank, prev_rank   within the group
                 signature   what all ranks must agree on
                 work        `work(call)` carries the call out and returns its result
+                board       memory that the group's ranks share, or None
                 device      where this rank's arrays live; None until a message tells a rank that brought none
     """
 
@@ -53,6 +54,7 @@ class Call:
         self.signature = Signature(group.id, group.next_sequence(), verb, algorithm, op, root,
                                    None if dtype is None else dtype_code(dtype), shape, source.caller())
         self._transport: Transport = group.transport
+        self.board = group.board
         self._world_ranks, self._tag = group.world_ranks, Tag(group.id, COLLECTIVE)
         self._key, where = self.signature.pack()
         self._meta = self._key + where
@@ -149,6 +151,27 @@ class Call:
             sent = self._transport.start_send(self._world_ranks[self.next_rank], self._tag, _NOTHING, self._meta)
             received.wait()
             sent.wait()
+
+    def show(self, *arrays: np.ndarray) -> list[np.ndarray]:
+        """Show contiguous 1-D arrays of one dtype to all ranks of the group, in memory they share; and look.
+
+        Together they have at most `self.board.limit` bytes. Counted as one message.
+
+        Returns: what each rank shows, joined: arrays of that dtype in shared memory, only to be read, and only until
+                 the next show().
+        Raises:  MismatchError if a rank is in another call.
+        """
+        assert self.board is not None, "choose() has seen to that"
+        for array in arrays:
+            self._nbytes += array.nbytes
+        meta = b"" if self._messages else self._meta    # said once a call
+        self._messages += 1
+        shown, dtype = [], arrays[0].dtype
+        for rank, (theirs, octets) in enumerate(self.board.show(meta, arrays)):
+            if meta and not theirs.startswith(self._key):
+                self._compare(unpack(theirs)[0], rank)
+            shown.append(octets.view(dtype))
+        return shown
 
     def workspace(self, length: int, dtype: np.dtype) -> np.ndarray:
         """A 1-D array to work in, told to the memory account as communication."""

@@ -47,17 +47,21 @@ class Group:
                 world_ranks    world rank of each rank
                 axis           what the group is for ("world", "dp", ...): the ledger counts under it
                 ledger         what this rank sent, shared with its other groups
+                board          memory that all its ranks share, or None
                 transport, id  for the layers below
     """
 
     def __init__(self, transport: Transport, ledger: Ledger, world_ranks: Sequence[int], *, axis: str = "world",
-                 id: int = WORLD) -> None:
+                 id: int = WORLD, places: Sequence[int] | None = None) -> None:
         self.transport, self.ledger, self.world_ranks = transport, ledger, tuple(world_ranks)
         self.axis, self.id = axis, id
         self.world_rank, self.size = transport.world_rank, len(self.world_ranks)
         if self.world_rank not in self.world_ranks:
             raise ConfigError(f"world rank {self.world_rank} is not in the group {self.world_ranks} it would make")
         self.rank = self.world_ranks.index(self.world_rank)
+        places = [transport.reserve_board()] * self.size if places is None else places  # the world's: all take the first
+        self.board = transport.open_board(self.world_ranks, places) if self.size > 1 else None
+        self.link = None
         self._messages = Messages(self)
         self._worker: Worker | None = None
         self._sequence = self._splits = 0
@@ -217,21 +221,24 @@ class Group:
                  axis: what the group is for, under which its ledger counts; "world.split" where the parent is "world".
         Returns: the group, or None for color None. Its id is a hash of the parent's, the number of the split and the
                  color: the same on every rank and in every run, so overlapping and nested groups may be used at once.
-        Cost:    one all_gather of three integers, counted under "control".
+        Cost:    one all_gather of four integers, counted under "control".
         """
         for name, value in (("color", color), ("key", key)):
             if not isinstance(value, int | np.integer | None):
                 raise ConfigError(f"split: {name}={value!r} must be an integer or None")
-        mine = [color is not None, color or 0, self.rank if key is None else key]
+        place = -1 if color is None else self.transport.reserve_board()
+        mine = [color is not None, color or 0, self.rank if key is None else key, place]
         with self.ledger.control():
             table = self.all_gather(np.array([mine], np.int64))
         self._splits += 1
         if color is None:
             return None
-        members = sorted((int(row[2]), rank) for rank, row in enumerate(table) if row[0] and row[1] == color)
+        members = sorted((int(row[2]), rank, int(row[3])) for rank, row in enumerate(table)
+                         if row[0] and row[1] == color)
         digest = hashlib.blake2b(f"{self.id}/{self._splits}/{int(color)}".encode(), digest_size=8).digest()
-        child = Group(self.transport, self.ledger, [self.world_ranks[rank] for _, rank in members],
-                      axis=axis or f"{self.axis}.split", id=int.from_bytes(digest, "little"))
+        child = Group(self.transport, self.ledger, [self.world_ranks[rank] for _, rank, _ in members],
+                      axis=axis or f"{self.axis}.split", id=int.from_bytes(digest, "little"),
+                      places=[place for _, _, place in members])
         self._children.append(child)
         return child
 
@@ -245,6 +252,8 @@ class Group:
         if self._worker is not None:
             worker, self._worker = self._worker, None
             worker.close()
+        if self.board is not None:
+            self.board.close()
 
     def next_sequence(self) -> int:
         """The number of the next collective call. Calls take theirs when they are made."""

@@ -20,7 +20,7 @@ Counting    Transports do not count. Calls do (comm/call.py).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +67,28 @@ class Handle(ABC):
         """Whether wait() would return, or raise, at once. Never blocks."""
 
 
+class Board(ABC):
+    """Memory where every rank of a group shows what it has, and all look. One thread at a time.
+
+    Attributes: limit  most bytes that a rank shows at a time
+    """
+
+    limit: int
+
+    @abstractmethod
+    def show(self, meta: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
+        """Show `arrays` (1-D, contiguous), together at most `limit` bytes; what each rank shows, this one too.
+
+        Returns: for each rank its meta, and its arrays one after the other as uint8, where they lie: only to be read,
+                 and only until the next show() or close().
+        Raises:  PeerLostError, TimeoutError, what `abort` was given.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the place back. Every rank has returned from its last show()."""
+
+
 class Transport(ABC):
     """One rank's end of the links to every other rank of the job.
 
@@ -91,6 +113,14 @@ class Transport(ABC):
     @abstractmethod
     def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
         """Begin to receive the next message of `tag` from `peer` into what `accept` returns, or `reduce` it there."""
+
+    def reserve_board(self) -> int:
+        """Where a board of this rank may lie, for open_board(); -1 where ranks share no memory, or none is left."""
+        return -1
+
+    def open_board(self, world_ranks: Sequence[int], places: Sequence[int]) -> "Board | None":
+        """The board of a group whose ranks reserved these places; None if one of them had none."""
+        return None
 
     @abstractmethod
     def abort(self, error: CommError) -> None:

@@ -1,13 +1,17 @@
 """Which algorithms each verb takes, and which one `auto` means.
 
 A choice depends only on what every rank of the call knows alike, so that all choose the same: the verb, the number of
-ranks, and, for the verbs whose arrays have one length on all ranks, that length.
+ranks, and, for the verbs whose arrays have one length on all ranks, that length. For those the job's communication
+profile decides, where `minidist bench calibrate` has left one: the algorithm of least predicted time (paths.py). It is
+rank 0's, read when the job meets. Without it, and for the other verbs, the limits below hold.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from minidist.comm.collectives import bruck, direct, dissemination, halving_doubling, naive, pairwise, ring, tree
+from minidist.comm.collectives import bruck, direct, dissemination, halving_doubling, naive, pairwise, ring, shared, tree
+from minidist.comm.collectives.paths import fastest
+from minidist.comm.profile import LinkCost
 from minidist.errors import ConfigError
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
@@ -15,7 +19,8 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
     "reduce": {"naive": naive.reduce, "tree": tree.reduce},
     "all_reduce": {"naive": naive.all_reduce, "tree": tree.all_reduce, "ring": ring.all_reduce,
                    "direct": direct.all_reduce, "pairwise": pairwise.all_reduce,
-                   "doubling": halving_doubling.double_whole, "halving-doubling": halving_doubling.all_reduce},
+                   "doubling": halving_doubling.double_whole, "halving-doubling": halving_doubling.all_reduce,
+                   "shared": shared.all_reduce},
     "gather": {"naive": naive.gather, "tree": tree.gather},
     "all_gather": {"naive": naive.all_gather, "ring": ring.all_gather,
                    "halving-doubling": halving_doubling.all_gather},
@@ -38,14 +43,23 @@ PAIRWISE_BYTES = 512 << 10
 """pairwise, up to this length: two waits instead of the ring's 2(P-1); beyond, the ring's even flow is faster."""
 
 
-def choose(verb: str, algorithm: str, nbytes: int, size: int) -> str:
+def choose(verb: str, algorithm: str, nbytes: int, size: int, link: LinkCost | None = None,
+           board: bool = False) -> str:
     """The name of the algorithm to run: `algorithm` itself, or what "auto" means for this call.
 
     Args:    nbytes: the array's bytes, for reduce, all_reduce and reduce_scatter; other verbs must pass 0.
+             link: what messages cost in this group, the same on all its ranks; None if nobody measured it.
+             board: whether the ranks share memory.
     Raises:  ConfigError that lists the names the verb takes.
     """
+    if algorithm == "auto" and board and "shared" in ALGORITHMS[verb]:
+        return "shared"
+    if algorithm == "shared" and not board and size > 1:
+        raise ConfigError(f"{verb}: algorithm shared is for ranks that share memory, those of transport shm; "
+                          f"choose auto, or another")
     if algorithm == "auto":
-        return _USUAL.get(verb) or _all_reduce(nbytes, size)
+        measured = fastest(verb, nbytes, size, link) if link is not None else None
+        return measured or _USUAL.get(verb) or _all_reduce(nbytes, size)
     if algorithm not in ALGORITHMS[verb]:
         raise ConfigError(f"{verb} has no algorithm {algorithm!r}; choose auto, {', '.join(ALGORITHMS[verb])}")
     return algorithm

@@ -54,6 +54,19 @@ def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
+class Fence:
+    """Calling it keeps what was done to memory before ahead of what is done after, for every process to see."""
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        lock.acquire()
+        self._release, self._acquire = lock.release, lock.acquire
+
+    def __call__(self) -> None:
+        self._release()
+        self._acquire()
+
+
 class _End:
     """What both ends of a ring share: its words and its data, in memory that the other process sees too."""
 
@@ -61,14 +74,7 @@ class _End:
         self._words = memory[:_PAGE].cast("Q")
         self._octets = memory[_PAGE:RING_BYTES]
         self._data = np.frombuffer(self._octets, np.uint8)
-        lock = threading.Lock()
-        lock.acquire()
-        self._release, self._acquire = lock.release, lock.acquire
-
-    def fence(self) -> None:
-        """Keep what was done to memory before this call ahead of what is done after it, for every process to see."""
-        self._release()
-        self._acquire()
+        self.fence = Fence()
 
 
 class RingWriter(_End):

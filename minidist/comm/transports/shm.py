@@ -21,18 +21,23 @@ import platform
 import select
 import socket
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from minidist.comm.transport import Board
 from minidist.comm.transports import mesh
+from minidist.comm.transports.board import PART_BYTES, Part, SharedBoard, Turn
 from minidist.comm.transports.link import ByteLink
 from minidist.comm.transports.ring import LINE, RING_BYTES, RingReader, RingWriter, copy
 from minidist.comm.transports.stream import StreamTransport
 from minidist.errors import CommError
 
 SPINS, SPINS_CROWDED = 200, 20  # looks at the rings before sleeping: where each rank has a core, and where not
+BOARDS = 64                     # boards that a rank may have open at a time
+ARENA_BYTES = BOARDS * PART_BYTES
 
 
 class ShmTransport(StreamTransport):
@@ -50,9 +55,75 @@ class ShmTransport(StreamTransport):
         listener = mesh.listen_unix()
         info = {"transport": "shm", "host": here, "address": listener.getsockname()}
         connections = mesh.join(link, info, listener, dial, token, limit)
-        links = _share(world_rank, connections, limit)
+        links, arenas = _share(world_rank, connections, limit)
         spins = SPINS if len(links) < _cores() else SPINS_CROWDED
         super().__init__("shm", world_rank, limit, links, spins)
+        self._links, self._arenas, self._free = links, arenas, list(range(BOARDS - 1, -1, -1))
+        self._turns: list[Turn] = []                # waits on boards
+
+    def reserve_board(self) -> int:
+        if not self._free:
+            return -1
+        place = self._free.pop()
+        self._part(self.world_rank, place).clear()
+        return place
+
+    def open_board(self, world_ranks: Sequence[int], places: Sequence[int]) -> Board | None:
+        own = places[world_ranks.index(self.world_rank)]
+        if -1 in places:
+            self._free += [own] if own >= 0 else []
+            return None
+        parts = [self._part(rank, place) for rank, place in zip(world_ranks, places, strict=True)]
+        return SharedBoard(self, world_ranks, parts, ring=lambda rank: self._links[rank].ring(),
+                           release=lambda: self._free.append(own))
+
+    def _part(self, rank: int, place: int) -> Part:
+        return Part(self._arenas[rank][place * PART_BYTES:(place + 1) * PART_BYTES])
+
+    def await_board(self, board: SharedBoard) -> None:
+        """Wait in the engine until everybody has posted."""
+        missing = board.missing()
+        turn = Turn(self, board, missing[0] if missing else self.world_rank)
+        peers = [self._peers[rank] for rank in missing]
+        with self.lock:
+            self.begin(turn)
+            self._turns.append(turn)
+            for peer in peers:
+                peer.awaited += 1
+                self._active[peer.rank] = peer
+            if self._asleep:
+                self._wake()
+        try:
+            turn.wait()
+        finally:
+            with self.lock:
+                self._turns.remove(turn)
+                for peer in peers:
+                    peer.awaited -= 1
+                if not turn.finished:
+                    self.finish(turn)
+
+    def _pass(self) -> bool:
+        moved = super()._pass()
+        for turn in list(self._turns):
+            gone = [rank for rank in turn.board.missing() if self._links[rank].ended]
+            missing = turn.board.missing()  # after the look at who is gone: it may have posted before it went
+            if turn.finished or (missing and not gone):
+                continue
+            lost = [rank for rank in gone if rank in missing]
+            with self.lock:
+                self.finish(turn, self._lost(self._peers[lost[0]], "its process ended") if lost else None)
+            moved = True
+        return moved
+
+    def _sleep(self, seconds: float) -> None:
+        boards = [turn.board for turn in list(self._turns) if not turn.finished]
+        for board in boards:
+            board.sleeps(True)
+        if all(board.missing() for board in boards):
+            super()._sleep(seconds)
+        for board in boards:
+            board.sleeps(False)
 
 
 def _cores() -> int:
@@ -70,31 +141,31 @@ class ShmLink(ByteLink):
         self._out, self._in = RingWriter(first if lower else second), RingReader(second if lower else first)
         sock.setblocking(False)
         self._sock = sock
-        self._ended = False                         # the peer's socket is closed: it writes and reads no more
+        self.ended = False                          # the peer's socket is closed: it writes and reads no more
 
     def write(self, prefix: bytes, payload: np.ndarray) -> int:
-        if self._ended:
+        if self.ended:
             raise BrokenPipeError("its process has ended")
         taken = self._out.write(prefix, payload)
         if taken and self._out.reader_sleeps():
-            self._ring()
+            self.ring()
         return taken
 
     def peek(self, count: int) -> bytes | None:
         data = self._in.peek(count)
-        if data is None and self._ended:
+        if data is None and self.ended:
             raise EOFError
         return data
 
     def piece(self, most: int, itemsize: int) -> np.ndarray:
         piece = self._in.piece(most)
-        if not len(piece) and self._ended:
+        if not len(piece) and self.ended:
             raise EOFError
         return piece
 
     def skip(self, count: int) -> None:
         if self._in.skip(count):
-            self._ring()
+            self.ring()
 
     def read_into(self, target: np.ndarray) -> int:
         piece = self.piece(len(target), 1)
@@ -103,7 +174,8 @@ class ShmLink(ByteLink):
             self.skip(len(piece))
         return len(piece)
 
-    def _ring(self) -> None:
+    def ring(self) -> None:
+        """Wake the peer."""
         with suppress(OSError):  # full: it is ringing already; broken: the peer is gone, and arm() will see it
             self._sock.send(b"!")
 
@@ -114,8 +186,8 @@ class ShmLink(ByteLink):
         self._in.sleeps(reading)
         self._out.sleeps(writing)
         if self._in.show():  # fences: our words before the look at the peer's
-            self._ring()
-        ready = self._ended or (reading and self._in.unread() > 0) or (writing and self._out.roomy())
+            self.ring()
+        ready = self.ended or (reading and self._in.unread() > 0) or (writing and self._out.roomy())
         return 0 if ready else select.POLLIN
 
     def disarm(self, events: int) -> None:
@@ -123,7 +195,7 @@ class ShmLink(ByteLink):
         self._out.sleeps(False)
         if events:
             with suppress(BlockingIOError):
-                self._ended = not self._hear()
+                self.ended = not self._hear()
 
     def _hear(self) -> bytes:
         try:
@@ -138,22 +210,31 @@ class ShmLink(ByteLink):
 
 # --- handing over the memory -----------------------------------------------------------------------------------------
 
-def _share(world_rank: int, connections: dict[int, socket.socket], limit: float) -> dict[int, ByteLink]:
-    """The lower rank of each pair makes the memory and hands it to the higher one."""
-    links: dict[int, ByteLink] = {}
+def _share(world_rank: int, connections: dict[int, socket.socket], limit: float,
+           ) -> tuple[dict[int, "ShmLink"], dict[int, memoryview]]:
+    """The lower rank of each pair makes the memory of its rings; every rank hands its arena to every other.
+
+    Returns: the links, and the arenas by world rank, this rank's among them.
+    """
+    own, links = _nameless_file(ARENA_BYTES), {}
     for rank, sock in connections.items():
-        if rank > world_rank:
-            file = _nameless_file(2 * RING_BYTES)
-            socket.send_fds(sock, [b"memory"], [file])
-            links[rank] = ShmLink(sock, _map(file), lower=True)
+        rings = [_nameless_file(2 * RING_BYTES)] if rank > world_rank else []
+        socket.send_fds(sock, [b"memory"], [own, *rings])
+        if rings:
+            links[rank] = ShmLink(sock, _map(rings[0], 2 * RING_BYTES), lower=True)
+    arenas = {world_rank: _map(own, ARENA_BYTES)}
     for rank, sock in connections.items():
+        sock.setblocking(True)
+        sock.settimeout(limit)
+        expected = 1 if rank > world_rank else 2
+        _message, files, _flags, _address = socket.recv_fds(sock, 16, expected)
+        if len(files) != expected:
+            raise CommError(f"rank {world_rank} got no shared memory from rank {rank}: it ended while starting")
+        arenas[rank] = _map(files[0], ARENA_BYTES)
         if rank < world_rank:
-            sock.settimeout(limit)
-            _message, files, _flags, _address = socket.recv_fds(sock, 16, 1)
-            if len(files) != 1:
-                raise CommError(f"rank {world_rank} got no shared memory from rank {rank}: it ended while starting")
-            links[rank] = ShmLink(sock, _map(files[0]), lower=False)
-    return links
+            links[rank] = ShmLink(sock, _map(files[1], 2 * RING_BYTES), lower=False)
+        sock.setblocking(False)
+    return links, arenas
 
 
 def _nameless_file(nbytes: int) -> int:
@@ -167,8 +248,8 @@ def _nameless_file(nbytes: int) -> int:
     return file
 
 
-def _map(file: int) -> memoryview:
+def _map(file: int, nbytes: int) -> memoryview:
     try:
-        return memoryview(mmap.mmap(file, 2 * RING_BYTES))
+        return memoryview(mmap.mmap(file, nbytes))
     finally:
         os.close(file)

@@ -226,7 +226,8 @@ class StreamTransport(Engine):
         poller = select.poll()
         poller.register(self._bell, select.POLLIN)
         with self.lock:
-            self._active = {rank: peer for rank, peer in self._active.items() if peer.reading or peer.outgoing}
+            self._active = {rank: peer for rank, peer in self._active.items()
+                            if peer.reading or peer.outgoing or peer.awaited}
             watched = {peer.link.fileno(): peer.link for peer in self._active.values()}
             ready = self.error is not None
             for peer in self._active.values():

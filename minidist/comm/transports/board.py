@@ -1,0 +1,148 @@
+"""A board: memory in which every rank of a group shows what it has, and all the others look at it there.
+
+    rank 0's part    posted | asleep | turn 0: header, bytes | turn 1: header, bytes |      only rank 0 writes here
+    rank 1's part    posted | asleep | turn 0: header, bytes | turn 1: header, bytes |      only rank 1 writes here
+    ...
+
+One `show` is all there is: a rank copies its arrays into its part, moves `posted`, waits until the others have posted as
+often, and looks at their bytes where they lie. So what a message would carry to P-1 ranks is written once, and nobody
+waits for one rank after the other.
+
+Parts have two turns, used alternately. What was shown may be read until the reader's next `show`: a rank overwrites a
+turn only at its second `show` after, and before that it saw everybody post the first.
+
+The fences are those of ring.py, for the same reasons: bytes before `posted`; `posted` before the look at `asleep`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minidist.comm.transport import META_LIMIT, Board, Tag
+from minidist.comm.transports.engine import Operation, yield_core
+from minidist.comm.transports.ring import LINE, Fence, copy
+
+if TYPE_CHECKING:
+    from minidist.comm.transports.shm import ShmTransport
+
+SHOWN_BYTES = 2 << 20       # most that a rank shows at a time
+_PAGE = 4096
+_HEADER_BYTES = 2 * _PAGE   # two words, the lengths of meta and of the bytes, and meta
+_TURN_BYTES = _HEADER_BYTES + SHOWN_BYTES
+_TURNS = 2
+PART_BYTES = _PAGE + _TURNS * _TURN_BYTES
+
+_POSTED, _ASLEEP = 0, LINE // 8
+
+
+class Part:
+    """One rank's part of a board, seen by that rank or by another."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.words = memory[:_PAGE].cast("Q")
+        starts = [_PAGE + turn * _TURN_BYTES for turn in range(_TURNS)]
+        self._lengths = [memory[start:start + LINE].cast("Q") for start in starts]
+        self._metas = [memory[start + LINE:start + LINE + META_LIMIT] for start in starts]
+        self._octets = [np.frombuffer(memory[start + _HEADER_BYTES:start + _TURN_BYTES], np.uint8) for start in starts]
+
+    def clear(self) -> None:
+        """Begin anew: nothing was posted."""
+        self.words[_POSTED] = self.words[_ASLEEP] = 0
+
+    def write(self, turn: int, meta: bytes, arrays: Sequence[np.ndarray]) -> None:
+        """Put arrays here, one after the other."""
+        octets, stop, lengths = self._octets[turn], 0, self._lengths[turn]
+        for array in arrays:
+            start, stop = stop, stop + array.nbytes
+            copy(octets[start:stop], array.view(np.uint8))
+        if meta:
+            self._metas[turn][:len(meta)] = meta
+        lengths[0], lengths[1] = len(meta), stop
+
+    def read(self, turn: int) -> tuple[bytes, np.ndarray]:
+        """Meta, and the bytes where they lie."""
+        lengths = self._lengths[turn]
+        return bytes(self._metas[turn][:lengths[0]]), self._octets[turn][:lengths[1]]
+
+
+class SharedBoard(Board):
+    """A group's board, as one of its ranks sees it.
+
+    Args: parts: of every rank of the group; ring(world rank): wake a sleeper; release(): the place is free again.
+    """
+
+    limit = SHOWN_BYTES
+
+    def __init__(self, transport: "ShmTransport", world_ranks: Sequence[int], parts: Sequence[Part],
+                 ring: Callable[[int], None], release: Callable[[], None]) -> None:
+        self._transport, self._ring, self._release, self._parts = transport, ring, release, list(parts)
+        own = world_ranks.index(transport.world_rank)
+        self._own = parts[own]
+        self._others = [(rank, part.words) for rank, part in zip(world_ranks, parts, strict=True)
+                        if rank != transport.world_rank]
+        self._fence = Fence()
+        self._shown = 0
+        self._open = True
+
+    def show(self, meta: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
+        self._shown += 1
+        turn, fence = self._shown % _TURNS, self._fence
+        self._own.write(turn, meta, arrays)
+        fence()  # the bytes before `posted`
+        self._own.words[_POSTED] = self._shown
+        fence()  # our `posted` before theirs and `asleep`
+        if self._missing():
+            self._wait()
+        else:
+            self._wake()
+        fence()  # their `posted` before the bytes
+        return [part.read(turn) for part in self._parts]
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._release()
+
+    def missing(self) -> list[int]:
+        """World ranks that have not posted what this rank did last."""
+        return [rank for rank, words in self._others if words[_POSTED] < self._shown]
+
+    def sleeps(self, asleep: bool) -> None:
+        """Ask to be woken when the last has posted, or no more. A fence must follow, then a look at missing()."""
+        self._own.words[_ASLEEP] = int(asleep)
+
+    def _missing(self) -> bool:
+        for _, words in self._others:
+            if words[_POSTED] < self._shown:
+                return True
+        return False
+
+    def _wake(self) -> None:
+        """Who comes last wakes those who fell asleep."""
+        for rank, words in self._others:
+            if words[_ASLEEP]:
+                words[_ASLEEP] = 0
+                self._ring(rank)
+
+    def _wait(self) -> None:
+        """Look a while, as a leader of the engine does, then wait in the engine."""
+        for _ in range(self._transport.spins):
+            yield_core()
+            if not self._missing():
+                return
+        self._transport.await_board(self)
+
+
+class Turn(Operation):
+    """A wait for the others to post."""
+
+    def __init__(self, transport: "ShmTransport", board: SharedBoard, peer: int) -> None:
+        super().__init__(transport, peer, Tag(0, 0))
+        self.board = board
+
+    def peers(self) -> tuple[int, ...]:
+        return () if self.finished else tuple(self.board.missing())
+
+    def __str__(self) -> str:
+        return f"ranks {self.board.missing()} to come to a collective in shared memory"
