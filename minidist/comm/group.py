@@ -47,6 +47,7 @@ class Group:
                 world_ranks    world rank of each rank
                 axis           what the group is for ("world", "dp", ...): the ledger counts under it
                 ledger         what this rank sent, shared with its other groups
+                link           what a message costs among its ranks (comm/profile.py); None if nobody measured it
                 transport, id  for the layers below
     """
 
@@ -58,6 +59,8 @@ class Group:
         if self.world_rank not in self.world_ranks:
             raise ConfigError(f"world rank {self.world_rank} is not in the group {self.world_ranks} it would make")
         self.rank = self.world_ranks.index(self.world_rank)
+        profile = transport.profile
+        self.link = None if profile is None else profile.link(transport.name, self.world_ranks)
         self._messages = Messages(self)
         self._worker: Worker | None = None
         self._sequence = self._splits = 0

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minidist.comm.profile import Profile
 from minidist.errors import CommError
 
 META_LIMIT = 4096
@@ -74,12 +75,14 @@ class Transport(ABC):
                 world_rank  this rank in the job
                 world_size  number of ranks in the job
                 limit       seconds that any one wait may last; may be changed between calls
+                profile     what messages cost, as the job agreed when it met; None where nobody measured it
     """
 
     name: str
     world_rank: int
     world_size: int
     limit: float
+    profile: Profile | None = None
 
     @abstractmethod
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
