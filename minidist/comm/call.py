@@ -37,6 +37,7 @@ class Call:
     """A collective that this rank has entered, or will.
 
     Attributes: rank, size, next_rank, prev_rank   within the group
+                nodes       the machine each rank is on, as a number
                 signature   what all ranks must agree on
                 work        `work(call)` carries the call out and returns its result
                 device      where this rank's arrays live; None until a message tells a rank that brought none
@@ -47,6 +48,7 @@ class Call:
                  shape: Shape | None = None, device: str | None = "cpu") -> None:
         self.rank, self.size = group.rank, group.size
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        self.nodes = group.nodes
         self.verb, self.algorithm, self.work, self.device = verb, algorithm, work, device
         self.ledger, self.phase = group.ledger, group.ledger.phase
         self.axis = "control" if group.ledger.in_control else group.axis

@@ -45,6 +45,7 @@ class Group:
     Attributes: rank, size     this rank's place in the group, and how many there are
                 world_rank     this rank's place in the job
                 world_ranks    world rank of each rank
+                nodes          the machine each rank is on: a number for each rank, equal where they share one
                 axis           what the group is for ("world", "dp", ...): the ledger counts under it
                 ledger         what this rank sent, shared with its other groups
                 link           what a message costs among its ranks (comm/profile.py); None if nobody measured it
@@ -52,9 +53,10 @@ class Group:
     """
 
     def __init__(self, transport: Transport, ledger: Ledger, world_ranks: Sequence[int], *, axis: str = "world",
-                 id: int = WORLD) -> None:
+                 id: int = WORLD, nodes: Sequence[int] | None = None) -> None:
         self.transport, self.ledger, self.world_ranks = transport, ledger, tuple(world_ranks)
         self.axis, self.id = axis, id
+        self.nodes = tuple(nodes or (0,) * len(self.world_ranks))
         self.world_rank, self.size = transport.world_rank, len(self.world_ranks)
         if self.world_rank not in self.world_ranks:
             raise ConfigError(f"world rank {self.world_rank} is not in the group {self.world_ranks} it would make")
@@ -101,7 +103,7 @@ class Group:
         """The root's array on every rank.
 
         Args:    x: at the root; elsewhere None, or anything of the root's shape and dtype.
-                 algorithm: naive, tree, ring.
+                 algorithm: naive, tree, ring, hierarchical.
         """
         return self._run(verbs.broadcast(self, x, root, out, algorithm))
 
@@ -127,7 +129,7 @@ class Group:
         """At the root, all ranks' arrays combined elementwise; None elsewhere (`out` is ignored).
 
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod (see collectives/reduction.py).
-                 algorithm: naive, tree.
+                 algorithm: naive, tree, hierarchical.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
         return self._run(verbs.reduce(self, x, op, root, out, algorithm))
@@ -156,7 +158,8 @@ class Group:
 
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod (see collectives/reduction.py).
                  out: may be x, which is then reduced in place, without a copy.
-                 algorithm: naive, tree, ring, direct, pairwise, doubling, halving-doubling.
+                 algorithm: naive, tree, ring, direct, pairwise, doubling, halving-doubling,
+                 hierarchical, torus.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
         return self._run(verbs.all_reduce(self, x, op, out, algorithm))
@@ -169,7 +172,7 @@ class Group:
         """Chunk `rank` of what all_reduce would give, flattened and cut in `size` as numpy.array_split does: one dim.
 
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod. out: may be that chunk of x.
-                 algorithm: naive, ring, pairwise, halving-doubling.
+                 algorithm: naive, ring, pairwise, halving-doubling, hierarchical, torus.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
         return self._run(verbs.reduce_scatter(self, x, op, out, algorithm))
@@ -182,7 +185,7 @@ class Group:
         """All ranks' arrays one after the other along the first dim, on every rank.
 
         Args:    x: (m, ...), where m may differ between ranks; a number is one row. It may be its own part of `out`.
-                 algorithm: naive, ring, halving-doubling.
+                 algorithm: naive, ring, halving-doubling, hierarchical, torus.
         """
         return self._run(verbs.all_gather(self, x, out, algorithm))
 
@@ -234,7 +237,8 @@ class Group:
         members = sorted((int(row[2]), rank) for rank, row in enumerate(table) if row[0] and row[1] == color)
         digest = hashlib.blake2b(f"{self.id}/{self._splits}/{int(color)}".encode(), digest_size=8).digest()
         child = Group(self.transport, self.ledger, [self.world_ranks[rank] for _, rank in members],
-                      axis=axis or f"{self.axis}.split", id=int.from_bytes(digest, "little"))
+                      axis=axis or f"{self.axis}.split", id=int.from_bytes(digest, "little"),
+                      nodes=[self.nodes[rank] for _, rank in members])
         self._children.append(child)
         return child
 

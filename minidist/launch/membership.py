@@ -56,7 +56,7 @@ class Membership:
         """Find the monitor, meet everybody, connect the transport."""
         launch = self.launch
         joined = self.find_monitor(limit)
-        infos = joined.link.meet({"transport": name, "host": platform.node()})
+        infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank})
         joined.forget_file()
         if launch.by_mpirun:
             transports.unlink_mpi_segments()
@@ -68,7 +68,9 @@ class Membership:
                               "use sockets or shm, or start the program with mpirun")
         transport = transports.build(name, joined.link, joined.token, limit)
         joined.link.on_loss(transport.abort)
-        return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)))
+        machines = [(info["host"], info["node"]) for info in infos]
+        return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)),
+                     nodes=[machines.index(machine) for machine in machines])
 
     def find_monitor(self, limit: float) -> Joined:
         """Connect to the job's monitor, from which moment on the others hear of our end."""

@@ -47,7 +47,8 @@ def fixed_cases(size):
                    "op": ("sum", "max", "prod", "min")[turn % 4] if verb in REDUCING else "sum",
                    "root": (turn + 1) % size if verb in ROOTED else 0,
                    "layout": ("plain", "strided", "read-only")[turn % 3],
-                   "how": ("new", "start", "out")[turn % 3] if verb != "barrier" else "new"}
+                   "how": ("new", "start", "out")[turn % 3] if verb != "barrier" else "new",
+                   "nodes": [7, 3, 3, 7][:size] if algorithm == "hierarchical" else []}
 
 
 @on_every_transport

@@ -7,21 +7,36 @@ ranks, and, for the verbs whose arrays have one length on all ranks, that length
 from collections.abc import Callable
 from typing import Any
 
-from minidist.comm.collectives import bruck, direct, dissemination, halving_doubling, naive, pairwise, ring, tree
+from minidist.comm.collectives import (
+    bruck,
+    direct,
+    dissemination,
+    halving_doubling,
+    hierarchical,
+    naive,
+    pairwise,
+    ring,
+    torus,
+    tree,
+)
 from minidist.errors import ConfigError
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
-    "broadcast": {"naive": naive.broadcast, "tree": tree.broadcast, "ring": ring.broadcast},
-    "reduce": {"naive": naive.reduce, "tree": tree.reduce},
+    "broadcast": {"naive": naive.broadcast, "tree": tree.broadcast, "ring": ring.broadcast,
+                  "hierarchical": hierarchical.broadcast},
+    "reduce": {"naive": naive.reduce, "tree": tree.reduce, "hierarchical": hierarchical.reduce},
     "all_reduce": {"naive": naive.all_reduce, "tree": tree.all_reduce, "ring": ring.all_reduce,
                    "direct": direct.all_reduce, "pairwise": pairwise.all_reduce,
-                   "doubling": halving_doubling.double_whole, "halving-doubling": halving_doubling.all_reduce},
+                   "doubling": halving_doubling.double_whole, "halving-doubling": halving_doubling.all_reduce,
+                   "hierarchical": hierarchical.all_reduce, "torus": torus.all_reduce},
     "gather": {"naive": naive.gather, "tree": tree.gather},
     "all_gather": {"naive": naive.all_gather, "ring": ring.all_gather,
-                   "halving-doubling": halving_doubling.all_gather},
+                   "halving-doubling": halving_doubling.all_gather, "hierarchical": hierarchical.all_gather,
+                   "torus": torus.all_gather},
     "scatter": {"naive": naive.scatter, "tree": tree.scatter},
     "reduce_scatter": {"naive": naive.reduce_scatter, "ring": ring.reduce_scatter,
-                       "pairwise": pairwise.reduce_scatter, "halving-doubling": halving_doubling.reduce_scatter},
+                       "pairwise": pairwise.reduce_scatter, "halving-doubling": halving_doubling.reduce_scatter,
+                       "hierarchical": hierarchical.reduce_scatter, "torus": torus.reduce_scatter},
     "all_to_all": {"naive": naive.all_to_all, "pairwise": pairwise.all_to_all, "bruck": bruck.all_to_all},
     "barrier": {"naive": naive.barrier, "dissemination": dissemination.barrier},
 }
