@@ -62,7 +62,7 @@ class Group:
             raise ConfigError(f"world rank {self.world_rank} is not in the group {self.world_ranks} it would make")
         self.rank = self.world_ranks.index(self.world_rank)
         profile = transport.profile
-        self.link = None if profile is None else profile.link(transport.name, self.world_ranks)
+        self.link = None if profile is None else profile.link(transport.name, self.nodes)
         self._messages = Messages(self)
         self._worker: Worker | None = None
         self._sequence = self._splits = 0

@@ -78,19 +78,19 @@ class Profile:
 
     Attributes: links     one for each link class and rank count
                 machine   as `minidist bench` describes it
-                hosts     of each world rank, once a job has agreed on the profile
     """
 
     links: Sequence[LinkCost]
     machine: dict[str, Any]
-    hosts: Sequence[str] = ()
 
-    def link(self, transport: str, world_ranks: Sequence[int]) -> LinkCost | None:
-        """The costs within a group: of its link class, measured with as many ranks or the next fewer; None if never."""
-        apart = len({self.hosts[rank] for rank in world_ranks}) > 1 if self.hosts else False
-        measured = sorted((cost for cost in self.links if cost.link == (NETWORK if apart else transport)),
-                          key=lambda cost: cost.ranks)
-        fewer = [cost for cost in measured if cost.ranks <= len(world_ranks)]
+    def link(self, transport: str, nodes: Sequence[int]) -> LinkCost | None:
+        """The costs within a group: of its link class, measured with as many ranks or the next fewer; None if never.
+
+        Args:    nodes: the machine of each of the group's ranks, as groups number them.
+        """
+        name = NETWORK if len(set(nodes)) > 1 else transport
+        measured = sorted((cost for cost in self.links if cost.link == name), key=lambda cost: cost.ranks)
+        fewer = [cost for cost in measured if cost.ranks <= len(nodes)]
         return fewer[-1] if fewer else measured[0] if measured else None
 
     def as_json(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Profile:
         return {"format": FORMAT, "machine": self.machine, "links": [asdict(cost) for cost in self.links]}
 
     @classmethod
-    def from_json(cls, value: Any, hosts: Sequence[str] = ()) -> "Profile":
+    def from_json(cls, value: Any) -> "Profile":
         """The profile that as_json gave.
 
         Raises: ConfigError that says in a few words what is wrong with it.
@@ -108,7 +108,7 @@ class Profile:
         links = value.get("links")
         if not isinstance(links, list) or not isinstance(value.get("machine"), dict):
             raise ConfigError("it lacks its links or its machine")
-        return cls([_link(entry) for entry in links], value["machine"], hosts)
+        return cls([_link(entry) for entry in links], value["machine"])
 
 
 def _link(entry: Any) -> LinkCost:

@@ -52,7 +52,8 @@ def reduce(group: "Group", x: Any, op: str, root: int, out: Any, algorithm: str)
     root, at_root = rank_in(group, "root", root), group.rank == root
     result = Result("reduce", out if at_root else None)
     array = apart(argument(x), result.out)
-    name, how = choose("reduce", algorithm, array.nbytes, group.size), reduction(op, array.dtype, group.size)
+    name = choose("reduce", algorithm, array.nbytes, group.size, group.link)
+    how = reduction(op, array.dtype, group.size)
     total = result.array(array.shape, array.dtype).reshape(-1) if at_root else None
 
     def work(call: Call) -> Any:
@@ -64,7 +65,8 @@ def reduce(group: "Group", x: Any, op: str, root: int, out: Any, algorithm: str)
 
 def all_reduce(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Call:
     array, result = apart(argument(x), out), Result("all_reduce", out)
-    name, how = choose("all_reduce", algorithm, array.nbytes, group.size), reduction(op, array.dtype, group.size)
+    name = choose("all_reduce", algorithm, array.nbytes, group.size, group.link)
+    how = reduction(op, array.dtype, group.size)
     total = result.array(array.shape, array.dtype).reshape(-1)
 
     def work(call: Call) -> Any:
@@ -76,7 +78,8 @@ def all_reduce(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Cal
 
 def reduce_scatter(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Call:
     array, result = argument(x), Result("reduce_scatter", out)
-    name, how = choose("reduce_scatter", algorithm, array.nbytes, group.size), reduction(op, array.dtype, group.size)
+    name = choose("reduce_scatter", algorithm, array.nbytes, group.size, group.link)
+    how = reduction(op, array.dtype, group.size)
     mine = split(array.reshape(-1), group.size)[group.rank]
     flat = apart(array.reshape(-1), out, mine)
     chunk = result.array(mine.shape, array.dtype)

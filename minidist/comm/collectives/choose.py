@@ -1,7 +1,9 @@
 """Which algorithms each verb takes, and which one `auto` means.
 
 A choice depends only on what every rank of the call knows alike, so that all choose the same: the verb, the number of
-ranks, and, for the verbs whose arrays have one length on all ranks, that length.
+ranks, and, for the verbs whose arrays have one length on all ranks, that length. For those the job's communication
+profile decides, where `minidist bench calibrate` has left one: the algorithm of least predicted time (paths.py). It is
+rank 0's, read when the job meets. Without it, and for the other verbs, the limits below hold.
 """
 
 from collections.abc import Callable
@@ -19,6 +21,8 @@ from minidist.comm.collectives import (
     torus,
     tree,
 )
+from minidist.comm.collectives.paths import fastest
+from minidist.comm.profile import LinkCost
 from minidist.errors import ConfigError
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
@@ -53,14 +57,16 @@ PAIRWISE_BYTES = 512 << 10
 """pairwise, up to this length: two waits instead of the ring's 2(P-1); beyond, the ring's even flow is faster."""
 
 
-def choose(verb: str, algorithm: str, nbytes: int, size: int) -> str:
+def choose(verb: str, algorithm: str, nbytes: int, size: int, link: LinkCost | None = None) -> str:
     """The name of the algorithm to run: `algorithm` itself, or what "auto" means for this call.
 
     Args:    nbytes: the array's bytes, for reduce, all_reduce and reduce_scatter; other verbs must pass 0.
+             link: what messages cost in this group, the same on all its ranks; None if nobody measured it.
     Raises:  ConfigError that lists the names the verb takes.
     """
     if algorithm == "auto":
-        return _USUAL.get(verb) or _all_reduce(nbytes, size)
+        measured = fastest(verb, nbytes, size, link) if link is not None else None
+        return measured or _USUAL.get(verb) or _all_reduce(nbytes, size)
     if algorithm not in ALGORITHMS[verb]:
         raise ConfigError(f"{verb} has no algorithm {algorithm!r}; choose auto, {', '.join(ALGORITHMS[verb])}")
     return algorithm
