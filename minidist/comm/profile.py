@@ -126,9 +126,9 @@ def _link(entry: Any) -> LinkCost:
 
 
 def profile_path() -> Path:
-    """Where this user's profile is: minidist/profile.json in the cache folder of the XDG base directories."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(cache) if os.path.isabs(cache) else Path("~/.cache").expanduser()
+    """Where this user's profile is: ~/.config/minidist/profile.json, or where XDG_CONFIG_HOME has it."""
+    config = os.environ.get("XDG_CONFIG_HOME", "")
+    folder = Path(config) if os.path.isabs(config) else Path("~/.config").expanduser()
     return folder / "minidist" / "profile.json"
 
 
