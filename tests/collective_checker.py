@@ -22,7 +22,11 @@ from minidist.comm.group import Group
 
 REDUCING = ("reduce", "all_reduce", "reduce_scatter")
 ROOTED = ("broadcast", "scatter", "reduce", "gather")
-PAIRS = [(verb, algorithm) for verb, algorithms in ALGORITHMS.items() for algorithm in algorithms]
+ONLY_ON = {"native": ("mpi",)}
+"""Algorithms that not every transport has."""
+
+ALL_PAIRS = [(verb, algorithm) for verb, algorithms in ALGORITHMS.items() for algorithm in algorithms]
+PAIRS = [pair for pair in ALL_PAIRS if pair[1] not in ONLY_ON]
 LAYOUTS = ("plain", "strided", "read-only", "transposed")
 WIDE = {np.dtype(np.float16): np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16): np.dtype(np.float32)}
 

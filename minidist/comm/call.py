@@ -20,6 +20,7 @@ from minidist import account
 from minidist.comm import source
 from minidist.comm.arrays import Place
 from minidist.comm.ledger import Event
+from minidist.comm.native import Native
 from minidist.comm.signature import Shape, Signature, dtype_code, mismatch, pack_block, unpack
 from minidist.comm.transport import Handle, Reduce, Tag, Transport
 from minidist.errors import MismatchError
@@ -151,6 +152,15 @@ class Call:
             sent = self._transport.start_send(self._world_ranks[self.next_rank], self._tag, _NOTHING, self._meta)
             received.wait()
             sent.wait()
+
+    def native(self) -> Native:
+        """The transport's own collectives among the ranks of this call."""
+        return self._transport.native(self.signature.group, self._world_ranks)
+
+    def count(self, nbytes: int) -> None:
+        """Count a message that leaves by another way than start_send: what is handed to `native`."""
+        self._nbytes += nbytes
+        self._messages += 1
 
     def workspace(self, length: int, dtype: np.dtype) -> np.ndarray:
         """A 1-D array to work in, told to the memory account as communication."""

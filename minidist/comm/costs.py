@@ -153,6 +153,20 @@ _LOG_EACH = ("P ceil(log2 P)", lambda case: case.size * case.log)
 _HALVINGS = ("Q log2 Q + 2(P-Q)", _halvings)
 _NO_BYTES = ("0", lambda case: 0)
 
+
+
+def _native(messages: str, messages_of: Callable[[Case], int], nbytes: str, bytes_of: Callable[[Case], int],
+            steps: str = "ceil(log2 P) + 1") -> Formula:
+    """A = P ceil(log2 P) messages that agree; then what is handed to the library, by more than one rank at least."""
+    return Formula(f"A + {messages}, A = P ceil(log2 P)",
+                   lambda case: case.size * case.log + messages_of(case) if case.size > 1 else 0,
+                   nbytes, lambda case: bytes_of(case) if case.size > 1 else 0, steps)
+
+
+_FROM_EACH = ("P", lambda case: case.size, "P n", lambda case: case.size * case.nbytes)
+_TOLD = ("P", lambda case: case.size)
+_JOINED = ("2P", lambda case: 2 * case.size, "8P + N", lambda case: 8 * case.size + sum(case.blocks))
+
 FORMULAS: dict[tuple[str, str], Formula] = {
     ("broadcast", "naive"): Formula(*_ONE_EACH, *_WHOLE, "P-1"),
     ("broadcast", "tree"): Formula(*_ONE_EACH, *_WHOLE, "ceil(log2 P)"),
@@ -212,4 +226,16 @@ FORMULAS: dict[tuple[str, str], Formula] = {
         *_LOG_EACH, "sum of h (p_rd + 8 + 8 dims), h the binary ones of (d - r) mod P", _jumps, "ceil(log2 P)"),
     ("barrier", "naive"): Formula(*_TWO_EACH, *_NO_BYTES, "2(P-1)"),
     ("barrier", "dissemination"): Formula(*_LOG_EACH, *_NO_BYTES, "ceil(log2 P)"),
+    ("broadcast", "native"): _native(*_TOLD, "n", lambda case: case.nbytes, "2 ceil(log2 P) + 1"),
+    ("reduce", "native"): _native(*_FROM_EACH),
+    ("all_reduce", "native"): _native(*_FROM_EACH),
+    ("gather", "native"): _native(*_JOINED, "ceil(log2 P) + 2"),
+    ("all_gather", "native"): _native(*_JOINED, "ceil(log2 P) + 2"),
+    ("scatter", "native"): _native(*_TOLD, "n", lambda case: sum(case.blocks), "2 ceil(log2 P) + 1"),
+    ("reduce_scatter", "native"): _native(*_FROM_EACH),
+    ("all_to_all", "native"): _native(
+        "2P", lambda case: 2 * case.size, "8P^2 + sum of p_rd + 8 + 8 dims over r != d",
+        lambda case: _leaving(case) + 8 * case.size ** 2 + case.size * case.others * (8 + 8 * case.dims),
+        "ceil(log2 P) + 2"),
+    ("barrier", "native"): _native("P", lambda case: case.size, *_NO_BYTES),
 }

@@ -103,7 +103,7 @@ class Group:
         """The root's array on every rank.
 
         Args:    x: at the root; elsewhere None, or anything of the root's shape and dtype.
-                 algorithm: naive, tree, ring, hierarchical.
+                 algorithm: naive, tree, ring, hierarchical, native.
         """
         return self._run(verbs.broadcast(self, x, root, out, algorithm))
 
@@ -115,7 +115,7 @@ class Group:
         """Rank r gets part r of the root's array, cut along the first dim as numpy.array_split does.
 
         Args:    x: (n, ...) at the root; elsewhere None, or anything of the root's shape and dtype.
-                 algorithm: naive, tree.
+                 algorithm: naive, tree, native.
         """
         return self._run(verbs.scatter(self, x, root, out, algorithm))
 
@@ -129,7 +129,7 @@ class Group:
         """At the root, all ranks' arrays combined elementwise; None elsewhere (`out` is ignored).
 
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod (see collectives/reduction.py).
-                 algorithm: naive, tree, hierarchical.
+                 algorithm: naive, tree, hierarchical, native.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
         return self._run(verbs.reduce(self, x, op, root, out, algorithm))
@@ -143,7 +143,7 @@ class Group:
         """At the root, all ranks' arrays one after the other along the first dim; None elsewhere (`out` is ignored).
 
         Args:    x: (m, ...), where m may differ between ranks; a number is one row.
-                 algorithm: naive, tree.
+                 algorithm: naive, tree, native.
         """
         return self._run(verbs.gather(self, x, root, out, algorithm))
 
@@ -159,7 +159,7 @@ class Group:
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod (see collectives/reduction.py).
                  out: may be x, which is then reduced in place, without a copy.
                  algorithm: naive, tree, ring, direct, pairwise, doubling, halving-doubling,
-                 hierarchical, torus.
+                 hierarchical, torus, native.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
         return self._run(verbs.all_reduce(self, x, op, out, algorithm))
@@ -172,7 +172,7 @@ class Group:
         """Chunk `rank` of what all_reduce would give, flattened and cut in `size` as numpy.array_split does: one dim.
 
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod. out: may be that chunk of x.
-                 algorithm: naive, ring, pairwise, halving-doubling, hierarchical, torus.
+                 algorithm: naive, ring, pairwise, halving-doubling, hierarchical, torus, native.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
         return self._run(verbs.reduce_scatter(self, x, op, out, algorithm))
@@ -185,7 +185,7 @@ class Group:
         """All ranks' arrays one after the other along the first dim, on every rank.
 
         Args:    x: (m, ...), where m may differ between ranks; a number is one row. It may be its own part of `out`.
-                 algorithm: naive, ring, halving-doubling, hierarchical, torus.
+                 algorithm: naive, ring, halving-doubling, hierarchical, torus, native.
         """
         return self._run(verbs.all_gather(self, x, out, algorithm))
 
@@ -197,7 +197,7 @@ class Group:
         """A list of `size` arrays: what rank 0, rank 1, ... had for this rank.
 
         Args:    x: one array for each rank, of one dtype and any shapes. out: `size` arrays of the shapes to come.
-                 algorithm: naive, pairwise, bruck.
+                 algorithm: naive, pairwise, bruck, native.
         """
         return self._run(verbs.all_to_all(self, x, out, algorithm))
 
@@ -207,7 +207,7 @@ class Group:
         return self._start(verbs.all_to_all(self, x, out, algorithm))
 
     def barrier(self, *, algorithm: str = "auto") -> None:
-        """Return when every rank of the group has called it. algorithm: naive, dissemination."""
+        """Return when every rank of the group has called it. algorithm: naive, dissemination, native."""
         self._run(verbs.barrier(self, algorithm))
 
     def start_barrier(self, *, algorithm: str = "auto") -> Pending:

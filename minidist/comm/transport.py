@@ -20,13 +20,14 @@ Counting    Transports do not count. Calls do (comm/call.py).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from minidist.comm.native import Native
 from minidist.comm.profile import Profile
-from minidist.errors import CommError
+from minidist.errors import CommError, ConfigError
 
 META_LIMIT = 4096
 """Most bytes a message's `meta` may have."""
@@ -94,6 +95,15 @@ class Transport(ABC):
     @abstractmethod
     def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
         """Begin to receive the next message of `tag` from `peer` into what `accept` returns, or `reduce` it there."""
+
+    def check_native(self, op: str | None, dtype: np.dtype | None) -> None:
+        """Raises ConfigError unless this transport has collectives of its own, and for this op on this dtype."""
+        raise ConfigError(f"transport {self.name} has no collectives of its own; algorithm native is for ranks of mpi: "
+                          f"choose auto, or another")
+
+    def native(self, group: int, world_ranks: Sequence[int]) -> Native:
+        """The transport's own collectives among `world_ranks`, the ranks of the group with that id."""
+        raise NotImplementedError("check_native() comes first")
 
     @abstractmethod
     def abort(self, error: CommError) -> None:

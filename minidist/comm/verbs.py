@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def broadcast(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
     root, result = rank_in(group, "root", root), Result("broadcast", out)
-    name = choose("broadcast", algorithm, 0, group.size)
+    name = _choose(group, "broadcast", algorithm)
     array = _at_root(group, "broadcast", x, root)
 
     def work(call: Call) -> Any:
@@ -35,7 +35,7 @@ def broadcast(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Ca
 
 def scatter(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
     root, result = rank_in(group, "root", root), Result("scatter", out)
-    name = choose("scatter", algorithm, 0, group.size)
+    name = _choose(group, "scatter", algorithm)
     array = _at_root(group, "scatter", x, root)
     if array is not None and array.ndim == 0:
         raise ShapeError(f"scatter: rank {group.rank} passes an array without dims; its first dim is to be cut")
@@ -52,8 +52,7 @@ def reduce(group: "Group", x: Any, op: str, root: int, out: Any, algorithm: str)
     root, at_root = rank_in(group, "root", root), group.rank == root
     result = Result("reduce", out if at_root else None)
     array = apart(argument(x), result.out)
-    name = choose("reduce", algorithm, array.nbytes, group.size, group.link)
-    how = reduction(op, array.dtype, group.size)
+    name, how = _choose(group, "reduce", algorithm, array, op), reduction(op, array.dtype, group.size)
     total = result.array(array.shape, array.dtype).reshape(-1) if at_root else None
 
     def work(call: Call) -> Any:
@@ -65,8 +64,7 @@ def reduce(group: "Group", x: Any, op: str, root: int, out: Any, algorithm: str)
 
 def all_reduce(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Call:
     array, result = apart(argument(x), out), Result("all_reduce", out)
-    name = choose("all_reduce", algorithm, array.nbytes, group.size, group.link)
-    how = reduction(op, array.dtype, group.size)
+    name, how = _choose(group, "all_reduce", algorithm, array, op), reduction(op, array.dtype, group.size)
     total = result.array(array.shape, array.dtype).reshape(-1)
 
     def work(call: Call) -> Any:
@@ -78,8 +76,7 @@ def all_reduce(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Cal
 
 def reduce_scatter(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Call:
     array, result = argument(x), Result("reduce_scatter", out)
-    name = choose("reduce_scatter", algorithm, array.nbytes, group.size, group.link)
-    how = reduction(op, array.dtype, group.size)
+    name, how = _choose(group, "reduce_scatter", algorithm, array, op), reduction(op, array.dtype, group.size)
     mine = split(array.reshape(-1), group.size)[group.rank]
     flat = apart(array.reshape(-1), out, mine)
     chunk = result.array(mine.shape, array.dtype)
@@ -94,7 +91,7 @@ def reduce_scatter(group: "Group", x: Any, op: str, out: Any, algorithm: str) ->
 def gather(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
     root, at_root = rank_in(group, "root", root), group.rank == root
     own, result = _rows_of(argument(x)), Result("gather", out if at_root else None)
-    name = choose("gather", algorithm, 0, group.size)
+    name = _choose(group, "gather", algorithm)
 
     def work(call: Call) -> Any:
         if not at_root:
@@ -108,7 +105,7 @@ def gather(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
 
 def all_gather(group: "Group", x: Any, out: Any, algorithm: str) -> Call:
     own, result = _rows_of(argument(x)), Result("all_gather", out)
-    name = choose("all_gather", algorithm, 0, group.size)
+    name = _choose(group, "all_gather", algorithm)
 
     def work(call: Call) -> Any:
         rows = Rows(result, own, call.size)
@@ -119,7 +116,7 @@ def all_gather(group: "Group", x: Any, out: Any, algorithm: str) -> Call:
 
 
 def all_to_all(group: "Group", x: Sequence[Any], out: Sequence[Any] | None, algorithm: str) -> Call:
-    name, parts = choose("all_to_all", algorithm, 0, group.size), _parts(group, x, out)
+    name, parts = _choose(group, "all_to_all", algorithm), _parts(group, x, out)
     results = [Result("all_to_all", None if out is None else out[rank]) for rank in range(group.size)]
 
     def place(rank: int) -> Place:
@@ -134,8 +131,19 @@ def all_to_all(group: "Group", x: Sequence[Any], out: Sequence[Any] | None, algo
 
 
 def barrier(group: "Group", algorithm: str) -> Call:
-    name = choose("barrier", algorithm, 0, group.size)
+    name = _choose(group, "barrier", algorithm)
     return Call(group, "barrier", name, ALGORITHMS["barrier"][name])
+
+
+def _choose(group: "Group", verb: str, algorithm: str, array: np.ndarray | None = None, op: str | None = None) -> str:
+    """The name of the algorithm; `array` where all ranks bring one of that length, `op` what they do with it."""
+    if array is None:
+        name = choose(verb, algorithm, 0, group.size)
+    else:
+        name = choose(verb, algorithm, array.nbytes, group.size, group.link)
+    if name == "native" and group.size > 1:
+        group.transport.check_native(op, None if array is None else array.dtype)
+    return name
 
 
 def rank_in(group: "Group", name: str, rank: int) -> int:
