@@ -7,6 +7,7 @@ Values are whole numbers so small that every order of additions gives the same s
 bit for bit with NumPy; "rough" values are not, and are compared within rounding, but with the same bits on all ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,11 @@ from minidist.comm.group import Group
 
 REDUCING = ("reduce", "all_reduce", "reduce_scatter")
 ROOTED = ("broadcast", "scatter", "reduce", "gather")
-PAIRS = [(verb, algorithm) for verb, algorithms in ALGORITHMS.items() for algorithm in algorithms]
+ONLY_ON = {"native": ("mpi",)}
+"""Algorithms that not every transport has."""
+
+ALL_PAIRS = [(verb, algorithm) for verb, algorithms in ALGORITHMS.items() for algorithm in algorithms]
+PAIRS = [pair for pair in ALL_PAIRS if pair[1] not in ONLY_ON]
 LAYOUTS = ("plain", "strided", "read-only", "transposed")
 WIDE = {np.dtype(np.float16): np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16): np.dtype(np.float32)}
 
@@ -33,6 +38,7 @@ class Drawn:
     Attributes: lengths  elements (rows, for a gather) that each rank brings; for all_to_all, lengths[src][dst]
                 layout   how the argument lies in memory
                 how      "new" result, "out" given, "in place" (out is the argument), or "start" and wait
+                nodes    the machine each rank is on; empty: one machine
                 rough    values whose sums depend on the order of additions
     """
 
@@ -46,6 +52,7 @@ class Drawn:
     layout: str = "plain"
     how: str = "new"
     rough: bool = False
+    nodes: Sequence[int] = ()
     transport: str = "threads"
     limit: float = 20.0
 
@@ -144,6 +151,7 @@ def on_rank(world: Group, case: Drawn) -> tuple[Any, bool, dict[str, Any]]:
         out = [np.empty_like(one) for one in want] if isinstance(want, list) else np.empty_like(want)
     elif case.how == "in place":
         out = x
+    world.nodes = tuple(case.nodes or (0,) * case.size)
     result = call(world, case, x, out)
     if out is not None and want is not None:
         assert all(a is b for a, b in zip(result, out, strict=True)) if isinstance(out, list) else result is out, \
@@ -172,16 +180,17 @@ def bits(array: np.ndarray) -> bytes:
 def cost_case(case: Drawn) -> Case:
     """The call as the formulas see it."""
     itemsize, lengths = case.kind().itemsize, case.lengths
+    seen = Case(case.size, root=case.root, nodes=case.nodes)
     if case.verb == "all_to_all":
-        return Case(case.size, parts=[[n * itemsize for n in row] for row in lengths])
+        return replace(seen, parts=[[n * itemsize for n in row] for row in lengths])
     if case.verb == "barrier":
-        return Case(case.size)
+        return seen
     if case.verb in ("gather", "all_gather"):
-        return Case(case.size, blocks=[2 * n * itemsize for n in lengths], root=case.root)
+        return replace(seen, blocks=[2 * n * itemsize for n in lengths])
     if case.verb == "scatter":
-        return Case(case.size, root=case.root, blocks=chunk_bytes(lengths[case.root], 2 * itemsize, case.size))
+        return replace(seen, blocks=chunk_bytes(lengths[case.root], 2 * itemsize, case.size))
     length = lengths[case.root if case.verb == "broadcast" else 0]
-    return Case(case.size, nbytes=length * itemsize, root=case.root, blocks=chunk_bytes(length, itemsize, case.size))
+    return replace(seen, nbytes=length * itemsize, blocks=chunk_bytes(length, itemsize, case.size))
 
 
 def examine(case: Drawn) -> list[Any]:

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import numpy  # noqa: F401 - loads the BLAS that is limited below
+import pytest
 import threadpoolctl
 from hypothesis import HealthCheck, settings
 
@@ -14,3 +15,11 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25
 settings.load_profile("ci")
 
 threadpoolctl.threadpool_limits(1)  # many small products, and ranks as threads: BLAS threads of their own only wait
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_profile(tmp_path_factory):
+    """The communication profile of whoever runs the tests must not change what `auto` means in them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield

@@ -36,5 +36,6 @@ def calls(draw: st.DrawFn, verb: str, algorithm: str, transport: str) -> Drawn:
         drawn = draw(st.lists(lengths(size), min_size=size, max_size=size))
     else:
         drawn = [draw(lengths(size))] * size
+    nodes = draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)) if algorithm == "hierarchical" else ()
     root = draw(st.integers(0, size - 1)) if verb in ROOTED else 0
-    return Drawn(verb, algorithm, size, drawn, dtype, op, root, layout, how, rough, transport)
+    return Drawn(verb, algorithm, size, drawn, dtype, op, root, layout, how, rough, nodes, transport)

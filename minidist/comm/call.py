@@ -20,6 +20,7 @@ from minidist import account
 from minidist.comm import source
 from minidist.comm.arrays import Place
 from minidist.comm.ledger import Event
+from minidist.comm.native import Native
 from minidist.comm.signature import Shape, Signature, dtype_code, mismatch, pack_block, unpack
 from minidist.comm.transport import Handle, Reduce, Tag, Transport
 from minidist.errors import MismatchError
@@ -37,6 +38,7 @@ class Call:
     """A collective that this rank has entered, or will.
 
     Attributes: rank, size, next_rank, prev_rank   within the group
+                nodes       the machine each rank is on, as a number
                 signature   what all ranks must agree on
                 work        `work(call)` carries the call out and returns its result
                 board       memory that the group's ranks share, or None
@@ -48,6 +50,7 @@ class Call:
                  shape: Shape | None = None, device: str | None = "cpu") -> None:
         self.rank, self.size = group.rank, group.size
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        self.nodes = group.nodes
         self.verb, self.algorithm, self.work, self.device = verb, algorithm, work, device
         self.ledger, self.phase = group.ledger, group.ledger.phase
         self.axis = "control" if group.ledger.in_control else group.axis
@@ -172,6 +175,15 @@ class Call:
                 self._compare(unpack(theirs)[0], rank)
             shown.append(octets.view(dtype))
         return shown
+
+    def native(self) -> Native:
+        """The transport's own collectives among the ranks of this call."""
+        return self._transport.native(self.signature.group, self._world_ranks)
+
+    def count(self, nbytes: int) -> None:
+        """Count a message that leaves by another way than start_send: what is handed to `native`."""
+        self._nbytes += nbytes
+        self._messages += 1
 
     def workspace(self, length: int, dtype: np.dtype) -> np.ndarray:
         """A 1-D array to work in, told to the memory account as communication."""

@@ -5,7 +5,7 @@
 
 They are exact, also where P does not divide n. Letters: P ranks, Q the largest power of two among the numbers up to P;
 n the bytes of the array that each rank brings (or the root does); b_r the bytes of rank r's block, N their sum; p_rd
-the bytes of the part from rank r for rank d.
+the bytes of the part from rank r for rank d; M nodes, L the ranks of the largest, R x C the grid of a torus.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +23,7 @@ class Case:
                 blocks  b_r: what each rank brings to a gather or all_gather, or gets from a scatter or reduce_scatter
                 parts   p_rd, a list for each r: for all_to_all
                 dims    how many dims each part has
+                nodes   the machine each rank is on; empty: one machine
                 root    of the verbs that have one
     """
 
@@ -31,6 +32,7 @@ class Case:
     blocks: Sequence[int] = ()
     parts: Sequence[Sequence[int]] = ()
     dims: int = 1
+    nodes: Sequence[int] = ()
     root: int = 0
 
     @property
@@ -48,6 +50,18 @@ class Case:
     def core(self) -> int:
         """Q."""
         return 1 << (self.size.bit_length() - 1)
+
+    @property
+    def leaders(self) -> list[int]:
+        """The first rank of each node."""
+        nodes = list(self.nodes or [0] * self.size)
+        return [nodes.index(node) for node in sorted(set(nodes))]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """R, C."""
+        rows = max(rows for rows in range(1, self.size + 1) if self.size % rows == 0 and rows * rows <= self.size)
+        return rows, self.size // rows
 
     @property
     def surplus(self) -> list[int]:
@@ -117,16 +131,41 @@ def _jumps(case: Case) -> int:
                for src, row in enumerate(case.parts) for dst, part in enumerate(row))
 
 
+def _to_and_from_leaders(case: Case) -> int:
+    """Messages of those who are no leader to one and back, and of every block from each leader to the next."""
+    return 2 * (case.size - len(case.leaders)) + case.size * (len(case.leaders) - 1)
+
+
+def _not_leaders(case: Case) -> int:
+    return sum(case.blocks) - sum(case.blocks[leader] for leader in case.leaders)
+
+
 _ONE_EACH = ("P-1", lambda case: case.others)
 _TWO_EACH = ("2(P-1)", lambda case: 2 * case.others)
 _RING = ("P(P-1)", lambda case: case.size * case.others)
 _WHOLE = ("(P-1)n", lambda case: case.others * case.nbytes)
 _TWICE = ("2(P-1)n", lambda case: 2 * case.others * case.nbytes)
 _BLOCKS = ("N - b_root", _but_root)
+_LEADERS = ("2(P-M) + P(M-1)", _to_and_from_leaders)
+_GRID = ("P(R+C-2)", lambda case: case.size * (sum(case.grid) - 2))
 _DEEP = ("sum of b_r times r's depth in the tree of halves", _by_depth)
 _LOG_EACH = ("P ceil(log2 P)", lambda case: case.size * case.log)
 _HALVINGS = ("Q log2 Q + 2(P-Q)", _halvings)
 _NO_BYTES = ("0", lambda case: 0)
+
+
+
+def _native(messages: str, messages_of: Callable[[Case], int], nbytes: str, bytes_of: Callable[[Case], int],
+            steps: str = "ceil(log2 P) + 1") -> Formula:
+    """A = P ceil(log2 P) messages that agree; then what is handed to the library, by more than one rank at least."""
+    return Formula(f"A + {messages}, A = P ceil(log2 P)",
+                   lambda case: case.size * case.log + messages_of(case) if case.size > 1 else 0,
+                   nbytes, lambda case: bytes_of(case) if case.size > 1 else 0, steps)
+
+
+_FROM_EACH = ("P", lambda case: case.size, "P n", lambda case: case.size * case.nbytes)
+_TOLD = ("P", lambda case: case.size)
+_JOINED = ("2P", lambda case: 2 * case.size, "8P + N", lambda case: 8 * case.size + sum(case.blocks))
 
 FORMULAS: dict[tuple[str, str], Formula] = {
     ("broadcast", "naive"): Formula(*_ONE_EACH, *_WHOLE, "P-1"),
@@ -135,8 +174,10 @@ FORMULAS: dict[tuple[str, str], Formula] = {
                                    "(P-2)n + b_root + sum of b_r times r's depth in the tree of halves",
                                    lambda case: _WHOLE[1](case) - _but_root(case) + _by_depth(case),
                                    "2 ceil(log2 P) + P-1"),
+    ("broadcast", "hierarchical"): Formula(*_ONE_EACH, *_WHOLE, "ceil(log2 M) + ceil(log2 L)"),
     ("reduce", "naive"): Formula(*_ONE_EACH, *_WHOLE, "P-1"),
     ("reduce", "tree"): Formula(*_ONE_EACH, *_WHOLE, "ceil(log2 P)"),
+    ("reduce", "hierarchical"): Formula(*_ONE_EACH, *_WHOLE, "ceil(log2 L) + ceil(log2 M)"),
     ("all_reduce", "naive"): Formula(*_TWO_EACH, *_TWICE, "2(P-1)"),
     ("all_reduce", "tree"): Formula(*_TWO_EACH, *_TWICE, "2 ceil(log2 P)"),
     ("all_reduce", "ring"): Formula("2P(P-1)", lambda case: 2 * case.size * case.others, *_TWICE, "2(P-1)"),
@@ -147,6 +188,11 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all_reduce", "halving-doubling"): Formula(
         "2 Q log2 Q + 2(P-Q)", lambda case: 2 * _halvings(case) - 2 * len(case.surplus), *_TWICE,
         "2 log2 Q, +2 if P != Q"),
+    ("all_reduce", "hierarchical"): Formula(
+        "2(P-M) + 2M(M-1)",
+        lambda case: 2 * (case.size - len(case.leaders)) + 2 * len(case.leaders) * (len(case.leaders) - 1),
+        *_TWICE, "2 ceil(log2 L) + 2(M-1)"),
+    ("all_reduce", "torus"): Formula("2P(R+C-2)", lambda case: 2 * _GRID[1](case), *_TWICE, "2(R+C-2)"),
     ("gather", "naive"): Formula(*_ONE_EACH, *_BLOCKS, "P-1"),
     ("gather", "tree"): Formula(*_ONE_EACH, *_DEEP, "ceil(log2 P)"),
     ("all_gather", "naive"): Formula(*_TWO_EACH, "P N - b_0",
@@ -156,6 +202,10 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all_gather", "halving-doubling"): Formula(*_HALVINGS, "(P-1)N + b_r of the surplus ranks",
                                                 lambda case: _surplus_twice(case, sum(case.blocks)),
                                                 "log2 Q, +2 if P != Q"),
+    ("all_gather", "hierarchical"): Formula(
+        *_LEADERS, "(P-1)N + b_r of all but leaders",
+        lambda case: case.others * sum(case.blocks) + _not_leaders(case), "L-1 + P - P/M + ceil(log2 L)"),
+    ("all_gather", "torus"): Formula(*_GRID, "(P-1)N", lambda case: case.others * sum(case.blocks), "R+C-2"),
     ("scatter", "naive"): Formula(*_ONE_EACH, *_BLOCKS, "P-1"),
     ("scatter", "tree"): Formula(*_ONE_EACH, *_DEEP, "ceil(log2 P)"),
     ("reduce_scatter", "naive"): Formula(*_TWO_EACH, "P n - b_0", lambda case: case.size * case.nbytes - case.blocks[0],
@@ -165,6 +215,10 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("reduce_scatter", "halving-doubling"): Formula(*_HALVINGS, "(P-1)n + b_r of the surplus ranks",
                                                     lambda case: _surplus_twice(case, case.nbytes),
                                                     "log2 Q, +2 if P != Q"),
+    ("reduce_scatter", "hierarchical"): Formula(
+        *_LEADERS, "(P-1)n + b_r of all but leaders",
+        lambda case: case.others * case.nbytes + _not_leaders(case), "ceil(log2 L) + 2"),
+    ("reduce_scatter", "torus"): Formula(*_GRID, *_WHOLE, "R+C-2"),
     ("all_to_all", "naive"): Formula("2(P-1)^2", lambda case: 2 * case.others ** 2,
                                      "sum of p_rd over r != d, twice where neither is 0", _by_rank_0, "2(P-1)^2"),
     ("all_to_all", "pairwise"): Formula(*_RING, "sum of p_rd over r != d", _leaving, "P-1"),
@@ -172,4 +226,16 @@ FORMULAS: dict[tuple[str, str], Formula] = {
         *_LOG_EACH, "sum of h (p_rd + 8 + 8 dims), h the binary ones of (d - r) mod P", _jumps, "ceil(log2 P)"),
     ("barrier", "naive"): Formula(*_TWO_EACH, *_NO_BYTES, "2(P-1)"),
     ("barrier", "dissemination"): Formula(*_LOG_EACH, *_NO_BYTES, "ceil(log2 P)"),
+    ("broadcast", "native"): _native(*_TOLD, "n", lambda case: case.nbytes, "2 ceil(log2 P) + 1"),
+    ("reduce", "native"): _native(*_FROM_EACH),
+    ("all_reduce", "native"): _native(*_FROM_EACH),
+    ("gather", "native"): _native(*_JOINED, "ceil(log2 P) + 2"),
+    ("all_gather", "native"): _native(*_JOINED, "ceil(log2 P) + 2"),
+    ("scatter", "native"): _native(*_TOLD, "n", lambda case: sum(case.blocks), "2 ceil(log2 P) + 1"),
+    ("reduce_scatter", "native"): _native(*_FROM_EACH),
+    ("all_to_all", "native"): _native(
+        "2P", lambda case: 2 * case.size, "8P^2 + sum of p_rd + 8 + 8 dims over r != d",
+        lambda case: _leaving(case) + 8 * case.size ** 2 + case.size * case.others * (8 + 8 * case.dims),
+        "ceil(log2 P) + 2"),
+    ("barrier", "native"): _native("P", lambda case: case.size, *_NO_BYTES),
 }

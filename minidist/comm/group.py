@@ -45,23 +45,27 @@ class Group:
     Attributes: rank, size     this rank's place in the group, and how many there are
                 world_rank     this rank's place in the job
                 world_ranks    world rank of each rank
+                nodes          the machine each rank is on: a number for each rank, equal where they share one
                 axis           what the group is for ("world", "dp", ...): the ledger counts under it
                 ledger         what this rank sent, shared with its other groups
+                link           what a message costs among its ranks (comm/profile.py); None if nobody measured it
                 board          memory that all its ranks share, or None
                 transport, id  for the layers below
     """
 
     def __init__(self, transport: Transport, ledger: Ledger, world_ranks: Sequence[int], *, axis: str = "world",
-                 id: int = WORLD, places: Sequence[int] | None = None) -> None:
+                 id: int = WORLD, nodes: Sequence[int] | None = None, places: Sequence[int] | None = None) -> None:
         self.transport, self.ledger, self.world_ranks = transport, ledger, tuple(world_ranks)
         self.axis, self.id = axis, id
+        self.nodes = tuple(nodes or (0,) * len(self.world_ranks))
         self.world_rank, self.size = transport.world_rank, len(self.world_ranks)
         if self.world_rank not in self.world_ranks:
             raise ConfigError(f"world rank {self.world_rank} is not in the group {self.world_ranks} it would make")
         self.rank = self.world_ranks.index(self.world_rank)
+        profile = transport.profile
+        self.link = None if profile is None else profile.link(transport.name, self.nodes)
         places = [transport.reserve_board()] * self.size if places is None else places  # the world's: all take the first
         self.board = transport.open_board(self.world_ranks, places) if self.size > 1 else None
-        self.link = None
         self._messages = Messages(self)
         self._worker: Worker | None = None
         self._sequence = self._splits = 0
@@ -102,7 +106,7 @@ class Group:
         """The root's array on every rank.
 
         Args:    x: at the root; elsewhere None, or anything of the root's shape and dtype.
-                 algorithm: naive, tree, ring.
+                 algorithm: naive, tree, ring, hierarchical, native.
         """
         return self._run(verbs.broadcast(self, x, root, out, algorithm))
 
@@ -114,7 +118,7 @@ class Group:
         """Rank r gets part r of the root's array, cut along the first dim as numpy.array_split does.
 
         Args:    x: (n, ...) at the root; elsewhere None, or anything of the root's shape and dtype.
-                 algorithm: naive, tree.
+                 algorithm: naive, tree, native.
         """
         return self._run(verbs.scatter(self, x, root, out, algorithm))
 
@@ -128,7 +132,7 @@ class Group:
         """At the root, all ranks' arrays combined elementwise; None elsewhere (`out` is ignored).
 
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod (see collectives/reduction.py).
-                 algorithm: naive, tree.
+                 algorithm: naive, tree, hierarchical, native.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
         return self._run(verbs.reduce(self, x, op, root, out, algorithm))
@@ -142,7 +146,7 @@ class Group:
         """At the root, all ranks' arrays one after the other along the first dim; None elsewhere (`out` is ignored).
 
         Args:    x: (m, ...), where m may differ between ranks; a number is one row.
-                 algorithm: naive, tree.
+                 algorithm: naive, tree, native.
         """
         return self._run(verbs.gather(self, x, root, out, algorithm))
 
@@ -157,7 +161,8 @@ class Group:
 
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod (see collectives/reduction.py).
                  out: may be x, which is then reduced in place, without a copy.
-                 algorithm: naive, tree, ring, direct, pairwise, doubling, halving-doubling.
+                 algorithm: naive, tree, ring, direct, pairwise, doubling, halving-doubling,
+                 hierarchical, torus, native.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
         return self._run(verbs.all_reduce(self, x, op, out, algorithm))
@@ -170,7 +175,7 @@ class Group:
         """Chunk `rank` of what all_reduce would give, flattened and cut in `size` as numpy.array_split does: one dim.
 
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod. out: may be that chunk of x.
-                 algorithm: naive, ring, pairwise, halving-doubling.
+                 algorithm: naive, ring, pairwise, halving-doubling, hierarchical, torus, native.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
         return self._run(verbs.reduce_scatter(self, x, op, out, algorithm))
@@ -183,7 +188,7 @@ class Group:
         """All ranks' arrays one after the other along the first dim, on every rank.
 
         Args:    x: (m, ...), where m may differ between ranks; a number is one row. It may be its own part of `out`.
-                 algorithm: naive, ring, halving-doubling.
+                 algorithm: naive, ring, halving-doubling, hierarchical, torus, native.
         """
         return self._run(verbs.all_gather(self, x, out, algorithm))
 
@@ -195,7 +200,7 @@ class Group:
         """A list of `size` arrays: what rank 0, rank 1, ... had for this rank.
 
         Args:    x: one array for each rank, of one dtype and any shapes. out: `size` arrays of the shapes to come.
-                 algorithm: naive, pairwise, bruck.
+                 algorithm: naive, pairwise, bruck, native.
         """
         return self._run(verbs.all_to_all(self, x, out, algorithm))
 
@@ -205,7 +210,7 @@ class Group:
         return self._start(verbs.all_to_all(self, x, out, algorithm))
 
     def barrier(self, *, algorithm: str = "auto") -> None:
-        """Return when every rank of the group has called it. algorithm: naive, dissemination."""
+        """Return when every rank of the group has called it. algorithm: naive, dissemination, native."""
         self._run(verbs.barrier(self, algorithm))
 
     def start_barrier(self, *, algorithm: str = "auto") -> Pending:
@@ -238,6 +243,7 @@ class Group:
         digest = hashlib.blake2b(f"{self.id}/{self._splits}/{int(color)}".encode(), digest_size=8).digest()
         child = Group(self.transport, self.ledger, [self.world_ranks[rank] for _, rank, _ in members],
                       axis=axis or f"{self.axis}.split", id=int.from_bytes(digest, "little"),
+                      nodes=[self.nodes[rank] for _, rank, _ in members],
                       places=[place for _, _, place in members])
         self._children.append(child)
         return child

@@ -25,7 +25,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minidist.errors import CommError
+from minidist.comm.native import Native
+from minidist.comm.profile import Profile
+from minidist.errors import CommError, ConfigError
 
 META_LIMIT = 4096
 """Most bytes a message's `meta` may have."""
@@ -96,12 +98,14 @@ class Transport(ABC):
                 world_rank  this rank in the job
                 world_size  number of ranks in the job
                 limit       seconds that any one wait may last; may be changed between calls
+                profile     what messages cost, as the job agreed when it met; None where nobody measured it
     """
 
     name: str
     world_rank: int
     world_size: int
     limit: float
+    profile: Profile | None = None
 
     @abstractmethod
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
@@ -121,6 +125,15 @@ class Transport(ABC):
     def open_board(self, world_ranks: Sequence[int], places: Sequence[int]) -> "Board | None":
         """The board of a group whose ranks reserved these places; None if one of them had none."""
         return None
+
+    def check_native(self, op: str | None, dtype: np.dtype | None) -> None:
+        """Raises ConfigError unless this transport has collectives of its own, and for this op on this dtype."""
+        raise ConfigError(f"transport {self.name} has no collectives of its own; algorithm native is for ranks of mpi: "
+                          f"choose auto, or another")
+
+    def native(self, group: int, world_ranks: Sequence[int]) -> Native:
+        """The transport's own collectives among `world_ranks`, the ranks of the group with that id."""
+        raise NotImplementedError("check_native() comes first")
 
     @abstractmethod
     def abort(self, error: CommError) -> None:

@@ -52,7 +52,7 @@ def reduce(group: "Group", x: Any, op: str, root: int, out: Any, algorithm: str)
     root, at_root = rank_in(group, "root", root), group.rank == root
     result = Result("reduce", out if at_root else None)
     array = apart(argument(x), result.out)
-    name, how = _choose(group, "reduce", algorithm, array.nbytes), reduction(op, array.dtype, group.size)
+    name, how = _choose(group, "reduce", algorithm, array, op), reduction(op, array.dtype, group.size)
     total = result.array(array.shape, array.dtype).reshape(-1) if at_root else None
 
     def work(call: Call) -> Any:
@@ -64,7 +64,7 @@ def reduce(group: "Group", x: Any, op: str, root: int, out: Any, algorithm: str)
 
 def all_reduce(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Call:
     array, result = apart(argument(x), out), Result("all_reduce", out)
-    name, how = _choose(group, "all_reduce", algorithm, array.nbytes), reduction(op, array.dtype, group.size)
+    name, how = _choose(group, "all_reduce", algorithm, array, op), reduction(op, array.dtype, group.size)
     total = result.array(array.shape, array.dtype).reshape(-1)
 
     def work(call: Call) -> Any:
@@ -76,7 +76,7 @@ def all_reduce(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Cal
 
 def reduce_scatter(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Call:
     array, result = argument(x), Result("reduce_scatter", out)
-    name, how = _choose(group, "reduce_scatter", algorithm, array.nbytes), reduction(op, array.dtype, group.size)
+    name, how = _choose(group, "reduce_scatter", algorithm, array, op), reduction(op, array.dtype, group.size)
     mine = split(array.reshape(-1), group.size)[group.rank]
     flat = apart(array.reshape(-1), out, mine)
     chunk = result.array(mine.shape, array.dtype)
@@ -135,8 +135,15 @@ def barrier(group: "Group", algorithm: str) -> Call:
     return Call(group, "barrier", name, ALGORITHMS["barrier"][name])
 
 
-def _choose(group: "Group", verb: str, algorithm: str, nbytes: int = 0) -> str:
-    return choose(verb, algorithm, nbytes, group.size, group.link, group.board is not None)
+def _choose(group: "Group", verb: str, algorithm: str, array: np.ndarray | None = None, op: str | None = None) -> str:
+    """The name of the algorithm; `array` where all ranks bring one of that length, `op` what they do with it."""
+    if array is None:
+        name = choose(verb, algorithm, 0, group.size, board=group.board is not None)
+    else:
+        name = choose(verb, algorithm, array.nbytes, group.size, group.link, group.board is not None)
+    if name == "native" and group.size > 1:
+        group.transport.check_native(op, None if array is None else array.dtype)
+    return name
 
 
 def rank_in(group: "Group", name: str, rank: int) -> int:

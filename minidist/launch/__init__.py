@@ -8,6 +8,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from minidist.comm.profile import load_profile
 from minidist.errors import LaunchError
 from minidist.launch import membership, transports
 from minidist.launch.launchers import LAUNCHERS, Launch, Launcher, detect
@@ -35,7 +36,7 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
              minidist's comes from another process as RuntimeError), and the rank's own traceback as its cause;
              PeerLostError, saying how it went, if the rank was killed or exited; TimeoutError naming the ranks that had
              not ended after `limit` seconds, which also limits every wait inside; LaunchError if such ranks cannot be
-             started here.
+             started here; ConfigError if this user's communication profile cannot be read.
     """
     transports.check_name(transport, (*transports.THREADS, *transports.PROCESSES))
     if size < 1:
@@ -46,7 +47,7 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
                           "imports it for its function; put the call under `if __name__ == '__main__':`")
     if transport in transports.THREADS:
         from minidist.comm.transports.threads import run_threads
-        return run_threads(fn, args, size, limit, unbuffered=transport == "threads-unbuffered")
+        return run_threads(fn, args, size, limit, unbuffered=transport == "threads-unbuffered", profile=load_profile())
     if transport == "mpi":
         from minidist.launch.mpirun import run_mpi
         return run_mpi(fn, args, size=size, limit=limit)

@@ -21,6 +21,7 @@ from minidist.comm.control import Monitor
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.link import ControlLink, Loss, how_it_ended
+from minidist.comm.profile import load_profile
 from minidist.comm.transport import Transport
 from minidist.errors import TimeoutError
 from minidist.launch import failures, transports
@@ -61,6 +62,7 @@ class _Job:
     def __init__(self, size: int, transport: str, limit: float) -> None:
         self.size, self.transport, self.limit = size, transport, limit
         self.token = wire.new_token()
+        self.profile = load_profile()           # once, for all ranks
         self.processes: dict[int, Forked] = {}
         self.children = Children(self.processes)
         self.monitor = Monitor(size, self.token, how=self.children.how)
@@ -164,6 +166,7 @@ class _Rank:
         self.link.limit = job.limit
         self.transport = transports.build(job.transport, self.link, job.token, job.limit)
         self.link.on_loss(self.transport.abort)
+        self.transport.profile = job.profile
         world = Group(self.transport, Ledger(self.rank), tuple(range(job.size)))
         with account.use(account.MemoryAccount()):
             result = fn(world, *args)

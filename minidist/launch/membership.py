@@ -30,6 +30,7 @@ from threadpoolctl import threadpool_limits
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.link import Loss
+from minidist.comm.profile import Profile, load_profile
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
 from minidist.launch.joining import Joined, find_monitor
@@ -56,7 +57,9 @@ class Membership:
         """Find the monitor, meet everybody, connect the transport."""
         launch = self.launch
         joined = self.find_monitor(limit)
-        infos = joined.link.meet({"transport": name, "host": platform.node()})
+        profile = load_profile() if launch.world_rank == 0 else None        # rank 0's, for all must choose alike
+        infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
+                                  "profile": profile and profile.as_json()})
         joined.forget_file()
         if launch.by_mpirun:
             transports.unlink_mpi_segments()
@@ -68,7 +71,10 @@ class Membership:
                               "use sockets or shm, or start the program with mpirun")
         transport = transports.build(name, joined.link, joined.token, limit)
         joined.link.on_loss(transport.abort)
-        return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)))
+        transport.profile = infos[0]["profile"] and Profile.from_json(infos[0]["profile"])
+        machines = [(info["host"], info["node"]) for info in infos]
+        return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)),
+                     nodes=[machines.index(machine) for machine in machines])
 
     def find_monitor(self, limit: float) -> Joined:
         """Connect to the job's monitor, from which moment on the others hear of our end."""
@@ -148,7 +154,8 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
     Returns: the Group of all ranks; the same one when called again.
     Raises:
         LaunchError if the launcher's variables or the ranks' choices contradict each other, if mpirun is another MPI's,
-        or if the job's port is taken; HandshakeError, TimeoutError (naming who did not come) if joining fails.
+        or if the job's port is taken; ConfigError if rank 0's communication profile cannot be read; HandshakeError,
+        TimeoutError (naming who did not come) if joining fails.
     """
     global _membership
     if _membership is None:

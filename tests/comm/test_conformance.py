@@ -5,7 +5,7 @@ A new transport is held to everything here by one more line in TRANSPORTS.
 
 import conformance
 import pytest
-from collective_checker import PAIRS, REDUCING, ROOTED, Drawn, cost_case
+from collective_checker import ALL_PAIRS, ONLY_ON, REDUCING, ROOTED, Drawn, cost_case
 from helpers import THREADS, run
 
 from minidist.comm.costs import FORMULAS
@@ -17,6 +17,9 @@ TRANSPORTS = [
     "shm",
     "mpi",
 ]
+
+DTYPES = ("float32", "bfloat16", "int64", "float64", "float16", "complex64")
+MPI_DTYPES = ("float32", "uint8", "int64", "float64", "int16", "uint32")
 
 on_every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
@@ -33,9 +36,12 @@ def test_all_demands_in_one_job(transport, size):
     run(conformance.all_peaceful, size=size, transport=transport)
 
 
-def fixed_cases(size):
-    """Every verb by every algorithm, with lengths around the group's size, several dtypes and roots."""
-    for number, (verb, algorithm) in enumerate(PAIRS):
+def fixed_cases(size, transport):
+    """Every verb by every algorithm of the transport: lengths around the group's size, several dtypes and roots."""
+    for number, (verb, algorithm) in enumerate(ALL_PAIRS):
+        if transport not in ONLY_ON.get(algorithm, TRANSPORTS):
+            continue
+        dtypes = MPI_DTYPES if algorithm == "native" and verb in REDUCING else DTYPES
         for turn, length in enumerate((0, 1, size - 1, size, size + 1, 1009)):
             lengths = [length] * size
             if verb == "all_to_all":
@@ -43,17 +49,18 @@ def fixed_cases(size):
             elif verb in ("gather", "all_gather") and turn % 2:
                 lengths = [length + rank for rank in range(size)]
             yield {"verb": verb, "algorithm": algorithm, "size": size, "lengths": lengths,
-                   "dtype": ("float32", "bfloat16", "int64", "float64", "float16", "complex64")[(number + turn) % 6],
+                   "dtype": dtypes[(number + turn) % 6],
                    "op": ("sum", "max", "prod", "min")[turn % 4] if verb in REDUCING else "sum",
                    "root": (turn + 1) % size if verb in ROOTED else 0,
                    "layout": ("plain", "strided", "read-only")[turn % 3],
-                   "how": ("new", "start", "out")[turn % 3] if verb != "barrier" else "new"}
+                   "how": ("new", "start", "out")[turn % 3] if verb != "barrier" else "new",
+                   "nodes": [7, 3, 3, 7][:size] if algorithm == "hierarchical" else []}
 
 
 @on_every_transport
 @pytest.mark.parametrize("size", [3, 4])
 def test_every_verb_by_every_algorithm(transport, size):
-    cases = list(fixed_cases(size))
+    cases = list(fixed_cases(size, transport))
     counted = run(conformance.verbs, cases, size=size, transport=transport)
     for number, fields in enumerate(cases):
         case, formula = Drawn(**fields), FORMULAS[fields["verb"], fields["algorithm"]]

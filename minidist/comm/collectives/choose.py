@@ -9,26 +9,46 @@ rank 0's, read when the job meets. Without it, and for the other verbs, the limi
 from collections.abc import Callable
 from typing import Any
 
-from minidist.comm.collectives import bruck, direct, dissemination, halving_doubling, naive, pairwise, ring, shared, tree
+from minidist.comm.collectives import (
+    bruck,
+    direct,
+    dissemination,
+    halving_doubling,
+    hierarchical,
+    naive,
+    native,
+    pairwise,
+    ring,
+    shared,
+    torus,
+    tree,
+)
 from minidist.comm.collectives.paths import fastest
 from minidist.comm.profile import LinkCost
 from minidist.errors import ConfigError
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
-    "broadcast": {"naive": naive.broadcast, "tree": tree.broadcast, "ring": ring.broadcast},
-    "reduce": {"naive": naive.reduce, "tree": tree.reduce},
+    "broadcast": {"naive": naive.broadcast, "tree": tree.broadcast, "ring": ring.broadcast,
+                  "hierarchical": hierarchical.broadcast, "native": native.broadcast},
+    "reduce": {"naive": naive.reduce, "tree": tree.reduce, "hierarchical": hierarchical.reduce,
+               "native": native.reduce},
     "all_reduce": {"naive": naive.all_reduce, "tree": tree.all_reduce, "ring": ring.all_reduce,
                    "direct": direct.all_reduce, "pairwise": pairwise.all_reduce,
                    "doubling": halving_doubling.double_whole, "halving-doubling": halving_doubling.all_reduce,
+                   "hierarchical": hierarchical.all_reduce, "torus": torus.all_reduce, "native": native.all_reduce,
                    "shared": shared.all_reduce},
-    "gather": {"naive": naive.gather, "tree": tree.gather},
+    "gather": {"naive": naive.gather, "tree": tree.gather, "native": native.gather},
     "all_gather": {"naive": naive.all_gather, "ring": ring.all_gather,
-                   "halving-doubling": halving_doubling.all_gather},
-    "scatter": {"naive": naive.scatter, "tree": tree.scatter},
+                   "halving-doubling": halving_doubling.all_gather, "hierarchical": hierarchical.all_gather,
+                   "torus": torus.all_gather, "native": native.all_gather},
+    "scatter": {"naive": naive.scatter, "tree": tree.scatter, "native": native.scatter},
     "reduce_scatter": {"naive": naive.reduce_scatter, "ring": ring.reduce_scatter,
-                       "pairwise": pairwise.reduce_scatter, "halving-doubling": halving_doubling.reduce_scatter},
-    "all_to_all": {"naive": naive.all_to_all, "pairwise": pairwise.all_to_all, "bruck": bruck.all_to_all},
-    "barrier": {"naive": naive.barrier, "dissemination": dissemination.barrier},
+                       "pairwise": pairwise.reduce_scatter, "halving-doubling": halving_doubling.reduce_scatter,
+                       "hierarchical": hierarchical.reduce_scatter, "torus": torus.reduce_scatter,
+                       "native": native.reduce_scatter},
+    "all_to_all": {"naive": naive.all_to_all, "pairwise": pairwise.all_to_all, "bruck": bruck.all_to_all,
+                   "native": native.all_to_all},
+    "barrier": {"naive": naive.barrier, "dissemination": dissemination.barrier, "native": native.barrier},
 }
 
 _USUAL = {"broadcast": "tree", "reduce": "tree", "gather": "naive", "all_gather": "ring", "scatter": "naive",

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minidist.comm.arrays import Place, Rows
+from minidist.comm.arrays import Place, PlaceOf, Rows
 from minidist.comm.call import Call
-from minidist.comm.collectives.chunks import bounds, longest, split
+from minidist.comm.collectives.chunks import bounds, split
 from minidist.comm.collectives.reduction import Reduction
 from minidist.comm.collectives.tree import halved
 from minidist.comm.transport import Handle
@@ -75,8 +75,7 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
         op.finish(x, out)
         return
     sums = split(out, call.size)
-    partials = [sums[(call.rank - 2 - step) % call.size] for step in range(call.size - 1)]
-    reduce_around(call, split(x, call.size), partials, op)
+    reduce_around(call, split(x, call.size), in_their_places(call, sums), op)
     if op.op == "mean":
         op.finish(sums[call.rank], sums[call.rank])
     gather_around(call, sums, first_step=call.size - 1)
@@ -91,11 +90,23 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
     if call.size == 1:
         op.finish(x, out)
         return
-    spare = [call.workspace(longest(len(x), call.size), x.dtype) for _ in range(min(2, call.size - 2))]
-    partials = [spare[step % 2] for step in range(call.size - 2)]
-    reduce_around(call, split(x, call.size), [*partials, out], op)
+    reduce_chunks(call, split(x, call.size), out, op)
     if op.op == "mean":
         op.finish(out, out)
+
+
+def in_their_places(call: Call, sums: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The `partials` of reduce_around where each partial sum stands at the place of its chunk."""
+    return [sums[(call.rank - 2 - step) % call.size] for step in range(call.size - 1)]
+
+
+def reduce_chunks(call: Call, chunks: Sequence[np.ndarray], out: np.ndarray, op: Reduction) -> None:
+    """reduce_around for P >= 2 chunks of any lengths, of which only chunk `rank` is to be kept, in `out`.
+
+    Workspace: two chunks (none at P = 2).
+    """
+    spare = [call.workspace(max(map(len, chunks)), out.dtype) for _ in range(min(2, call.size - 2))]
+    reduce_around(call, chunks, [*(spare[step % 2] for step in range(call.size - 2)), out], op)
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
@@ -105,13 +116,18 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     Returns: all blocks, one after the other in rank order.
     Cost:    P-1 messages per rank; (P-1)*(the bytes of all blocks) over all ranks, exactly.
     """
+    return rows.join(gather_blocks(call, own, rows.place))
+
+
+def gather_blocks(call: Call, own: np.ndarray, place: PlaceOf) -> list[np.ndarray]:
+    """gather_around for blocks of any length; returns all of them, in rank order."""
     blocks = {call.rank: own}
     for step in range(call.size - 1):
         outgoing = (call.rank - step) % call.size
         incoming = (outgoing - 1) % call.size
-        blocks[incoming] = call.exchange_blocks(call.next_rank, blocks[outgoing], call.prev_rank, rows.place(incoming),
+        blocks[incoming] = call.exchange_blocks(call.next_rank, blocks[outgoing], call.prev_rank, place(incoming),
                                                 step=step, chunk=outgoing)
-    return rows.join([blocks[rank] for rank in range(call.size)])
+    return [blocks[rank] for rank in range(call.size)]
 
 
 def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:

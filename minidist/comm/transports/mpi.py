@@ -17,14 +17,16 @@ The messages travel in a duplicate of MPI_COMM_WORLD, apart from anybody else's.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from minidist import account
+from minidist.comm.native import Native
 from minidist.comm.transport import META_LIMIT
+from minidist.comm.transports import mpi_native
 from minidist.comm.transports.frames import HEADER_BYTES
 from minidist.comm.transports.link import ByteLink
 from minidist.comm.transports.stream import StreamTransport
@@ -46,9 +48,20 @@ class MpiTransport(StreamTransport):
                             "thread_level alone, or take a library that grants MPI_THREAD_SERIALIZED")
         comm = MPI.COMM_WORLD.Dup()
         one_at_a_time = threading.Lock()
+        self._comm, self._one_at_a_time = comm, one_at_a_time
+        self._natives: dict[int, Native] = {}               # by the group's id
         links = {rank: MpiLink(comm, rank, one_at_a_time) for rank in range(comm.size) if rank != comm.rank}
         super().__init__("mpi", comm.rank, limit, links, SPINS)
         self._nap = _SHORTEST
+
+    def check_native(self, op: str | None, dtype: np.dtype | None) -> None:
+        if op is not None and dtype is not None:
+            mpi_native.check(op, dtype)
+
+    def native(self, group: int, world_ranks: Sequence[int]) -> Native:
+        if group not in self._natives:
+            self._natives[group] = mpi_native.MpiNative(self, self._comm, self._one_at_a_time, group, world_ranks)
+        return self._natives[group]
 
     def _pass(self) -> bool:
         moved = super()._pass()

@@ -13,6 +13,7 @@ from typing import Any
 from minidist.comm import source
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
+from minidist.comm.profile import Profile
 from minidist.comm.transports.mailbox import connect
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
@@ -38,9 +39,12 @@ def name_rank(error: BaseException, world_rank: int) -> BaseException:
 class _Job:
     """What the ranks of one run share: results, and the first failure."""
 
-    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], size: int, limit: float, unbuffered: bool) -> None:
+    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], size: int, limit: float, unbuffered: bool,
+                 profile: Profile | None) -> None:
         self.fn, self.args, self.size, self.limit = fn, args, size, limit
         self.transports = connect(size, limit, unbuffered)
+        for transport in self.transports:
+            transport.profile = profile
         self.results: list[Any] = [None] * size
         self.failure: tuple[int, BaseException] | None = None
         self.running = set(range(size))
@@ -99,15 +103,16 @@ class _Job:
 
 
 def run_threads(fn: Callable[..., Any], args: Sequence[Any] = (), size: int = 1, limit: float = 60.0,
-                unbuffered: bool = False) -> list[Any]:
+                unbuffered: bool = False, profile: Profile | None = None) -> list[Any]:
     """Run `fn(world, *args)` on `size` ranks, each a thread with a ledger of its own and (account.py) a memory account.
 
+    Args:    profile: what messages cost, for algorithm="auto"; None for the defaults.
     Returns: what each rank returned, in rank order.
     Raises:  the first failure of any rank, of its own type and with its own traceback, naming the rank (see name_rank);
              the other ranks are ended by PeerLostError. TimeoutError if a rank has not ended after `limit` seconds
              (also the limit of every wait inside), naming who hangs and in which call.
     """
-    job = _Job(fn, args, size, limit, unbuffered)
+    job = _Job(fn, args, size, limit, unbuffered, profile)
     for thread in job.threads:
         thread.start()
     try:

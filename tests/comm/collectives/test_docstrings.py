@@ -7,7 +7,7 @@ import pytest
 from collective_checker import Drawn, bring, call
 from helpers import THREADS, run
 
-from minidist.comm.collectives import bruck, direct, dissemination, halving_doubling, naive, pairwise, ring, tree
+from minidist.comm.collectives import bruck, direct, dissemination, halving_doubling, naive, pairwise, ring, torus, tree
 
 DIAGRAMS = {
     ("all_reduce", "ring"): [ring.reduce_around, ring.gather_around],
@@ -25,6 +25,9 @@ DIAGRAMS = {
     ("broadcast", "tree"): [tree.broadcast],
     ("reduce", "tree"): [tree.reduce],
     ("all_to_all", "bruck"): [bruck.all_to_all],
+    ("all_reduce", "torus"): [torus.all_reduce],
+    ("reduce_scatter", "torus"): [torus.reduce_scatter],
+    ("all_gather", "torus"): [torus.all_gather],
     ("gather", "tree"): [tree.gather],
     ("scatter", "tree"): [tree.scatter],
     ("broadcast", "naive"): [naive.broadcast],

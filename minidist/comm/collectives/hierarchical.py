@@ -1,0 +1,180 @@
+"""Hierarchical: first inside each node, then between nodes, one leader each, then inside again.
+
+Links between machines are slower than those within one. A flat ring does not know: with 4 ranks on each of 2 nodes, all
+its 14 steps go at the pace of the slow link. Here only leaders use it:
+
+    node 0: r0 r1 r2    node 1: r3 r4         leaders: r0, r3
+
+    all-reduce     r1, r2 -> r0    r4 -> r3       each node reduces to its leader, along a tree
+                   r0 <-> r3                      the leaders' all-reduce, around their ring
+                   r0 -> r1, r2    r3 -> r4       each leader tells its node, along a tree
+
+The leader is the first rank of its node, or the root where there is one. Which ranks share a node is known since the
+ranks met (`group.nodes`): nobody asks during the call, and nodes need not be alike, nor hold ranks that follow each
+other. In the costs M is the number of nodes.
+
+notes: N4 §1, §3, N2 §11.3
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from minidist.comm.arrays import Place, Rows
+from minidist.comm.call import Call
+from minidist.comm.collectives import ring, tree
+from minidist.comm.collectives.chunks import split
+from minidist.comm.collectives.part import Part
+from minidist.comm.collectives.reduction import Reduction, add_from
+
+
+class Levels(NamedTuple):
+    """Who shares a node, as one rank sees it.
+
+    Attributes: nodes    the ranks of each node; nodes in the order of their first ranks
+                leaders  the leader of each node
+                mine     which node this rank is on
+                inside   this rank's node as a call
+    """
+
+    nodes: list[list[int]]
+    leaders: list[int]
+    mine: int
+    inside: Part
+
+    @property
+    def leader(self) -> int:
+        """The leader of this rank's node."""
+        return self.leaders[self.mine]
+
+    @property
+    def root(self) -> int:
+        """The leader, by its rank in `inside`."""
+        return self.nodes[self.mine].index(self.leader)
+
+
+def levels(call: Call, root: int | None = None) -> Levels:
+    """Nodes and leaders of a call; `root` leads its own node."""
+    numbers = list(dict.fromkeys(call.nodes))
+    nodes = [[rank for rank in range(call.size) if call.nodes[rank] == number] for number in numbers]
+    leaders = [root if root is not None and root in node else node[0] for node in nodes]
+    mine = numbers.index(call.nodes[call.rank])
+    return Levels(nodes, leaders, mine, Part(call, nodes[mine]))
+
+
+def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """Reduce to the leader along a tree, all-reduce around the leaders' ring, broadcast in the node along a tree.
+
+    Args:    x, out (n,), contiguous; x is only read, and may be out.
+    Cost:    2(P-M) messages inside nodes, 2M(M-1) between leaders; 2(P-1)*nbytes over all ranks, exactly, of which
+             2(M-1)*nbytes between nodes. No workspace on leaders, n elements on ranks with both parent and children.
+    Rounding: low precision is added in float32 and rounded once a rank in the tree, once a hop in the ring.
+    """
+    call.agree()
+    here = levels(call)
+    leads = call.rank == here.leader
+    tree.reduce(here.inside, x, out if leads else None, _undivided(op), here.root)
+    if leads:
+        ring.all_reduce(Part(call, here.leaders), out, out, op)
+    tree.broadcast(here.inside, out if leads else None, lambda shape, dtype: out, here.root)
+
+
+def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, root: int) -> None:
+    """Reduce to the leader along a tree, then to the root along a tree of leaders.
+
+    Args:    x (n,), only read; out (n,) at the root, may be x.
+    Cost:    P-1 messages; (P-1)*nbytes, of which (M-1)*nbytes between nodes. Workspace: n elements on leaders.
+    Rounding: low precision is added in float32 and rounded once a rank.
+    """
+    call.agree()
+    here = levels(call, root)
+    partial = _node_sum(call, here, x, op)
+    if partial is not None:
+        tree.reduce(Part(call, here.leaders), partial, out, op, here.leaders.index(root))
+
+
+def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
+    """Along a tree of leaders, then along a tree in each node.
+
+    Args:    x (...), at the root; place(shape, dtype): where the others receive it.
+    Returns: the array, x itself at the root.
+    Cost:    P-1 messages; (P-1)*nbytes, of which (M-1)*nbytes between nodes.
+    """
+    call.agree()
+    here = levels(call, root)
+    if call.rank == here.leader:
+        x = tree.broadcast(Part(call, here.leaders), x, place, here.leaders.index(root))
+    return tree.broadcast(here.inside, x if call.rank == here.leader else None, place, here.root)
+
+
+def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """Reduce to the leader; each leader sends each other the chunks of that one's node; and hands its ranks theirs.
+
+    Args:    x (n,), contiguous, only read; out: chunk `rank`, at most ceil(n/P) elements; may be that part of x.
+    Cost:    P-M messages to leaders, P(M-1) between them, P-M from them; (P-1)*nbytes over all ranks, of which
+             (M-1)*nbytes between nodes, and from the leaders the chunks of all others.
+             Workspace: n elements on leaders.
+    Rounding: low precision is added in float32 and rounded once a rank in the tree, once between leaders.
+    """
+    call.agree()
+    here = levels(call)
+    partial = _node_sum(call, here, x, op)
+    if partial is None:
+        call.recv(here.leader, out)
+        return
+    chunks = split(partial, call.size)
+    others = [(here.mine + step) % len(here.nodes) for step in range(1, len(here.nodes))]
+    sent = [call.start_send(here.leaders[other], chunks[rank], chunk=rank)
+            for other in others for rank in here.nodes[other]]
+    for rank in here.nodes[here.mine]:
+        target = out if rank == call.rank else chunks[rank]
+        total = add_from(call, [here.leaders[other] for other in reversed(others)], chunks[rank], target, op)
+        op.finish(total, target)
+        if rank != call.rank:
+            sent.append(call.start_send(rank, target, chunk=rank))
+    for handle in sent:
+        handle.wait()
+
+
+def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
+    """Gather to the leader; a node's blocks travel around the leaders' ring; broadcast of the whole in the node.
+
+    Args:    own (m, ...), any m, this rank's block; rows: where the others' are received.
+    Returns: all blocks, one after the other in rank order.
+    Cost:    P-M messages to leaders, P(M-1) between them (each block by itself), P-M with the whole along trees. Bytes:
+             the blocks of all but the leaders, M-1 times all blocks (between nodes), and P-M times all blocks.
+    """
+    call.agree()
+    here = levels(call)
+    if call.rank != here.leader:
+        call.send_block(here.leader, own, chunk=call.rank)
+        return tree.broadcast(here.inside, None, rows.place_whole, here.root)
+    blocks = {call.rank: own}
+    for src in here.nodes[here.mine]:
+        if src != call.rank:
+            blocks[src] = call.recv_block(src, rows.place(src))
+    across = Part(call, here.leaders)
+    for step in range(len(here.nodes) - 1):
+        outgoing = (here.mine - step) % len(here.nodes)
+        sent = [across.start_send_block(across.next_rank, blocks[rank], chunk=rank) for rank in here.nodes[outgoing]]
+        for rank in here.nodes[outgoing - 1]:
+            blocks[rank] = across.recv_block(across.prev_rank, rows.place(rank))
+        for handle in sent:
+            handle.wait()
+    return tree.broadcast(here.inside, rows.join([blocks[rank] for rank in range(call.size)]), rows.place_whole,
+                          here.root)
+
+
+def _node_sum(call: Call, here: Levels, x: np.ndarray, op: Reduction) -> np.ndarray | None:
+    """At the leader the sum of its node, x itself if it is alone there; elsewhere None."""
+    leads = call.rank == here.leader
+    if leads and here.inside.size == 1:
+        return x
+    partial = call.workspace(len(x), x.dtype) if leads else None
+    tree.reduce(here.inside, x, partial, _undivided(op), here.root)
+    return partial
+
+
+def _undivided(op: Reduction) -> Reduction:
+    """The sum of which `op` is the mean: it is divided once, in the end."""
+    return op._replace(op="sum") if op.op == "mean" else op

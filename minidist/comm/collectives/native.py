@@ -1,0 +1,204 @@
+"""Native: the transport's own collectives (MPI_Iallreduce, …), for comparison, and for what they do better.
+
+A library does not look whether the ranks mean the same. So every call begins with dissemination's barrier, whose
+messages carry the call's signature: rank r leaves it only when the news of all ranks have reached it, each step checked
+by its receiver. Who disagrees, and every rank that would have heard from it, raises MismatchError before the library is
+called; nobody waits there for a rank that will not come.
+
+The ledger cannot look into the library either. It counts the messages of this module, and what a rank hands to the
+library as one message of that length. In the costs below A = P ceil(log2 P), the barrier's messages (of 0 bytes). A
+group of one rank sends nothing.
+
+Results may differ from run to run by the order of additions, as far as the library promises no more; NaN in max and min
+is its affair, too.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from minidist.comm.arrays import Place, PlaceOf, Rows
+from minidist.comm.call import Call
+from minidist.comm.collectives import dissemination, tree
+from minidist.comm.collectives.bruck import pack, unpack
+from minidist.comm.collectives.chunks import bounds, split
+from minidist.comm.collectives.reduction import Reduction
+
+
+def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """Args:    x, out (n,), contiguous; x is only read, and may be out.
+    Cost:    A + P messages; P*nbytes handed over.
+    """
+    if call.size > 1:
+        dissemination.barrier(call)
+        call.count(x.nbytes)
+        call.native().all_reduce(x, out, op.op)
+    op.finish(x if call.size == 1 else out, out)
+
+
+def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, root: int) -> None:
+    """Args:    x (n,), only read; out (n,) at the root, may be x.
+    Cost:    A + P messages; P*nbytes handed over.
+    """
+    if call.size > 1:
+        dissemination.barrier(call)
+        call.count(x.nbytes)
+        call.native().reduce(x, out, op.op, root)
+    if out is not None:
+        op.finish(x if call.size == 1 else out, out)
+
+
+def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """Args:    x (n,), contiguous, only read; out: chunk `rank`; may be that part of x, which is then copied first.
+    Cost:    A + P messages; P*nbytes handed over.
+    """
+    if call.size == 1:
+        op.finish(x, out)
+        return
+    dissemination.barrier(call)
+    call.count(x.nbytes)
+    apart = x.copy() if np.may_share_memory(x, out) else x
+    call.native().reduce_scatter(apart, out, [len(chunk) for chunk in split(x, call.size)], op.op)
+    op.finish(out, out)
+
+
+def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
+    """Shape and dtype first, in headers along the tree, then the library's broadcast.
+
+    Args:    x (...), at the root; place(shape, dtype): where the others receive it.
+    Returns: the array, x itself at the root.
+    Cost:    A + P-1 messages of 0 bytes, and nbytes handed over by the root.
+    """
+    shape, dtype = _announced(call, x, root)
+    array = place(shape, dtype) if x is None else x
+    if call.size > 1:
+        if call.rank == root:
+            call.count(array.nbytes)
+        call.native().broadcast(_octets(array), root)
+    return array
+
+
+def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
+    """Shape and dtype first, in headers along the tree, then the library's scatter.
+
+    Args:    x (n, ...), at the root, to be cut along its first dim; place(shape, dtype): where the others receive.
+    Returns: this rank's part; a view of x at the root.
+    Cost:    A + P-1 messages of 0 bytes, and nbytes handed over by the root.
+    """
+    shape, dtype = _announced(call, x, root)
+    edges = bounds(shape[0], call.size)
+    mine, row = slice(edges[call.rank], edges[call.rank + 1]), _row_bytes(shape, dtype)
+    counts = [(stop - start) * row for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+    if x is None:
+        part = place((mine.stop - mine.start, *shape[1:]), dtype)
+        call.native().scatter(None, counts, _octets(part), root)
+        return part
+    if call.size > 1:
+        call.count(x.nbytes)
+        call.native().scatter(_octets(x), counts, None, root)
+    return x[mine]
+
+
+def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndarray | None:
+    """The lengths of all blocks first, to all, then the library's gather.
+
+    Args:    own (m, ...), any m; rows: where the root receives the blocks, None elsewhere.
+    Returns: at the root all blocks, one after the other in rank order; elsewhere None.
+    Cost:    A + 2P messages; 8P bytes of lengths, and the bytes of all blocks. The root copies its own first.
+    """
+    if call.size == 1:
+        assert rows is not None, "the root has a place for the blocks"
+        return rows.join([own])
+    lengths, row = _lengths(call, own), _row_bytes(own.shape, own.dtype)
+    call.count(own.nbytes)
+    if rows is None:
+        call.native().gather(_octets(own), None, [row * length for length in lengths], root)
+        return None
+    mine = own.copy()
+    whole = rows.place_whole((sum(lengths), *own.shape[1:]), own.dtype)
+    call.native().gather(_octets(mine), _octets(whole), [row * length for length in lengths], root)
+    return whole
+
+
+def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
+    """The lengths of all blocks first, then the library's all-gather.
+
+    Args:    own (m, ...), any m, this rank's block; rows: where the others' are received.
+    Returns: all blocks, one after the other in rank order.
+    Cost:    A + 2P messages; 8P bytes of lengths, and the bytes of all blocks. A rank copies its own first.
+    """
+    if call.size == 1:
+        return rows.join([own])
+    lengths, row = _lengths(call, own), _row_bytes(own.shape, own.dtype)
+    mine = own.copy()
+    whole = rows.place_whole((sum(lengths), *own.shape[1:]), own.dtype)
+    call.count(own.nbytes)
+    call.native().all_gather(_octets(mine), _octets(whole), [row * length for length in lengths])
+    return whole
+
+
+def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
+    """The lengths of all bundles first, then the library's all-to-all of parts with their labels (see bruck.py).
+
+    Args:    parts: P arrays, part d for rank d; place(rank): where the part from `rank` goes.
+    Returns: the parts for this rank, by source; its own among them as it was given.
+    Cost:    A + 2P messages; 8 P^2 bytes of lengths, every part that does not stay, and 8 bytes and 8 for each dim of
+             it. Two copies of every part.
+    """
+    if call.size == 1:
+        return list(parts)
+    dissemination.barrier(call)
+    others = [rank for rank in range(call.size) if rank != call.rank]
+    bundles = {rank: pack(call, [parts[rank]]) for rank in others}
+    leaving = np.array([len(bundles[rank]) if rank in bundles else 0 for rank in range(call.size)], np.int64)
+    coming, eight = np.empty_like(leaving), [8] * call.size
+    call.count(leaving.nbytes)
+    call.native().all_to_all(_octets(leaving), eight, _octets(coming), eight)
+    arrived = call.workspace(int(coming.sum()), np.dtype(np.uint8))
+    call.count(int(leaving.sum()))
+    call.native().all_to_all(np.concatenate(list(bundles.values())), leaving.tolist(), arrived, coming.tolist())
+    received, edges = {call.rank: parts[call.rank]}, np.cumsum([0, *coming])
+    for src in others:
+        part, = unpack(arrived[edges[src]:edges[src + 1]].copy(), 1, parts[0].dtype)
+        received[src] = place(src)(part.shape, part.dtype)
+        received[src][...] = part
+    return [received[src] for src in range(call.size)]
+
+
+def barrier(call: Call) -> None:
+    """Ranks that agree have met already; the library's own barrier follows for comparison.
+
+    Cost:    A + P messages of 0 bytes.
+    """
+    if call.size > 1:
+        dissemination.barrier(call)
+        call.count(0)
+        call.native().barrier()
+
+
+def _announced(call: Call, x: np.ndarray | None, root: int) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of the root's array, after all ranks have agreed: P-1 messages of 0 bytes."""
+    if call.size == 1:
+        assert x is not None, "the root has the array"
+        return x.shape, x.dtype
+    dissemination.barrier(call)
+    told = tree.broadcast(call, None if x is None else np.empty((*x.shape, 0), x.dtype), np.empty, root)
+    return told.shape[:-1], told.dtype
+
+
+def _lengths(call: Call, own: np.ndarray) -> list[int]:
+    """Rows that each rank brings, after all have agreed."""
+    dissemination.barrier(call)
+    mine, lengths = np.array([len(own)], np.int64), np.empty(call.size, np.int64)
+    call.count(mine.nbytes)
+    call.native().all_gather(_octets(mine), _octets(lengths), [8] * call.size)
+    return [int(length) for length in lengths]
+
+
+def _row_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return math.prod(shape[1:]) * dtype.itemsize
+
+
+def _octets(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)

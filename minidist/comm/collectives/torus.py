@@ -1,0 +1,125 @@
+"""Torus: ranks in a grid whose rows and columns are rings, as TPUs are wired; reduce along rows, then along columns.
+
+    P=6, 2 x 3     r0 - r1 - r2 - (r0)        row:    ranks that follow each other
+                   |    |    |                column: every third rank
+                   r3 - r4 - r5 - (r3)
+
+    all-reduce     reduce-scatter in each row: r0 and r3 hold the sums of their rows' first third, ...
+                   all-reduce of that third in each column
+                   all-gather in each row
+
+The ring's bytes exactly, in 2(R + C - 2) steps instead of 2(P-1). R x C is the most square grid of P ranks: 2 x 3 of 6,
+3 x 3 of 9. A prime P is one row: the ring itself.
+
+notes: N4 §3 (2-D torus)
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from minidist.comm.arrays import Rows
+from minidist.comm.call import Call
+from minidist.comm.collectives import ring
+from minidist.comm.collectives.chunks import bounds, split
+from minidist.comm.collectives.part import Part
+from minidist.comm.collectives.reduction import Reduction
+
+
+class Grid(NamedTuple):
+    """R rows of C ranks."""
+
+    rows: int
+    columns: int
+
+    def row_of(self, rank: int) -> list[int]:
+        """The ranks of the row that `rank` is in."""
+        first = rank - rank % self.columns
+        return list(range(first, first + self.columns))
+
+    def column_of(self, rank: int) -> list[int]:
+        """The ranks of the column that `rank` is in."""
+        return list(range(rank % self.columns, self.rows * self.columns, self.columns))
+
+
+def grid(size: int) -> Grid:
+    """The most square grid of `size` ranks, no higher than wide."""
+    rows = max(rows for rows in range(1, size + 1) if size % rows == 0 and rows * rows <= size)
+    return Grid(rows, size // rows)
+
+
+def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """Reduce-scatter in the row, all-reduce of what came out of it in the column, all-gather in the row; in `out`.
+
+    P=4           r0 sends     r1 sends     r2 sends     r3 sends
+    step 0        c1:2 -> r1   c0:1 -> r0   c1:2 -> r3   c0:1 -> r2
+    step 1        c0:h -> r2   c1:h -> r3   c0:h -> r0   c1:h -> r1      half a chunk
+    step 2        c0:h -> r2   c1:h -> r3   c0:h -> r0   c1:h -> r1
+    step 3        c0:1 -> r1   c1:2 -> r0   c0:1 -> r3   c1:2 -> r2
+
+    Args:    x, out (n,), contiguous; x is only read, and may be out.
+    Cost:    2(R + C - 2) messages per rank; 2(P-1)*nbytes over all ranks, exactly. No workspace.
+    Rounding: low precision is added in float32 and rounded once a hop, R + C - 2 times in all.
+    """
+    if call.size == 1:
+        op.finish(x, out)
+        return
+    call.agree()
+    form = grid(call.size)
+    row = Part(call, form.row_of(call.rank))
+    column = Part(call, form.column_of(call.rank), first_step=form.columns - 1)
+    sums = split(out, form.columns)
+    ring.reduce_around(row, split(x, form.columns), ring.in_their_places(row, sums), op)
+    ring.all_reduce(column, sums[row.rank], sums[row.rank], op)
+    ring.gather_around(row, sums, first_step=form.columns + 2 * form.rows - 3)
+
+
+def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    """In the column, each rank gets the sum of its row's chunks; in the row, of these, its own.
+
+    P=4           r0 sends     r1 sends     r2 sends     r3 sends
+    step 0        c2:4 -> r2   c2:4 -> r3   c0:2 -> r0   c0:2 -> r1
+    step 1        c1:2 -> r1   c0:1 -> r0   c3:4 -> r3   c2:3 -> r2
+
+    Args:    x (n,), contiguous, only read; out: chunk `rank`, at most ceil(n/P) elements; may be that part of x.
+    Cost:    R + C - 2 messages per rank; (P-1)*nbytes over all ranks, exactly.
+             Workspace: at most three times the chunks of a row.
+    Rounding: as all_reduce.
+    """
+    if call.size == 1:
+        op.finish(x, out)
+        return
+    call.agree()
+    form, cut = grid(call.size), bounds(len(x), call.size)
+    row, column = Part(call, form.row_of(call.rank), form.rows - 1), Part(call, form.column_of(call.rank))
+    strips = [x[cut[first]:cut[first + form.columns]] for first in range(0, call.size, form.columns)]
+    strip = strips[column.rank]
+    if form.rows > 1:
+        strip = call.workspace(len(strip), x.dtype)
+        ring.reduce_chunks(column, strips, strip, op)
+    start = cut[call.rank - row.rank]
+    chunks = [strip[cut[rank] - start:cut[rank + 1] - start] for rank in form.row_of(call.rank)]
+    ring.reduce_chunks(row, chunks, out, op)
+    op.finish(out, out)
+
+
+def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
+    """Blocks travel around the row; then the row's blocks, joined, around the column.
+
+    P=4           r0 sends     r1 sends     r2 sends     r3 sends
+    step 0        b0 -> r1     b1 -> r0     b2 -> r3     b3 -> r2
+    step 1        b01 -> r2    b01 -> r3    b23 -> r0    b23 -> r1
+
+    Args:    own (m, ...), any m, this rank's block; rows: where the others' are received.
+    Returns: all blocks, one after the other in rank order.
+    Cost:    R + C - 2 messages per rank; (P-1)*(the bytes of all blocks) over all ranks, exactly. No copy where all
+             blocks have one length.
+    """
+    call.agree()
+    form = grid(call.size)
+    around = form.row_of(call.rank)
+    row, column = Part(call, around), Part(call, form.column_of(call.rank), form.columns - 1)
+    blocks = ring.gather_blocks(row, own, lambda place: rows.place(around[place]))
+    strip = rows.merge(around[0], form.columns, blocks)
+    strips = ring.gather_blocks(column, strip, lambda place: rows.place(place * form.columns, form.columns))
+    return rows.complete(rows.merge(0, call.size, strips))

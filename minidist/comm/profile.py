@@ -1,0 +1,185 @@
+"""What a message costs on this machine, as numbers: the α-β model, fitted to measurements, kept in a file.
+
+    seconds = waits·α + (messages - waits)·o + bytes moved·β + bytes added·γ
+
+α is the latency of a message that must arrive before the next one leaves; o what one more message costs that waits for
+nobody; β the time of a byte, 1/bandwidth; γ that of adding a byte instead of storing it. `minidist bench calibrate`
+measures and fits them for each transport and stores the profile; `auto` (collectives/choose.py) asks it what each
+algorithm would take (collectives/paths.py). All ranks must choose alike: rank 0 reads the file, and tells the others
+when the job meets.
+
+notes: N4 §2.    Source: Hockney 1994 (α, β); Culler et al. 1993 (o).
+"""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidist.errors import ConfigError
+
+FORMAT = 1
+NETWORK = "network"
+"""The link class of a group whose ranks are on several hosts, whatever the transport is called."""
+
+
+class Work(NamedTuple):
+    """What one rank does in a call, one thing after the other, on the path that takes longest.
+
+    Attributes: waits     messages that each wait for the one before
+                messages  messages in all, at least `waits`
+                moved     bytes sent; as many may come in meanwhile
+                added     bytes that are added to others as they arrive
+    """
+
+    waits: float
+    messages: float
+    moved: float
+    added: float
+
+
+class Sample(NamedTuple):
+    """A measurement: this work took so many seconds."""
+
+    work: Work
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """The four numbers of one link class among so many ranks, in seconds and seconds a byte.
+
+    Attributes: link      "shm", "sockets", ..., or "network"
+                ranks     how many exchanged at once: where they outnumber the cores, all four are larger
+                misfit    the worst |fitted / measured - 1| of the samples
+    """
+
+    link: str
+    ranks: int
+    alpha: float
+    overhead: float
+    beta: float
+    gamma: float
+    misfit: float
+
+    def seconds(self, work: Work) -> float:
+        """What the model says that this work takes."""
+        return (work.waits * self.alpha + (work.messages - work.waits) * self.overhead
+                + work.moved * self.beta + work.added * self.gamma)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The measured links, and the machine they were measured on.
+
+    Attributes: links     one for each link class and rank count
+                machine   as `minidist bench` describes it
+    """
+
+    links: Sequence[LinkCost]
+    machine: dict[str, Any]
+
+    def link(self, transport: str, nodes: Sequence[int]) -> LinkCost | None:
+        """The costs within a group: of its link class, measured with as many ranks or the next fewer; None if never.
+
+        Args:    nodes: the machine of each of the group's ranks, as groups number them.
+        """
+        name = NETWORK if len(set(nodes)) > 1 else transport
+        measured = sorted((cost for cost in self.links if cost.link == name), key=lambda cost: cost.ranks)
+        fewer = [cost for cost in measured if cost.ranks <= len(nodes)]
+        return fewer[-1] if fewer else measured[0] if measured else None
+
+    def as_json(self) -> dict[str, Any]:
+        """For the file, and for the other ranks."""
+        return {"format": FORMAT, "machine": self.machine, "links": [asdict(cost) for cost in self.links]}
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Profile":
+        """The profile that as_json gave.
+
+        Raises: ConfigError that says in a few words what is wrong with it.
+        """
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise ConfigError(f"it does not say \"format\": {FORMAT}")
+        links = value.get("links")
+        if not isinstance(links, list) or not isinstance(value.get("machine"), dict):
+            raise ConfigError("it lacks its links or its machine")
+        return cls([_link(entry) for entry in links], value["machine"])
+
+
+def _link(entry: Any) -> LinkCost:
+    names = {field.name for field in fields(LinkCost)}
+    if not isinstance(entry, dict) or set(entry) != names:
+        raise ConfigError(f"a link has not just {', '.join(sorted(names))}")
+    numbers = [entry[name] for name in ("ranks", "alpha", "overhead", "beta", "gamma", "misfit")]
+    if not isinstance(entry["link"], str) or not all(
+            type(number) in (int, float) and 0 <= number < float("inf") for number in numbers):
+        raise ConfigError(f"a number of link {entry['link']!r} is none, or below 0")
+    return LinkCost(**entry)
+
+
+# ---------------------------------------------------------------- the file
+
+
+def profile_path() -> Path:
+    """Where this user's profile is: ~/.config/minidist/profile.json, or where XDG_CONFIG_HOME has it."""
+    config = os.environ.get("XDG_CONFIG_HOME", "")
+    folder = Path(config) if os.path.isabs(config) else Path("~/.config").expanduser()
+    return folder / "minidist" / "profile.json"
+
+
+def load_profile(path: Path | None = None) -> Profile | None:
+    """The profile in `path`, or the user's; None if there is none.
+
+    Raises: ConfigError, in one line, if there is a file that is no profile.
+    """
+    file = path or profile_path()
+    try:
+        return Profile.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, ConfigError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise ConfigError(f"the communication profile {file} cannot be used: {why}; run `minidist bench calibrate` "
+                          "again, or delete it") from error
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write the profile; a reader finds the old file or the new one, never half of one.
+
+    Raises: OSError if it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(profile.as_json(), indent=1) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+# ---------------------------------------------------------------- the fit
+
+
+def fit(link: str, ranks: int, samples: Iterable[Sample]) -> LinkCost:
+    """The four numbers, none below 0, that come closest to the samples.
+
+    Weighted least squares: the sum of (fitted/measured - 1)² is least, so that a microsecond message counts as much as
+    a millisecond one. A number that would come out below 0 is set to 0, and the others are fitted again.
+    """
+    rows = np.array([[work.waits, work.messages - work.waits, work.moved, work.added, seconds]
+                     for work, seconds in samples], np.float64)          # (samples, 5)
+    relative = rows[:, :4] / rows[:, 4:]                                 # what each number adds, of what was measured
+    scale = np.abs(relative).max(axis=0)                                 # seconds and seconds a byte differ by 1e5
+    free = [column for column in range(4) if scale[column]]
+    numbers = np.zeros(4)
+    while free:
+        numbers[:] = 0
+        solved, *_ = np.linalg.lstsq(relative[:, free] / scale[free], np.ones(len(rows)), rcond=None)
+        numbers[free] = solved / scale[free]
+        if solved.min() >= 0:
+            break
+        free.remove(free[int(solved.argmin())])
+    misfit = float(np.abs(relative @ numbers - 1).max())
+    return LinkCost(link, ranks, *map(float, np.maximum(numbers, 0)), misfit)
