@@ -262,10 +262,13 @@ def verbs(world: Group, cases: list[dict[str, Any]]) -> list[list[Any]]:
     return counted
 
 
+BITS = ("ring", "tree", "direct", "naive", "doubling", "halving-doubling", "hierarchical", "torus")
+
+
 def bits(world: Group) -> list[bytes]:
     """All-reduces of numbers whose sum depends on the order of additions."""
     x = np.random.default_rng(world.rank).standard_normal(100_003).astype(np.float32)
-    return [world.all_reduce(x, algorithm=algorithm).tobytes() for algorithm in ("ring", "tree", "direct", "naive")]
+    return [world.all_reduce(x, algorithm=algorithm).tobytes() for algorithm in BITS]
 
 
 def aborted(world: Group) -> bool:

@@ -12,9 +12,10 @@ from collective_checker import Drawn, examine
 
 from minidist.comm.arrays import Place, PlaceOf, Rows
 from minidist.comm.call import Call
-from minidist.comm.collectives import naive, ring, tree
+from minidist.comm.collectives import bruck, halving_doubling, hierarchical, naive, ring, torus, tree
 from minidist.comm.collectives.choose import ALGORITHMS
-from minidist.comm.collectives.chunks import split
+from minidist.comm.collectives.chunks import bounds, split
+from minidist.comm.collectives.part import Part
 from minidist.comm.collectives.reduction import Reduction
 from minidist.errors import TimeoutError
 
@@ -142,6 +143,92 @@ def parts_reversed(call: Call, x: np.ndarray | None, place: Place, root: int) ->
 def barrier_of_neighbours(call: Call) -> None:
     nothing = np.empty(0, np.uint8)
     call.exchange(call.next_rank, nothing, call.prev_rank, nothing)
+
+
+@mutant(Drawn("all_reduce", "halving-doubling", 5, [13] * 5), AssertionError, "expected array")
+def surplus_rank_left_out(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    left_out = np.zeros_like(x) if call.rank == 1 else x
+    halving_doubling.all_reduce(call, left_out, out, op)
+
+
+@mutant(Drawn("reduce_scatter", "halving-doubling", 4, UNEVEN), AssertionError, "expected array")
+def halves_from_near_to_far(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    cut, values = bounds(len(x), call.size), x.copy()
+    for distance in (1, 2):
+        partner = call.rank ^ distance
+        kept, given = (slice(cut[rank - rank % distance], cut[rank - rank % distance + distance])
+                       for rank in (call.rank, partner))
+        call.exchange(partner, values[given], partner, values[kept], op.into(values[kept]))
+    out[...] = values[cut[call.rank]:cut[call.rank + 1]]
+
+
+@mutant(Drawn("all_reduce", "doubling", 6, [13] * 6), AssertionError, "expected array")
+def surplus_added_twice(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    halving_doubling.double_whole(call, x * 2 if call.rank in (1, 3) else x, out, op)
+
+
+@mutant(Drawn("all_reduce", "doubling", 4, [64] * 4, dtype="float16", rough=True), AssertionError, "different bits")
+def more_precise_than_it_sends(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    total, sent, arrived = x.astype(np.float32), x.copy(), np.empty_like(x)
+    for partner in (call.rank ^ 1, call.rank ^ 2):
+        sent[...] = total
+        call.exchange(partner, sent, partner, arrived)
+        total += arrived
+    out[...] = total
+
+
+@mutant(Drawn("all_gather", "halving-doubling", 4, [3] * 4), AssertionError, "expected array")
+def own_blocks_in_front(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
+    have = own.copy()
+    for distance in (1, 2):
+        partner = call.rank ^ distance
+        have = np.concatenate([have, call.exchange_blocks(partner, have, partner, np.empty)])
+    return rows.complete(have)
+
+
+@mutant(Drawn("all_to_all", "bruck", 3, [[1, 2, 3], [4, 5, 6], [7, 8, 9]]), AssertionError, "expected .array")
+def parts_jump_backwards(call: Call, parts: list[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
+    return bruck.all_to_all(call, [parts[(2 * call.rank - dst) % call.size] for dst in range(call.size)], place)
+
+
+@mutant(Drawn("gather", "tree", 5, [1, 2, 3, 4, 5], root=3), AssertionError, "expected array")
+def joined_as_they_come(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndarray | None:
+    me, parent, children = tree.halved(call.rank, root, call.size)
+    have = [own, *(call.recv_block(child.rank, np.empty) for child in reversed(children))]
+    if parent is None:
+        assert rows is not None
+        return rows.complete(np.concatenate(have))
+    call.send_block(parent, np.concatenate(have))
+    return None
+
+
+@mutant(Drawn("broadcast", "ring", 4, UNEVEN, root=1), AssertionError, "messages, .P-1..P.1. expected")
+def root_is_told_what_it_has(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
+    full = ring.broadcast(call, x, place, root)
+    if call.next_rank == root:
+        call.send(root, full[:0])
+    elif call.rank == root:
+        call.recv(call.prev_rank, full[:0].copy())
+    return full
+
+
+@mutant(Drawn("all_reduce", "torus", 6, [13] * 6), AssertionError, "expected array")
+def columns_forgotten(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    ring.all_reduce(Part(call, torus.grid(call.size).row_of(call.rank)), x, out, op)
+
+
+@mutant(Drawn("all_reduce", "hierarchical", 5, [12] * 5, op="mean", nodes=(0, 0, 1, 1, 1)), AssertionError,
+        "expected array")
+def each_level_divides(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
+    hierarchical.all_reduce(call, x, out, op)
+    out /= 2
+
+
+@mutant(Drawn("all_gather", "hierarchical", 4, [2] * 4, nodes=(0, 1, 0, 1)), AssertionError, "expected array")
+def nodes_hold_ranks_that_follow_each_other(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
+    whole = hierarchical.all_gather(call, own, rows)
+    whole[...] = np.concatenate([whole[:2], whole[4:6], whole[2:4], whole[6:]])
+    return whole
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -46,9 +46,35 @@ def test_a_ring_rounds_once_a_hop(dtype):
         assert got[part].tolist() == partial.tolist()
 
 
+@pytest.mark.parametrize("algorithm", ["doubling", "halving-doubling"])
+def test_halving_and_doubling_round_once_a_step(algorithm):
+    """Five ranks: 1 is folded into 0; then partners 1 and 2 places on in the core, or first 2 and then 1."""
+    x = [np.random.default_rng(rank).standard_normal(40).astype(np.float16) for rank in range(5)]
+    got = run(lambda world: world.all_reduce(x[world.rank], algorithm=algorithm), size=5)[0]
+
+    def add(a, b):
+        return (a.astype(np.float32) + b.astype(np.float32)).astype(np.float16)
+
+    a, b, c, d = add(x[0], x[1]), x[2], x[3], x[4]
+    want = add(add(a, b), add(c, d)) if algorithm == "doubling" else add(add(a, c), add(b, d))
+    assert got.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_doubling_gives_the_same_bits_where_the_order_of_two_shows(size):
+    """max of 0 and -0, and sums of NaNs that differ in their payload, take theirs from one of the two."""
+    def ranks(world):
+        zeros = np.array([-0.0 if world.rank % 2 else 0.0, 0.0 if world.rank % 2 else -0.0])
+        nans = np.array([0x7ff8000000000000 + world.rank], np.uint64).view(np.float64)
+        return (world.all_reduce(zeros, op="max", algorithm="doubling").tobytes()
+                + world.all_reduce(nans, algorithm="doubling").tobytes())
+
+    assert len(set(run(ranks, size=size))) == 1
+
+
 def test_mean_is_divided_once_in_float32():
     x = np.float16(1) / 3 * np.ones(5, np.float16)
-    for algorithm in ("ring", "tree", "direct", "naive"):
+    for algorithm in ("ring", "tree", "direct", "naive", "doubling", "halving-doubling", "hierarchical", "torus"):
         got = run(lambda world, algorithm=algorithm: world.all_reduce(x, op="mean", algorithm=algorithm), size=2)
         assert got[0].tolist() == x.tolist(), algorithm
 

@@ -1,0 +1,79 @@
+"""Algorithms of several levels: what goes between machines, which grid, and parts of calls."""
+
+import numpy as np
+import pytest
+from collective_checker import Drawn, bring, call
+from helpers import run
+
+from minidist.comm.collectives.part import Part
+from minidist.comm.collectives.torus import grid
+
+NODES = (0, 1, 0, 2, 1, 0)
+
+
+def between_nodes(verb, nodes):
+    """Bytes that messages carry from one machine to another."""
+    case = Drawn(verb, "hierarchical", len(nodes), [12] * len(nodes), "float64", root=4, nodes=nodes)
+
+    def ranks(world):
+        events = []
+        world.nodes = nodes
+        world.ledger.subscribe(events.append)
+        call(world, case, bring(case, world.rank), None)
+        return sum(event.details["nbytes"] for event in events
+                   if event.kind == "message" and nodes[event.details["src"]] != nodes[event.details["dst"]])
+
+    return sum(run(ranks, size=len(nodes)))
+
+
+@pytest.mark.parametrize(("verb", "times"), [("all_reduce", 4), ("reduce", 2), ("broadcast", 2), ("reduce_scatter", 2)])
+def test_only_leaders_talk_between_machines(verb, times):
+    """M = 3 machines: M-1 times the array (twice that for an all-reduce), however many ranks there are."""
+    assert between_nodes(verb, NODES) == times * 12 * 8
+
+
+def test_an_all_gather_crosses_each_link_once():
+    assert between_nodes("all_gather", NODES) == 2 * (6 * 24 * 8)
+
+
+def test_one_machine_sends_nothing_out():
+    assert between_nodes("all_reduce", (5, 5, 5, 5, 5)) == 0
+
+
+def test_a_group_knows_the_machines_of_its_ranks():
+    def ranks(world):
+        world.nodes = NODES
+        return world.split(world.rank % 2, key=-world.rank).nodes
+
+    assert run(ranks, size=6) == [(1, 0, 0), (0, 2, 1)] * 3
+
+
+@pytest.mark.parametrize(("size", "shape"), [(1, (1, 1)), (2, (1, 2)), (4, (2, 2)), (6, (2, 3)), (7, (1, 7)),
+                                             (12, (3, 4)), (16, (4, 4)), (24, (4, 6))])
+def test_the_grid_is_the_most_square(size, shape):
+    form = grid(size)
+    assert form == shape
+    for rank in range(size):
+        assert set(form.row_of(rank)) & set(form.column_of(rank)) == {rank}
+    assert sorted(rank for first in range(form.columns) for rank in form.column_of(first)) == list(range(size))
+
+
+def test_a_part_counts_among_its_ranks_and_tells_later_steps():
+    def ranks(world):
+        seen, sent = [], []
+        world.ledger.subscribe(lambda event: sent.append(event.details) if event.kind == "message" else None)
+
+        def work(whole, x, out, op):
+            part = Part(whole, [2, 0, 1], first_step=5)
+            seen.extend((part.rank, part.size, part.next_rank, part.prev_rank))
+            part.exchange(part.next_rank, x, part.prev_rank, out, step=1)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(ALGORITHMS["all_reduce"], "ring", work)
+            got = world.all_reduce(np.full(2, world.rank), algorithm="ring")
+        return seen, got.tolist(), [(message["dst"], message["step"]) for message in sent]
+
+    from minidist.comm.collectives.choose import ALGORITHMS
+
+    assert run(ranks, size=3) == [([1, 3, 2, 0], [2, 2], [(1, 6)]), ([2, 3, 0, 1], [0, 0], [(2, 6)]),
+                                  ([0, 3, 1, 2], [1, 1], [(0, 6)])]
