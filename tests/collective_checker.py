@@ -7,7 +7,7 @@ Values are whole numbers so small that every order of additions gives the same s
 bit for bit with NumPy; "rough" values are not, and are compared within rounding, but with the same bits on all ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from minidist.comm.group import Group
 
 REDUCING = ("reduce", "all_reduce", "reduce_scatter")
 ROOTED = ("broadcast", "scatter", "reduce", "gather")
-ONLY_ON = {"native": ("mpi",)}
+ONLY_ON = {"native": ("mpi",), "shared": ("shm",)}
 """Algorithms that not every transport has."""
 
 ALL_PAIRS = [(verb, algorithm) for verb, algorithms in ALGORITHMS.items() for algorithm in algorithms]
@@ -193,7 +193,7 @@ def cost_case(case: Drawn) -> Case:
     return replace(seen, nbytes=length * itemsize, blocks=chunk_bytes(length, itemsize, case.size))
 
 
-def examine(case: Drawn) -> list[Any]:
+def examine(case: Drawn, run: Callable[..., list[Any]] = run) -> list[Any]:
     """Run the case and hold it to account; returns each rank's result."""
     outcomes = run(on_rank, case, size=case.size, transport=case.transport, limit=case.limit)
     results = [result for result, _, _ in outcomes]

@@ -3,14 +3,18 @@
 import mmap
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
+from minidist.comm.ledger import Ledger
 from minidist.comm.transport import Tag
 from minidist.comm.transports.link import ByteLink
 from minidist.comm.transports.ring import RING_BYTES
-from minidist.comm.transports.shm import ShmLink
+from minidist.comm.transports.shm import ARENA_BYTES, ShmLink, ShmTransport
 from minidist.comm.transports.sockets import SocketLink
 from minidist.comm.transports.stream import StreamTransport
 
@@ -28,7 +32,7 @@ def socket_links() -> tuple[ByteLink, ByteLink]:
     return SocketLink(first), SocketLink(second)
 
 
-def shm_links() -> tuple[ByteLink, ByteLink]:
+def shm_links() -> tuple[ShmLink, ShmLink]:
     first, second = socket.socketpair()
     memory = memoryview(mmap.mmap(-1, 2 * RING_BYTES))
     return ShmLink(first, memory, lower=True), ShmLink(second, memory, lower=False)
@@ -48,6 +52,29 @@ def linked(kind: str, *, limit: float = 10.0, spins: int = 0) -> Iterator[tuple[
     finally:
         zero.close()
         one.close()
+
+
+def shm_transports(size: int, limit: float = 10.0) -> list[ShmTransport]:
+    """The transports of all ranks of a job over shared memory, in this process."""
+    links: list[dict[int, ShmLink]] = [{} for _ in range(size)]
+    for low in range(size):
+        for high in range(low + 1, size):
+            links[low][high], links[high][low] = shm_links()
+    arenas = {rank: memoryview(mmap.mmap(-1, ARENA_BYTES)) for rank in range(size)}
+    return [ShmTransport(rank, limit, links[rank], dict(arenas)) for rank in range(size)]
+
+
+def run_shm(fn: Callable[..., Any], *args: Any, size: int, limit: float = 10.0, **_: Any) -> list[Any]:
+    """helpers.run over these transports, a thread a rank; raises what the first of the ranks raised."""
+    transports = shm_transports(size, limit)
+    groups = [Group(transport, Ledger(transport.world_rank), range(size)) for transport in transports]
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(lambda group: fn(group, *args), groups))
+    finally:
+        for group in groups:
+            group.close()
+            group.transport.close()
 
 
 def tag(sequence: int) -> Tag:

@@ -155,6 +155,12 @@ _NO_BYTES = ("0", lambda case: 0)
 
 
 
+def _shown(case: Case) -> int:
+    """Pieces of at most 2 MiB, one at least, each shown by all ranks: its chunks, and their sums if it is long."""
+    pieces = max(1, -(-case.nbytes // (2 << 20)))
+    return 0 if case.size == 1 else case.size * pieces * (2 if case.others * case.nbytes > 256 << 10 else 1)
+
+
 def _native(messages: str, messages_of: Callable[[Case], int], nbytes: str, bytes_of: Callable[[Case], int],
             steps: str = "ceil(log2 P) + 1") -> Formula:
     """A = P ceil(log2 P) messages that agree; then what is handed to the library, by more than one rank at least."""
@@ -237,5 +243,8 @@ FORMULAS: dict[tuple[str, str], Formula] = {
         "2P", lambda case: 2 * case.size, "8P^2 + sum of p_rd + 8 + 8 dims over r != d",
         lambda case: _leaving(case) + 8 * case.size ** 2 + case.size * case.others * (8 + 8 * case.dims),
         "ceil(log2 P) + 2"),
+    ("all_reduce", "shared"): Formula(
+        "P ceil(n / 2 MiB), or 2P ceil(n / 2 MiB) if (P-1)n > 256 KiB", _shown, "Pn",
+        lambda case: case.size * case.nbytes if case.size > 1 else 0, "2 ceil(n / 2 MiB)"),
     ("barrier", "native"): _native("P", lambda case: case.size, *_NO_BYTES),
 }

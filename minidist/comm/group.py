@@ -64,7 +64,7 @@ class Group:
         self.rank = self.world_ranks.index(self.world_rank)
         profile = transport.profile
         self.link = None if profile is None else profile.link(transport.name, self.nodes)
-        places = [transport.reserve_board()] * self.size if places is None else places  # the world's: all take the first
+        places = places or [transport.reserve_board()] * self.size      # the world's board: the first place everywhere
         self.board = transport.open_board(self.world_ranks, places) if self.size > 1 else None
         self._messages = Messages(self)
         self._worker: Worker | None = None

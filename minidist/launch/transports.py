@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,11 +32,11 @@ def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
                           + f"choose from {', '.join(among)}")
 
 
-def load(name: str) -> type[Any]:
-    """The class of a transport between processes; importing it costs more than making one."""
-    module, cls = {"sockets": ("sockets", "SocketsTransport"), "shm": ("shm", "ShmTransport"),
+def load(name: str) -> Callable[..., Any]:
+    """What makes a transport between processes; importing it costs more than calling it."""
+    module, maker = {"sockets": ("sockets", "SocketsTransport"), "shm": ("shm", "connect"),
                    "mpi": ("mpi", "MpiTransport")}[name]
-    return getattr(importlib.import_module(f"minidist.comm.transports.{module}"), cls)      # type: ignore[no-any-return]
+    return getattr(importlib.import_module(f"minidist.comm.transports.{module}"), maker)      # type: ignore[no-any-return]
 
 
 def build(name: str, link: ControlLink, token: bytes, limit: float) -> Transport:
@@ -43,14 +44,14 @@ def build(name: str, link: ControlLink, token: bytes, limit: float) -> Transport
 
     Raises: LaunchError if the transport cannot work here; HandshakeError or TimeoutError if connecting fails.
     """
-    cls = load(name)
+    make = load(name)
     match name:
         case "sockets":
-            transport = cls(link.world_rank, link, token, limit, host=link.local_host)
+            transport = make(link.world_rank, link, token, limit, host=link.local_host)
         case "shm":
-            transport = cls(link.world_rank, link, token, limit)
+            transport = make(link.world_rank, link, token, limit)
         case _:
-            transport = cls(limit)
+            transport = make(limit)
     return cast(Transport, transport)
 
 

@@ -22,22 +22,22 @@ from minidist.comm.call import Call
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.collectives.reduction import Reduction
 
-DIRECT_BYTES = 32 << 10
-"""Up to this length every rank adds everything itself: one wait instead of two. Two ranks always do: it costs no byte."""
+DIRECT_BYTES = 256 << 10
+"""While what a rank reads, (P-1)n, is no more than this, every rank adds everything itself: one wait instead of two."""
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Each rank adds one chunk of every piece for all; of short arrays, and where there are two, all for itself.
+    """Each rank adds one chunk of every piece for all; of short arrays, everything for itself.
 
     Args:     x, out (n,), contiguous; x is only read, and may be out.
-    Cost:     1 message a piece of at most 1 MiB and rank, for P = 2 and for n up to 32 KiB, else 2; P*nbytes over all
-              ranks, exactly. Workspace: what a rank adds in float32, in low precision.
+    Cost:     2 messages per rank for each piece of at most 2 MiB, 1 for short arrays; P*nbytes over all ranks, exactly.
+              Workspace: what a rank adds, in float32, in low precision.
     Rounding: low precision is added in float32 and rounded once.
     """
     if call.size == 1:
         op.finish(x, out)
         return
-    add = _add_all if call.size == 2 or x.nbytes <= DIRECT_BYTES else _add_chunks
+    add = _add_all if (call.size - 1) * x.nbytes <= DIRECT_BYTES else _add_chunks
     for start, stop in _pieces(call, x):
         add(call, x[start:stop], out[start:stop], op)
 

@@ -4,9 +4,9 @@
     rank 1's part    posted | asleep | turn 0: header, bytes | turn 1: header, bytes |      only rank 1 writes here
     ...
 
-One `show` is all there is: a rank copies its arrays into its part, moves `posted`, waits until the others have posted as
-often, and looks at their bytes where they lie. So what a message would carry to P-1 ranks is written once, and nobody
-waits for one rank after the other.
+One `show` is all there is: a rank copies its arrays into its part, moves `posted`, waits until the others have posted
+as often, and looks at their bytes where they lie. So what a message would carry to P-1 ranks is written once, and
+nobody waits for one rank after the other.
 
 Parts have two turns, used alternately. What was shown may be read until the reader's next `show`: a rank overwrites a
 turn only at its second `show` after, and before that it saw everybody post the first.
@@ -14,7 +14,7 @@ turn only at its second `show` after, and before that it saw everybody post the 
 The fences are those of ring.py, for the same reasons: bytes before `posted`; `posted` before the look at `asleep`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,21 +69,19 @@ class Part:
 class SharedBoard(Board):
     """A group's board, as one of its ranks sees it.
 
-    Args: parts: of every rank of the group; ring(world rank): wake a sleeper; release(): the place is free again.
+    Args: parts: every rank's, in the order of `world_ranks`.
     """
 
     limit = SHOWN_BYTES
 
-    def __init__(self, transport: "ShmTransport", world_ranks: Sequence[int], parts: Sequence[Part],
-                 ring: Callable[[int], None], release: Callable[[], None]) -> None:
-        self._transport, self._ring, self._release, self._parts = transport, ring, release, list(parts)
+    def __init__(self, transport: "ShmTransport", world_ranks: Sequence[int], parts: Sequence[Part]) -> None:
+        self._transport, self._parts = transport, list(parts)
         own = world_ranks.index(transport.world_rank)
         self._own = parts[own]
         self._others = [(rank, part.words) for rank, part in zip(world_ranks, parts, strict=True)
                         if rank != transport.world_rank]
         self._fence = Fence()
         self._shown = 0
-        self._open = True
 
     def show(self, meta: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
         self._shown += 1
@@ -100,9 +98,10 @@ class SharedBoard(Board):
         return [part.read(turn) for part in self._parts]
 
     def close(self) -> None:
-        if self._open:
-            self._open = False
-            self._release()
+        if self._parts:
+            self._transport.close_board(self)
+            del self._own
+            self._parts, self._others = [], []  # the memory goes when nothing points into it
 
     def missing(self) -> list[int]:
         """World ranks that have not posted what this rank did last."""
@@ -113,17 +112,14 @@ class SharedBoard(Board):
         self._own.words[_ASLEEP] = int(asleep)
 
     def _missing(self) -> bool:
-        for _, words in self._others:
-            if words[_POSTED] < self._shown:
-                return True
-        return False
+        return any(words[_POSTED] < self._shown for _, words in self._others)
 
     def _wake(self) -> None:
         """Who comes last wakes those who fell asleep."""
         for rank, words in self._others:
             if words[_ASLEEP]:
                 words[_ASLEEP] = 0
-                self._ring(rank)
+                self._transport.ring(rank)
 
     def _wait(self) -> None:
         """Look a while, as a leader of the engine does, then wait in the engine."""

@@ -40,25 +40,37 @@ BOARDS = 64                     # boards that a rank may have open at a time
 ARENA_BYTES = BOARDS * PART_BYTES
 
 
+def connect(world_rank: int, link: mesh.Meeting, token: bytes, limit: float) -> "ShmTransport":
+    """This rank's rings to all others, which must be on the same host.
+
+    Raises: HandshakeError, TimeoutError: see mesh.join.
+    """
+    here = platform.node()
+
+    def dial(info: dict[str, Any]) -> socket.socket:
+        if info["host"] != here:
+            raise CommError(f"shm joins ranks of one host, but rank {world_rank} is on {here} and another on "
+                            f"{info['host']}; take the transport sockets")
+        return mesh.dial_unix(info["address"], limit)
+
+    listener = mesh.listen_unix()
+    info = {"transport": "shm", "host": here, "address": listener.getsockname()}
+    connections = mesh.join(link, info, listener, dial, token, limit)
+    return ShmTransport(world_rank, limit, *_share(world_rank, connections, limit))
+
+
 class ShmTransport(StreamTransport):
-    """One rank's rings to all others, which must be on the same host."""
+    """One rank's rings to all others, and the memory where its groups have their boards.
 
-    def __init__(self, world_rank: int, link: mesh.Meeting, token: bytes, limit: float) -> None:
-        here = platform.node()
+    Args: links   to every other rank
+          arenas  every rank's ARENA_BYTES of shared memory, in which it alone places boards; this rank's among them
+    """
 
-        def dial(info: dict[str, Any]) -> socket.socket:
-            if info["host"] != here:
-                raise CommError(f"shm joins ranks of one host, but rank {world_rank} is on {here} and another on "
-                                f"{info['host']}; take the transport sockets")
-            return mesh.dial_unix(info["address"], limit)
-
-        listener = mesh.listen_unix()
-        info = {"transport": "shm", "host": here, "address": listener.getsockname()}
-        connections = mesh.join(link, info, listener, dial, token, limit)
-        links, arenas = _share(world_rank, connections, limit)
-        spins = SPINS if len(links) < _cores() else SPINS_CROWDED
-        super().__init__("shm", world_rank, limit, links, spins)
+    def __init__(self, world_rank: int, limit: float, links: dict[int, "ShmLink"],
+                 arenas: dict[int, memoryview]) -> None:
+        super().__init__("shm", world_rank, limit, links, SPINS if len(links) < _cores() else SPINS_CROWDED)
         self._links, self._arenas, self._free = links, arenas, list(range(BOARDS - 1, -1, -1))
+        self._boards: dict[SharedBoard, int] = {}   # and their places
         self._turns: list[Turn] = []                # waits on boards
 
     def reserve_board(self) -> int:
@@ -74,8 +86,23 @@ class ShmTransport(StreamTransport):
             self._free += [own] if own >= 0 else []
             return None
         parts = [self._part(rank, place) for rank, place in zip(world_ranks, places, strict=True)]
-        return SharedBoard(self, world_ranks, parts, ring=lambda rank: self._links[rank].ring(),
-                           release=lambda: self._free.append(own))
+        board = SharedBoard(self, world_ranks, parts)
+        self._boards[board] = own
+        return board
+
+    def close_board(self, board: SharedBoard) -> None:
+        """Its place is free again."""
+        self._free.append(self._boards.pop(board))
+
+    def ring(self, rank: int) -> None:
+        """Wake a rank that sleeps before a board."""
+        self._links[rank].ring()
+
+    def close(self) -> None:
+        super().close()
+        for board in list(self._boards):
+            board.close()
+        self._arenas.clear()
 
     def _part(self, rank: int, place: int) -> Part:
         return Part(self._arenas[rank][place * PART_BYTES:(place + 1) * PART_BYTES])

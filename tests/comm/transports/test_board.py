@@ -1,0 +1,119 @@
+"""Waits before a board: asleep, in vain, ended from outside; places given back."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from leftovers import nothing_left
+from linked import shm_transports
+
+from minidist.comm.transport import Board
+from minidist.comm.transports.shm import BOARDS, ShmTransport
+from minidist.errors import CommError, PeerLostError, TimeoutError
+
+
+def opened(transports: list[ShmTransport]) -> list[Board]:
+    places = [transport.reserve_board() for transport in transports]
+    boards = [transport.open_board(range(len(transports)), places) for transport in transports]
+    return [board for board in boards if board is not None]
+
+
+def show(board: Board, number: int) -> list[int]:
+    return [int(octets.view(np.int64)[0]) for _, octets in board.show(b"", [np.array([number])])]
+
+
+def in_thread(act: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    """Runs `act`; what it raised is in the list when the thread has ended."""
+    raised: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            act()
+        except Exception as error:  # the test looks at it
+            raised.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    return thread, raised
+
+
+def close(transports: list[ShmTransport]) -> None:
+    for transport in transports:
+        transport.close()
+
+
+def test_ranks_that_come_late_wake_those_who_sleep():
+    with nothing_left():
+        transports = shm_transports(3)
+        boards = opened(transports)
+        seen: list[list[int]] = []
+
+        def rank(own: int) -> None:
+            transports[own].spins = 0
+            for turn in range(30):
+                if turn % 3 == own:
+                    time.sleep(0.003)
+                seen.append(show(boards[own], 10 * turn + own))
+
+        began = time.monotonic()
+        threads = [in_thread(lambda own=own: rank(own)) for own in range(3)]
+        for thread, raised in threads:
+            thread.join()
+            assert not raised
+        assert time.monotonic() - began < 5
+        assert sorted(seen) == sorted([[10 * turn, 10 * turn + 1, 10 * turn + 2] for turn in range(30)] * 3)
+        close(transports)
+
+
+def test_a_wait_in_vain_names_who_is_missing():
+    transports = shm_transports(3, limit=0.3)
+    boards = opened(transports)
+    thread, raised = in_thread(lambda: show(boards[1], 1))
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.3 s for ranks \[2\]"):
+        show(boards[0], 0)
+    thread.join()
+    assert isinstance(raised[0], TimeoutError)
+    close(transports)
+
+
+def test_abort_ends_the_wait():
+    transports = shm_transports(2)
+    boards = opened(transports)
+    thread, raised = in_thread(lambda: show(boards[0], 0))
+    time.sleep(0.05)
+    transports[0].abort(CommError("enough"))
+    thread.join(5)
+    assert [str(error) for error in raised] == ["enough"]
+    close(transports)
+
+
+def test_a_rank_that_goes_is_lost_but_what_it_showed_is_seen():
+    transports = shm_transports(2)
+    boards = opened(transports)
+    first, _ = in_thread(lambda: show(boards[1], 7))
+    assert show(boards[0], 1) == [1, 7]
+    first.join()
+    thread, raised = in_thread(lambda: show(boards[0], 2))
+    time.sleep(0.05)
+    transports[1].close()
+    thread.join(5)
+    assert isinstance(raised[0], PeerLostError) and raised[0].world_rank == 1
+    close(transports)
+
+
+def test_places_are_given_back_and_begin_anew():
+    transports = shm_transports(2)
+    for number in range(2 * BOARDS):
+        boards = opened(transports)
+        thread, _ = in_thread(lambda boards=boards, number=number: show(boards[1], number))
+        assert show(boards[0], number) == [number, number]
+        thread.join()
+        for board in boards:
+            board.close()
+            board.close()
+    kept = [opened(transports) for _ in range(BOARDS)]
+    assert all(len(boards) == 2 for boards in kept)
+    assert opened(transports) == [], "no place is left: the group does without"
+    close(transports)
