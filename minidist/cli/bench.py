@@ -11,11 +11,8 @@ shown: machines are shared and noisy, so read the ratios.
 """
 
 import argparse
-import platform
 import sys
 from collections.abc import Callable
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +20,7 @@ from rich.console import Console
 
 from minidist.cli import bench_calibrate, bench_collectives, bench_overlap, bench_step, bench_tables
 from minidist.cli.common import counts, meant, number_of_bytes, positive, seconds, sizes, write_json
+from minidist.cli.machine import machine
 from minidist.comm.collectives.choose import choose
 from minidist.comm.profile import Profile, profile_path, save_profile
 from minidist.errors import ConfigError
@@ -108,30 +106,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, result)
     return 0
-
-
-def machine() -> dict[str, Any]:
-    """Date, machine, versions and command: what a figure needs to be worth something later."""
-    import psutil
-
-    versions = {}
-    for name in ("minidist", "numpy", "mpi4py", "mpich", "torch"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "cores": psutil.cpu_count(),
-            "processor": _processor(), "system": platform.system(), "python": platform.python_version(),
-            "versions": versions, "command": " ".join(["minidist", *sys.argv[1:]])}
-
-
-def _processor() -> str:
-    """The processor's name where Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 # ---------------------------------------------------------------- collectives
