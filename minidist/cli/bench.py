@@ -3,25 +3,26 @@
     minidist bench all-reduce --sizes 1KiB:64MiB -n 2,4     our transports beside gloo and MPI; also all-gather,
                                                             reduce-scatter, all-to-all
     minidist bench step                                     our training step beside PyTorch eager
+    minidist bench overlap                                  an all-reduce hidden behind matrix products
+    minidist bench calibrate                                what messages cost on this machine; auto goes by it
 
 A peer that is not installed is left out, and the table says so. Contenders take turns, rounds are repeated, medians are
 shown: machines are shared and noisy, so read the ratios.
 """
 
 import argparse
-import platform
 import sys
 from collections.abc import Callable
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from minidist.cli import bench_collectives, bench_step, bench_tables
-from minidist.cli.common import counts, positive, sizes, write_json
+from minidist.cli import bench_calibrate, bench_collectives, bench_overlap, bench_step, bench_tables
+from minidist.cli.common import counts, meant, number_of_bytes, positive, seconds, sizes, write_json
+from minidist.cli.machine import machine
 from minidist.comm.collectives.choose import choose
+from minidist.comm.profile import Profile, profile_path, save_profile
 from minidist.errors import ConfigError
 from minidist.observe import bench_plots
 
@@ -44,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_collective(what.add_parser(verb.title, help="bus bandwidth over message size, as nccl-tests prints it"),
                         verb)
     _add_step(what.add_parser("step", help="tokens/s and peak memory of a training step"))
+    _add_overlap(what.add_parser("overlap", help="how much of an all-reduce hides behind matrix products"))
+    _add_calibrate(what.add_parser("calibrate", help="latency and bandwidth of each link class, for auto to choose by"))
     for command in what.choices.values():
         command.add_argument("--json", metavar="FILE", help="write the figures for machines")
         command.add_argument("--figure", metavar="FILE.png", help="draw the figures")
@@ -68,6 +71,25 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what_it_is} ({value})")
 
 
+def _add_overlap(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
+    parser.add_argument("--only", metavar="NAME,NAME", help="contenders, of " + ", ".join(bench_overlap.CONTENDERS))
+    parser.add_argument("--bytes", type=number_of_bytes, default=4 << 20, metavar="SIZE", help="to all-reduce (4MiB)")
+    parser.add_argument("--alpha", type=seconds, default=50e-6, metavar="SECONDS",
+                        help="latency of the delayed links (5e-5)")
+    parser.add_argument("--bandwidth", type=number_of_bytes, default=125 * 10**6, metavar="SIZE",
+                        help="bytes a second of the delayed links (125MB: a gigabit network)")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns each contender gets (5)")
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--ranks", type=counts, default=[2, 4], metavar="N,N", help="rank counts (2,4)")
+    parser.add_argument("--only", metavar="NAME,NAME", help="link classes, of " + ", ".join(bench_calibrate.LINKS))
+    parser.add_argument("--sizes", type=sizes, default=sizes("256B:4MiB"), help="from:to, doubling; or a,b,c")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns each link class gets (5)")
+    parser.add_argument("--out", metavar="FILE", help=f"the profile to write ({profile_path()}, where auto finds it)")
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for."""
     console = Console(width=None if sys.stdout.isatty() else 200)  # a table in a log or a file is not folded
@@ -84,30 +106,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, result)
     return 0
-
-
-def machine() -> dict[str, Any]:
-    """Date, machine, versions and command: what a figure needs to be worth something later."""
-    import psutil
-
-    versions = {}
-    for name in ("minidist", "numpy", "mpi4py", "mpich", "torch"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "cores": psutil.cpu_count(),
-            "processor": _processor(), "system": platform.system(), "python": platform.python_version(),
-            "versions": versions, "command": " ".join(["minidist", *sys.argv[1:]])}
-
-
-def _processor() -> str:
-    """The processor's name where Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 # ---------------------------------------------------------------- collectives
@@ -173,7 +171,51 @@ def _step(args: argparse.Namespace, progress: Progress) -> Result:
     return {"what": "step", "model": vars(model), "rows": [vars(row) for row in rows], "transport": args.transport}
 
 
+# ---------------------------------------------------------------- overlap
+
+
+def _overlap(args: argparse.Namespace, progress: Progress) -> Result:
+    contenders = _known("overlap", args.only, bench_overlap.CONTENDERS, bench_overlap.contenders_here())
+    if args.ranks < 2 or args.bytes < 4 or args.bytes % 4 or not args.bandwidth:
+        raise ConfigError("bench overlap: choose -n of at least 2, --bytes of whole float32 numbers, a --bandwidth")
+    rows = bench_overlap.measure_all(contenders, args.ranks, args.bytes, args.rounds, args.alpha, 1 / args.bandwidth,
+                                     progress)
+    return {"what": "overlap", "ranks": args.ranks, "nbytes": args.bytes, "alpha": args.alpha,
+            "bandwidth": args.bandwidth, "rows": [row.as_json() for row in rows]}
+
+
+# ---------------------------------------------------------------- calibrate
+
+
+def _calibrate(args: argparse.Namespace, progress: Progress) -> Result:
+    links = _known("calibrate", args.only, bench_calibrate.LINKS, bench_calibrate.links_here())
+    if min(args.ranks) < 2 or len(args.sizes) < 2 or min(args.sizes) < 4:
+        raise ConfigError("bench calibrate: choose -n of at least 2, and two --sizes or more, of at least 4 bytes")
+    out = Path(args.out) if args.out else profile_path()
+    costs, samples = bench_calibrate.measure_all(links, args.ranks, args.sizes, args.rounds, progress)
+    profile = Profile(costs, machine())
+    try:
+        save_profile(profile, out)
+    except OSError as error:
+        raise ConfigError(f"bench calibrate --out {out}: {error.strerror}") from error
+    return {"what": "calibrate", "out": str(out), "profile": profile.as_json(),
+            "samples": [[[*sample.work, sample.seconds] for sample in row] for row in samples]}
+
+
+def _known(what: str, only: str | None, known: tuple[str, ...], here: list[str]) -> list[str]:
+    """The contenders asked for, or all that are here."""
+    chosen = here if only is None else only.split(",")
+    for name in chosen:
+        if name not in known:
+            raise ConfigError(f"bench {what}: no {name!r}{meant(name, known)}; choose from {', '.join(here)}")
+        if name not in here:
+            raise ConfigError(f"bench {what}: {name} is not installed here; {_install(name)}")
+    return chosen
+
+
 _BENCHES = {
     **dict.fromkeys(bench_collectives.VERBS, Bench(_collective, bench_tables.show_collective, _draw_collective)),
+    "overlap": Bench(_overlap, bench_tables.show_overlap, bench_plots.draw_overlap),
+    "calibrate": Bench(_calibrate, bench_tables.show_calibration, bench_plots.draw_calibration),
     "step": Bench(_step, bench_tables.show_step, lambda path, result: bench_plots.draw_steps(path, result["rows"])),
 }

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from minidist.cli import bench_collectives, bench_step
+from minidist.cli import bench_collectives, bench_overlap, bench_step
 from minidist.observe.bench_plots import bytes_text
 
 INSTALL_GLOO = 'pip install -e ".[bench]"'
@@ -65,6 +65,38 @@ def _ratio(row: dict[str, Any], rows: Iterable[dict[str, Any]], *, name: str, ra
         if other["name"] == name and other["ranks"] == ranks and other is not row:
             return f"{row['tokens_per_second'] / other['tokens_per_second']:.2f}×"
     return ""
+
+
+def show_overlap(result: dict[str, Any], console: Console) -> None:
+    """A row for each contender: each alone, both at once, and what that is of the longer."""
+    table = new_table(f"all-reduce of {bytes_text(result['nbytes'])} beside matrix products, {result['ranks']} ranks "
+                      "(ms)")
+    for column in ("", "all-reduce", "products", "both", "of the longer", "hidden"):
+        table.add_column(column, justify="right" if column else "left")
+    for row in result["rows"]:
+        table.add_row(row["name"], *(f"{row[kind] * 1e3:.2f}" for kind in ("communicate", "compute", "both")),
+                      f"{row['of_longer']:.2f}×", f"{row['hidden']:.0%}")
+    console.print(table)
+    names = [row["name"] for row in result["rows"]]
+    if bench_overlap.DELAYED in names:
+        console.print(f"delayed: sockets, each message held back {result['alpha'] * 1e6:.0f} µs and 1 s for "
+                      f"{result['bandwidth'] / 1e6:,.0f} MB; the others are this machine as it is", style="dim")
+    if bench_overlap.GLOO not in names:
+        console.print(f"gloo was left out: {INSTALL_GLOO}", style="dim", markup=False)
+
+
+def show_calibration(result: dict[str, Any], console: Console) -> None:
+    """A row for each link class and rank count, and where the profile went."""
+    table = new_table("what a message costs: α + n·β, γ more a byte that is added, o a message that does not wait")
+    for column in ("link", "ranks", "α µs", "o µs", "1/β GB/s", "γ ns/KiB", "worst misfit"):
+        table.add_column(column, justify="right" if column != "link" else "left")
+    for link in result["profile"]["links"]:
+        bandwidth = f"{1e-9 / link['beta']:.2f}" if link["beta"] else "-"
+        table.add_row(link["link"], str(link["ranks"]), f"{link['alpha'] * 1e6:.1f}", f"{link['overhead'] * 1e6:.1f}",
+                      bandwidth, f"{link['gamma'] * 1024e9:.0f}", f"{link['misfit']:.0%}")
+    console.print(table)
+    console.print("fitted by weighted least squares on the relative error, none below 0", style="dim")
+    console.print(f"profile: {result['out']}", style="dim", markup=False, soft_wrap=True)
 
 
 def new_table(title: str) -> Table:

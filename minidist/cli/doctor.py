@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from minidist.cli.common import write_json
+from minidist.cli.machine import processor
+from minidist.comm.profile import load_profile, profile_path
 from minidist.errors import ConfigError, MinidistError
 
 OK, OPTIONAL, BROKEN = "ok", "optional", "broken"
@@ -67,6 +69,7 @@ def examine() -> Iterator[Finding]:
     yield _mpi()
     for name in ("threads", "sockets", "shm", "mpi"):
         yield _transport(name)
+    yield _profile()
     yield _gpu()
     for module, extra in EXTRAS.items():
         yield _extra(module, extra)
@@ -137,6 +140,24 @@ def _transport(name: str) -> Finding:
         return Finding(f"transport {name}", OPTIONAL if name == "mpi" else BROKEN, _first_line(error),
                        "see mpirun above" if name == "mpi" else "")
     return Finding(f"transport {name}", OK, f"2 ranks add 1 MiB in {seconds * 1e3:.1f} ms")
+
+
+def _profile() -> Finding:
+    """What algorithm="auto" goes by: this user's communication profile, or the defaults."""
+    what, again = "profile for auto", "minidist bench calibrate"
+    try:
+        profile = load_profile()
+    except ConfigError as error:
+        return Finding(what, BROKEN, _first_line(error), again)
+    if profile is None:
+        return Finding(what, OPTIONAL, f"none at {profile_path()}: auto goes by its defaults", again)
+    links = ", ".join(sorted({cost.link for cost in profile.links}))
+    ranks = ", ".join(map(str, sorted({cost.ranks for cost in profile.links})))
+    found = f"{profile_path()}: {links} among {ranks} ranks, of {profile.machine.get('date', 'an unknown date')}"
+    here = {"processor": processor(), "cores": psutil.cpu_count()}
+    if any(profile.machine.get(name) != value for name, value in here.items()):
+        return Finding(what, OPTIONAL, f"{found}, measured on another machine", again)
+    return Finding(what, OK, found)
 
 
 def _gpu() -> Finding:

@@ -182,4 +182,5 @@ def fit(link: str, ranks: int, samples: Iterable[Sample]) -> LinkCost:
             break
         free.remove(free[int(solved.argmin())])
     misfit = float(np.abs(relative @ numbers - 1).max())
-    return LinkCost(link, ranks, *map(float, np.maximum(numbers, 0)), misfit)
+    alpha, overhead, beta, gamma = (max(0.0, float(number)) for number in numbers)
+    return LinkCost(link, ranks, alpha, overhead, beta, gamma, misfit)

@@ -57,6 +57,57 @@ def draw_steps(path: Path, rows: list[dict[str, Any]]) -> None:
     figure.savefig(path, dpi=130)
 
 
+def draw_overlap(path: Path, result: dict[str, Any]) -> None:
+    """For each contender its all-reduce, its products, and both at once, in ms. Raises OSError as above."""
+    from matplotlib.figure import Figure
+
+    rows = result["rows"]
+    figure = Figure(figsize=(1.6 + 1.9 * len(rows), 3.8), layout="constrained")
+    panel = figure.subplots()
+    kinds = (("communicate", "all-reduce", "#3b6fb6"), ("compute", "products", "#9aa5b1"), ("both", "both", "#5b9a68"))
+    for offset, (kind, label, colour) in enumerate(kinds):
+        bars = panel.bar([place + 0.27 * (offset - 1) for place in range(len(rows))],
+                         [row[kind] * 1e3 for row in rows], 0.25, label=label, color=colour)
+        if kind == "both":
+            panel.bar_label(bars, [f"{row['of_longer']:.2f}×" for row in rows], padding=2)
+    panel.set_xticks(range(len(rows)), [row["name"] for row in rows])
+    panel.set_ylabel("ms")
+    panel.set_title(f"{bytes_text(result['nbytes'])} over {result['ranks']} ranks; × the longer of the two", loc="left")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def draw_calibration(path: Path, result: dict[str, Any]) -> None:
+    """One panel a rank count: seconds of an exchange over its bytes, measured and fitted. Raises OSError as above."""
+    from matplotlib.figure import Figure
+
+    links = result["profile"]["links"]
+    counts = sorted({link["ranks"] for link in links})
+    figure = Figure(figsize=(5.2 * len(counts), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)[0]
+    for panel, count in zip(panels, counts, strict=True):
+        for link, samples in zip(links, result["samples"], strict=True):
+            if link["ranks"] != count:
+                continue
+            colour = COLOURS.get(link["link"], "#8c6d46")
+            points = [(moved, time) for _, messages, moved, added, time in samples if messages == 1 and not added]
+            sizes = [moved for moved, _ in points]
+            panel.plot(sizes, [time * 1e6 for _, time in points], "o", markersize=3.5, color=colour)
+            panel.plot(sizes, [(link["alpha"] + moved * link["beta"]) * 1e6 for moved in sizes], color=colour,
+                       label=link["link"])
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_title(f"{count} ranks", loc="left")
+        panel.set_xlabel("bytes exchanged")
+        panel.xaxis.set_major_formatter(lambda value, _: bytes_text(value))
+        panel.grid(alpha=0.25)
+    panels[0].set_ylabel("µs")
+    panels[0].legend(frameon=False)
+    figure.suptitle("an exchange: measured (points) and fitted α + nβ (lines)", x=0.01, ha="left", fontweight="bold")
+    figure.savefig(path, dpi=130)
+
+
 def bytes_text(value: float) -> str:
     """1024.0 -> "1 KiB"."""
     for unit in ("B", "KiB", "MiB"):

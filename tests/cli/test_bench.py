@@ -6,9 +6,12 @@ import sys
 import pytest
 from helpers import run
 
+import minidist as md
 from minidist.cli import bench_collectives, main
 from minidist.cli.bench_collectives import VERBS, our_call, timed
 from minidist.cli.bench_jobs import Job
+from minidist.cli.bench_overlap import Row
+from minidist.comm.profile import load_profile
 from minidist.errors import LaunchError, PeerLostError
 
 
@@ -67,6 +70,39 @@ def test_step_measures_ours(tmp_path):
     assert ours["tokens_per_second"] == pytest.approx(2 * 8 * 2 / ours["step_seconds"])
 
 
+def test_overlap_measures_each_alone_and_both(tmp_path):
+    """Over links that hold 64 KiB back for 20 ms and more, the products run meanwhile."""
+    file, picture = tmp_path / "overlap.json", tmp_path / "overlap.png"
+    assert main(["bench", "overlap", "--only", "delayed", "--bytes", "64KiB", "--alpha", "0.01", "--bandwidth", "10MB",
+                 "--rounds", "1", "--json", str(file), "--figure", str(picture)]) == 0
+    row, = json.loads(file.read_text())["rows"]
+    assert row["communicate"] > 2 * (0.01 + (32 << 10) / 10e6)
+    assert row["of_longer"] == pytest.approx(row["both"] / max(row["communicate"], row["compute"]))
+    assert row["both"] < 0.9 * (row["communicate"] + row["compute"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_hidden():
+    """Wholly hidden: both take as long as the longer; not at all: as long as one after the other."""
+    assert (Row("", 2.0, 3.0, 3.0).of_longer, Row("", 2.0, 3.0, 3.0).hidden) == (1.0, 1.0)
+    assert (Row("", 3.0, 3.0, 6.0).of_longer, Row("", 3.0, 3.0, 6.0).hidden) == (2.0, 0.0)
+
+
+def test_calibrate_leaves_a_profile_that_jobs_use(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    file, picture = tmp_path / "calibrate.json", tmp_path / "fit.png"
+    assert main(["bench", "calibrate", "--only", "threads,shm", "-n", "2", "--sizes", "256B,64KiB", "--rounds", "1",
+                 "--json", str(file), "--figure", str(picture)]) == 0
+    result, profile = json.loads(file.read_text()), load_profile()
+    assert profile.as_json() == result["profile"]
+    assert [(cost.link, cost.ranks) for cost in profile.links] == [("threads", 2), ("shm", 2)]
+    assert all(cost.alpha > 0 for cost in profile.links)
+    assert [len(samples) for samples in result["samples"]] == [5, 5]        # two sizes, each twice, and the burst
+    assert str(tmp_path / "minidist" / "profile.json") in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert md.run(lambda world: world.link.link, size=2, transport="shm") == ["shm", "shm"]
+
+
 @pytest.mark.parametrize(("options", "expected"), [
     (["all-reduce", "--only", "glooo"], "no contender 'glooo'"),
     (["all-reduce", "--sizes", "3B"], "multiples of 4"),
@@ -75,6 +111,10 @@ def test_step_measures_ours(tmp_path):
     (["all-to-all", "-n", "2,8", "--sizes", "16B"], "16 B are not one float32 number for each of 8 ranks"),
     (["all-gather", "--only", "MPI_Allreduce"], "no contender 'MPI_Allreduce'"),
     (["all-gather", "--only", "shm:tree"], "no algorithm 'tree'"),
+    (["overlap", "--only", "sox"], "no 'sox'; choose from delayed"),
+    (["overlap", "--bytes", "6"], "whole float32 numbers"),
+    (["calibrate", "--only", "thread"], "did you mean threads?"),
+    (["calibrate", "--sizes", "1KiB"], "two --sizes or more"),
     (["step", "--heads", "3"], "heads"),
     (["nonsense"], "invalid choice"),
 ])

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from minidist.cli import doctor, main
+from minidist.cli.machine import machine
+from minidist.comm.profile import LinkCost, Profile, profile_path, save_profile
 from minidist.errors import LaunchError, MinidistError
 from minidist.launch import mpirun
 
@@ -51,6 +53,27 @@ def test_a_transport_that_fails_is_a_finding(monkeypatch, name, state):
     monkeypatch.setattr("minidist.launch.run", fail)
     assert doctor._transport(name) == doctor.Finding(f"transport {name}", state, "no way",
                                                      "see mpirun above" if name == "mpi" else "")
+
+
+def test_the_profile_that_auto_goes_by(monkeypatch, tmp_path):
+    """None; one of this machine; one of another; one that cannot be read."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    finding = doctor._profile()
+    assert (finding.state, finding.advice) == ("optional", "minidist bench calibrate")
+    assert "auto goes by its defaults" in finding.found
+    links = [LinkCost("shm", ranks, 1e-6, 0, 0, 0, 0) for ranks in (2, 4)]
+    save_profile(Profile(links, machine()), profile_path())
+    finding = doctor._profile()
+    assert finding.state == "ok"
+    assert "shm among 2, 4 ranks, of 20" in finding.found
+    save_profile(Profile(links, {**machine(), "processor": "abacus"}), profile_path())
+    finding = doctor._profile()
+    assert finding.state == "optional"
+    assert finding.found.endswith("measured on another machine")
+    profile_path().write_text("[]")
+    finding = doctor._profile()
+    assert finding.state == "broken"
+    assert "cannot be used" in finding.found
 
 
 def test_something_that_every_job_needs_is_status_1(monkeypatch, capsys):

@@ -1,0 +1,176 @@
+"""`minidist bench overlap`: how much of an all-reduce hides behind a matrix product that runs meanwhile.
+
+    x alone          start, wait                         how long communication takes
+    products alone   as many as take about as long       how long computation takes
+    both             start, products, wait               at best the longer of the two, at worst their sum
+
+`delayed` is ours over links that sleep α + n·β a message (comm/transports/delayed.py): what overlap is worth where a
+network does the carrying. The others are this machine as it is, where the cores that compute also carry the bytes.
+"""
+
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
+from minidist.launch.membership import limit_blas_threads
+
+DELAYED, GLOO = "delayed", "gloo"
+CONTENDERS = (DELAYED, "sockets", "shm", GLOO)
+MODULE = "minidist.cli.bench_overlap"
+WIDTH = 256         # of the square float32 matrices: a product takes a fraction of a millisecond
+TRIAL = 8           # products in the first look at how long one takes
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender: median seconds of each alone and of both at once, on its slowest rank."""
+
+    name: str
+    communicate: float
+    compute: float
+    both: float
+
+    @property
+    def of_longer(self) -> float:
+        """1 where the shorter of the two hides wholly."""
+        return self.both / max(self.communicate, self.compute)
+
+    @property
+    def hidden(self) -> float:
+        """The part of the shorter that the longer hides: 1 at best; below 0 where both at once cost more than apart."""
+        return (self.communicate + self.compute - self.both) / min(self.communicate, self.compute)
+
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json, the table and the figure."""
+        return {**asdict(self), "of_longer": self.of_longer, "hidden": self.hidden}
+
+
+def contenders_here() -> list[str]:
+    """Ours over delayed links and as it is; gloo where PyTorch is installed."""
+    return [DELAYED, "sockets", "shm", *([GLOO] if importlib.util.find_spec("torch") else [])]
+
+
+def start_job(contender: str, ranks: int, alpha: float, beta: float) -> Job:
+    """Start the ranks of one contender."""
+    command = [*worker_command(MODULE, contender), f"--alpha={alpha!r}", f"--beta={beta!r}"]
+    if contender == GLOO:
+        return Job(contender, ranks, command, once_per_rank=True)
+    return Job(contender, ranks, [sys.executable, "-m", "minidist", "launch", "-n", str(ranks), *command[1:]])
+
+
+def measure_all(contenders: list[str], ranks: int, nbytes: int, rounds: int, alpha: float, beta: float,
+                progress: Callable[[str], None]) -> list[Row]:
+    """A row for each contender; they take turns within every round."""
+    jobs: list[Job] = []
+    figures: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
+    products: dict[str, int] = {}
+    try:
+        for name in contenders:
+            progress(f"starting {name}")
+            jobs.append(start_job(name, ranks, alpha, beta))
+        for round_number in range(rounds):
+            for job in jobs:
+                progress(f"round {round_number + 1} of {rounds}: {job.name}")
+                if job.name not in products:
+                    one = slowest(job, nbytes=0, products=TRIAL) / TRIAL
+                    products[job.name] = max(1, round(slowest(job, nbytes=nbytes, products=0) / one))
+                count = products[job.name]
+                for kind, size, some in (("communicate", nbytes, 0), ("compute", 0, count), ("both", nbytes, count)):
+                    seconds = slowest(job, nbytes=size, products=some)
+                    figures[job.name].setdefault(kind, []).append(seconds)
+    finally:
+        for job in jobs:
+            job.close()
+    return [Row(name, **{kind: statistics.median(seconds) for kind, seconds in figures[name].items()})
+            for name in contenders]
+
+
+def slowest(job: Job, **question: int) -> float:
+    """The median over repetitions of the slowest rank's seconds."""
+    return statistics.median(max(row) for row in zip(*job.ask(**question), strict=True))
+
+
+# ---------------------------------------------------------------- the ranks' side
+
+
+class Work:
+    """What a rank does when asked: communicate, compute, or both at once; seconds of each repetition."""
+
+    def __init__(self, start: Callable[[np.ndarray], Any], multiply: Callable[[], Any], barrier: Callable[[], Any],
+                 ranks: int) -> None:
+        self.start, self.multiply, self.barrier, self.ranks = start, multiply, barrier, ranks
+
+    def measure(self, nbytes: int, products: int, repeats: int = 5) -> list[float]:
+        """All-reduce `nbytes` (none if 0) while `products` products are computed."""
+        x, seconds = np.ones(nbytes // 4, np.float32), []
+        for _ in range(repeats + 1):        # one to warm up
+            x.fill(1)
+            self.barrier()
+            started = time.perf_counter()
+            pending = self.start(x) if nbytes else None
+            for _ in range(products):
+                self.multiply()
+            if pending is not None:
+                pending.wait()
+            seconds.append(time.perf_counter() - started)
+        if not (x == self.ranks).all():
+            raise ArithmeticError(f"all-reduce of {nbytes} B beside {products} products: not all {self.ranks}: {x[:4]}")
+        return seconds[1:]
+
+
+def our_rank(folder: str, contender: str, alpha: float, beta: float) -> None:
+    """One rank of minidist, over delayed links or the transport it is called after."""
+    import minidist as md
+    from minidist.comm.transports.delayed import delayed
+
+    limit_blas_threads(1, local_size=1)
+    world = md.init(transport="sockets" if contender == DELAYED else contender, threads=1)
+    a, b, c = (np.ones((WIDTH, WIDTH), np.float32) for _ in range(3))
+
+    def work(group: Any) -> None:
+        measure = Work(lambda x: group.start_all_reduce(x, out=x, algorithm="ring"),
+                       lambda: np.matmul(a, b, out=c), world.barrier, world.size).measure
+        answer(folder, world.rank, measure)
+
+    if contender == DELAYED:
+        with delayed(world, alpha=alpha, beta=beta) as slow:
+            work(slow)
+    else:
+        work(world)
+
+
+def gloo_rank(folder: str, rank: int, size: int) -> None:
+    """One rank of PyTorch's all_reduce(async_op=True) over gloo, meeting through a file."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    a, b, c = (torch.ones(WIDTH, WIDTH) for _ in range(3))
+    work = Work(lambda x: dist.all_reduce(torch.from_numpy(x), async_op=True), lambda: torch.matmul(a, b, out=c),
+                dist.barrier, size)
+    answer(folder, rank, work.measure)
+
+
+def main() -> None:
+    """Run as one rank of a contender."""
+    parser = worker_arguments()
+    parser.add_argument("--alpha", type=float, required=True)
+    parser.add_argument("--beta", type=float, required=True)
+    options = parser.parse_args()
+    if options.contender == GLOO:
+        gloo_rank(options.meet, options.rank, options.size)
+    else:
+        our_rank(options.meet, options.contender, options.alpha, options.beta)
+
+
+if __name__ == "__main__":
+    main()
