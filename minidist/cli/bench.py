@@ -13,6 +13,7 @@ shown: machines are shared and noisy, so read the ratios.
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from minidist.cli.machine import machine
 from minidist.comm.collectives.choose import choose
 from minidist.comm.profile import Profile, profile_path, save_profile
 from minidist.errors import ConfigError
+from minidist.launch import detect, init
 from minidist.observe import bench_plots
 
 Result = dict[str, Any]
@@ -33,7 +35,7 @@ Progress = Callable[[str], None]
 class Bench(NamedTuple):
     """One WHAT of `minidist bench`."""
 
-    measure: Callable[[argparse.Namespace, Progress], Result]
+    measure: Callable[[argparse.Namespace, Progress], Result | None]
     show: Callable[[Result, Console], None]
     draw: Callable[[Path, Result], None]
 
@@ -96,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
     bench = _BENCHES[args.what]
     with console.status("starting the ranks") as status:
         result = bench.measure(args, status.update)
+    if result is None:          # another rank has it
+        return 0
     result["machine"] = machine()
     bench.show(result, console)
     if args.figure:
@@ -187,19 +191,26 @@ def _overlap(args: argparse.Namespace, progress: Progress) -> Result:
 # ---------------------------------------------------------------- calibrate
 
 
-def _calibrate(args: argparse.Namespace, progress: Progress) -> Result:
+def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
+    """In a job that a launcher started, its own link; rank 0 has the result."""
     links = _known("calibrate", args.only, bench_calibrate.LINKS, bench_calibrate.links_here())
     if min(args.ranks) < 2 or len(args.sizes) < 2 or min(args.sizes) < 4:
         raise ConfigError("bench calibrate: choose -n of at least 2, and two --sizes or more, of at least 4 bytes")
     out = Path(args.out) if args.out else profile_path()
-    costs, samples = bench_calibrate.measure_all(links, args.ranks, args.sizes, args.rounds, progress)
-    profile = Profile(costs, machine())
+    if detect().alone:
+        fitted = bench_calibrate.measure_all(links, args.ranks, args.sizes, args.rounds, progress)
+    else:
+        world = init()
+        fitted = bench_calibrate.measure_job(world, args.sizes, args.rounds, progress)
+        if world.rank:
+            return None
+    profile = Profile([each.cost for each in fitted], machine()).beside(out)
     try:
         save_profile(profile, out)
     except OSError as error:
         raise ConfigError(f"bench calibrate --out {out}: {error.strerror}") from error
-    return {"what": "calibrate", "out": str(out), "profile": profile.as_json(),
-            "samples": [[[*sample.work, sample.seconds] for sample in row] for row in samples]}
+    return {"what": "calibrate", "out": str(out), "links": [asdict(each.cost) for each in fitted],
+            "samples": [[[*sample.work, sample.seconds] for sample in each.samples] for each in fitted]}
 
 
 def _known(what: str, only: str | None, known: tuple[str, ...], here: list[str]) -> list[str]:

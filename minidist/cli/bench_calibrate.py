@@ -1,5 +1,10 @@
 """`minidist bench calibrate`: what a message costs on this machine, for each link class: α, o, β, γ (comm/profile.py).
 
+    minidist bench calibrate                                        between ranks of this host
+    minidist launch -n 2 --nnodes 2 ... minidist bench calibrate    on every node: between hosts, over their network
+
+What was measured takes its place in the profile, and leaves the other links that stand there.
+
 The ranks stand in a circle and do what collectives do, over the same code: `exchange`, each sending to the next and
 receiving from the one before. Measured are
 
@@ -17,13 +22,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
 from minidist.comm.call import Call
 from minidist.comm.group import Group
-from minidist.comm.profile import LinkCost, Sample, Work, fit
+from minidist.comm.profile import NETWORK, LinkCost, Sample, Work, fit
 from minidist.comm.transport import Handle
 
 MODULE = "minidist.cli.bench_calibrate"
@@ -33,6 +39,13 @@ STEPS = 4                   # exchanges in a row, so that starting the call coun
 BUDGET = 8 << 20            # bytes that the repetitions of one figure may move
 
 Measure = Callable[..., list[float]]
+
+
+class Fitted(NamedTuple):
+    """The costs of a link, and the samples they were fitted to."""
+
+    cost: LinkCost
+    samples: list[Sample]
 
 
 def links_here() -> list[str]:
@@ -48,39 +61,57 @@ def work_of(kind: str, nbytes: int) -> Work:
 
 
 def measure_all(links: list[str], ranks: list[int], sizes: list[int], rounds: int,
-                progress: Callable[[str], None]) -> tuple[list[LinkCost], list[list[Sample]]]:
-    """The fitted costs of each link among each count of ranks, and the samples each was fitted to."""
-    costs: list[LinkCost] = []
-    samples: list[list[Sample]] = []
+                progress: Callable[[str], None]) -> list[Fitted]:
+    """Each link class of this host among each count of ranks."""
+    fitted: list[Fitted] = []
     for count in ranks:
-        jobs: list[Job] = []
+        jobs: dict[str, Job] = {}
         try:
             for link in links:
                 progress(f"{count} ranks: starting {link}")
-                jobs.append(start_job(link, count))
-            figures = _rounds(jobs, sizes, rounds, progress)
+                jobs[link] = start_job(link, count)
+            fitted += _fit_all({link: _slowest_of(job) for link, job in jobs.items()}, count, sizes, rounds, progress)
         finally:
-            for job in jobs:
+            for job in jobs.values():
                 job.close()
-        for link in links:
-            samples.append([Sample(work_of(kind, nbytes), min(times))
-                            for (of, kind, nbytes), times in figures.items() if of == link])
-            costs.append(fit(link, count, samples[-1]))
-    return costs, samples
+    return fitted
 
 
-def _rounds(jobs: list[Job], sizes: list[int], rounds: int,
-            progress: Callable[[str], None]) -> dict[tuple[str, str, int], list[float]]:
-    """{(link, kind, bytes): seconds of a step in each round}."""
-    figures: dict[tuple[str, str, int], list[float]] = {}
+def measure_job(world: Group, sizes: list[int], rounds: int, progress: Callable[[str], None]) -> list[Fitted]:
+    """The link class of the job that every rank calls this in: "network" where it is on several machines."""
+    own = measuring(world)
+
+    def ask(**question: Any) -> list[float]:
+        return list(world.all_reduce(np.array(own(**question)), op="max"))
+
+    link = NETWORK if len(set(world.nodes)) > 1 else world.transport.name
+    return _fit_all({link: ask}, world.size, sizes, rounds, progress)
+
+
+def _slowest_of(job: Job) -> Measure:
+    return lambda **question: [max(row) for row in zip(*job.ask(**question), strict=True)]
+
+
+def _fit_all(asks: dict[str, Measure], ranks: int, sizes: list[int], rounds: int,
+             progress: Callable[[str], None]) -> list[Fitted]:
+    """Ask for every figure in every round, links taking turns; fit what comes.
+
+    Args:    asks: for each link a function that gives the seconds of each repetition on its slowest rank.
+    """
+    figures: dict[tuple[str, str, int], list[float]] = {}   # of a step, in each round
     for round_number in range(rounds):
         for kind, nbytes in (*((kind, size) for kind in ("exchange", "add") for size in sizes), ("burst", 0)):
-            progress(f"{jobs[0].size} ranks, round {round_number + 1} of {rounds}: {kind} {nbytes} B")
+            progress(f"{ranks} ranks, round {round_number + 1} of {rounds}: {kind} {nbytes} B")
             repeats = max(5, min(50, BUDGET // STEPS // max(nbytes, 1)))
-            for job in jobs:
-                slowest = [max(row) for row in zip(*job.ask(kind=kind, nbytes=nbytes, repeats=repeats), strict=True)]
-                figures.setdefault((job.name, kind, nbytes), []).append(statistics.median(slowest) / STEPS)
-    return figures
+            for link, ask in asks.items():
+                seconds = statistics.median(ask(kind=kind, nbytes=nbytes, repeats=repeats)) / STEPS
+                figures.setdefault((link, kind, nbytes), []).append(seconds)
+    fitted = []
+    for link in asks:
+        samples = [Sample(work_of(kind, nbytes), min(times)) for (of, kind, nbytes), times in figures.items()
+                   if of == link]
+        fitted.append(Fitted(fit(link, ranks, samples), samples))
+    return fitted
 
 
 def start_job(link: str, ranks: int) -> Job:

@@ -90,7 +90,7 @@ def show_calibration(result: dict[str, Any], console: Console) -> None:
     table = new_table("what a message costs: α + n·β, γ more a byte that is added, o a message that does not wait")
     for column in ("link", "ranks", "α µs", "o µs", "1/β GB/s", "γ ns/KiB", "worst misfit"):
         table.add_column(column, justify="right" if column != "link" else "left")
-    for link in result["profile"]["links"]:
+    for link in result["links"]:
         bandwidth = f"{1e-9 / link['beta']:.2f}" if link["beta"] else "-"
         table.add_row(link["link"], str(link["ranks"]), f"{link['alpha'] * 1e6:.1f}", f"{link['overhead'] * 1e6:.1f}",
                       bandwidth, f"{link['gamma'] * 1024e9:.0f}", f"{link['misfit']:.0%}")

@@ -93,6 +93,18 @@ class Profile:
         fewer = [cost for cost in measured if cost.ranks <= len(nodes)]
         return fewer[-1] if fewer else measured[0] if measured else None
 
+    def beside(self, path: Path) -> "Profile":
+        """This profile, and what the one in `path` has of other links or rank counts; if it is of the same machine."""
+        try:
+            older = load_profile(path)
+        except ConfigError:         # about to be replaced
+            older = None
+        if older is None or any(older.machine.get(name) != self.machine.get(name) for name in ("processor", "cores")):
+            return self
+        measured = {(cost.link, cost.ranks) for cost in self.links}
+        kept = [cost for cost in older.links if (cost.link, cost.ranks) not in measured]
+        return Profile([*kept, *self.links], self.machine)
+
     def as_json(self) -> dict[str, Any]:
         """For the file, and for the other ranks."""
         return {"format": FORMAT, "machine": self.machine, "links": [asdict(cost) for cost in self.links]}

@@ -82,7 +82,7 @@ def draw_calibration(path: Path, result: dict[str, Any]) -> None:
     """One panel a rank count: seconds of an exchange over its bytes, measured and fitted. Raises OSError as above."""
     from matplotlib.figure import Figure
 
-    links = result["profile"]["links"]
+    links = result["links"]
     counts = sorted({link["ranks"] for link in links})
     figure = Figure(figsize=(5.2 * len(counts), 4.2), layout="constrained")
     panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)[0]

@@ -1,6 +1,7 @@
 """minidist bench: contenders measured in turn, figures that mean what they say, bad input refused in one line."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -11,7 +12,8 @@ from minidist.cli import bench_collectives, main
 from minidist.cli.bench_collectives import VERBS, our_call, timed
 from minidist.cli.bench_jobs import Job
 from minidist.cli.bench_overlap import Row
-from minidist.comm.profile import load_profile
+from minidist.cli.machine import machine
+from minidist.comm.profile import LinkCost, Profile, load_profile, save_profile
 from minidist.errors import LaunchError, PeerLostError
 
 
@@ -88,13 +90,31 @@ def test_what_is_hidden():
     assert (Row("", 3.0, 3.0, 6.0).of_longer, Row("", 3.0, 3.0, 6.0).hidden) == (2.0, 0.0)
 
 
+def test_calibrate_in_a_job_measures_the_link_of_that_job(tmp_path):
+    """Rank 0 writes it beside what is there; a profile that cannot be read is replaced."""
+    file = tmp_path / "profile.json"
+    save_profile(Profile([LinkCost("shm", 2, 1e-6, 0, 0, 0, 0), LinkCost("sockets", 2, 7.0, 0, 0, 0, 0)], machine()),
+                 file)
+    job = subprocess.run([sys.executable, "-m", "minidist", "launch", "-n", "2", "-m", "minidist", "bench", "calibrate",
+                          "--sizes", "256B,64KiB", "--rounds", "1", "--out", str(file)], capture_output=True, text=True,
+                         timeout=60, check=True)
+    assert job.stdout.count("worst misfit") == 1
+    links = {cost.link: cost for cost in load_profile(file).links}
+    assert set(links) == {"shm", "sockets"}
+    assert links["shm"].alpha == 1e-6
+    assert 0 < links["sockets"].alpha < 7
+    assert Profile([links["shm"]], {"processor": "abacus"}).beside(file).links == [links["shm"]]
+    file.write_text("torn")
+    assert Profile([links["shm"]], {}).beside(file).links == [links["shm"]]
+
+
 def test_calibrate_leaves_a_profile_that_jobs_use(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     file, picture = tmp_path / "calibrate.json", tmp_path / "fit.png"
     assert main(["bench", "calibrate", "--only", "threads,shm", "-n", "2", "--sizes", "256B,64KiB", "--rounds", "1",
                  "--json", str(file), "--figure", str(picture)]) == 0
     result, profile = json.loads(file.read_text()), load_profile()
-    assert profile.as_json() == result["profile"]
+    assert profile.as_json()["links"] == result["links"]
     assert [(cost.link, cost.ranks) for cost in profile.links] == [("threads", 2), ("shm", 2)]
     assert all(cost.alpha > 0 for cost in profile.links)
     assert [len(samples) for samples in result["samples"]] == [5, 5]        # two sizes, each twice, and the burst
