@@ -11,7 +11,7 @@ would let both wait for ever.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from minidist.comm import source
 from minidist.comm.arrays import Place
 from minidist.comm.ledger import Event
 from minidist.comm.native import Native
-from minidist.comm.signature import Shape, Signature, dtype_code, mismatch, pack_block, unpack
+from minidist.comm.signature import Block, Shape, Signature, dtype_code, mismatch, pack_block, unpack
 from minidist.comm.transport import Handle, Reduce, Tag, Transport
 from minidist.errors import MismatchError
 
@@ -158,22 +158,32 @@ class Call:
     def show(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """Show contiguous 1-D arrays of one dtype to all ranks of the group, in memory they share; and look.
 
-        Together they have at most `self.board.limit` bytes. Counted as one message.
+        Together they have at most SHOWN_BYTES. Counted as one message.
 
         Returns: what each rank shows, joined: arrays of that dtype in shared memory, only to be read, and only until
                  the next show().
         Raises:  MismatchError if a rank is in another call.
         """
+        dtype = arrays[0].dtype
+        return [octets.view(dtype) for _, octets in self._show(b"" if self._messages else self._meta, arrays)]
+
+    def show_block(self, block: np.ndarray | None, octets: np.ndarray) -> list[tuple[Block | None, np.ndarray]]:
+        """The first show() of a call whose ranks do not know each other's shapes: `octets` are the first of `block`."""
+        header = b"" if block is None else pack_block(block.dtype, block.shape, self.device or "cpu")
+        told = [(unpack(theirs)[1], shown) for theirs, shown in self._show(self._meta + header, [octets])]
+        self.device = self.device or next((theirs.device for theirs, _ in told if theirs is not None), None)
+        return told
+
+    def _show(self, meta: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
         assert self.board is not None, "choose() has seen to that"
         for array in arrays:
             self._nbytes += array.nbytes
-        meta = b"" if self._messages else self._meta    # said once a call
         self._messages += 1
-        shown, dtype = [], arrays[0].dtype
-        for rank, (theirs, octets) in enumerate(self.board.show(meta, arrays)):
-            if meta and not theirs.startswith(self._key):
-                self._compare(unpack(theirs)[0], rank)
-            shown.append(octets.view(dtype))
+        shown = self.board.show(meta, arrays)
+        if meta:  # said once a call
+            for rank, (theirs, _) in enumerate(shown):
+                if not theirs.startswith(self._key):
+                    self._compare(unpack(theirs)[0], rank)
         return shown
 
     def native(self) -> Native:

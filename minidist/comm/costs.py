@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minidist.comm.collectives.chunks import bounds
+from minidist.comm.collectives.shared import DIRECT_BYTES
+from minidist.comm.transport import SHOWN_BYTES
 
 
 @dataclass(frozen=True)
@@ -155,10 +157,26 @@ _NO_BYTES = ("0", lambda case: 0)
 
 
 
-def _shown(case: Case) -> int:
-    """Pieces of at most 2 MiB, one at least, each shown by all ranks: its chunks, and their sums if it is long."""
-    pieces = max(1, -(-case.nbytes // (2 << 20)))
-    return 0 if case.size == 1 else case.size * pieces * (2 if case.others * case.nbytes > 256 << 10 else 1)
+def _unless_alone(case: Case, number: int) -> int:
+    return 0 if case.size == 1 else number
+
+
+def _piece(case: Case) -> int:
+    return SHOWN_BYTES // max(case.others, 1) & -64
+
+
+def _shown(case: Case, nbytes: int, piece: int = SHOWN_BYTES) -> int:
+    """Messages of all ranks that show `nbytes` in pieces, one at least."""
+    return _unless_alone(case, case.size * max(1, -(-nbytes // piece)))
+
+
+def _shown_parts(case: Case) -> int:
+    leaving = [sum(row) - row[rank] for rank, row in enumerate(case.parts)]
+    return _unless_alone(case, case.size * (1 - (-max(leaving, default=0) // SHOWN_BYTES)))
+
+
+def _shown_sums(case: Case) -> int:
+    return _shown(case, case.nbytes) * (2 if case.others * case.nbytes > DIRECT_BYTES else 1)
 
 
 def _native(messages: str, messages_of: Callable[[Case], int], nbytes: str, bytes_of: Callable[[Case], int],
@@ -244,7 +262,20 @@ FORMULAS: dict[tuple[str, str], Formula] = {
         lambda case: _leaving(case) + 8 * case.size ** 2 + case.size * case.others * (8 + 8 * case.dims),
         "ceil(log2 P) + 2"),
     ("all_reduce", "shared"): Formula(
-        "P ceil(n / 2 MiB), or 2P ceil(n / 2 MiB) if (P-1)n > 256 KiB", _shown, "Pn",
-        lambda case: case.size * case.nbytes if case.size > 1 else 0, "2 ceil(n / 2 MiB)"),
+        "P ceil(n / 2 MiB), or 2P ceil(n / 2 MiB) if (P-1)n > 256 KiB", _shown_sums, "Pn",
+        lambda case: _unless_alone(case, case.size * case.nbytes), "2 ceil(n / 2 MiB)"),
+    ("reduce_scatter", "shared"): Formula(
+        "P ceil(ceil(n/P) / (2 MiB / (P-1)))", lambda case: _shown(case, max(case.blocks), _piece(case)), "(P-1)n",
+        lambda case: case.others * case.nbytes, "ceil(ceil(n/P) / (2 MiB / (P-1)))"),
+    ("all_gather", "shared"): Formula(
+        "P ceil(max b_r / 2 MiB)", lambda case: _shown(case, max(case.blocks)), "N",
+        lambda case: _unless_alone(case, sum(case.blocks)), "ceil(max b_r / 2 MiB)"),
+    ("broadcast", "shared"): Formula(
+        "P ceil(n / 2 MiB)", lambda case: _shown(case, case.nbytes), "n",
+        lambda case: _unless_alone(case, case.nbytes), "ceil(n / 2 MiB)"),
+    ("all_to_all", "shared"): Formula(
+        "P + P ceil(max over r of the sum of p_rd / 2 MiB)", _shown_parts, "sum of p_rd + 8 + 8 dims over r != d",
+        lambda case: _leaving(case) + case.size * case.others * (8 + 8 * case.dims), "1 + ceil(... / 2 MiB)"),
+    ("barrier", "shared"): Formula("P", lambda case: _unless_alone(case, case.size), *_NO_BYTES, "1"),
     ("barrier", "native"): _native("P", lambda case: case.size, *_NO_BYTES),
 }

@@ -32,6 +32,9 @@ from minidist.errors import CommError, ConfigError
 META_LIMIT = 4096
 """Most bytes a message's `meta` may have."""
 
+SHOWN_BYTES = 2 << 20
+"""Most that a rank shows at a time on a board."""
+
 Accept = Callable[[bytes, int], np.ndarray]
 """`accept(meta, nbytes)` -> the 1-D contiguous array of exactly `nbytes` bytes that the payload fills.
 
@@ -70,16 +73,11 @@ class Handle(ABC):
 
 
 class Board(ABC):
-    """Memory where every rank of a group shows what it has, and all look. One thread at a time.
-
-    Attributes: limit  most bytes that a rank shows at a time
-    """
-
-    limit: int
+    """Memory where every rank of a group shows what it has, and all look. One thread at a time."""
 
     @abstractmethod
     def show(self, meta: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
-        """Show `arrays` (1-D, contiguous), together at most `limit` bytes; what each rank shows, this one too.
+        """Show `arrays` (1-D, contiguous), together at most SHOWN_BYTES; what each rank shows, this one too.
 
         Returns: for each rank its meta, and its arrays one after the other as uint8, where they lie: only to be read,
                  and only until the next show() or close().

@@ -27,7 +27,7 @@ def test_counts_by_phase_axis_verb_and_algorithm():
 
     for rank, (setup, step, messages, everything, pairs) in enumerate(run(ranks, size=4)):
         assert setup == {"world": {"broadcast": 3 * 1024 if rank == 0 else 0}}
-        split = 3 * 24  # this is what a split sends: three blocks of three integers
+        split = 3 * 32  # this is what a split sends: three blocks of four integers
         assert step == {"dp": {"all_reduce": 2 * 1024}, "world": {"send": 1024},
                         "control": {"all_gather": split, "all_reduce": 8}}
         assert messages == {"dp": {"all_reduce": 4}, "world": {"send": 1},

@@ -54,19 +54,30 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
 def pack(call: Call, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Arrays as one array of bytes: a label (number of dims, then the dims) for each, then their elements."""
-    labels = np.array([number for part in parts for number in (part.ndim, *part.shape)], _LABEL)
-    pieces = [labels.view(np.uint8), *(part.reshape(-1).view(np.uint8) for part in parts)]
+    pieces = [labels_of(parts).view(np.uint8), *(part.reshape(-1).view(np.uint8) for part in parts)]
     return np.concatenate(pieces, out=call.workspace(sum(map(len, pieces)), np.dtype(np.uint8)))
+
+
+def labels_of(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """For each array its number of dims, then the dims."""
+    return np.array([number for part in parts for number in (part.ndim, *part.shape)], _LABEL)
+
+
+def shapes_in(labels: np.ndarray, count: int) -> list[tuple[int, ...]]:
+    """The shapes of `count` arrays, from their labels and whatever follows."""
+    shapes: list[tuple[int, ...]] = []
+    start = 0
+    for _ in range(count):
+        stop = start + 1 + int(labels[start])
+        shapes.append(tuple(labels[start + 1:stop].tolist()))
+        start = stop
+    return shapes
 
 
 def unpack(bundle: np.ndarray, count: int, dtype: np.dtype) -> list[np.ndarray]:
     """The `count` arrays that were packed, as views of the bundle."""
-    shapes, start = [], 0
-    for _ in range(count):
-        dims = int(bundle[start:start + 8].view(_LABEL)[0])
-        shapes.append(tuple(bundle[start + 8:start + 8 + 8 * dims].view(_LABEL).tolist()))
-        start += 8 + 8 * dims
-    parts = []
+    shapes = shapes_in(bundle[:len(bundle) & -_LABEL.itemsize].view(_LABEL), count)
+    start, parts = _LABEL.itemsize * sum(1 + len(shape) for shape in shapes), []
     for shape in shapes:
         stop = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         parts.append(bundle[start:stop].view(dtype).reshape(shape))

@@ -29,7 +29,7 @@ from minidist.errors import ConfigError
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
     "broadcast": {"naive": naive.broadcast, "tree": tree.broadcast, "ring": ring.broadcast,
-                  "hierarchical": hierarchical.broadcast, "native": native.broadcast},
+                  "hierarchical": hierarchical.broadcast, "native": native.broadcast, "shared": shared.broadcast},
     "reduce": {"naive": naive.reduce, "tree": tree.reduce, "hierarchical": hierarchical.reduce,
                "native": native.reduce},
     "all_reduce": {"naive": naive.all_reduce, "tree": tree.all_reduce, "ring": ring.all_reduce,
@@ -40,15 +40,16 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
     "gather": {"naive": naive.gather, "tree": tree.gather, "native": native.gather},
     "all_gather": {"naive": naive.all_gather, "ring": ring.all_gather,
                    "halving-doubling": halving_doubling.all_gather, "hierarchical": hierarchical.all_gather,
-                   "torus": torus.all_gather, "native": native.all_gather},
+                   "torus": torus.all_gather, "native": native.all_gather, "shared": shared.all_gather},
     "scatter": {"naive": naive.scatter, "tree": tree.scatter, "native": native.scatter},
     "reduce_scatter": {"naive": naive.reduce_scatter, "ring": ring.reduce_scatter,
                        "pairwise": pairwise.reduce_scatter, "halving-doubling": halving_doubling.reduce_scatter,
                        "hierarchical": hierarchical.reduce_scatter, "torus": torus.reduce_scatter,
-                       "native": native.reduce_scatter},
+                       "native": native.reduce_scatter, "shared": shared.reduce_scatter},
     "all_to_all": {"naive": naive.all_to_all, "pairwise": pairwise.all_to_all, "bruck": bruck.all_to_all,
-                   "native": native.all_to_all},
-    "barrier": {"naive": naive.barrier, "dissemination": dissemination.barrier, "native": native.barrier},
+                   "native": native.all_to_all, "shared": shared.all_to_all},
+    "barrier": {"naive": naive.barrier, "dissemination": dissemination.barrier, "native": native.barrier,
+                "shared": shared.barrier},
 }
 
 _USUAL = {"broadcast": "tree", "reduce": "tree", "gather": "naive", "all_gather": "ring", "scatter": "naive",

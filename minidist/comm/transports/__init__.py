@@ -3,6 +3,7 @@
     threads   mailbox.py                                ranks as threads; also "threads-unbuffered"
     sockets   sockets.py   link.py  stream.py  mesh.py  ranks as processes over TCP
     shm       shm.py       ring.py, and the same        ranks of one host, over shared memory
+                           board.py                     and what all of them see there at once
     mpi       mpi.py       link.py  stream.py           ranks that mpirun started
 
 The path of a message: stream.py makes it a frame (frames.py, message.py) and matches it with the receive it belongs to

@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minidist.comm.transport import META_LIMIT, Board, Tag
+from minidist.comm.transport import META_LIMIT, SHOWN_BYTES, Board, Tag
 from minidist.comm.transports.engine import Operation, yield_core
 from minidist.comm.transports.ring import LINE, Fence, copy
 
 if TYPE_CHECKING:
     from minidist.comm.transports.shm import ShmTransport
 
-SHOWN_BYTES = 2 << 20       # most that a rank shows at a time
 _PAGE = 4096
 _HEADER_BYTES = 2 * _PAGE   # two words, the lengths of meta and of the bytes, and meta
 _TURN_BYTES = _HEADER_BYTES + SHOWN_BYTES
@@ -71,8 +70,6 @@ class SharedBoard(Board):
 
     Args: parts: every rank's, in the order of `world_ranks`.
     """
-
-    limit = SHOWN_BYTES
 
     def __init__(self, transport: "ShmTransport", world_ranks: Sequence[int], parts: Sequence[Part]) -> None:
         self._transport, self._parts = transport, list(parts)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from linked import run_shm
 from strategies import calls
 
-from minidist.comm.transports.board import SHOWN_BYTES
+from minidist.comm.transport import SHOWN_BYTES
 from minidist.errors import ConfigError, MismatchError
 
 SHARED = [verb for verb, algorithm in ALL_PAIRS if algorithm == "shared"]
@@ -31,12 +31,18 @@ def test_full_count(verb, data):
     examine(data.draw(calls(verb, "shared", "shm")), run_shm)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("how", ["new", "in place"])
-def test_pieces(size, how):
-    """Arrays of several boards' length, cut anywhere; int8 so that a piece holds an odd number of chunks."""
-    for length in (SHOWN_BYTES - 1, SHOWN_BYTES + 1, 3 * SHOWN_BYTES + 7):
-        examine(Drawn("all_reduce", "shared", size, [length] * size, "int8", how=how), run_shm)
+@pytest.mark.parametrize(("size", "length"), [(2, SHOWN_BYTES + 1), *(
+    pytest.param(size, length, marks=pytest.mark.soak) for size in (2, 3, 5)
+    for length in (SHOWN_BYTES - 1, SHOWN_BYTES, 2 * SHOWN_BYTES + 7))])
+def test_pieces(size, length):
+    """Arrays of several pieces, cut anywhere."""
+    for verb in ("all_reduce", "reduce_scatter"):
+        for how in ("new", "in place") if verb == "all_reduce" else ("new",):
+            examine(Drawn(verb, "shared", size, [length] * size, "int8", how=how), run_shm)
+    examine(Drawn("broadcast", "shared", size, [length] * size, "int8", root=1), run_shm)
+    examine(Drawn("all_gather", "shared", size, [length // 2 + 3 * rank for rank in range(size)], "int8"), run_shm)
+    table = [[length * (1 + src * dst) // size for dst in range(size)] for src in range(size)]
+    examine(Drawn("all_to_all", "shared", size, table, "int8"), run_shm)
 
 
 def many_calls(world):
