@@ -133,13 +133,12 @@ class Rows:
 
         return of_ranks
 
-    def merge(self, rank: int, count: int, blocks: list[np.ndarray]) -> np.ndarray:
-        """The blocks of `count` ranks from `rank` on, as one: a view of the result if all of them stand in it."""
+    def merge(self, rank: int, blocks: list[np.ndarray]) -> np.ndarray:
+        """The blocks of `rank` and of those behind it, as one: a view of the result if all of them stand in it."""
         if self._whole is not None:
             start = rank * len(self._own)
             edges = start + np.cumsum([0, *map(len, blocks)])
-            if edges[-1] == start + count * len(self._own) and all(
-                    _same_elements(self._whole[edges[i]:edges[i + 1]], block) for i, block in enumerate(blocks)):
+            if all(_same_elements(self._whole[edges[i]:edges[i + 1]], block) for i, block in enumerate(blocks)):
                 return self._whole[start:edges[-1]]
         return account.current().hold(np.concatenate(blocks), "communication")  # type: ignore[no-any-return]
 

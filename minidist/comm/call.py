@@ -23,6 +23,7 @@ from minidist.comm.ledger import Event
 from minidist.comm.native import Native
 from minidist.comm.signature import Block, Shape, Signature, dtype_code, mismatch, pack_block, unpack
 from minidist.comm.transport import Handle, Reduce, Tag, Transport
+from minidist.comm.waits import Purpose
 from minidist.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -34,12 +35,13 @@ COLLECTIVE = 0
 _NOTHING = np.empty(0, np.uint8)
 
 
-class Call:
+class Call(Purpose):
     """A collective that this rank has entered, or will.
 
     Attributes: rank, size, next_rank, prev_rank   within the group
                 nodes       the machine each rank is on, as a number
                 signature   what all ranks must agree on
+                world_ranks of the group
                 work        `work(call)` carries the call out and returns its result
                 board       memory that the group's ranks share, or None
                 device      where this rank's arrays live; None until a message tells a rank that brought none
@@ -58,7 +60,7 @@ class Call:
                                    None if dtype is None else dtype_code(dtype), shape, source.caller())
         self._transport: Transport = group.transport
         self.board = group.board
-        self._world_ranks, self._tag = group.world_ranks, Tag(group.id, COLLECTIVE)
+        self.world_ranks, self._tag = group.world_ranks, Tag(group.id, COLLECTIVE)
         self._key, where = self.signature.pack()
         self._meta = self._key + where
         self._nbytes = self._messages = 0
@@ -91,11 +93,11 @@ class Call:
             if not meta.startswith(key):
                 self._compare(unpack(meta)[0], src)
             if nbytes != into.nbytes:
-                raise MismatchError(f"rank {self._world_ranks[self.rank]} in {self.signature.describe()} expects "
-                                    f"{into.nbytes} bytes from rank {self._world_ranks[src]}, which sent {nbytes}")
+                raise MismatchError(f"rank {self.world_ranks[self.rank]} in {self.signature.describe()} expects "
+                                    f"{into.nbytes} bytes from rank {self.world_ranks[src]}, which sent {nbytes}")
             return into
 
-        return self._transport.start_recv(self._world_ranks[src], self._tag, accept, reduce)
+        return self._transport.start_recv(self.world_ranks[src], self._tag, accept, reduce)
 
     def send(self, dst: int, array: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> None:
         """start_send and wait."""
@@ -151,7 +153,7 @@ class Call:
         """
         if self.size > 1:
             received = self.start_recv(self.prev_rank, _NOTHING)
-            sent = self._transport.start_send(self._world_ranks[self.next_rank], self._tag, _NOTHING, self._meta)
+            sent = self._transport.start_send(self.world_ranks[self.next_rank], self._tag, _NOTHING, self._meta)
             received.wait()
             sent.wait()
 
@@ -188,7 +190,7 @@ class Call:
 
     def native(self) -> Native:
         """The transport's own collectives among the ranks of this call."""
-        return self._transport.native(self.signature.group, self._world_ranks)
+        return self._transport.native(self.signature.group, self.world_ranks)
 
     def count(self, nbytes: int) -> None:
         """Count a message that leaves by another way than start_send: what is handed to `native`."""
@@ -202,14 +204,14 @@ class Call:
     def _start_send(self, dst: int, array: np.ndarray, meta: bytes, step: int | None, chunk: int | None) -> Handle:
         self._nbytes += array.nbytes
         self._messages += 1
-        peer = self._world_ranks[dst]
+        peer = self.world_ranks[dst]
         if not self.ledger.subscribers:
             return self._transport.start_send(peer, self._tag, array.reshape(-1), meta)
         start = time.perf_counter()
         handle = self._transport.start_send(peer, self._tag, array.reshape(-1), meta)
         label = "" if chunk is None else f"c{chunk}"
         return Told(handle, lambda: self._publish("message", start, {
-            "src": self._world_ranks[self.rank], "dst": peer, "nbytes": array.nbytes, "label": label, "step": step,
+            "src": self.world_ranks[self.rank], "dst": peer, "nbytes": array.nbytes, "label": label, "step": step,
             "chunk": chunk}))
 
     def _start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
@@ -221,16 +223,16 @@ class Call:
             if not meta.startswith(self._key):
                 self._compare(theirs, src)
             if block is None:
-                raise mismatch(self.signature, self._world_ranks[self.rank], theirs, self._world_ranks[src])
+                raise mismatch(self.signature, self.world_ranks[self.rank], theirs, self.world_ranks[src])
             self.device = self.device or block.device
             arrived.append(place(block.shape, block.dtype))
             return arrived[0].reshape(-1)
 
-        return self._transport.start_recv(self._world_ranks[src], self._tag, accept), arrived
+        return self._transport.start_recv(self.world_ranks[src], self._tag, accept), arrived
 
     def _compare(self, theirs: Signature, src: int) -> None:
         if not theirs.agrees(self.signature):
-            raise mismatch(self.signature, self._world_ranks[self.rank], theirs, self._world_ranks[src])
+            raise mismatch(self.signature, self.world_ranks[self.rank], theirs, self.world_ranks[src])
 
     def _publish(self, kind: str, start: float, details: dict[str, Any]) -> None:
         details = {"axis": self.axis, "verb": self.verb, "algorithm": self.algorithm, **details}

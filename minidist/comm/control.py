@@ -1,4 +1,4 @@
-"""The monitor: one connection from every rank, so that a death anywhere is known everywhere within milliseconds.
+"""The monitor: one connection from every rank, so that what happens to one is known to all within milliseconds.
 
 A rank that is nobody's neighbour would otherwise wait for ever on one that waits on one that died. The monitor is a
 thread of our launcher, or a child process of rank 0 where another launcher started the ranks (rendezvous.py). It moves
@@ -8,40 +8,43 @@ no data.
     meet     round, info                             met      round, [info of rank 0, info of rank 1, ...]
     missing  round                                   missing  round, [ranks that have not come]
     failed   loss, blames                            noted    whether this was the job's first failure
-    goodbye                                          lost     loss        (who, process id, host, how, traceback)
+    waits    round (0: unasked), state               ask      round: say what you wait for
+    table    own state                               table    what all ranks wait for, in words
+                                                     verdict  error, text: raise that
+    goodbye  state                                   lost     loss        (who, process id, host, how, traceback)
 
-A connection that ends without goodbye, or a failure reported, is a loss. The first loss is the job's; it goes to every
-other rank, also to those that connect later.
-
-Strangers: whoever does not pass the handshake (wire.py) within a few seconds, claims a rank that is taken, or comes
-with another job size is refused and its address logged. At most PENDING connections may be unproven at a time; the
-oldest goes first, so a crowd of slow strangers cannot keep a rank out.
+A connection that ends without goodbye, or a failure reported, is a loss; so is a rank on this host whose process is
+stopped (frozen.py). The first loss is the job's; it goes to every other rank, also to those that connect later. What
+ranks wait for goes to the arbiter (arbiter.py), which sees deadlocks and disagreements. Who is let in: door.py.
 """
 
 import contextlib
 import dataclasses
-import logging
+import os
 import queue
 import selectors
 import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from minidist.comm import wire
-from minidist.comm.link import ControlLink, Loss
-from minidist.errors import CommError, HandshakeError, LaunchError
+from minidist.comm import deadlock, wire
+from minidist.comm.arbiter import Arbiter
+from minidist.comm.deadlock import Verdict
+from minidist.comm.door import Door
+from minidist.comm.frozen import LOOK, Stopped, kill_stopped
+from minidist.comm.link import ControlLink
+from minidist.comm.loss import Loss
+from minidist.comm.waits import State
+from minidist.errors import CommError, HandshakeError
 
-__all__ = ["ControlLink", "Loss", "Monitor"]
+__all__ = ["ControlLink", "Loss", "Monitor", "Seat"]
 
-PENDING = 64              # connections that have not proven themselves yet
-HANDSHAKE_LIMIT = 10.0    # seconds a connection gets for that
 FRAME_LIMIT = 5.0         # seconds from a frame's first byte to its last
 BLAME_WAIT = 0.5          # seconds the monitor waits to learn itself of a rank that another reports as lost
-
-log = logging.getLogger("minidist.control")
+TABLE_WAIT = 0.3          # seconds that ranks get to say what they do, when another's wait has reached its limit
 
 
 @dataclasses.dataclass
@@ -53,6 +56,7 @@ class Seat:
     host: str
     sock: socket.socket
     left: bool = False
+    frozen: bool = False
     sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def send(self, kind: str, **content: Any) -> None:
@@ -76,27 +80,25 @@ class Monitor:
     def __init__(self, size: int, token: bytes, *, host: str = "127.0.0.1", port: int = 0,
                  how: Callable[[Seat], str | None] | None = None) -> None:
         self.size = size
-        self._token, self._how = token, how or (lambda seat: None)
-        try:
-            self._listener = socket.create_server((host, port), backlog=max(128, size))
-        except OSError as error:
-            raise LaunchError(f"cannot listen on {host}:{port} ({error.strerror}); is another job using it? choose "
-                              "another port with --master-port or MASTER_PORT") from error
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._how = how or (lambda seat: None)
+        self._door = Door(host, port, max(128, size), token, self._admit, self._run)
+        self.address = self._door.address
         self.loss: Loss | None = None
         self._changed = threading.Condition()
         self._seats: dict[int, Seat] = {}
-        self._strangers: dict[socket.socket, None] = {}       # in order of arrival
         self._rounds: defaultdict[int, dict[int, Any]] = defaultdict(dict)
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
         self._closed = False
+        self._arbiter = Arbiter(self._ask, self._give_verdict)
+        self._stopped, self._looked = Stopped(), time.monotonic()
+        self._curious: list[tuple[float, Seat, State]] = []   # who asked for the table, and when to answer
 
     def start(self) -> None:
         """Begin to accept ranks. Before this there is no thread, so the caller may fork; the kernel keeps a queue."""
-        self._listener.setblocking(False)
+        self._door.listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._door.listener, selectors.EVENT_READ)
         self._run(self._watch)
         self._run(self._bury)
 
@@ -104,19 +106,20 @@ class Monitor:
         """Hang up on everybody and end every thread."""
         with self._changed:
             self._closed = True
-            for sock in (self._listener, *self._strangers):
-                _hang_up(sock)
+            self._door.shut()
             threads = list(self._threads)
         self._deaths.put(None)
         for thread in threads:
             thread.join(2.0)
         for seat in self._seats.values():
             seat.sock.close()
-        self._listener.close()
+            if seat.frozen:
+                kill_stopped(seat.pid)
+        self._door.listener.close()
 
     def close_in_child(self) -> None:
         """In a forked child: let go of the inherited socket."""
-        self._listener.close()
+        self._door.listener.close()
 
     def lose(self, loss: Loss) -> bool:
         """Note a loss and tell every rank that is still there; returns whether it was the first."""
@@ -143,6 +146,20 @@ class Monitor:
             return self._changed.wait_for(lambda: all(seat.left or seat.world_rank == lost
                                                       for seat in self._seats.values()), limit)
 
+    def table(self, states: Mapping[int, State] | None = None) -> str:
+        """What every rank waits for, a line each; `states` replace what was heard."""
+        return deadlock.table({**self._arbiter.states, **(states or {})}, dict(self._arbiter.ended), self.size)
+
+    def final_table(self) -> str:
+        """table(), after the ranks that do not wait had time to say what they do."""
+        self.ask_idle()
+        time.sleep(TABLE_WAIT)
+        return self.table()
+
+    def ask_idle(self) -> None:
+        """Have the ranks that do not wait say what they do, for the table."""
+        self._ask([rank for rank in self._present() if not self._waiting(rank)], 0)
+
     def has_left(self, world_rank: int) -> bool:
         """Whether this rank has said goodbye, or its connection is gone."""
         with self._changed:
@@ -162,50 +179,18 @@ class Monitor:
         """One thread hears every rank: what happens at two of them is seen in the order in which it happened."""
         with self._selector:
             while not self._closed:
-                for key, _ in self._selector.select(1.0):
+                for key, _ in self._selector.select(min(LOOK, self._arbiter.due() or LOOK, *self._due_tables())):
                     if key.data is None:
-                        self._accept()
+                        self._door.answer()
                     else:
                         self._hear(key.data)
+                self._arbiter.tick()
+                self._answer_curious()
+                if time.monotonic() - self._looked >= LOOK:
+                    self._look_for_frozen()
 
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:                                        # gone again, or no file is left, or we are closing
-            time.sleep(0.01)
-            return
-        with self._changed:
-            if self._closed:
-                sock.close()
-                return
-            self._strangers[sock] = None
-            if len(self._strangers) > PENDING:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                _hang_up(oldest)
-            self._run(self._receive, sock)
-
-    def _receive(self, sock: socket.socket) -> None:
-        """A new connection, in a thread of its own until it has proven itself."""
-        try:
-            sock.setblocking(True)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            seat = self._admit(sock)
-        except (CommError, OSError) as error:
-            sock.close()
-            if not self._closed:
-                log.warning("minidist monitor: %s", error)
-            return
-        finally:
-            with self._changed:
-                self._strangers.pop(sock, None)
-        with self._changed:
-            if not self._closed:
-                self._selector.register(sock, selectors.EVENT_READ, seat)
-
-    def _admit(self, sock: socket.socket) -> Seat:
-        """Handshake, then the questions a rightful rank answers rightly."""
-        hello = wire.admit(sock, self._token, HANDSHAKE_LIMIT)
+    def _admit(self, sock: socket.socket, hello: dict[str, Any]) -> None:
+        """After the handshake: the questions a rightful rank answers rightly."""
         peer = wire.address_of(sock)
         match hello:
             case {"world_rank": int(rank), "world_size": int(size), "pid": int(pid), "host": str(host)}:
@@ -227,12 +212,14 @@ class Monitor:
             raise HandshakeError(f"{peer} was refused: {reason}")
         if self.loss is not None:
             seat.send("lost", loss=dataclasses.asdict(self.loss))
-        return seat
+        with self._changed:
+            if not self._closed:
+                self._selector.register(sock, selectors.EVENT_READ, seat)
 
     def _hear(self, seat: Seat) -> None:
         try:
             self._take(seat, wire.recv_frame(seat.sock, FRAME_LIMIT))
-        except (CommError, OSError, KeyError, TypeError) as error:
+        except (CommError, OSError, KeyError, TypeError, ValueError) as error:
             self._selector.unregister(seat.sock)
             if seat.left:
                 seat.sock.close()
@@ -267,7 +254,13 @@ class Monitor:
                     seat.send("noted", value=self.lose(loss))
                 else:
                     self._run(self._fail_late, seat, loss)
+            case "waits":
+                self._arbiter.heard(seat.world_rank, State.unpacked(frame["state"]), int(frame["round"]))
+            case "table":
+                self._curious.append((time.monotonic() + TABLE_WAIT, seat, State.unpacked(frame["state"])))
+                self.ask_idle()
             case "goodbye":
+                self._arbiter.left(seat.world_rank, State.unpacked(frame["state"]))
                 with self._changed:
                     seat.left = True
                     self._changed.notify_all()
@@ -290,8 +283,39 @@ class Monitor:
             self._changed.wait_for(lambda: self.loss is not None, BLAME_WAIT)
         seat.send("noted", value=self.lose(loss))
 
+    # --- what ranks wait for, in the watching thread -----------------------------------------------------------------
 
-def _hang_up(sock: socket.socket) -> None:
-    """Wake whoever reads or accepts on `sock`; that thread closes it."""
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+    def _ask(self, ranks: list[int], number: int) -> None:
+        for rank in ranks:
+            self._seats[rank].send("ask", round=number)
+
+    def _give_verdict(self, verdict: Verdict) -> None:
+        for rank in verdict.ranks:
+            self._seats[rank].send("verdict", error=verdict.error, text=verdict.text)
+
+    def _present(self) -> list[int]:
+        with self._changed:
+            return [rank for rank, seat in self._seats.items() if not seat.left]
+
+    def _waiting(self, rank: int) -> bool:
+        state = self._arbiter.states.get(rank)
+        return state is not None and bool(state.waits)
+
+    def _due_tables(self) -> list[float]:
+        return [max(0.0, when - time.monotonic()) for when, *_ in self._curious] or [LOOK]
+
+    def _answer_curious(self) -> None:
+        """Tell who asked what everybody waits for, once they had time to say."""
+        while self._curious and self._curious[0][0] <= time.monotonic():
+            _, seat, state = self._curious.pop(0)
+            seat.send("table", value=self.table({seat.world_rank: state}))
+
+    def _look_for_frozen(self) -> None:
+        """A rank of this host whose process is stopped is lost."""
+        self._looked = time.monotonic()
+        with self._changed:
+            here = {seat.pid: seat for seat in self._seats.values()
+                    if not seat.left and seat.host == os.uname().nodename}
+        for pid in self._stopped.frozen(set(here)):
+            here[pid].frozen = True
+            self.lose(Loss(here[pid].world_rank, pid, here[pid].host, "is frozen (stopped)"))

@@ -2,7 +2,7 @@
 
     link = ControlLink.connect(address, token, world_rank, world_size)
     infos = link.meet({"port": 4711})         # all-gather through the monitor: how ranks tell each other where they are
-    link.on_loss(transport.abort)             # called within milliseconds of a death anywhere in the job
+    link.attach(transport)                    # from now on a death or a deadlock anywhere in the job ends its waits
     link.goodbye()                            # or link.report(exception)
 
 The monitor is the other end (control.py). A daemon thread listens; the transport's own threads never do.
@@ -13,76 +13,25 @@ import dataclasses
 import itertools
 import os
 import platform
-import signal
 import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
+from minidist import errors
 from minidist.comm import wire
-from minidist.errors import CommError, ConfigError, HandshakeError, PeerLostError, TimeoutError
+from minidist.comm.loss import Loss, how_it_ended, monitor_gone
+from minidist.comm.transport import Transport
+from minidist.comm.waits import State
+from minidist.errors import CommError, HandshakeError, PeerLostError, TimeoutError
+
+__all__ = ["ControlLink", "Loss", "how_it_ended", "monitor_gone"]
 
 GRACE = 5.0                # seconds a rank gets to end after the job has failed
 CONNECT_LIMIT = 60.0       # seconds until a connection must stand, or everybody have met
 ANSWER_LIMIT = 5.0         # seconds the monitor gets to answer a question
-_TRACEBACK_CHARS = 4000    # the tail of a traceback is what names the line
-
-
-@dataclasses.dataclass(frozen=True)
-class Loss:
-    """Why a job fails: the first rank that did not end well.
-
-    `traceback` is empty where the rank could not speak for itself. `status` is the exit status that the whole job
-    should end with: 2 for bad input, 130 for an interrupt, what the rank gave to sys.exit, else 1.
-    """
-
-    world_rank: int
-    pid: int
-    host: str
-    how: str
-    traceback: str = ""
-    status: int = 1
-
-    @classmethod
-    def by_exception(cls, error: BaseException, world_rank: int) -> "Loss":
-        """This process fails with `error`."""
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        message = str(error)[:1000]
-        match error:
-            case SystemExit():
-                status = error.code if isinstance(error.code, int) else 1
-                return cls(world_rank, os.getpid(), platform.node(), f"exited with status {status}", "", status)
-            case KeyboardInterrupt():
-                return cls(world_rank, os.getpid(), platform.node(), "was interrupted", "", 130)
-        how = f"failed with {type(error).__name__}" + (f": {message}" if message else "")
-        status = 2 if isinstance(error, ConfigError) else 1
-        return cls(world_rank, os.getpid(), platform.node(), how, text[-_TRACEBACK_CHARS:], status)
-
-    def __str__(self) -> str:
-        where = f" (process {self.pid} on {self.host})" if self.pid else ""
-        return f"rank {self.world_rank}{where} {self.how}"
-
-    def error(self) -> PeerLostError:
-        """What the other ranks raise: the first line says who and how, the rest is the tail of its traceback."""
-        tail = "".join(f"\n    {line}" for line in self.traceback.splitlines()[-12:])
-        return PeerLostError(f"{self}{tail}", self.world_rank)
-
-
-def how_it_ended(code: int) -> str:
-    """An exit code in words; negative is a signal's number, as subprocess has it."""
-    if code >= 0:
-        return f"exited with status {code} without goodbye"
-    known = {number.value: number.name for number in signal.Signals}
-    return f"was killed by {known.get(-code, f'signal {-code}')}"
-
-
-def monitor_gone(world_rank: int) -> Loss:
-    """What a rank makes of a control connection that ends without a word."""
-    return Loss(world_rank, os.getpid(), platform.node(),
-                "lost its connection to the job's monitor: the launcher, or rank 0's host, is gone")
 
 
 class ControlLink:
@@ -105,6 +54,7 @@ class ControlLink:
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
+        self._transport: Transport | None = None
         self._rounds = itertools.count()
         self._answers: dict[tuple[str, int], Any] = {}
         self._watch: threading.Timer | None = None
@@ -169,6 +119,13 @@ class ControlLink:
         if loss is not None:
             callback(loss.error())
 
+    def attach(self, transport: Transport) -> None:
+        """Tell the monitor of the transport's lasting waits; what the monitor tells of the job aborts the transport."""
+        self._transport = transport
+        transport.waits.tell = self._tell
+        transport.waits.table = self._table
+        self.on_loss(transport.abort)
+
     def wait_for_loss(self, limit: float) -> Loss | None:
         """The loss that ended the job, if the monitor tells within `limit` s.
 
@@ -197,7 +154,7 @@ class ControlLink:
         """This rank is done and ends well; the connection is closed."""
         self._leaving = True                               # the monitor may hang up before we do
         with contextlib.suppress(CommError):
-            self._send({"kind": "goodbye"})
+            self._send({"kind": "goodbye", "state": self._state()})
         self.close()
 
     def close(self) -> None:
@@ -238,18 +195,43 @@ class ControlLink:
             try:
                 while True:
                     frame = wire.recv_frame(self._sock, None)
-                    if frame["kind"] == "lost":
-                        self._lost(Loss(**frame["loss"]))
-                    else:
-                        with self._changed:
-                            self._answers[frame["kind"], frame.get("round", 0)] = frame["value"]
-                            self._changed.notify_all()
+                    self._take(frame)
             except (CommError, OSError, ValueError):       # ValueError: the socket was closed under us
                 if not (self._leaving or self._closed):
                     self._lost(monitor_gone(self.world_rank))
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def _take(self, frame: dict[str, Any]) -> None:
+        match frame["kind"]:
+            case "lost":
+                self._lost(Loss(**frame["loss"]))
+            case "ask":
+                self._tell(frame["round"])
+            case "verdict":
+                if self._transport is not None:
+                    self._transport.abort(getattr(errors, frame["error"])(frame["text"]))
+            case kind:
+                with self._changed:
+                    self._answers[kind, frame.get("round", 0)] = frame["value"]
+                    self._changed.notify_all()
+
+    def _tell(self, number: int = 0) -> None:
+        """What this rank waits for: of its own accord, or in answer to the monitor's question `number`."""
+        with contextlib.suppress(CommError, OSError):      # without a monitor the job ends anyway
+            self._send({"kind": "waits", "round": number, "state": self._state()})
+
+    def _state(self) -> list[Any]:
+        return (State() if self._transport is None else self._transport.waits.state()).packed()
+
+    def _table(self, state: State) -> str:
+        """What all ranks wait for, in words; nothing if the monitor does not say."""
+        try:
+            self._send({"kind": "table", "state": state.packed()})
+            return str(self._answer("table", 0, ANSWER_LIMIT) or "")
+        except CommError:
+            return ""
 
     def _lost(self, loss: Loss) -> None:
         """Note the first loss, tell everybody who asked, and see to it that this process ends."""

@@ -7,6 +7,7 @@ says its dtype and shape. What a rank sends to itself is copied, kept until it i
 
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,12 +39,14 @@ class Messages:
 
     def send(self, x: Any, dst: int) -> PendingMessage:
         """Start to send `x` to rank `dst`."""
-        return PendingMessage([self._start_send("send", argument(x), dst, device_of(x))], lambda: None)
+        array = argument(x)
+        signature = self.signature("send", array.dtype, array.shape)
+        return self._pending(signature, [self._start_send(signature, array, dst, device_of(x))], lambda: None)
 
     def recv(self, src: int, out: Any) -> PendingMessage:
         """Start to receive from rank `src`."""
         incoming = _Incoming(self, "recv", src, out)
-        return PendingMessage([incoming.handle], incoming.deliver)
+        return self._pending(incoming.signature, [incoming.handle], incoming.deliver)
 
     def exchange(self, x: Any, dst: int, src: int, out: Any) -> PendingMessage:
         """Start to send `x` to `dst` and to receive from `src`."""
@@ -51,8 +54,9 @@ class Messages:
         if isinstance(out, np.ndarray) and np.may_share_memory(array, out):
             array = array.copy()  # what arrives would overwrite what is leaving
         incoming = _Incoming(self, "exchange", src, out)
-        sent = self._start_send("exchange", array, dst, device_of(x))
-        return PendingMessage([incoming.handle, sent], incoming.deliver)
+        signature = self.signature("exchange", array.dtype, array.shape)
+        sent = self._start_send(signature, array, dst, device_of(x))
+        return self._pending(signature, [incoming.handle, sent], incoming.deliver)
 
     def signature(self, verb: str, dtype: np.dtype | None, shape: tuple[int, ...] | None) -> Signature:
         """What this rank says of its next message."""
@@ -66,7 +70,7 @@ class Messages:
         if rank != self._group.rank:
             return self._group.transport, world_rank, self._tag
         if self._self_link is None:
-            self._self_link = loopback(world_rank, self._group.transport.limit)
+            self._self_link = loopback(world_rank, self._group.transport.limit, self._group.transport.waits)
         return self._self_link, world_rank, self._tag
 
     def mismatch(self, mine: Signature, theirs: Signature, src: int) -> MismatchError:
@@ -76,23 +80,27 @@ class Messages:
                              f"  rank {self._group.world_ranks[src]} calls {theirs.describe()}\n"
                              f"`out` must have the sender's shape and dtype; without it any fits")
 
-    def _start_send(self, verb: str, array: np.ndarray, dst: int, device: str | None) -> Handle:
-        key, where = self.signature(verb, array.dtype, array.shape).pack()
+    def _pending(self, signature: Signature, handles: list[Handle], deliver: Callable[[], Any]) -> PendingMessage:
+        return PendingMessage(signature, self._group.world_ranks, handles, deliver)
+
+    def _start_send(self, signature: Signature, array: np.ndarray, dst: int, device: str | None) -> Handle:
+        key, where = signature.pack()
         meta = key + where + pack_block(array.dtype, array.shape, device or "cpu")
         transport, peer, tag = self.link(dst)
         if dst == self._group.rank:
             return transport.start_send(peer, tag, array.reshape(-1), meta)
         ledger = self._group.ledger
         axis = "control" if ledger.in_control else self._group.axis
-        ledger.record(axis, verb, "direct", array.nbytes)
+        ledger.record(axis, signature.verb, "direct", array.nbytes)
         start = time.perf_counter()
         handle = transport.start_send(peer, tag, array.reshape(-1), meta)
         if not ledger.subscribers:
             return handle
-        details = {"axis": axis, "verb": verb, "algorithm": "direct", "src": self._group.world_rank, "dst": peer,
-                   "nbytes": array.nbytes, "label": "", "step": None, "chunk": None}
+        details = {"axis": axis, "verb": signature.verb, "algorithm": "direct", "src": self._group.world_rank,
+                   "dst": peer, "nbytes": array.nbytes, "label": "", "step": None, "chunk": None}
         return Told(handle, lambda: ledger.publish(Event(
-            "message", verb, start, time.perf_counter(), ledger.world_rank, threading.current_thread().name, details)))
+            "message", signature.verb, start, time.perf_counter(), ledger.world_rank, threading.current_thread().name,
+            details)))
 
 
 class _Incoming:
@@ -101,7 +109,7 @@ class _Incoming:
     def __init__(self, messages: Messages, verb: str, src: int, out: Any) -> None:
         self._messages, self._src = messages, src
         self._result, self._device = Result(verb, out), device_of(out)
-        self._mine = messages.signature(verb, None if out is None else out.dtype, None if out is None else out.shape)
+        self.signature = messages.signature(verb, *((None, None) if out is None else (out.dtype, out.shape)))
         transport, peer, tag = messages.link(src)
         self.handle = transport.start_recv(peer, tag, self._accept)
 
@@ -111,8 +119,8 @@ class _Incoming:
 
     def _accept(self, meta: bytes, nbytes: int) -> np.ndarray:
         theirs, block = unpack(meta)
-        if block is None or (self._mine.shape is not None
-                             and (self._mine.dtype, self._mine.shape) != (theirs.dtype, theirs.shape)):
-            raise self._messages.mismatch(self._mine, theirs, self._src)
+        if block is None or (self.signature.shape is not None
+                             and (self.signature.dtype, self.signature.shape) != (theirs.dtype, theirs.shape)):
+            raise self._messages.mismatch(self.signature, theirs, self._src)
         self._device = self._device or block.device
         return self._result.array(block.shape, block.dtype).reshape(-1)

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from minidist import account
+from minidist.comm.signature import Signature
 from minidist.comm.transport import Handle, Transport
+from minidist.comm.waits import QUIET, Purpose
 from minidist.errors import CommError
 
 if TYPE_CHECKING:
@@ -28,19 +30,20 @@ class Pending(ABC):
         """Whether wait() would return or raise at once."""
 
 
-class PendingCall(Pending):
+class PendingCall(Pending, Purpose):
     """A collective in a worker's queue."""
 
     def __init__(self, call: "Call", worker: "Worker") -> None:
         self.call, self.worker = call, worker
+        self.signature, self.world_ranks = call.signature, call.world_ranks
         self.finished = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
 
     def wait(self) -> Any:
-        while not self.finished.wait(_LOOK):  # no limit here: each wait of the call itself, in the worker, has one
-            if not self.worker.alive():
-                raise CommError(f"the group was closed before {self.call.signature.describe()} was carried out")
+        if not self.finished.wait(QUIET):
+            with self.worker.transport.waits.lasting("this rank's worker", tuple):
+                self._wait_long()
         if self.error is not None:
             self.worker.error = None  # somebody knows of it now
             raise self.error
@@ -49,11 +52,18 @@ class PendingCall(Pending):
     def done(self) -> bool:
         return self.finished.is_set()
 
+    def _wait_long(self) -> None:
+        while not self.finished.wait(_LOOK):  # no limit here: each wait of the call itself, in the worker, has one
+            if not self.worker.alive():
+                raise CommError(f"the group was closed before {self.call.signature.describe()} was carried out")
 
-class PendingMessage(Pending):
+
+class PendingMessage(Pending, Purpose):
     """A send, a receive, or both, already with the transport; wait() drives them in the calling thread."""
 
-    def __init__(self, handles: list[Handle], deliver: Callable[[], Any]) -> None:
+    def __init__(self, signature: Signature, world_ranks: tuple[int, ...], handles: list[Handle],
+                 deliver: Callable[[], Any]) -> None:
+        self.signature, self.world_ranks = signature, world_ranks
         self.handles, self.deliver = handles, deliver
         self.result: Any = None
         self.delivered = False
@@ -79,12 +89,13 @@ class Worker:
     def __init__(self, name: str, transport: Transport) -> None:
         self.unfinished = 0
         self.error: BaseException | None = None  # of a call that nobody has waited for yet
-        self._transport, self._account = transport, account.current()
+        self.transport, self._account = transport, account.current()
         self._queue: deque[PendingCall] = deque()
         self._changed = threading.Condition(threading.Lock())
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        transport.waits.workers.add(self)
 
     def submit(self, call: "Call") -> PendingCall:
         """Put a call at the end of the queue."""
@@ -97,6 +108,10 @@ class Worker:
 
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    def ident(self) -> int | None:
+        """The thread that carries out the calls."""
+        return self._thread.ident
 
     def close(self) -> None:
         """Carry out what is queued, then end the thread.
@@ -130,7 +145,7 @@ class Worker:
             pending.result = pending.call.run()
         except BaseException as error:  # raised by wait()
             pending.error = self.error = error
-            self._transport.abort(error if isinstance(error, CommError) else CommError(
+            self.transport.abort(error if isinstance(error, CommError) else CommError(
                 f"{pending.call.signature.describe()} failed: {type(error).__name__}: {error}"))
         with self._changed:
             self.unfinished -= 1

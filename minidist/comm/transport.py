@@ -15,6 +15,7 @@ Threads     Every method may be called from several threads of the rank at once 
 Limits      A wait ends after `limit` seconds at the latest, with errors.TimeoutError that names this rank, the peer
             and the tag. A lost peer raises PeerLostError with its world rank. After `abort(error)` every wait that is
             not yet satisfied raises `error`.
+Deadlock    A wait longer than waits.QUIET tells `waits` what it is and for whom.
 Waiting     A waiting rank yields its core: a short spin at most, then it sleeps in the kernel.
 Counting    Transports do not count. Calls do (comm/call.py).
 """
@@ -27,6 +28,7 @@ import numpy as np
 
 from minidist.comm.native import Native
 from minidist.comm.profile import Profile
+from minidist.comm.waits import Waits
 from minidist.errors import CommError, ConfigError
 
 META_LIMIT = 4096
@@ -96,6 +98,7 @@ class Transport(ABC):
                 world_rank  this rank in the job
                 world_size  number of ranks in the job
                 limit       seconds that any one wait may last; may be changed between calls
+                waits       those that last, for whoever judges whether they can end
                 profile     what messages cost, as the job agreed when it met; None where nobody measured it
     """
 
@@ -103,6 +106,7 @@ class Transport(ABC):
     world_rank: int
     world_size: int
     limit: float
+    waits: Waits
     profile: Profile | None = None
 
     @abstractmethod

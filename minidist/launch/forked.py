@@ -50,7 +50,7 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
         late = sorted(set(range(size)) - set(outcomes))
         if late:
             raise TimeoutError(f"{len(late)} of {size} ranks had not ended after {limit:g} s: rank "
-                               f"{', '.join(map(str, late))}")
+                               f"{', '.join(map(str, late))}\n{job.monitor.final_table()}")
         return [outcomes[rank]["result"] for rank in range(size)]
     finally:
         job.end()
@@ -165,7 +165,7 @@ class _Rank:
         self.link = ControlLink.connect(job.monitor.address, job.token, self.rank, job.size, limit=job.limit)
         self.link.limit = job.limit
         self.transport = transports.build(job.transport, self.link, job.token, job.limit)
-        self.link.on_loss(self.transport.abort)
+        self.link.attach(self.transport)
         self.transport.profile = job.profile
         world = Group(self.transport, Ledger(self.rank), tuple(range(job.size)))
         with account.use(account.MemoryAccount()):

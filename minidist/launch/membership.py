@@ -70,7 +70,7 @@ class Membership:
             raise LaunchError(f"transport 'mpi' needs ranks that mpirun started, and {launch.launcher} started these; "
                               "use sockets or shm, or start the program with mpirun")
         transport = transports.build(name, joined.link, joined.token, limit)
-        joined.link.on_loss(transport.abort)
+        joined.link.attach(transport)
         transport.profile = infos[0]["profile"] and Profile.from_json(infos[0]["profile"])
         machines = [(info["host"], info["node"]) for info in infos]
         return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)),

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from minidist.comm import control, wire
+from minidist.comm import door, wire
 from minidist.comm.control import ControlLink, Loss, Monitor
 from minidist.comm.link import how_it_ended
 from minidist.errors import ConfigError, HandshakeError, LaunchError, PeerLostError, TimeoutError
@@ -214,14 +214,14 @@ def test_a_wrong_token_is_refused_and_logged_with_the_address(caplog):
 def test_a_crowd_of_silent_strangers_keeps_nobody_out(caplog, monkeypatch):
     """More connections than may be pending, none of which says a word; then the rightful ranks come."""
     caplog.set_level(logging.CRITICAL)
-    monkeypatch.setattr(control, "PENDING", 8)
+    monkeypatch.setattr(door, "PENDING", 8)
     with job(2, present=[]) as (monitor, links), contextlib.ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(socket.create_connection(monitor.address))
         links += [ControlLink.connect(monitor.address, TOKEN, rank, 2, limit=5) for rank in range(2)]
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(lambda link: link.meet({}), links)) == [[{}, {}]] * 2
-        assert len(monitor._strangers) <= 8
+        assert len(monitor._door.strangers) <= 8
 
 
 def test_garbage_scanners_and_half_words_do_no_harm(caplog):

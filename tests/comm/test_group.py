@@ -3,6 +3,7 @@
 That each algorithm computes what it should is tests/comm/collectives/; what transports owe is test_conformance.py.
 """
 
+import re
 import threading
 import time
 import tracemalloc
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from minidist import account
 from minidist.comm.group import Group
-from minidist.errors import CommError, ConfigError, DtypeError, PeerLostError, ShapeError
+from minidist.errors import CommError, ConfigError, DeadlockError, DtypeError, PeerLostError, ShapeError, TimeoutError
 
 on_both = pytest.mark.parametrize("transport", THREADS)
 
@@ -467,15 +468,19 @@ def test_one_failure_ends_every_rank_with_its_name(transport, size):
         assert "test_group.py:" in str(error)
 
 
-def test_a_rank_that_never_calls_is_named():
+@pytest.mark.parametrize(("late", "error", "names"), [
+    (False, DeadlockError, r"0 waits for 2 at \S*test_group.py:\d+, rank 2 has ended\n"),
+    (True, TimeoutError, r"rank 2 waits for nobody, at \S*test_group.py:\d+; late by 0.[34] s")])
+def test_a_rank_that_never_calls_is_named(late, error, names):
     def ranks(world):
         if world.rank != 2:
             world.all_reduce(np.ones(3), algorithm="ring")
+        elif late:
+            time.sleep(0.6)
 
-    with pytest.raises(TimeoutError, match=r"rank 2 has ended") as caught:
+    with pytest.raises(error, match=names) as caught:
         run(ranks, size=3, limit=0.4)
-    assert "all_reduce at " in str(caught.value)
-    assert "test_group.py:" in str(caught.value)
+    assert re.search(r"rank 1 calls all_reduce\(.*\), its call 1, at \S*test_group.py:\d+", str(caught.value))
 
 
 # ----------------------------------------------------------------------------------------------------------- on a GPU

@@ -138,15 +138,15 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     have = own
     if not core.alone:
         theirs = call.recv_block(call.next_rank, rows.place(call.next_rank))
-        have = rows.merge(call.rank, 2, [own, theirs])
+        have = rows.merge(call.rank, [own, theirs])
     for step in range(_log(core.size)):
         distance = 1 << step
         partner = core.place ^ distance
         first, behind = core.stretch(partner, distance)
         theirs = call.exchange_blocks(core.firsts[partner], have, core.firsts[partner],
                                       rows.place(first, behind - first), step=core.folds + step)
-        first, behind = core.stretch(core.place, 2 * distance)
-        have = rows.merge(first, behind - first, [have, theirs] if partner > core.place else [theirs, have])
+        first, _ = core.stretch(core.place, 2 * distance)
+        have = rows.merge(first, [have, theirs] if partner > core.place else [theirs, have])
     whole = rows.complete(have)
     if not core.alone:
         call.send_block(call.next_rank, whole, step=1 + _log(core.size))

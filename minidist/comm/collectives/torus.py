@@ -120,6 +120,6 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     around = form.row_of(call.rank)
     row, column = Part(call, around), Part(call, form.column_of(call.rank), form.columns - 1)
     blocks = ring.gather_blocks(row, own, lambda place: rows.place(around[place]))
-    strip = rows.merge(around[0], form.columns, blocks)
+    strip = rows.merge(around[0], blocks)
     strips = ring.gather_blocks(column, strip, lambda place: rows.place(place * form.columns, form.columns))
-    return rows.complete(rows.merge(0, call.size, strips))
+    return rows.complete(rows.merge(0, strips))

@@ -146,7 +146,7 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
     ordered = [blocks[first] for first in sorted(blocks)]
     if parent is None:
         assert rows is not None, "the root has a place for the blocks"
-        return rows.complete(rows.merge(0, call.size, ordered))
+        return rows.complete(rows.merge(0, ordered))
     joined = own
     if children:
         shape = (sum(map(len, ordered)), *own.shape[1:])

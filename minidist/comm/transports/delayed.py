@@ -69,6 +69,7 @@ class Delayed(Transport):
                 raise ConfigError(f"delayed links: {name} is {value!r}; choose a number of seconds from 0 up")
         self.inner, self.alpha, self.beta = inner, alpha, beta
         self.name, self.world_rank, self.world_size = inner.name, inner.world_rank, inner.world_size
+        self.waits = inner.waits
         self._free_at = 0.0                 # when the port has sent all it was given
         self._queue: deque[_Held] = deque()
         self._changed = threading.Condition(threading.Lock())
@@ -76,6 +77,8 @@ class Delayed(Transport):
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"rank {self.world_rank} port", daemon=True)
         self._thread.start()
+        self.waits.held.append(self._held)
+        self.waits.ends.append(self._drop)
 
     @property
     def limit(self) -> float:
@@ -107,12 +110,19 @@ class Delayed(Transport):
             self._closing = True
             self._changed.notify()
         self._thread.join()
+        self.waits.held.remove(self._held)
+        self.waits.ends.remove(self._drop)
 
     def _drop(self, error: CommError) -> None:
         """Hold nothing any longer: what is held, and what may come, raises `error`."""
         with self._changed:
             self._aborted = self._aborted or error
             self._changed.notify()
+
+    def _held(self) -> list[int]:
+        """For whom messages are held back, one entry each: they are on their way, and no wait for them is in vain."""
+        with self._changed:
+            return [held.peer for held in self._queue]
 
     def _run(self) -> None:
         while (held := self._next()) is not None:

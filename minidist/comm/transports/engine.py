@@ -16,8 +16,10 @@ import os
 import threading
 import time
 from abc import abstractmethod
+from collections.abc import Mapping
 
 from minidist.comm.transport import Handle, Tag, Transport
+from minidist.comm.waits import QUIET, Waits, located
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 _QUICK, _SLOW = 0.0002, 0.005   # seconds between the helper's passes: while bytes move, while none do
@@ -30,6 +32,8 @@ yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 class Operation(Handle):
     """A transfer on its way. `error` and `finished` are written once, by Engine.finish."""
 
+    incoming = False    # whether it is a message from the peer
+
     def __init__(self, engine: "Engine", peer: int, tag: Tag) -> None:
         self.engine, self.peer, self.tag = engine, peer, tag
         self.finished = False
@@ -39,10 +43,14 @@ class Operation(Handle):
         if not self.finished:
             self.engine.drive(self)
         if self.error is not None:
-            raise self.engine.explained(self.error)
+            raise self.engine.explained(self.error, str(self))
 
     def done(self) -> bool:
         return self.finished or self.engine.error is not None
+
+    def peers(self) -> tuple[int, ...]:
+        """World ranks that this waits for, each of whom can keep it waiting."""
+        return () if self.finished else (self.peer,)
 
     def __str__(self) -> str:
         return f"a transfer with rank {self.peer} (tag {self.tag.group:x}/{self.tag.sequence})"
@@ -60,6 +68,7 @@ class Engine(Transport):
         self.error: CommError | None = None         # what abort() was given
         self._aborted = threading.Event()
         self.spins = spins
+        self.waits = Waits(self.counts)
         self._turn = threading.Condition(self.lock)
         self._leading = self._asleep = False        # a thread leads; and is asleep, or about to be
         self._led = 0                               # times a thread has waited, or passed
@@ -85,14 +94,30 @@ class Engine(Transport):
     def _wake(self) -> None:
         """End the leader's sleep, the present one or else the next. From any thread."""
 
+    def counts(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Messages begun to each other rank, and messages taken whole from each: equal at the two ends of a link on
+        which none is in flight."""
+        return {}, {}
+
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def drive(self, operation: Operation) -> None:
-        """Return when `operation` is finished, leading while no other thread does.
+        """Return when `operation` is finished, leading while no other thread does; one that lasts is told (waits.py).
 
         Raises: TimeoutError after `limit` seconds; what abort() was given.
         """
-        deadline = time.monotonic() + self.limit
+        start = time.monotonic()
+        deadline = start + self.limit
+        if not self._drive_until(operation, min(start + QUIET, deadline)):
+            with self.waits.lasting(str(operation), operation.peers, incoming=operation.incoming):
+                if self._drive_until(operation, deadline):
+                    return
+                state = self.waits.state()
+            raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for {operation}; did rank "
+                               f"{operation.peer} make the matching call?{self.waits.described(state)}")
+
+    def _drive_until(self, operation: Operation, deadline: float) -> bool:
+        """Whether `operation` finished in time. Raises what abort() was given."""
         while not operation.finished:
             if self._step_up():
                 try:
@@ -101,6 +126,13 @@ class Engine(Transport):
                     self._step_down()
             else:
                 self._follow(operation, deadline)
+            if operation.finished:
+                break
+            if self.error is not None:
+                raise self.explained(self.error, str(operation))
+            if time.monotonic() >= deadline:
+                return False
+        return True
 
     def _step_up(self) -> bool:
         with self.lock:
@@ -120,7 +152,8 @@ class Engine(Transport):
         idle = 0
         while not operation.finished:
             moved = self._pass()
-            self._check(operation, deadline)  # after a pass, so that what came while we slept still counts
+            if self._over(operation, deadline):  # after a pass, so that what came while we slept still counts
+                return
             if moved:
                 idle = 0
             elif idle < self.spins:
@@ -142,26 +175,24 @@ class Engine(Transport):
                 self._followers += 1
                 self._turn.wait(max(0.0, deadline - time.monotonic()))
                 self._followers -= 1
-        self._check(operation, deadline)
 
-    def _check(self, operation: Operation, deadline: float) -> None:
-        if operation.finished:
-            return
-        if self.error is not None:
-            raise self.error
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for {operation}; "
-                               f"did rank {operation.peer} make the matching call?")
+    def _over(self, operation: Operation, deadline: float) -> bool:
+        return operation.finished or self.error is not None or time.monotonic() >= deadline
 
-    def explained(self, error: Exception) -> Exception:
+    def explained(self, error: Exception, what: str) -> Exception:
         """`error`, or, if it says that a peer is lost, what the job's monitor then says of it to abort().
 
-        A connection breaks a moment before the monitor tells everybody who died, in which process, and how.
+        A connection ends a moment before the monitor tells everybody who died, in which process, and how; or that who
+        closed it has ended well, and this rank waits in vain. A lost peer's error names this rank's call.
         """
-        if isinstance(error, PeerLostError):
-            self._aborted.wait(_HEARSAY)
-            return self.error or error
-        return error
+        if not isinstance(error, PeerLostError):
+            return error
+        lost = error.world_rank
+        if not self._aborted.is_set() and lost is not None:
+            with self.waits.lasting(what, lambda: (lost,)):
+                self._aborted.wait(_HEARSAY)
+        error = self.error or error
+        return located(error, self.world_rank) if isinstance(error, PeerLostError) else error
 
     # --- the life of an operation: under the lock --------------------------------------------------------------------
 
@@ -232,6 +263,8 @@ class Engine(Transport):
         self.error = self.error or error
         self._aborted.set()
         self._wake()  # the leader raises, and wakes who follows as it steps down
+        for end in self.waits.ends:
+            end(error)
 
     def stop(self) -> None:
         """End the helper, and whoever still waits, with a CommError; afterwards no thread is at work here."""

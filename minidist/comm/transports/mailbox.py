@@ -17,7 +17,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from minidist.comm.transport import Accept, Handle, Reduce, Tag, Transport
-from minidist.errors import CommError, TimeoutError
+from minidist.comm.waits import QUIET, Waits, located
+from minidist.errors import CommError, PeerLostError, TimeoutError
 
 
 class _Transfer(Handle):
@@ -27,6 +28,10 @@ class _Transfer(Handle):
         self.home, self.peer, self.tag = home, peer, tag
         self.complete = False
         self.error: BaseException | None = None
+
+    def peers(self) -> tuple[int, ...]:
+        """For whom it waits: for nobody, once both sides are there."""
+        return () if self.complete or self.home.matched(self) else (self.peer,)
 
     def wait(self) -> None:
         self.home.wait_for(self)
@@ -41,7 +46,7 @@ class _Send(_Transfer):
         self.view, self.meta = view, meta
 
     def __str__(self) -> str:
-        return f"for rank {self.peer} to take {self.view.nbytes} bytes"
+        return f"rank {self.peer} to take {self.view.nbytes} bytes"
 
 
 class _Recv(_Transfer):
@@ -50,7 +55,7 @@ class _Recv(_Transfer):
         self.accept, self.reduce = accept, reduce
 
     def __str__(self) -> str:
-        return f"for a message from rank {self.peer}"
+        return f"a message from rank {self.peer}"
 
     def take(self, send: _Send) -> None:
         """Move the payload to where `accept` says; what it raises belongs to this handle."""
@@ -69,10 +74,11 @@ class Mailbox(Transport):
     """One rank's mailbox; `peers` are the mailboxes of all ranks, this one among them."""
 
     def __init__(self, world_rank: int, peers: Mapping[int, "Mailbox"], world_size: int, limit: float,
-                 unbuffered: bool) -> None:
+                 unbuffered: bool, waits: Waits | None = None) -> None:
         self.name = "threads-unbuffered" if unbuffered else "threads"
         self.world_rank, self.world_size, self.limit = world_rank, world_size, limit
         self.aborted: CommError | None = None
+        self.waits = Waits() if waits is None else waits
         self._peers, self._unbuffered = peers, unbuffered
         self._changed = threading.Condition(threading.Lock())
         self._arrived: defaultdict[tuple[int, Tag], deque[_Send]] = defaultdict(deque)
@@ -96,35 +102,61 @@ class Mailbox(Transport):
         with self._changed:
             self.aborted = self.aborted or error
             self._changed.notify_all()
+        for end in self.waits.ends:
+            if end != self.abort:
+                end(error)
 
     def close(self) -> None:
         self._arrived.clear()
         self._posted.clear()
 
+    def matched(self, transfer: _Transfer) -> bool:
+        """Whether sender and receiver have both come, so that nobody but themselves keeps it waiting."""
+        box, key = (self, (transfer.peer, transfer.tag)) if isinstance(transfer, _Recv) else (
+            self._peers[transfer.peer], (self.world_rank, transfer.tag))
+        with box._changed:
+            lone = box._posted if isinstance(transfer, _Recv) else box._arrived
+            return transfer not in lone.get(key, ())
+
     def wait_for(self, handle: _Transfer) -> None:
-        """Carry out matched pairs until `handle` is complete; sleep while there are none."""
-        deadline = time.monotonic() + self.limit
+        """Carry out matched pairs until `handle` is complete; sleep while there are none. A wait that lasts is told."""
+        start = time.monotonic()
+        deadline = start + self.limit
+        done = self._carry_out(handle, min(start + QUIET, deadline))
+        if not done:
+            with self.waits.lasting(str(handle), handle.peers, incoming=isinstance(handle, _Recv)):
+                done = self._carry_out(handle, deadline)
+                state = self.waits.state()
+        if not done:
+            raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for {handle} (group "
+                               f"{handle.tag.group:x}); did rank {handle.peer} make the matching call?"
+                               f"{self.waits.described(state)}")
+        if handle.error is not None:
+            raise handle.error
+
+    def _carry_out(self, handle: _Transfer, deadline: float) -> bool:
+        """Whether `handle` is complete in time."""
         while (pair := self._next_pair(handle, deadline)) is not None:
             recv, send = pair
             recv.take(send)
             self._finish(recv)
             if not send.complete:
                 send.home._finish(send)
-        if handle.error is not None:
-            raise handle.error
+        return handle.complete
 
     def _next_pair(self, handle: _Transfer, deadline: float) -> tuple[_Recv, _Send] | None:
-        """The next matched pair to carry out, or None once `handle` is complete."""
+        """The next matched pair to carry out, or None once `handle` is complete or it is too late."""
         with self._changed:
             while not handle.complete:
+                if isinstance(self.aborted, PeerLostError):
+                    raise located(self.aborted, self.world_rank)
                 if self.aborted is not None:
                     raise self.aborted
                 if self._matched:
                     return self._matched.popleft()
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s {handle} (group "
-                                       f"{handle.tag.group:x}); did rank {handle.peer} make the matching call?")
+                    return None
                 self._changed.wait(left)
         return None
 
@@ -158,8 +190,10 @@ def connect(size: int, limit: float, unbuffered: bool) -> list[Mailbox]:
     return list(peers.values())
 
 
-def loopback(world_rank: int, limit: float) -> Mailbox:
-    """A rank's buffered link to itself: the one link that no transport has."""
+def loopback(world_rank: int, limit: float, waits: Waits | None = None) -> Mailbox:
+    """A rank's buffered link to itself: the one link that no transport has. `waits`: its transport's."""
     peers: dict[int, Mailbox] = {}
-    peers[world_rank] = Mailbox(world_rank, peers, 1, limit, unbuffered=False)
-    return peers[world_rank]
+    peers[world_rank] = link = Mailbox(world_rank, peers, 1, limit, unbuffered=False, waits=waits)
+    if waits is not None:
+        waits.ends.append(link.abort)
+    return link

@@ -24,6 +24,8 @@ class Send(Operation):
 class Receive(Operation):
     """A message asked for: `accept` says where its payload goes."""
 
+    incoming = True
+
     def __init__(self, engine: Engine, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None) -> None:
         super().__init__(engine, peer, tag)
         self.accept, self.reduce = accept, reduce

@@ -17,6 +17,7 @@ from mpi4py import MPI
 from minidist.comm.group import WORLD
 from minidist.comm.native import Native
 from minidist.comm.transports.engine import Engine, yield_core
+from minidist.comm.waits import QUIET
 from minidist.errors import CommError, ConfigError, TimeoutError
 
 _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
@@ -40,6 +41,7 @@ class MpiNative(Native):
                  world_ranks: Sequence[int]) -> None:
         self._engine, self._mpi = engine, one_at_a_time
         self._abandoned: list[tuple[MPI.Request, object]] = []  # MPI may still write to their arrays
+        self._others = tuple(rank for rank in world_ranks if rank != engine.world_rank)
         if group == WORLD:
             self._comm = world
             return
@@ -85,24 +87,34 @@ class MpiNative(Native):
 
     def _carry_out(self, start: Callable[[], MPI.Request], *arrays: np.ndarray | None) -> None:
         """Start a collective, and test until it is complete: yielding the core, hearing of deaths, within the limit."""
-        engine, deadline, tests, nap = self._engine, time.monotonic() + self._engine.limit, 0, _SHORTEST
+        engine, begun = self._engine, time.monotonic()
         try:
             with self._mpi:
                 request = start()
-            while not self._complete(request):
-                if engine.error is not None or time.monotonic() >= deadline:
-                    self._abandoned.append((request, arrays))
-                    raise engine.error or TimeoutError(
-                        f"rank {engine.world_rank} waited {engine.limit:g} s in a collective of MPI's own; did every "
-                        "rank of the group make the call?")
-                tests += 1
-                if tests <= _SPINS:
-                    yield_core()
-                else:
-                    time.sleep(nap)
-                    nap = min(2 * nap, _LONGEST)
+            complete = self._complete_by(request, begun + min(QUIET, engine.limit))
+            if not complete and engine.error is None:
+                with engine.waits.lasting("the others in a collective of MPI's own", lambda: self._others):
+                    complete = self._complete_by(request, begun + engine.limit)
         except MPI.Exception as error:
             raise CommError(f"rank {engine.world_rank}: MPI: {error}") from error
+        if not complete:
+            self._abandoned.append((request, arrays))
+            raise engine.error or TimeoutError(
+                f"rank {engine.world_rank} waited {engine.limit:g} s in a collective of MPI's own; did every rank of "
+                "the group make the call?")
+
+    def _complete_by(self, request: MPI.Request, deadline: float) -> bool:
+        tests, nap = 0, _SHORTEST
+        while not self._complete(request):
+            if self._engine.error is not None or time.monotonic() >= deadline:
+                return False
+            tests += 1
+            if tests <= _SPINS:
+                yield_core()
+            else:
+                time.sleep(nap)
+                nap = min(2 * nap, _LONGEST)
+        return True
 
     def _complete(self, request: MPI.Request) -> bool:
         with self._mpi:

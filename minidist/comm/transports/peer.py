@@ -33,6 +33,7 @@ class Peer:
     def __init__(self, rank: int, link: ByteLink) -> None:
         self.rank, self.link = rank, link
         self.outgoing: deque[Send] = deque()
+        self.sent = self.taken = 0                  # messages begun to be sent, and messages taken whole
         self.posted: ByTag[Receive] = ByTag()
         self.unexpected: ByTag[Frame] = ByTag()
         self.unexpected_bytes = 0

@@ -52,6 +52,7 @@ class StreamTransport(Engine):
         with self.lock:
             self.begin(send)
             to.outgoing.append(send)
+            to.sent += 1
             while to.outgoing and self._push(to):
                 pass
             if to.outgoing:
@@ -91,6 +92,11 @@ class StreamTransport(Engine):
         self.attend()
         if self._asleep:
             self._wake()
+
+    def counts(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        peers = self._peers.values()
+        return ({peer.rank: peer.sent for peer in peers if peer.sent},
+                {peer.rank: peer.taken for peer in peers if peer.taken})
 
     # --- moving ------------------------------------------------------------------------------------------------------
 
@@ -182,6 +188,7 @@ class StreamTransport(Engine):
         with self.lock:
             if frame.complete:
                 peer.frame, frame.settled = None, True
+                peer.taken += 1
             receive = frame.receive
             if receive is not None and frame.buffer is None:
                 self._end(peer, receive, frame.failure)

@@ -6,15 +6,20 @@ The transport is in mailbox.py; here is what starts the ranks, and ends them all
 """
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from minidist.comm import source
+from minidist import errors
+from minidist.comm import deadlock, source
+from minidist.comm.arbiter import Arbiter
+from minidist.comm.deadlock import Verdict
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.profile import Profile
 from minidist.comm.transports.mailbox import connect
+from minidist.comm.waits import State, Waits
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 _GRACE = 5.0  # seconds that ranks get to end after one has failed
@@ -48,9 +53,19 @@ class _Job:
         self.results: list[Any] = [None] * size
         self.failure: tuple[int, BaseException] | None = None
         self.running = set(range(size))
-        self.changed = threading.Condition()
+        self.changed = threading.Condition(threading.RLock())
         self.threads = [threading.Thread(target=self.run_rank, args=(rank,), name=f"rank {rank}", daemon=True)
                         for rank in range(size)]
+        self.arbiter = Arbiter(self.ask, self.tell)
+        self.news: set[int] = set()             # ranks of which the arbiter has not heard what they said
+        for rank, transport in enumerate(self.transports):
+            self.listen(rank, transport.waits)
+
+    def listen(self, rank: int, waits: Waits) -> None:
+        """Hear of a rank's lasting waits; the program of a rank is its thread."""
+        waits.tell = lambda: self.note(rank)
+        waits.table = lambda state: self.table({rank: state})
+        waits.program = lambda: {self.threads[rank].ident}
 
     def run_rank(self, rank: int) -> None:
         """The body of a rank's thread."""
@@ -65,7 +80,7 @@ class _Job:
         finally:
             with self.changed:
                 self.running.discard(rank)
-                self.changed.notify_all()
+                self.note(rank)
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Remember the first failure; every other rank learns of it at its present or next wait."""
@@ -73,16 +88,45 @@ class _Job:
             if self.failure is not None:
                 return
             self.failure = (rank, error)
-        if isinstance(error, TimeoutError):
-            error.args = (f"{error.args[0]}\nmeanwhile {self.table(but=rank)}",)
         how = f"rank {rank} failed with {type(error).__name__}: {error} (at {source.raised_at(error)})"
         for transport in self.transports:
             transport.abort(PeerLostError(how, world_rank=rank))
 
     def wait(self) -> bool:
-        """Whether all ranks ended, or one failed, within the limit."""
+        """Whether all ranks ended, or one failed, within the limit. Meanwhile this thread is the arbiter's."""
+        deadline = time.monotonic() + self.limit
+        while (left := deadline - time.monotonic()) > 0:
+            due = self.arbiter.due()
+            with self.changed:
+                self.changed.wait_for(lambda: self.news or not self.running or self.failure is not None,
+                                      left if due is None else min(left, due))
+                if not self.running or self.failure is not None:
+                    return True
+                news, self.news, running = self.news, set(), set(self.running)
+            for rank in news:
+                state = self.transports[rank].waits.state()
+                if rank in running:
+                    self.arbiter.heard(rank, state)
+                else:
+                    self.arbiter.left(rank, state)
+            self.arbiter.tick()
+        return False
+
+    def note(self, rank: int) -> None:
+        """A rank has begun, or ended, to wait for long, or has ended."""
         with self.changed:
-            return self.changed.wait_for(lambda: not self.running or self.failure is not None, self.limit)
+            self.news.add(rank)
+            self.changed.notify_all()
+
+    def ask(self, ranks: list[int], number: int) -> None:
+        """The arbiter asks what these ranks wait for."""
+        for rank in ranks:
+            self.arbiter.heard(rank, self.transports[rank].waits.state(), number)
+
+    def tell(self, verdict: Verdict) -> None:
+        """The arbiter has decided: the ranks it concerns raise that."""
+        for rank in verdict.ranks:
+            self.transports[rank].abort(getattr(errors, verdict.error)(verdict.text))
 
     def stop(self) -> None:
         """End the ranks that still run, each at its present or next wait."""
@@ -94,12 +138,13 @@ class _Job:
         for transport in self.transports:
             transport.close()
 
-    def table(self, but: int | None = None) -> str:
-        """What each rank (`but` one) is in the middle of: "rank 0 in all_reduce at train.py:40; rank 1 has ended"."""
+    def table(self, said: Mapping[int, State] | None = None) -> str:
+        """What each rank is in the middle of, a line each, and who keeps the others waiting."""
         with self.changed:
             running = set(self.running)
-        return "; ".join(f"rank {rank} in {source.doing(self.threads[rank].ident)}" if rank in running
-                         else f"rank {rank} has ended" for rank in range(self.size) if rank != but)
+        states = {rank: transport.waits.state() for rank, transport in enumerate(self.transports)} | dict(said or {})
+        return deadlock.table({rank: state for rank, state in states.items() if rank in running},
+                              {rank: state for rank, state in states.items() if rank not in running}, self.size)
 
 
 def run_threads(fn: Callable[..., Any], args: Sequence[Any] = (), size: int = 1, limit: float = 60.0,
@@ -117,7 +162,7 @@ def run_threads(fn: Callable[..., Any], args: Sequence[Any] = (), size: int = 1,
         thread.start()
     try:
         if not job.wait():
-            raise TimeoutError(f"{len(job.running)} of {size} ranks had not ended after {limit:g} s: {job.table()}")
+            raise TimeoutError(f"{len(job.running)} of {size} ranks had not ended after {limit:g} s:\n{job.table()}")
         if job.failure is not None:
             rank, error = job.failure
             raise name_rank(error, rank)

@@ -65,6 +65,7 @@ def test_a_part_counts_among_its_ranks_and_tells_later_steps():
 
         def work(whole, x, out, op):
             part = Part(whole, [2, 0, 1], first_step=5)
+            assert (part.signature, part.world_ranks) == (whole.signature, (0, 1, 2))    # what a lasting wait tells
             seen.extend((part.rank, part.size, part.next_rank, part.prev_rank))
             part.exchange(part.next_rank, x, part.prev_rank, out, step=1)
 

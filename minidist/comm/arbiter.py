@@ -1,0 +1,118 @@
+"""The arbiter hears of every rank's lasting waits, and decides when they are a deadlock or a disagreement.
+
+    a rank      tells its state when a wait begins to last, and when it ends           heard(rank, state)
+    suspicion   by what was told, some waits only wait for each other; PAUSE, so that everybody's are told
+    ask twice   every rank among them says its state; PAUSE; all of them once more     ask(ranks, round)
+    verdict     both times the same waits, the same counts of messages, and no hope    tell(verdict)
+
+Two rounds, the second begun after the first has ended, at whose ends no wait and no count has changed, show all ranks
+as they were at one moment in between: nothing is missed, and nothing in flight is taken for lost. A disagreement in a
+call needs no confirmation. Whoever moved on meanwhile ends the suspicion; another begins with the next state that is
+told, or after RETRY.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+
+from minidist.comm import deadlock
+from minidist.comm.deadlock import Verdict
+from minidist.comm.waits import State
+
+PAUSE = 0.03        # seconds before each of the two rounds
+RETRY = 0.5         # seconds after which a suspicion that was not confirmed is looked at again
+PATIENCE = 2.0      # seconds that a round may take: a rank that computes answers late, and then it does not wait
+
+
+class Arbiter:
+    """Belongs to one thread, which calls tick() at least every `due()` seconds.
+
+    Args: ask(ranks, round): have these ranks say their state, by heard(rank, state, round), now or soon.
+          tell(verdict): have the ranks of the verdict raise it. Called once.
+    """
+
+    def __init__(self, ask: Callable[[list[int], int], None], tell: Callable[[Verdict], None]) -> None:
+        self.states: dict[int, State] = {}
+        self.ended: dict[int, State] = {}
+        self.told = False
+        self._ask, self._tell = ask, tell
+        self._round = 0
+        self._asked: set[int] = set()
+        self._answers: dict[int, State] = {}
+        self._before: dict[int, State] | None = None        # what the first round brought
+        self._next: float | None = None                     # when to begin a round, or to give this one up
+
+    def heard(self, rank: int, state: State, number: int = 0) -> None:
+        """A rank's state: told of its own accord, or (`number`) in answer to a round."""
+        self.states[rank] = state
+        if number and number == self._round and rank in self._asked:
+            self._answers[rank] = state
+            if len(self._answers) == len(self._asked):
+                self._weigh()
+        elif not number:
+            self._look()
+
+    def left(self, rank: int, state: State) -> None:
+        """A rank has ended well, and said this at last."""
+        self.states.pop(rank, None)
+        self.ended[rank] = state
+        self._look()
+
+    def due(self) -> float | None:
+        """Seconds until tick() has something to do; None if nothing is to be done before the next state is heard."""
+        return None if self._next is None else max(0.0, self._next - time.monotonic())
+
+    def tick(self) -> None:
+        """Do what is due."""
+        if self._next is None or time.monotonic() < self._next:
+            return
+        if self._asked:                                     # somebody has not answered
+            self._give_up()
+        elif self._before is not None:
+            self._begin(self._before)
+        elif suspects := self._suspects():
+            self._begin(suspects)
+        else:
+            self._next = None
+
+    def _look(self) -> None:
+        """Whether what was told gives reason to ask."""
+        if self.told:
+            return
+        found = deadlock.disagreement(self.states)
+        if found is not None:
+            self._decide(found)
+        elif not self._asked and self._before is None:
+            if not self._suspects():
+                self._next = None
+            elif self._next is None:
+                self._next = time.monotonic() + PAUSE
+
+    def _suspects(self) -> set[int]:
+        return {node.rank for node in deadlock.hopeless(self.states, self.ended, strict=False)}
+
+    def _begin(self, ranks: Iterable[int]) -> None:
+        """Ask every rank that is, or was, part of the suspicion."""
+        self._round += 1
+        self._asked, self._answers = set(ranks), {}
+        self._next = time.monotonic() + PATIENCE
+        self._ask(sorted(self._asked), self._round)
+
+    def _weigh(self) -> None:
+        """A round is complete."""
+        answers, before = self._answers, self._before
+        self._asked = set()
+        nodes = deadlock.hopeless(answers, self.ended, strict=True)
+        if not nodes or (before is not None and not all(before[rank].same(answers[rank]) for rank in answers)):
+            self._give_up()
+        elif before is None:
+            self._before, self._next = dict(answers), time.monotonic() + PAUSE
+        else:
+            self._decide(deadlock.verdict(nodes, answers, self.ended))
+
+    def _give_up(self) -> None:
+        self._asked, self._before = set(), None
+        self._next = time.monotonic() + RETRY
+
+    def _decide(self, found: Verdict) -> None:
+        self.told, self._asked, self._before, self._next = True, set(), None, None
+        self._tell(found)

@@ -1,0 +1,192 @@
+"""Who waits for whom, and whether any of it can end: from what every rank says of its lasting waits (waits.py).
+
+    rank 0   recv(src=2) at a.py:14      0 ---> 2
+    rank 1   all_reduce  at a.py:20      1 ---> 0          0 waits for 2 at a.py:14, 2 waits for 0 at a.py:9
+    rank 2   recv(src=0) at a.py:9       2 ---> 0
+
+A wait is hopeless if some peer of it will never do what it waits for: the peer has ended; or it is itself, in the call
+that matters, in a hopeless wait; or every thread of its program is. A message in flight gives hope. So all waits are
+taken for hopeless at first, then those that have hope are struck out, until none is left to strike: what remains is
+the largest set of waits that only wait for each other, or for who has gone.
+
+Ranks that wait in the same call of the same group under different signatures disagree, whatever else happens.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from minidist.comm.signature import mismatch
+from minidist.comm.waits import State, Wait
+
+States = Mapping[int, State]
+
+
+class Node(NamedTuple):
+    """A wait of a rank."""
+
+    rank: int
+    wait: Wait
+
+
+class Verdict(NamedTuple):
+    """What is wrong, and with whom: `ranks` are those that raise `error` ("MismatchError" or "DeadlockError")."""
+
+    error: str
+    text: str
+    ranks: list[int]
+
+
+def disagreement(states: States) -> Verdict | None:
+    """Two ranks in the same call of a group whose signatures differ."""
+    calls: dict[tuple[int, int], list[Node]] = {}
+    for node in _nodes(states):
+        if node.wait.call is not None and node.wait.collective:
+            calls.setdefault((node.wait.call.group, node.wait.call.sequence), []).append(node)
+    for nodes in calls.values():
+        first = nodes[0]
+        for other in nodes[1:]:
+            if not _agree(first.wait, other.wait):
+                return _mismatch(first, other, sorted({node.rank for node in nodes}))
+    return None
+
+
+def hopeless(states: States, ended: States, *, strict: bool) -> list[Node]:
+    """The waits that nothing will end; empty if there is hope for all.
+
+    Args:    states: of the ranks that have not ended. ended: the last word of those that have.
+             strict: believe in nothing unsaid: a rank that is not settled, or a message in flight, gives hope. Without
+             it the answer is only a suspicion.
+    """
+    nodes = set(_nodes(states))
+    while True:
+        struck = {node for node in nodes if not any(
+            _hopeless_peer(node, peer, states, ended, nodes, strict) for peer in _peers(node))}
+        if not struck:
+            return sorted(nodes, key=lambda node: (node.rank, node.wait.number))
+        nodes -= struck
+
+
+def verdict(nodes: list[Node], states: States, ended: States) -> Verdict:
+    """What to raise for hopeless waits: the cycle among them, or the rank that has gone, spelled out."""
+    path, last = _path(nodes, states, ended)
+    ranks = sorted({node.rank for node in nodes})
+    if last is None:
+        for one, other in zip(path, path[1:] + path[:1], strict=True):
+            if one.wait.collective and other.rank in one.wait.members and not _agree(one.wait, other.wait):
+                return _mismatch(one, other, ranks)
+    steps = [f"{one.rank} waits for {other} at {one.wait.where}" for one, other in zip(
+        path, [*(node.rank for node in path[1:]), path[0].rank if last is None else last], strict=True)]
+    if last is not None:
+        steps.append(f"rank {last} has ended")
+    return Verdict("DeadlockError", "\n".join([f"nobody can go on: {', '.join(steps)}", *_lines(nodes)]), ranks)
+
+
+def table(states: States, ended: States, size: int) -> str:
+    """What every rank does, a line each, and who keeps the others waiting by how much."""
+    lines: list[str] = []
+    late: dict[int, float] = {}
+    for node in _nodes(states):
+        for peer in node.wait.peers:
+            if peer not in states or not states[peer].waits:
+                late[peer] = max(late.get(peer, 0.0), node.wait.seconds)
+    for rank in range(size):
+        behind = f"; late by {late[rank]:.1f} s" if rank in late else ""
+        if rank in ended:
+            lines.append(f"  rank {rank} has ended{behind}")
+        elif rank in states and states[rank].waits:
+            lines += _lines([Node(rank, wait) for wait in states[rank].waits])
+        elif rank in states and states[rank].doing:
+            lines.append(f"  rank {rank} waits for nobody, at {states[rank].doing}{behind}")
+        else:
+            lines.append(f"  rank {rank} waits for nobody and does not answer{behind}")
+    return "\n".join(lines)
+
+
+# --- hope ------------------------------------------------------------------------------------------------------------
+
+def _nodes(states: States) -> Iterator[Node]:
+    return (Node(rank, wait) for rank in sorted(states) for wait in states[rank].waits)
+
+
+def _peers(node: Node) -> tuple[int, ...]:
+    """The ranks that can keep it waiting: its own, where another thread carries out a call that was started."""
+    return node.wait.peers or ((node.rank,) if node.wait.collective else ())
+
+
+def _hopeless_peer(node: Node, peer: int, states: States, ended: States, nodes: set[Node], strict: bool) -> bool:
+    """Whether `peer` will never do what `node` waits for."""
+    known = states if peer in states else ended
+    if peer not in known:
+        return False
+    if strict and node.wait.incoming and known[peer].sent.get(node.rank, 0) != states[node.rank].taken.get(peer, 0):
+        return False                                # a message is in flight
+    if peer in ended:
+        return True
+    others = _who_would(node, peer, states[peer], strict)
+    return bool(others) and nodes.issuperset(others)
+
+
+def _who_would(node: Node, peer: int, state: State, strict: bool) -> list[Node]:
+    """The waits of `peer` that stand before what `node` waits for; empty where there may be none.
+
+    The calls of a group are carried out one after the other: if `peer` is in one, no other thread of it will help.
+    """
+    mine = node.wait
+    if mine.collective and mine.call is not None:
+        same = [Node(peer, wait) for wait in state.waits
+                if wait.collective and wait.peers and wait.call is not None and wait.call.group == mine.call.group]
+        if same:
+            together = len(mine.peers) > 1 and same[0].wait.call is not None and _agree(mine, same[0].wait)
+            return [] if together else same         # it has come: whoever else has not keeps us waiting
+        if peer == node.rank:
+            return []                               # our own worker is at it
+    if strict and not state.settled:
+        return []
+    return [Node(peer, wait) for wait in state.waits]
+
+
+def _path(nodes: list[Node], states: States, ended: States) -> tuple[list[Node], int | None]:
+    """A cycle of hopeless waits; or a chain of them, and the ended rank for which the last one waits."""
+    path, among = [nodes[0]], set(nodes)
+    while True:
+        node, onward = path[-1], None
+        for peer in _peers(node):
+            if peer in ended:
+                return [each for each in path if each.wait.peers], peer
+            others = [other for other in _who_would(node, peer, states[peer], False) if other in among] \
+                if peer in states else []
+            if others:
+                onward = next((other for other in others if other.wait.peers), others[0])
+                break
+        assert onward is not None, "a wait is hopeless because of some peer"
+        if onward in path:
+            return [each for each in path[path.index(onward):] if each.wait.peers], None
+        path.append(onward)
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+def _agree(one: Wait, other: Wait) -> bool:
+    return one.call is not None and other.call is not None and one.call.agrees(other.call)
+
+
+def _mismatch(one: Node, other: Node, ranks: list[int]) -> Verdict:
+    assert one.wait.call is not None
+    if other.wait.collective and other.wait.call is not None and other.wait.call.group == one.wait.call.group:
+        error = mismatch(one.wait.call, one.rank, other.wait.call, other.rank)
+        return Verdict("MismatchError", str(error), ranks)
+    what = "group" if other.wait.collective else "verb"
+    return Verdict("MismatchError", "\n".join([
+        f"ranks disagree in {what}:", *_lines([one, other]),
+        f"rank {other.rank} is in the group of rank {one.rank}'s call, and must make that call too, in the same order"
+    ]), ranks)
+
+
+def _lines(nodes: list[Node]) -> list[str]:
+    """"  rank 1 calls all_reduce(...), its call 7, at train.py:40, and has waited 0.3 s for a message from rank 0"."""
+    lines = []
+    for rank, wait in nodes:
+        call = "a transfer" if wait.call is None else wait.call.describe()
+        group = f" (group of ranks {', '.join(map(str, wait.members))})" if wait.collective else ""
+        lines.append(f"  rank {rank} calls {call}{group}, and has waited {wait.seconds:.1f} s for {wait.what}")
+    return lines

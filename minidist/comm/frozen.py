@@ -1,0 +1,45 @@
+"""Processes of this host that were stopped (SIGSTOP, Ctrl-Z, a debugger) and do not come back.
+
+A stopped process says nothing and loses no connection, just as one that computes in a single long call. The kernel
+knows the difference: the state of the first is T, of the second R or S. A process that is stopped at two looks running
+is frozen. Where the looks themselves lay far apart, we were stopped too (Ctrl-Z stops a whole job), and begin anew.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+LOOK = 0.5      # seconds between two looks
+_LATE = 3       # times LOOK: so long between two looks that this process did not run either
+
+
+class Stopped:
+    """Counts at how many looks running a process was stopped. One thread."""
+
+    def __init__(self) -> None:
+        self._before: set[int] = set()
+        self._last = time.monotonic()
+
+    def frozen(self, pids: set[int]) -> set[int]:
+        """Those of `pids` that were stopped at this look and at the one before."""
+        now = time.monotonic()
+        before = self._before if now - self._last < _LATE * LOOK else set()
+        self._before, self._last = {pid for pid in pids if state_of(pid) in ("T", "t")}, now
+        return self._before & before
+
+
+def state_of(pid: int) -> str:
+    """The letter that the kernel has for the state of a process of this host; "" if it is gone, or nobody says."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def kill_stopped(pid: int) -> None:
+    """End a process that is stopped: it cannot do so itself."""
+    if state_of(pid) in ("T", "t"):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)

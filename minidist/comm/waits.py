@@ -1,0 +1,243 @@
+"""A rank's waits that last: in which call, for whom, since when. Whoever can see all ranks' waits sees a deadlock.
+
+A wait that ends within QUIET seconds is no business of this module, and costs nothing. One that lasts is told once, and
+its end is told too: over the control connection to the monitor, where ranks are processes; to the run, where they are
+threads. Both hand what they hear to an Arbiter (arbiter.py), which judges by the rules of deadlock.py.
+
+    state of a rank     waits    its lasting waits, one a thread
+                        sent     messages it has begun to send, by world rank
+                        taken    messages it has taken off the link, by world rank
+                        settled  whether every thread of its program is in one of these waits
+
+sent and taken are counted where a message begins and ends (stream.py): where they differ between two ranks, a message
+is in flight, and who waits for it does not wait in vain.
+"""
+
+import itertools
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any, Protocol
+
+from minidist.comm import source
+from minidist.comm.signature import Signature
+from minidist.errors import CommError, PeerLostError
+
+QUIET = 0.1     # seconds that a wait may last before anybody is told
+
+
+class Purpose:
+    """What a program called, and now waits in. Found on the stack when a wait lasts, so that a short one costs nothing.
+
+    Attributes: signature    the call
+                world_ranks  the ranks of its group
+    """
+
+    signature: Signature
+    world_ranks: tuple[int, ...]
+
+
+class Worker(Protocol):
+    """What Waits needs of pending's Worker."""
+
+    unfinished: int
+
+    def ident(self) -> int | None:
+        """The thread that carries out the calls."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One lasting wait.
+
+    `peers` are the world ranks waited for: any of them can keep it waiting; none means another thread of the same rank,
+    which carries out `call`. `number` tells the lasting waits of a rank apart. `incoming`: for a message from the peer.
+    """
+
+    number: int
+    call: Signature | None
+    members: tuple[int, ...]
+    peers: tuple[int, ...]
+    what: str
+    incoming: bool
+    seconds: float
+
+    @property
+    def collective(self) -> bool:
+        return self.call is not None and self.call.algorithm is not None
+
+    @property
+    def where(self) -> str:
+        return "an unknown place" if self.call is None else self.call.where
+
+
+@dataclass(frozen=True)
+class State:
+    """What a rank says of its waits at one moment; the module's docstring has the table."""
+
+    waits: tuple[Wait, ...] = ()
+    sent: Mapping[int, int] = field(default_factory=dict)
+    taken: Mapping[int, int] = field(default_factory=dict)
+    settled: bool = False
+    doing: str = ""         # where the rank's program is, for a rank that does not wait
+
+    def same(self, other: "State") -> bool:
+        """Whether nothing at all has happened between the two."""
+        return ([wait.number for wait in self.waits] == [wait.number for wait in other.waits]
+                and self.sent == other.sent and self.taken == other.taken)
+
+    def packed(self) -> list[Any]:
+        """As a frame of the control connection carries it."""
+        waits = [[wait.number, None if wait.call is None else list(wait.call), list(wait.members), list(wait.peers),
+                  wait.what, wait.incoming, wait.seconds] for wait in self.waits]
+        return [waits, dict(self.sent), dict(self.taken), self.settled, self.doing]
+
+    @classmethod
+    def unpacked(cls, packed: Any) -> "State":
+        """Raises: TypeError or ValueError if it is nothing that packed() made."""
+        waits, sent, taken, settled, doing = packed
+        return cls(tuple(_wait(*fields) for fields in waits), _counts(sent), _counts(taken), bool(settled), str(doing))
+
+
+def _wait(number: int, call: Any, members: Any, peers: Any, what: str, incoming: bool, seconds: float) -> Wait:
+    signature = None
+    if call is not None:
+        group, sequence, verb, algorithm, op, root, dtype, shape, where = call
+        signature = Signature(int(group), int(sequence), str(verb), _text(algorithm), _text(op),
+                              None if root is None else int(root), _text(dtype),
+                              None if shape is None else _integers(shape), str(where))
+    return Wait(int(number), signature, _integers(members), _integers(peers), str(what), bool(incoming), float(seconds))
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _integers(values: Any) -> tuple[Any, ...]:
+    return tuple(None if value is None else int(value) for value in values)
+
+
+def _counts(values: Any) -> dict[int, int]:
+    return {int(rank): int(count) for rank, count in dict(values).items()}
+
+
+@dataclass
+class _Lasting:
+    wait: Wait                                  # as it began
+    peers: Callable[[], tuple[int, ...]]
+    since: float
+
+    def now(self) -> Wait:
+        return replace(self.wait, peers=self.peers(), seconds=time.monotonic() - self.since)
+
+
+class Waits:
+    """The lasting waits of one rank. Safe to use from any thread.
+
+    Attributes: counts   -> (sent, taken), of the rank's transport
+                program  -> the threads that run the rank's program; one that is in no wait may yet end everybody's
+                tell     called when a wait begins to last, and when it ends; None until somebody listens
+                table    (state) -> what all ranks wait for, in words; `state` is what this rank says of itself
+                held     each says for whom messages are held back on their way out, one entry a message
+                ends     abort() of links that belong to the transport and tell their waits here
+                workers  those that carry out started calls
+    """
+
+    def __init__(self, counts: Callable[[], tuple[Mapping[int, int], Mapping[int, int]]] | None = None) -> None:
+        self.counts = counts or _nothing
+        self.program: Callable[[], set[int | None]] = _program
+        self.tell: Callable[[], None] | None = None
+        self.table: Callable[[State], str] | None = None
+        self.held: list[Callable[[], list[int]]] = []
+        self.ends: list[Callable[[CommError], None]] = []
+        self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+        self._lasting: dict[int, _Lasting] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def lasting(self, what: str, peers: Callable[[], tuple[int, ...]], *, incoming: bool = False) -> Iterator[None]:
+        """The block is a wait that lasts already: `what` in words, and `peers()`: for whom, now."""
+        purpose, thread = purpose_of(sys._getframe(2)), threading.get_ident()
+        call, members = (None, ()) if purpose is None else (purpose.signature, purpose.world_ranks)
+        wait = Wait(next(self._numbers), call, members, (), what, incoming, 0.0)
+        with self._lock:
+            outer = self._lasting.get(thread)
+            self._lasting[thread] = _Lasting(wait, peers, time.monotonic() - QUIET)
+        self._say()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if outer is None:
+                    del self._lasting[thread]
+                else:
+                    self._lasting[thread] = outer
+            self._say()
+
+    def state(self) -> State:
+        """What this rank says of its waits, now."""
+        with self._lock:
+            lasting = dict(self._lasting)
+        busy = self.program() | {worker.ident() for worker in list(self.workers) if worker.unfinished}
+        counted, taken = self.counts()
+        sent = dict(counted)
+        for held in list(self.held):
+            for peer in held():
+                sent[peer] = sent.get(peer, 0) + 1
+        running = sorted(thread for thread in busy - set(lasting) if thread is not None)
+        return State(tuple(each.now() for each in lasting.values()), sent, taken, not running,
+                     source.doing(running[0]) if running else "")
+
+    def described(self, state: State) -> str:
+        """All ranks' waits, as the last lines of an error; `state`: as this rank's were when its time was up.
+
+        Costs up to half a second, in which this rank waits for nobody else. Empty where nobody can tell.
+        """
+        table = "" if self.table is None else self.table(state)
+        return f"\n{table}" if table else ""
+
+    def _say(self) -> None:
+        if self.tell is not None:
+            self.tell()
+
+
+def purpose_of(frame: FrameType | None) -> Purpose | None:
+    """The innermost call that the stack from `frame` outwards is in."""
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Purpose):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def located(error: PeerLostError, world_rank: int) -> PeerLostError:
+    """`error`, with the call in which this rank met it. Of a long message (a traceback) that follows the first line."""
+    purpose = purpose_of(sys._getframe(1))
+    if purpose is None:
+        return error
+    first, *rest = str(error).split("\n")
+    first += f"; rank {world_rank} was in {purpose.signature.describe()}"
+    return PeerLostError("\n".join([first, *rest]), error.world_rank)
+
+
+def _nothing() -> tuple[dict[int, int], dict[int, int]]:
+    return {}, {}
+
+
+def _program() -> set[int | None]:
+    """Threads of this process that are the program's: not ours, which are daemons, nor those of an idle pool."""
+    frames = sys._current_frames()
+    return {thread.ident for thread in threading.enumerate() if not thread.daemon and not _idles(frames, thread.ident)}
+
+
+def _idles(frames: Mapping[int, FrameType], thread: int | None) -> bool:
+    """Whether the thread is one of concurrent.futures' that has nothing to do."""
+    frame = frames.get(thread) if thread is not None else None
+    return frame is not None and frame.f_globals.get("__name__") == "concurrent.futures.thread"
