@@ -106,7 +106,7 @@ class Group:
         """The root's array on every rank.
 
         Args:    x: at the root; elsewhere None, or anything of the root's shape and dtype.
-                 algorithm: naive, tree, ring, hierarchical, native.
+                 algorithm: naive, tree, ring, hierarchical, native, shared.
         """
         return self._run(verbs.broadcast(self, x, root, out, algorithm))
 
@@ -162,7 +162,7 @@ class Group:
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod (see collectives/reduction.py).
                  out: may be x, which is then reduced in place, without a copy.
                  algorithm: naive, tree, ring, direct, pairwise, doubling, halving-doubling,
-                 hierarchical, torus, native.
+                 hierarchical, torus, native, shared.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
         return self._run(verbs.all_reduce(self, x, op, out, algorithm))
@@ -175,7 +175,7 @@ class Group:
         """Chunk `rank` of what all_reduce would give, flattened and cut in `size` as numpy.array_split does: one dim.
 
         Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod. out: may be that chunk of x.
-                 algorithm: naive, ring, pairwise, halving-doubling, hierarchical, torus, native.
+                 algorithm: naive, ring, pairwise, halving-doubling, hierarchical, torus, native, shared.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
         return self._run(verbs.reduce_scatter(self, x, op, out, algorithm))
@@ -188,7 +188,7 @@ class Group:
         """All ranks' arrays one after the other along the first dim, on every rank.
 
         Args:    x: (m, ...), where m may differ between ranks; a number is one row. It may be its own part of `out`.
-                 algorithm: naive, ring, halving-doubling, hierarchical, torus, native.
+                 algorithm: naive, ring, halving-doubling, hierarchical, torus, native, shared.
         """
         return self._run(verbs.all_gather(self, x, out, algorithm))
 
@@ -200,7 +200,7 @@ class Group:
         """A list of `size` arrays: what rank 0, rank 1, ... had for this rank.
 
         Args:    x: one array for each rank, of one dtype and any shapes. out: `size` arrays of the shapes to come.
-                 algorithm: naive, pairwise, bruck, native.
+                 algorithm: naive, pairwise, bruck, native, shared.
         """
         return self._run(verbs.all_to_all(self, x, out, algorithm))
 
@@ -210,7 +210,7 @@ class Group:
         return self._start(verbs.all_to_all(self, x, out, algorithm))
 
     def barrier(self, *, algorithm: str = "auto") -> None:
-        """Return when every rank of the group has called it. algorithm: naive, dissemination, native."""
+        """Return when every rank of the group has called it. algorithm: naive, dissemination, native, shared."""
         self._run(verbs.barrier(self, algorithm))
 
     def start_barrier(self, *, algorithm: str = "auto") -> Pending:
