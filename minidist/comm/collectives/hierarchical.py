@@ -65,6 +65,11 @@ def levels(call: Call, root: int | None = None) -> Levels:
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Reduce to the leader along a tree, all-reduce around the leaders' ring, broadcast in the node along a tree.
 
+    P=4, two nodes of two     step 0   r1 -> r0, r3 -> r2              x, inside
+                              step 1   r0 -> r2, r2 -> r0              half of the node's sum, between: reduce-scatter
+                              step 2   r0 -> r2, r2 -> r0              half of the sum, between: all-gather
+                              step 3   r0 -> r1, r2 -> r3              the sum, inside
+
     Args:    x, out (n,), contiguous; x is only read, and may be out.
     Cost:    2(P-M) messages inside nodes, 2M(M-1) between leaders; 2(P-1)*nbytes over all ranks, exactly, of which
              2(M-1)*nbytes between nodes. No workspace on leaders, n elements on ranks with both parent and children.
@@ -82,6 +87,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, root: int) -> None:
     """Reduce to the leader along a tree, then to the root along a tree of leaders.
 
+    P=4, two nodes of two, root 1     step 0   r0 -> r1, r3 -> r2      step 1   r2 -> r1
+
     Args:    x (n,), only read; out (n,) at the root, may be x.
     Cost:    P-1 messages; (P-1)*nbytes, of which (M-1)*nbytes between nodes. Workspace: n elements on leaders.
     Rounding: low precision is added in float32 and rounded once a rank.
@@ -96,6 +103,8 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
     """Along a tree of leaders, then along a tree in each node.
 
+    P=4, two nodes of two, root 1     step 0   r1 -> r2                step 1   r1 -> r0, r2 -> r3
+
     Args:    x (...), at the root; place(shape, dtype): where the others receive it.
     Returns: the array, x itself at the root.
     Cost:    P-1 messages; (P-1)*nbytes, of which (M-1)*nbytes between nodes.
@@ -109,6 +118,10 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Reduce to the leader; each leader sends each other the chunks of that one's node; and hands its ranks theirs.
+
+    P=4, two nodes of two     step 0   r1 -> r0, r3 -> r2              x, inside
+                              step 1   r0 -> r2: c2 c3, r2 -> r0: c0 c1    of the node's sum, between
+                              step 2   r0 -> r1: c1, r2 -> r3: c3      of the sum, inside
 
     Args:    x (n,), contiguous, only read; out: chunk `rank`, at most ceil(n/P) elements; may be that part of x.
     Cost:    P-M messages to leaders, P(M-1) between them, P-M from them; (P-1)*nbytes over all ranks, of which
@@ -138,6 +151,10 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     """Gather to the leader; a node's blocks travel around the leaders' ring; broadcast of the whole in the node.
+
+    P=4, two nodes of two     step 0   r1 -> r0: b1, r3 -> r2: b3          inside
+                              step 1   r0 -> r2: b0 b1, r2 -> r0: b2 b3    between
+                              step 2   r0 -> r1, r2 -> r3                  all blocks, inside
 
     Args:    own (m, ...), any m, this rank's block; rows: where the others' are received.
     Returns: all blocks, one after the other in rank order.

@@ -27,7 +27,9 @@ from minidist.comm.collectives.reduction import Reduction
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Args:    x, out (n,), contiguous; x is only read, and may be out.
+    """The library's all-reduce; a mean is divided here.
+
+    Args:    x, out (n,), contiguous; x is only read, and may be out.
     Cost:    A + P messages; P*nbytes handed over.
     """
     if call.size > 1:
@@ -38,7 +40,9 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 
 
 def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, root: int) -> None:
-    """Args:    x (n,), only read; out (n,) at the root, may be x.
+    """The library's reduce; a mean is divided here.
+
+    Args:    x (n,), only read; out (n,) at the root, may be x.
     Cost:    A + P messages; P*nbytes handed over.
     """
     if call.size > 1:
@@ -50,7 +54,9 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Args:    x (n,), contiguous, only read; out: chunk `rank`; may be that part of x, which is then copied first.
+    """The library's reduce-scatter; a mean is divided here.
+
+    Args:    x (n,), contiguous, only read; out: chunk `rank`; may be that part of x, which is then copied first.
     Cost:    A + P messages; P*nbytes handed over.
     """
     if call.size == 1:
