@@ -1,4 +1,4 @@
-"""`minidist bench calibrate`: what a message costs on this machine, for each link class: α, o, β, γ (comm/profile.py).
+"""`minidist bench calibrate`: what messages cost on this machine, for each link class: α, o, β, γ, κ (comm/profile.py).
 
     minidist bench calibrate                                        between ranks of this host
     minidist launch -n 2 --nnodes 2 ... minidist bench calibrate    on every node: between hosts, over their network
@@ -10,6 +10,7 @@ receiving from the one before. Measured are
 
     exchange   of each size, steps that wait for each other       α + n·β
     add        the same, adding what arrives to an array          α + n·(β + γ)
+    spread     the same bytes, a part to every other rank at once α + (P-2)·o + n·(β + κ)
     burst      empty messages that do not wait for each other     α + (messages-1)·o
 
 A figure is the time of its slowest rank, the median over repetitions, the least over rounds (what disturbs a round only
@@ -28,6 +29,7 @@ import numpy as np
 
 from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
 from minidist.comm.call import Call
+from minidist.comm.collectives.chunks import split
 from minidist.comm.group import Group
 from minidist.comm.profile import NETWORK, LinkCost, Sample, Work, fit
 from minidist.comm.transport import Handle
@@ -53,10 +55,13 @@ def links_here() -> list[str]:
     return ["threads", "sockets", "shm", *(["mpi"] if shutil.which("mpirun") else [])]
 
 
-def work_of(kind: str, nbytes: int) -> Work:
+def work_of(kind: str, nbytes: int, ranks: int) -> Work:
     """What one repetition of a kind does, per step."""
     if kind == "burst":
         return Work(1, BURST, 0, 0)
+    if kind == "spread":
+        parts = nbytes * (ranks - 1) / ranks
+        return Work(1, ranks - 1, parts, 0, parts if ranks > 2 else 0)
     return Work(1, 1, nbytes, nbytes if kind == "add" else 0)
 
 
@@ -100,7 +105,7 @@ def _fit_all(asks: dict[str, Measure], ranks: int, sizes: list[int], rounds: int
     """
     figures: dict[tuple[str, str, int], list[float]] = {}   # of a step, in each round
     for round_number in range(rounds):
-        for kind, nbytes in (*((kind, size) for kind in ("exchange", "add") for size in sizes), ("burst", 0)):
+        for kind, nbytes in (*((kind, size) for kind in ("exchange", "add", "spread") for size in sizes), ("burst", 0)):
             progress(f"{ranks} ranks, round {round_number + 1} of {rounds}: {kind} {nbytes} B")
             repeats = max(5, min(50, BUDGET // STEPS // max(nbytes, 1)))
             for link, ask in asks.items():
@@ -108,7 +113,7 @@ def _fit_all(asks: dict[str, Measure], ranks: int, sizes: list[int], rounds: int
                 figures.setdefault((link, kind, nbytes), []).append(seconds)
     fitted = []
     for link in asks:
-        samples = [Sample(work_of(kind, nbytes), min(times)) for (of, kind, nbytes), times in figures.items()
+        samples = [Sample(work_of(kind, nbytes, ranks), min(times)) for (of, kind, nbytes), times in figures.items()
                    if of == link]
         fitted.append(Fitted(fit(link, ranks, samples), samples))
     return fitted
@@ -131,7 +136,7 @@ def measuring(world: Group) -> Measure:
     """`measure(kind, nbytes, repeats)`: seconds of each repetition of STEPS steps on this rank."""
     def measure(kind: str, nbytes: int, repeats: int) -> list[float]:
         send, into = np.ones(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
-        step = _burst if kind == "burst" else _exchange_and_add if kind == "add" else _exchange
+        step = {"exchange": _exchange, "add": _exchange_and_add, "spread": _spread, "burst": _burst}[kind]
 
         def work(call: Call) -> None:
             for _ in range(STEPS):
@@ -144,6 +149,8 @@ def measuring(world: Group) -> Measure:
             start = time.perf_counter()
             Call(world, "calibrate", kind, work).run()
             seconds.append(time.perf_counter() - start)
+        if kind == "spread":
+            split(into, world.size)[world.rank].fill(1)         # it keeps its own part
         expected = STEPS if kind == "add" else 0 if kind == "burst" else 1
         if not (into == expected).all():
             raise ArithmeticError(f"calibrate: {kind} of {nbytes} B: not all {expected}: {into[:4]}")
@@ -164,6 +171,15 @@ def _add(target: np.ndarray, start: int, piece: np.ndarray) -> None:
     """Add a piece where it belongs, straight from the receive buffer."""
     part = target[start:start + len(piece)]
     np.add(part, piece, out=part)
+
+
+def _spread(call: Call, send: np.ndarray, into: np.ndarray) -> None:
+    others = [(call.rank + step) % call.size for step in range(1, call.size)]
+    outgoing, incoming = split(send, call.size), split(into, call.size)
+    handles: list[Handle] = [call.start_recv(src, incoming[src]) for src in reversed(others)]
+    handles += [call.start_send(dst, outgoing[call.rank]) for dst in others]
+    for handle in handles:
+        handle.wait()
 
 
 def _burst(call: Call, send: np.ndarray, into: np.ndarray) -> None:

@@ -87,14 +87,16 @@ def show_overlap(result: dict[str, Any], console: Console) -> None:
 
 def show_calibration(result: dict[str, Any], console: Console) -> None:
     """A row for each link class and rank count, and where the profile went."""
-    table = new_table("what a message costs: α + n·β, γ more a byte that is added, o a message that does not wait")
-    for column in ("link", "ranks", "α µs", "o µs", "1/β GB/s", "γ ns/KiB", "worst misfit"):
+    table = new_table("what messages cost: α + n·β")
+    for column in ("link", "ranks", "α µs", "o µs", "1/β GB/s", "γ ns/KiB", "κ ns/KiB", "worst misfit"):
         table.add_column(column, justify="right" if column != "link" else "left")
     for link in result["links"]:
         bandwidth = f"{1e-9 / link['beta']:.2f}" if link["beta"] else "-"
-        table.add_row(link["link"], str(link["ranks"]), f"{link['alpha'] * 1e6:.1f}", f"{link['overhead'] * 1e6:.1f}",
-                      bandwidth, f"{link['gamma'] * 1024e9:.0f}", f"{link['misfit']:.0%}")
+        latencies = [f"{link[name] * 1e6:.1f}" for name in ("alpha", "overhead")]
+        extras = [f"{link[name] * 1024e9:.0f}" for name in ("gamma", "crowd")]
+        table.add_row(link["link"], str(link["ranks"]), *latencies, bandwidth, *extras, f"{link['misfit']:.0%}")
     console.print(table)
+    console.print("o: a message that does not wait; γ: more for adding; κ: for sending to all at once", style="dim")
     console.print("fitted by weighted least squares on the relative error, none below 0", style="dim")
     console.print(f"profile: {result['out']}", style="dim", markup=False, soft_wrap=True)
 

@@ -1,9 +1,10 @@
 """What a message costs on this machine, as numbers: the α-β model, fitted to measurements, kept in a file.
 
-    seconds = waits·α + (messages - waits)·o + bytes moved·β + bytes added·γ
+    seconds = waits·α + (messages - waits)·o + bytes moved·β + bytes added·γ + bytes crowded·κ
 
 α is the latency of a message that must arrive before the next one leaves; o what one more message costs that waits for
-nobody; β the time of a byte, 1/bandwidth; γ that of adding a byte instead of storing it. `minidist bench calibrate`
+nobody; β the time of a byte, 1/bandwidth; γ that of adding a byte instead of storing it; κ what
+it takes more where a rank sends to all others at once, and links and caches are shared. `minidist bench calibrate`
 measures and fits them for each transport and stores the profile; `auto` (collectives/choose.py) asks it what each
 algorithm would take (collectives/paths.py). All ranks must choose alike: rank 0 reads the file, and tells the others
 when the job meets.
@@ -34,12 +35,14 @@ class Work(NamedTuple):
                 messages  messages in all, at least `waits`
                 moved     bytes sent; as many may come in meanwhile
                 added     bytes that are added to others as they arrive
+                crowded   bytes that are sent to several ranks at once
     """
 
     waits: float
     messages: float
     moved: float
     added: float
+    crowded: float = 0.0
 
 
 class Sample(NamedTuple):
@@ -51,10 +54,10 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkCost:
-    """The four numbers of one link class among so many ranks, in seconds and seconds a byte.
+    """The five numbers of one link class among so many ranks, in seconds and seconds a byte.
 
     Attributes: link      "shm", "sockets", ..., or "network"
-                ranks     how many exchanged at once: where they outnumber the cores, all four are larger
+                ranks     how many exchanged at once: where they outnumber the cores, all are larger
                 misfit    the worst |fitted / measured - 1| of the samples
     """
 
@@ -65,11 +68,12 @@ class LinkCost:
     beta: float
     gamma: float
     misfit: float
+    crowd: float = 0.0
 
     def seconds(self, work: Work) -> float:
         """What the model says that this work takes."""
         return (work.waits * self.alpha + (work.messages - work.waits) * self.overhead
-                + work.moved * self.beta + work.added * self.gamma)
+                + work.moved * self.beta + work.added * self.gamma + work.crowded * self.crowd)
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ def _link(entry: Any) -> LinkCost:
     names = {field.name for field in fields(LinkCost)}
     if not isinstance(entry, dict) or set(entry) != names:
         raise ConfigError(f"a link has not just {', '.join(sorted(names))}")
-    numbers = [entry[name] for name in ("ranks", "alpha", "overhead", "beta", "gamma", "misfit")]
+    numbers = [entry[name] for name in ("ranks", "alpha", "overhead", "beta", "gamma", "crowd", "misfit")]
     if not isinstance(entry["link"], str) or not all(
             type(number) in (int, float) and 0 <= number < float("inf") for number in numbers):
         raise ConfigError(f"a number of link {entry['link']!r} is none, or below 0")
@@ -175,17 +179,17 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 
 def fit(link: str, ranks: int, samples: Iterable[Sample]) -> LinkCost:
-    """The four numbers, none below 0, that come closest to the samples.
+    """The five numbers, none below 0, that come closest to the samples.
 
     Weighted least squares: the sum of (fitted/measured - 1)² is least, so that a microsecond message counts as much as
     a millisecond one. A number that would come out below 0 is set to 0, and the others are fitted again.
     """
-    rows = np.array([[work.waits, work.messages - work.waits, work.moved, work.added, seconds]
-                     for work, seconds in samples], np.float64)          # (samples, 5)
-    relative = rows[:, :4] / rows[:, 4:]                                 # what each number adds, of what was measured
+    rows = np.array([[work.waits, work.messages - work.waits, work.moved, work.added, work.crowded, seconds]
+                     for work, seconds in samples], np.float64)          # (samples, 6)
+    relative = rows[:, :5] / rows[:, 5:]                                 # what each number adds, of what was measured
     scale = np.abs(relative).max(axis=0)                                 # seconds and seconds a byte differ by 1e5
-    free = [column for column in range(4) if scale[column]]
-    numbers = np.zeros(4)
+    free = [column for column in range(5) if scale[column]]
+    numbers = np.zeros(5)
     while free:
         numbers[:] = 0
         solved, *_ = np.linalg.lstsq(relative[:, free] / scale[free], np.ones(len(rows)), rcond=None)
@@ -194,5 +198,5 @@ def fit(link: str, ranks: int, samples: Iterable[Sample]) -> LinkCost:
             break
         free.remove(free[int(solved.argmin())])
     misfit = float(np.abs(relative @ numbers - 1).max())
-    alpha, overhead, beta, gamma = (max(0.0, float(number)) for number in numbers)
-    return LinkCost(link, ranks, alpha, overhead, beta, gamma, misfit)
+    alpha, overhead, beta, gamma, crowd = (max(0.0, float(number)) for number in numbers)
+    return LinkCost(link, ranks, alpha, overhead, beta, gamma, misfit, crowd)

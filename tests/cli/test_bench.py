@@ -117,7 +117,7 @@ def test_calibrate_leaves_a_profile_that_jobs_use(tmp_path, monkeypatch, capsys)
     assert profile.as_json()["links"] == result["links"]
     assert [(cost.link, cost.ranks) for cost in profile.links] == [("threads", 2), ("shm", 2)]
     assert all(cost.alpha > 0 for cost in profile.links)
-    assert [len(samples) for samples in result["samples"]] == [5, 5]        # two sizes, each twice, and the burst
+    assert [len(samples) for samples in result["samples"]] == [7, 7]        # two sizes, each thrice, and the burst
     assert str(tmp_path / "minidist" / "profile.json") in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert md.run(lambda world: world.link.link, size=2, transport="shm") == ["shm", "shm"]

@@ -3,7 +3,8 @@
 A choice depends only on what every rank of the call knows alike, so that all choose the same: the verb, the number of
 ranks, and, for the verbs whose arrays have one length on all ranks, that length. For those the job's communication
 profile decides, where `minidist bench calibrate` has left one: the algorithm of least predicted time (paths.py). It is
-rank 0's, read when the job meets. Without it, and for the other verbs, the limits below hold.
+rank 0's, read when the job meets. Without it, for other verbs, and where it sees little difference, the limits below
+hold.
 """
 
 from collections.abc import Callable
@@ -79,8 +80,8 @@ def choose(verb: str, algorithm: str, nbytes: int, size: int, link: LinkCost | N
         raise ConfigError(f"{verb}: algorithm shared is for ranks that share memory, those of transport shm; "
                           f"choose auto, or another")
     if algorithm == "auto":
-        measured = fastest(verb, nbytes, size, link) if link is not None else None
-        return measured or _USUAL.get(verb) or _all_reduce(nbytes, size)
+        usual = _USUAL.get(verb) or _all_reduce(nbytes, size)
+        return usual if link is None else fastest(verb, nbytes, size, link, usual)
     if algorithm not in ALGORITHMS[verb]:
         raise ConfigError(f"{verb} has no algorithm {algorithm!r}; choose auto, {', '.join(ALGORITHMS[verb])}")
     return algorithm
