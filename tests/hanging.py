@@ -1,4 +1,4 @@
-"""Ways in which ranks come to wait in vain, as functions of (world): run by tests/comm/test_never_hangs.py, also by mpi.
+"""Ways in which ranks come to wait in vain, as functions of (world), for tests/comm/test_never_hangs.py.
 
 In each of WAYS rank 1 is the odd one; `says` is what every error must name.
 """

@@ -18,51 +18,28 @@ stopped (frozen.py). The first loss is the job's; it goes to every other rank, a
 ranks wait for goes to the arbiter (arbiter.py), which sees deadlocks and disagreements. Who is let in: door.py.
 """
 
-import contextlib
 import dataclasses
-import os
 import queue
 import selectors
 import socket
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from minidist.comm import deadlock, wire
-from minidist.comm.arbiter import Arbiter
-from minidist.comm.deadlock import Verdict
-from minidist.comm.door import Door
-from minidist.comm.frozen import LOOK, Stopped, kill_stopped
+from minidist.comm import wire
+from minidist.comm.door import Door, Seat
+from minidist.comm.frozen import kill_stopped
 from minidist.comm.link import ControlLink
 from minidist.comm.loss import Loss
 from minidist.comm.waits import State
+from minidist.comm.watch import Watch
 from minidist.errors import CommError, HandshakeError
 
 __all__ = ["ControlLink", "Loss", "Monitor", "Seat"]
 
 FRAME_LIMIT = 5.0         # seconds from a frame's first byte to its last
 BLAME_WAIT = 0.5          # seconds the monitor waits to learn itself of a rank that another reports as lost
-TABLE_WAIT = 0.3          # seconds that ranks get to say what they do, when another's wait has reached its limit
-
-
-@dataclasses.dataclass
-class Seat:
-    """A rank's place at the monitor."""
-
-    world_rank: int
-    pid: int
-    host: str
-    sock: socket.socket
-    left: bool = False
-    frozen: bool = False
-    sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-
-    def send(self, kind: str, **content: Any) -> None:
-        """Send one frame; a rank that does not take it is about to be noticed as lost by its own thread."""
-        with self.sending, contextlib.suppress(CommError, OSError, ValueError):
-            wire.send_frame(self.sock, {"kind": kind, **content}, 1.0)
 
 
 class Monitor:
@@ -90,16 +67,14 @@ class Monitor:
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
         self._closed = False
-        self._arbiter = Arbiter(self._ask, self._give_verdict)
-        self._stopped, self._looked = Stopped(), time.monotonic()
-        self._curious: list[tuple[float, Seat, State]] = []   # who asked for the table, and when to answer
+        self._watch = Watch(size, self._present, self.lose)
 
     def start(self) -> None:
         """Begin to accept ranks. Before this there is no thread, so the caller may fork; the kernel keeps a queue."""
         self._door.listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._door.listener, selectors.EVENT_READ)
-        self._run(self._watch)
+        self._run(self._hear_all)
         self._run(self._bury)
 
     def close(self) -> None:
@@ -113,8 +88,7 @@ class Monitor:
             thread.join(2.0)
         for seat in self._seats.values():
             seat.sock.close()
-            if seat.frozen:
-                kill_stopped(seat.pid)
+        self.end_frozen()
         self._door.listener.close()
 
     def close_in_child(self) -> None:
@@ -146,19 +120,15 @@ class Monitor:
             return self._changed.wait_for(lambda: all(seat.left or seat.world_rank == lost
                                                       for seat in self._seats.values()), limit)
 
-    def table(self, states: Mapping[int, State] | None = None) -> str:
-        """What every rank waits for, a line each; `states` replace what was heard."""
-        return deadlock.table({**self._arbiter.states, **(states or {})}, dict(self._arbiter.ended), self.size)
+    def end_frozen(self) -> None:
+        """Kill a process that was lost since it is stopped: it cannot end by itself."""
+        for seat in list(self._seats.values()):
+            if seat.frozen:
+                kill_stopped(seat.pid)
 
-    def final_table(self) -> str:
-        """table(), after the ranks that do not wait had time to say what they do."""
-        self.ask_idle()
-        time.sleep(TABLE_WAIT)
-        return self.table()
-
-    def ask_idle(self) -> None:
-        """Have the ranks that do not wait say what they do, for the table."""
-        self._ask([rank for rank in self._present() if not self._waiting(rank)], 0)
+    def table(self) -> str:
+        """What every rank waits for, a line each; those that do not wait get a moment to say what they do."""
+        return self._watch.final_table()
 
     def has_left(self, world_rank: int) -> bool:
         """Whether this rank has said goodbye, or its connection is gone."""
@@ -175,19 +145,16 @@ class Monitor:
             self._threads = {thread, *(other for other in self._threads if other.is_alive())}
             thread.start()
 
-    def _watch(self) -> None:
+    def _hear_all(self) -> None:
         """One thread hears every rank: what happens at two of them is seen in the order in which it happened."""
         with self._selector:
             while not self._closed:
-                for key, _ in self._selector.select(min(LOOK, self._arbiter.due() or LOOK, *self._due_tables())):
+                for key, _ in self._selector.select(self._watch.due()):
                     if key.data is None:
                         self._door.answer()
                     else:
                         self._hear(key.data)
-                self._arbiter.tick()
-                self._answer_curious()
-                if time.monotonic() - self._looked >= LOOK:
-                    self._look_for_frozen()
+                self._watch.tick()
 
     def _admit(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """After the handshake: the questions a rightful rank answers rightly."""
@@ -255,17 +222,21 @@ class Monitor:
                 else:
                     self._run(self._fail_late, seat, loss)
             case "waits":
-                self._arbiter.heard(seat.world_rank, State.unpacked(frame["state"]), int(frame["round"]))
+                self._watch.heard(seat, State.unpacked(frame["state"]), int(frame["round"]))
             case "table":
-                self._curious.append((time.monotonic() + TABLE_WAIT, seat, State.unpacked(frame["state"])))
-                self.ask_idle()
+                self._watch.asked(seat, State.unpacked(frame["state"]))
             case "goodbye":
-                self._arbiter.left(seat.world_rank, State.unpacked(frame["state"]))
+                self._watch.left(seat, State.unpacked(frame["state"]))
                 with self._changed:
                     seat.left = True
                     self._changed.notify_all()
             case kind:
                 raise CommError(f"unknown frame {kind!r}")
+
+    def _present(self) -> dict[int, Seat]:
+        """Who is here and has not said goodbye, by world rank."""
+        with self._changed:
+            return {rank: seat for rank, seat in self._seats.items() if not seat.left}
 
     def _meet(self, seat: Seat, number: int, info: Any) -> None:
         with self._changed:
@@ -282,40 +253,3 @@ class Monitor:
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None, BLAME_WAIT)
         seat.send("noted", value=self.lose(loss))
-
-    # --- what ranks wait for, in the watching thread -----------------------------------------------------------------
-
-    def _ask(self, ranks: list[int], number: int) -> None:
-        for rank in ranks:
-            self._seats[rank].send("ask", round=number)
-
-    def _give_verdict(self, verdict: Verdict) -> None:
-        for rank in verdict.ranks:
-            self._seats[rank].send("verdict", error=verdict.error, text=verdict.text)
-
-    def _present(self) -> list[int]:
-        with self._changed:
-            return [rank for rank, seat in self._seats.items() if not seat.left]
-
-    def _waiting(self, rank: int) -> bool:
-        state = self._arbiter.states.get(rank)
-        return state is not None and bool(state.waits)
-
-    def _due_tables(self) -> list[float]:
-        return [max(0.0, when - time.monotonic()) for when, *_ in self._curious] or [LOOK]
-
-    def _answer_curious(self) -> None:
-        """Tell who asked what everybody waits for, once they had time to say."""
-        while self._curious and self._curious[0][0] <= time.monotonic():
-            _, seat, state = self._curious.pop(0)
-            seat.send("table", value=self.table({seat.world_rank: state}))
-
-    def _look_for_frozen(self) -> None:
-        """A rank of this host whose process is stopped is lost."""
-        self._looked = time.monotonic()
-        with self._changed:
-            here = {seat.pid: seat for seat in self._seats.values()
-                    if not seat.left and seat.host == os.uname().nodename}
-        for pid in self._stopped.frozen(set(here)):
-            here[pid].frozen = True
-            self.lose(Loss(here[pid].world_rank, pid, here[pid].host, "is frozen (stopped)"))

@@ -6,6 +6,7 @@ first, so a crowd of slow strangers cannot keep a rank out.
 """
 
 import contextlib
+import dataclasses
 import logging
 import socket
 import threading
@@ -20,6 +21,24 @@ PENDING = 64              # connections that have not proven themselves yet
 HANDSHAKE_LIMIT = 10.0    # seconds a connection gets for that
 
 log = logging.getLogger("minidist.control")
+
+
+@dataclasses.dataclass
+class Seat:
+    """A rank's place at the monitor."""
+
+    world_rank: int
+    pid: int
+    host: str
+    sock: socket.socket
+    left: bool = False
+    frozen: bool = False
+    sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Send one frame; a rank that does not take it is about to be noticed as lost by its own thread."""
+        with self.sending, contextlib.suppress(CommError, OSError, ValueError):
+            wire.send_frame(self.sock, {"kind": kind, **content}, 1.0)
 
 
 class Door:

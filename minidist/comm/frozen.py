@@ -11,7 +11,7 @@ import signal
 import time
 from pathlib import Path
 
-LOOK = 0.5      # seconds between two looks
+LOOK = 0.4      # seconds between two looks
 _LATE = 3       # times LOOK: so long between two looks that this process did not run either
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn, Protocol
 
 from minidist.comm.control import Seat
+from minidist.comm.frozen import kill_stopped
 from minidist.comm.link import how_it_ended
 
 REAP_LIMIT = 0.4    # seconds between a connection's end and the end of its process, on a machine that is busy
@@ -102,7 +103,12 @@ class Children:
         return True
 
     def end(self, grace: float) -> None:
-        """Give them `grace` seconds to end by themselves, as long again after SIGTERM, then kill them."""
+        """Give them `grace` seconds to end by themselves, as long again after SIGTERM, then kill them.
+
+        One that is stopped is killed at once: it will not hear of anything.
+        """
+        for rank in self.running():
+            kill_stopped(self.processes[rank].pid)
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self.wait(grace):
                 return

@@ -50,7 +50,7 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
         late = sorted(set(range(size)) - set(outcomes))
         if late:
             raise TimeoutError(f"{len(late)} of {size} ranks had not ended after {limit:g} s: rank "
-                               f"{', '.join(map(str, late))}\n{job.monitor.final_table()}")
+                               f"{', '.join(map(str, late))}\n{job.monitor.table()}")
         return [outcomes[rank]["result"] for rank in range(size)]
     finally:
         job.end()
@@ -103,6 +103,7 @@ class _Job:
                         self.unheard.discard(key.data)
                         self._note(key.data, bytes(buffers[key.data]), outcomes)
                 if self.monitor.loss is not None:
+                    self.monitor.end_frozen()
                     deadline = min(deadline, time.monotonic() + GRACE)
         return outcomes
 

@@ -86,7 +86,7 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
             late = sorted(set(range(size)) - set(outcomes))
             if late and not in_time:
                 raise TimeoutError(f"{len(late)} of {size} ranks had not ended after {limit:g} s: rank "
-                                   f"{', '.join(map(str, late))}\n{monitor.final_table()}")
+                                   f"{', '.join(map(str, late))}\n{monitor.table()}")
             said.seek(0)
             text = said.read().decode(errors="replace").strip()
             if late:
@@ -95,6 +95,7 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
                 print(text, file=sys.stderr)
             return [outcomes[rank]["result"] for rank in range(size)]
         finally:
+            monitor.end_frozen()                            # mpirun would wait for it
             _end(process)
             monitor.close()
 

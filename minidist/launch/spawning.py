@@ -134,6 +134,8 @@ class _Job:
     def _lost(self, loss: Loss) -> int:
         if not loss.traceback and loss.status != 130:       # it could not speak for itself
             print(f"minidist: {loss}; the job ends", file=sys.stderr, flush=True)
+        if self.monitor is not None:
+            self.monitor.end_frozen()
         code = self.children.code(loss.world_rank, GRACE)
         return _status(code) if code else loss.status
 

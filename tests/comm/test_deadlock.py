@@ -69,8 +69,8 @@ def test_a_message_in_flight_is_hope_for_its_receiver_alone():
     assert stuck({**said, 1: State(said[1].waits, sent={0: 5}, settled=True)}) == []
     assert stuck({0: State(said[0].waits, taken={1: 5}, settled=True),
                   1: State(said[1].waits, sent={0: 5}, settled=True)}) == [0, 1]
-    full = states(wait(message("send", "a.py:1"), 1, incoming=False), wait(message("send", "a.py:1"), 0, incoming=False),
-                  sent={0: 1, 1: 1})
+    send = message("send", "a.py:1")
+    full = states(wait(send, 1, incoming=False), wait(send, 0, incoming=False), sent={0: 1, 1: 1})
     assert stuck(full) == [0, 1], "both links are full of what nobody takes"
 
 

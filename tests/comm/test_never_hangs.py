@@ -1,27 +1,39 @@
 """Whatever keeps ranks waiting ends with an error that names it: on every transport, within a second."""
 
+import ctypes
+import os
 import re
+import signal
 import time
 
+import numpy as np
 import pytest
 from hanging import WAYS, hang
-from helpers import THREADS, run
+from helpers import run
+from leftovers import nothing_left
 
 from minidist import errors
+from minidist.comm import frozen
+from minidist.errors import PeerLostError
 
-CI = ("group", "one rank in a message", "one rank in a message, the others in started calls", "one rank not calling",
-      "a ring of receives", "a ring of sends", "a receive from oneself", "order")
-"""What no message shows, and one that a message does."""
+RING, SENDS, MESSAGE, MISSING = "a ring of receives", "a ring of sends", "one rank in a message", "one rank not calling"
+QUICK = {
+    "threads": ("group", "order", MISSING, "one rank in a message, the others in started calls",
+                "a receive from oneself"),
+    "threads-unbuffered": (RING, SENDS),
+    "sockets": ("group", MESSAGE, RING, SENDS),
+    "shm": (MESSAGE, MISSING),
+    "mpi": ("group",),
+}
+"""What the default run tries: mostly what no message shows."""
 
 
 def ways():
-    for transport in (*THREADS, "sockets", "shm", "mpi"):
-        for way in WAYS:
-            quick = transport in THREADS or (way in CI and transport != "mpi") or way in ("group", "a ring of receives")
-            yield pytest.param(transport, way, marks=() if quick else pytest.mark.soak)
+    return [pytest.param(transport, way, marks=() if way in quick else pytest.mark.soak)
+            for transport, quick in QUICK.items() for way in WAYS]
 
 
-@pytest.mark.parametrize(("transport", "way"), list(ways()))
+@pytest.mark.parametrize(("transport", "way"), ways())
 def test_ranks_that_wait_in_vain_learn_why(transport, way):
     if way == "a ring of sends" and transport == "threads":
         run(hang, way, size=3, transport=transport)         # its sends are buffered, and complete at once
@@ -31,3 +43,58 @@ def test_ranks_that_wait_in_vain_learn_why(transport, way):
         run(hang, way, size=3, transport=transport)
     assert re.search(WAYS[way].says, str(caught.value)), str(caught.value)
     assert time.monotonic() - started < (10 if transport == "mpi" else 5)
+
+
+# --- frozen ranks ----------------------------------------------------------------------------------------------------
+
+def freezes(world, folder):
+    """Rank 1 stops; the others write down what they learn, and after how many seconds."""
+    world.barrier()
+    started = time.monotonic()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        world.all_reduce(np.ones(3), algorithm="ring")
+    except PeerLostError as error:
+        with open(f"{folder}/{world.rank}", "w") as file:
+            file.write(f"{time.monotonic() - started:.3f} {os.getpid()} {error}")
+        raise
+
+
+@pytest.mark.parametrize("transport", ["sockets", pytest.param("shm", marks=pytest.mark.soak),
+                                       pytest.param("mpi", marks=pytest.mark.soak)])
+def test_a_frozen_rank_is_lost_within_two_seconds_and_nothing_stays(transport, tmp_path):
+    with nothing_left(), pytest.raises(PeerLostError, match=r"rank 1 \(process \d+ on \S+\) is frozen \(stopped\)"):
+        run(freezes, str(tmp_path), size=4, transport=transport)
+    for rank in (0, 2, 3):
+        seconds, _, text = (tmp_path / str(rank)).read_text().split(" ", 2)
+        assert float(seconds) < 2, text
+        assert re.search(rf"^rank 1 \(process \d+ on \S+\) is frozen \(stopped\); rank {rank} was in all_reduce\(.*\), "
+                         r"its call 2, at \S*test_never_hangs.py:\d+", text), text
+
+
+def holds_the_interpreter(world):
+    """One long call during which no other thread of rank 1 runs."""
+    if world.rank == 1:
+        ctypes.PyDLL(None).usleep(1_500_000)
+    return float(world.all_reduce(1.0))
+
+
+def test_a_rank_that_computes_in_one_long_call_is_not_frozen():
+    assert run(holds_the_interpreter, size=2, transport="sockets") == [2.0, 2.0]
+
+
+def test_frozen_at_two_looks_running_unless_we_did_not_run_either(monkeypatch):
+    now, state = [0.0], ["T"]
+    monkeypatch.setattr(frozen.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(frozen, "state_of", lambda pid: state[0])
+    looks = frozen.Stopped()
+
+    def look(after, letter):
+        now[0], state[0] = now[0] + after, letter
+        return looks.frozen({7})
+
+    assert [look(0.4, letter) for letter in "TRTST"] == [set()] * 5
+    assert look(0.4, "T") == {7}
+    assert look(5.0, "T") == set(), "Ctrl-Z and fg: the whole job slept"
+    assert look(0.4, "R") == set()

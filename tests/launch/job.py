@@ -26,6 +26,8 @@ def misbehave(mode: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "term":
             os.kill(os.getpid(), signal.SIGTERM)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         case "interrupt":
             raise KeyboardInterrupt
 

@@ -112,6 +112,7 @@ def test_a_busy_rank_does_not_hold_up_the_end_under_mpirun():
 @pytest.mark.parametrize("transport", ["mpi", pytest.param("shm", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("mode", "how"), [
     ("kill", "was killed"), ("exit", "exited with status 3"),
+    pytest.param("stop", "is frozen", marks=pytest.mark.soak),
     pytest.param("_exit", "exited|ended", marks=pytest.mark.soak)])
 def test_a_death_under_mpirun_ends_the_job_and_is_named(transport, mode, how):
     with nothing_left() as environment:

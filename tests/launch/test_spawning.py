@@ -42,6 +42,7 @@ def test_a_job_runs_and_says_nothing_else(transport):
     ("exit", 3, "exited with status 3"),
     pytest.param("_exit", 3, "exited with status 3 without goodbye", marks=pytest.mark.soak),
     ("kill", 137, "was killed by SIGKILL"),
+    pytest.param("stop", 137, r"is frozen \(stopped\)", marks=pytest.mark.soak),
     pytest.param("term", 143, "was killed by SIGTERM", marks=pytest.mark.soak)])
 def test_a_rank_that_dies_is_named_once_and_by_each_survivor(mode, status, how):
     with nothing_left() as environment:
