@@ -36,9 +36,14 @@ class Mpirun:
     flavour: str        # "mpich" | "openmpi" | "unknown"
     version: str
 
-    def command(self, size: int) -> list[str]:
-        """Start `size` ranks here, also where that is more than cores."""
-        return [self.path, *(["--oversubscribe"] if self.flavour == "openmpi" else []), "-n", str(size)]
+    def command(self, size: int, *, patient: bool = False) -> list[str]:
+        """Start `size` ranks here, also where that is more than cores.
+
+        `patient`: who calls ends the job. MPICH's mpirun else kills every rank milliseconds after one was killed, before
+        they can say what they heard of it; so it mostly does not.
+        """
+        options = {"openmpi": ["--oversubscribe"], "mpich": ["-disable-auto-cleanup"] if patient else []}
+        return [self.path, *options.get(self.flavour, []), "-n", str(size)]
 
     def environment(self) -> dict[str, str]:
         """This process's, without its own launcher's variables."""
@@ -76,7 +81,7 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
         Path(folder, "task").write_bytes(wire.pack({**where, "args": list(args), "path": sys.path, "limit": limit}))
         monitor.start()
         process = subprocess.Popen(
-            [*mpirun.command(size), sys.executable, "-m", "minidist.launch.mpirun", folder], stderr=said,
+            [*mpirun.command(size, patient=True), sys.executable, "-m", "minidist.launch.mpirun", folder], stderr=said,
             stdin=subprocess.DEVNULL, env={**mpirun.environment(), **Place(*monitor.address, token).variables()})
         try:
             in_time = _wait(process, monitor, limit)

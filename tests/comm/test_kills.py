@@ -1,0 +1,106 @@
+"""A rank dies at any moment of any verb: every survivor learns who, how, and in which call of its own; nothing stays.
+
+CI kills a few ranks, `-m soak` a hundred.
+"""
+
+import itertools
+import os
+import random
+import re
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from helpers import run
+from leftovers import nothing_left
+
+from minidist.errors import PeerLostError
+
+VERBS = {
+    "all_reduce": lambda w, x: w.all_reduce(x), "ring": lambda w, x: w.all_reduce(x, algorithm="ring"),
+    "reduce": lambda w, x: w.reduce(x), "broadcast": lambda w, x: w.broadcast(x), "gather": lambda w, x: w.gather(x),
+    "all_gather": lambda w, x: w.all_gather(x), "scatter": lambda w, x: w.scatter(x),
+    "reduce_scatter": lambda w, x: w.reduce_scatter(x), "all_to_all": lambda w, x: w.all_to_all([x] * w.size),
+    "barrier": lambda w, x: w.barrier(), "started": lambda w, x: w.start_all_reduce(x).wait(),
+    "exchange": lambda w, x: w.exchange(x, dst=(w.rank + 1) % w.size, src=(w.rank - 1) % w.size),
+}
+ENDS = {"kill": "was killed", "exit": "exited with status 7|was killed, or ended without goodbye", "raise": "failed with ArithmeticError: on purpose"}
+
+
+def die(how):
+    """End this rank's part of the job."""
+    match how:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(7)
+    raise ArithmeticError("on purpose")
+
+
+def until_one_dies(world, folder, victim, how, verb, length, calls, delay):
+    """Call a verb for ever; the victim makes `calls` of them, then dies: at once, or (`delay` s) inside one."""
+    x = np.ones(length, np.float32)
+    world.barrier()
+    try:
+        for number in itertools.count():
+            if world.rank == victim and number == calls:
+                with open(f"{folder}/death", "w") as file:
+                    file.write(f"{time.monotonic() + delay} {os.getpid()}")
+                if not delay or how == "raise":
+                    die(how)
+                threading.Timer(delay, die, (how,)).start()
+            VERBS[verb](world, x)
+            if number % 8 == 7:
+                world.barrier()         # who only sends, in messages so short that MPI keeps them, never waits
+    except PeerLostError as error:
+        with open(f"{folder}/draft-{world.rank}", "w") as file:
+            file.write(f"{time.monotonic()} {error.world_rank} {error}")
+        os.replace(f"{folder}/draft-{world.rank}", f"{folder}/{world.rank}")
+        raise
+
+
+def check_one_kill(folder, *, transport, size, victim, how, verb, length, calls, delay, within):
+    """Run it, and look at what everybody learnt. Returns the slowest survivor's seconds."""
+    with nothing_left(6.0), pytest.raises(ArithmeticError if how == "raise" else PeerLostError) as caught:
+        run(until_one_dies, str(folder), victim, how, verb, length, calls, delay, size=size, transport=transport)
+    assert f"rank {victim}" in str(caught.value)
+    died, pid = (folder / "death").read_text().split()
+    slowest = 0.0
+    for rank in set(range(size)) - {victim}:
+        if transport == "mpi" and how != "raise" and not (folder / str(rank)).exists():
+            continue                    # mpirun was quicker, and has killed it: it may do so within milliseconds
+        when, lost, text = (folder / str(rank)).read_text().split(" ", 2)
+        assert int(lost) == victim, text
+        assert re.match(rf"rank {victim} \(process {pid} on \S+\) ({ENDS[how]})", text), text
+        assert re.search(rf"; rank {rank} was in \w+\(.*\), its call \d+, at \S*test_kills.py:\d+", text), text
+        slowest = max(slowest, float(when) - float(died))
+    assert slowest < within, f"the last survivor learnt it after {slowest:.3f} s"
+    return slowest
+
+
+@pytest.mark.parametrize(("transport", "how", "verb", "delay"), [
+    ("sockets", "kill", "ring", 0.0), ("shm", "kill", "all_reduce", 0.0), ("sockets", "exit", "all_to_all", 0.01),
+    ("shm", "raise", "started", 0.0)])
+def test_every_survivor_of_eight_learns_it_at_once(transport, how, verb, delay, tmp_path):
+    check_one_kill(tmp_path, transport=transport, size=8, victim=5, how=how, verb=verb, length=1000, calls=3,
+                   delay=delay, within=1.0)     # 0.25 s on a quiet machine: the soak measures that
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_hundred_random_kills(tmp_path):
+    draw, seconds = random.Random(3), []
+    for number in range(100):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        case = {"transport": draw.choice(("sockets", "shm", "sockets", "shm", "mpi")), "size": draw.choice((2, 3, 5, 8)),
+                "how": draw.choice(tuple(ENDS)), "verb": draw.choice(tuple(VERBS)),
+                "length": draw.choice((0, 1, 1000, 100_000, 2_000_000)), "calls": draw.choice((0, 1, 7)),
+                "delay": draw.choice((0.0, 0.0, 0.005, 0.05))}
+        case["victim"] = draw.randrange(case["size"])
+        print(number, case, flush=True)
+        seconds.append(check_one_kill(folder, **case, within=2.0))
+    print(f"seconds until the last survivor knew: median {np.median(seconds):.3f}, most {max(seconds):.3f}")
+    assert np.median(seconds) < 0.25
