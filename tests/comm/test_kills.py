@@ -26,7 +26,8 @@ VERBS = {
     "barrier": lambda w, x: w.barrier(), "started": lambda w, x: w.start_all_reduce(x).wait(),
     "exchange": lambda w, x: w.exchange(x, dst=(w.rank + 1) % w.size, src=(w.rank - 1) % w.size),
 }
-ENDS = {"kill": "was killed", "exit": "exited with status 7|was killed, or ended without goodbye", "raise": "failed with ArithmeticError: on purpose"}
+ENDS = {"kill": "was killed", "exit": "exited with status 7|was killed, or ended without goodbye",
+        "raise": "failed with ArithmeticError: on purpose"}
 
 
 def die(how):
@@ -95,8 +96,8 @@ def test_a_hundred_random_kills(tmp_path):
     for number in range(100):
         folder = tmp_path / str(number)
         folder.mkdir()
-        case = {"transport": draw.choice(("sockets", "shm", "sockets", "shm", "mpi")), "size": draw.choice((2, 3, 5, 8)),
-                "how": draw.choice(tuple(ENDS)), "verb": draw.choice(tuple(VERBS)),
+        case = {"transport": draw.choice(("sockets", "shm", "sockets", "shm", "mpi")),
+                "size": draw.choice((2, 3, 5, 8)), "how": draw.choice(tuple(ENDS)), "verb": draw.choice(tuple(VERBS)),
                 "length": draw.choice((0, 1, 1000, 100_000, 2_000_000)), "calls": draw.choice((0, 1, 7)),
                 "delay": draw.choice((0.0, 0.0, 0.005, 0.05))}
         case["victim"] = draw.randrange(case["size"])
