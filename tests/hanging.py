@@ -80,3 +80,67 @@ WAYS = {
 def hang(world: Group, way: str) -> Any:
     """Go that way."""
     return (WAYS[way].odd if world.rank == 1 else WAYS[way].usual)(world)
+
+
+# --- ranks that disagree at random -----------------------------------------------------------------------------------
+
+KINDS = ("verb", "shape", "dtype", "op", "root", "algorithm", "group", "order", "not calling")
+ALL_REDUCES = ("auto", "naive", "tree", "ring", "direct", "pairwise", "doubling", "halving-doubling")
+CALLS: dict[str, Callable[[Group, np.ndarray], Any]] = {
+    "all_reduce": lambda w, x: w.all_reduce(x), "reduce_scatter": lambda w, x: w.reduce_scatter(x),
+    "all_gather": lambda w, x: w.all_gather(x), "all_to_all": lambda w, x: w.all_to_all([x] * w.size),
+    "barrier": lambda w, x: w.barrier(), "reduce": lambda w, x: w.reduce(x), "gather": lambda w, x: w.gather(x),
+    "broadcast": lambda w, x: w.broadcast(x), "scatter": lambda w, x: w.scatter(x),
+}
+"""In the first four every rank hears of every other, so that after one of them nobody is ahead."""
+
+
+def drawn(draw: Any) -> dict[str, Any]:
+    """A way for one rank to disagree: `draw` is a random.Random."""
+    kind, size = draw.choice(KINDS), draw.choice((2, 3, 4))
+    one, other = draw.sample(sorted(CALLS), 2)
+    algorithm, another = draw.sample(ALL_REDUCES[1:], 2)
+    return {"kind": kind, "size": size, "odd": draw.randrange(size), "length": draw.choice((1, 7, 5000, 300_000)),
+            "before": draw.choice((0, 1, 5)), "verbs": [one, other], "algorithms": [algorithm, another],
+            "ops": draw.sample(("sum", "max", "min", "prod"), 2), "roots": draw.sample(range(size), 2),
+            "start": draw.random() < 0.3}
+
+
+def disagree(world: Group, case: dict[str, Any]) -> None:
+    """Calls that all make alike, the call in which rank `odd` differs, and a barrier."""
+    odd = int(world.rank == case["odd"])
+    x = np.ones(case["length"], np.float32)
+    both = groups(world)
+    for _ in range(case["before"]):
+        world.all_reduce(x)
+    one, other = case["verbs"]
+    match case["kind"]:
+        case "verb":
+            CALLS[case["verbs"][odd]](world, x)
+        case "shape":
+            _all_reduce(world, case, x[odd:] if case["length"] % 2 else x.reshape((-1, 2 - odd)))
+        case "dtype":
+            _all_reduce(world, case, x.view(np.int32) if odd else x)
+        case "op":
+            _all_reduce(world, case, x, op=case["ops"][odd])
+        case "root":
+            world.broadcast(x, root=case["roots"][odd])
+        case "algorithm":
+            _all_reduce(world, case, x, algorithm=case["algorithms"][odd])
+        case "group":
+            both[odd].all_reduce(x)
+            both[1 - odd].all_reduce(x)
+        case "order":
+            CALLS[other if odd else one](world, x)
+            CALLS[one if odd else other](world, x)
+        case "not calling":
+            if not odd:
+                _all_reduce(world, case, x)
+    world.barrier()
+
+
+def _all_reduce(world: Group, case: dict[str, Any], x: np.ndarray, **options: str) -> None:
+    if case["start"]:
+        world.start_all_reduce(x, **options).wait()
+    else:
+        world.all_reduce(x, **options)

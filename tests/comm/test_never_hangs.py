@@ -2,19 +2,20 @@
 
 import ctypes
 import os
+import random
 import re
 import signal
 import time
 
 import numpy as np
 import pytest
-from hanging import WAYS, hang
+from hanging import WAYS, disagree, drawn, hang
 from helpers import run
 from leftovers import nothing_left
 
 from minidist import errors
 from minidist.comm import frozen
-from minidist.errors import PeerLostError
+from minidist.errors import MismatchError, PeerLostError
 
 RING, SENDS, MESSAGE, MISSING = "a ring of receives", "a ring of sends", "one rank in a message", "one rank not calling"
 QUICK = {
@@ -43,6 +44,32 @@ def test_ranks_that_wait_in_vain_learn_why(transport, way):
         run(hang, way, size=3, transport=transport)
     assert re.search(WAYS[way].says, str(caught.value)), str(caught.value)
     assert time.monotonic() - started < (10 if transport == "mpi" else 5)
+
+
+# --- ranks that disagree at random -----------------------------------------------------------------------------------
+
+def check_disagreements(count, seed, transports):
+    """Every one ends in MismatchError that shows both calls."""
+    draw = random.Random(seed)
+    for number in range(count):
+        case, transport = drawn(draw), draw.choice(transports)
+        with pytest.raises(MismatchError) as caught:
+            run(disagree, case, size=case["size"], transport=transport)
+            pytest.fail(f"{number}: not caught on {transport}: {case}")
+        text = str(caught.value)
+        calls = re.findall(r"^  rank (\d) calls \w+\(.*\), its call \d+, at \S*hanging\.py:\d+", text, re.M)
+        assert len(calls) == 2, f"{transport}: {case}: {text}"
+        assert str(case["odd"]) in calls or case["size"] > 2, f"{transport}: {case}: {text}"
+
+
+def test_random_disagreements():
+    check_disagreements(12, 5, ("threads", "threads-unbuffered", "sockets", "shm"))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_two_hundred_random_disagreements():
+    check_disagreements(200, 6, ("threads", "threads-unbuffered", "sockets", "shm", "sockets", "shm", "mpi"))
 
 
 # --- frozen ranks ----------------------------------------------------------------------------------------------------
