@@ -3,12 +3,15 @@
 In each of WAYS rank 1 is the odd one; `says` is what every error must name.
 """
 
+import random
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidist.comm.group import Group
+from minidist.comm.transports.delayed import delayed
 
 ONES = np.ones(6, np.float32)
 HERE = r"\S*hanging\.py:\d+"
@@ -144,3 +147,31 @@ def _all_reduce(world: Group, case: dict[str, Any], x: np.ndarray, **options: st
         world.start_all_reduce(x, **options).wait()
     else:
         world.all_reduce(x, **options)
+
+
+# --- long waits that end ---------------------------------------------------------------------------------------------
+
+def patient(world: Group, alpha: float, rounds: int, seed: int) -> int:
+    """Rounds of calls over links so slow that every wait is told; and ranks that come late. Returns what it counted."""
+    total = 0
+    with delayed(world, alpha=alpha, beta=0.0) as slow:
+        draw = random.Random(seed)                          # the same on every rank
+        for _ in range(rounds):
+            lazy, seconds = draw.randrange(world.size), draw.uniform(0.0, 3 * alpha)
+            if world.rank == lazy:
+                time.sleep(seconds)
+            kind, pending = draw.randrange(4), None
+            if kind == 0:
+                pending = slow.start_all_reduce(world.rank, algorithm=draw.choice(("ring", "tree", "direct")))
+            if kind == 1:
+                total += int(slow.exchange(world.rank, dst=(world.rank + 1) % world.size,
+                                           src=(world.rank - 1) % world.size))
+            if kind == 2 and world.rank == lazy:
+                for other in set(range(world.size)) - {lazy}:
+                    slow.send(np.zeros(100_000), dst=other)
+            elif kind == 2:
+                total += len(slow.recv(src=lazy))
+            total += int(world.all_reduce(1))
+            if pending is not None:
+                total += int(pending.wait())
+    return total

@@ -248,6 +248,10 @@ class Group:
         self._children.append(child)
         return child
 
+    def tell_step(self, step: int) -> None:
+        """Say which training step this rank is in; what it raises when another rank is lost names it. Sends nothing."""
+        self.transport.waits.step = step
+
     def close(self) -> None:
         """Carry out what was started, in this group and those split from it, and end their worker threads.
 

@@ -146,6 +146,7 @@ class ControlLink:
         blames = error.world_rank if isinstance(error, PeerLostError) else None
         try:
             self._send({"kind": "failed", "loss": dataclasses.asdict(loss), "blames": blames})
+            self._leaving = True                           # the monitor may hang up once all others have stopped
         except CommError:
             return self.loss is None or self.loss.world_rank == self.world_rank
         return bool(self._answer("noted", 0, ANSWER_LIMIT, despite_loss=True))

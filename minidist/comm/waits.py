@@ -145,6 +145,7 @@ class Waits:
                 table    (state) -> what all ranks wait for, in words; `state` is what this rank says of itself
                 held     each says for whom messages are held back on their way out, one entry a message
                 ends     abort() of links that belong to the transport and tell their waits here
+                step     the training step that the program is in, if it says so
                 workers  those that carry out started calls
     """
 
@@ -153,6 +154,7 @@ class Waits:
         self.program: Callable[[], set[int | None]] = _program
         self.tell: Callable[[], None] | None = None
         self.table: Callable[[State], str] | None = None
+        self.step: int | None = None
         self.held: list[Callable[[], list[int]]] = []
         self.ends: list[Callable[[CommError], None]] = []
         self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
@@ -202,6 +204,16 @@ class Waits:
         table = "" if self.table is None else self.table(state)
         return f"\n{table}" if table else ""
 
+    def located(self, error: PeerLostError, world_rank: int) -> PeerLostError:
+        """`error`, whose first line now says in which step and call this rank met it."""
+        purpose = purpose_of(sys._getframe(1))
+        if purpose is None:
+            return error
+        first, *rest = str(error).split("\n")
+        step = "" if self.step is None else f"step {self.step}, "
+        first += f"; rank {world_rank} was in {step}{purpose.signature.describe()}"
+        return PeerLostError("\n".join([first, *rest]), error.world_rank)
+
     def _say(self) -> None:
         if self.tell is not None:
             self.tell()
@@ -215,16 +227,6 @@ def purpose_of(frame: FrameType | None) -> Purpose | None:
             return owner
         frame = frame.f_back
     return None
-
-
-def located(error: PeerLostError, world_rank: int) -> PeerLostError:
-    """`error`, with the call in which this rank met it. Of a long message (a traceback) that follows the first line."""
-    purpose = purpose_of(sys._getframe(1))
-    if purpose is None:
-        return error
-    first, *rest = str(error).split("\n")
-    first += f"; rank {world_rank} was in {purpose.signature.describe()}"
-    return PeerLostError("\n".join([first, *rest]), error.world_rank)
 
 
 def _nothing() -> tuple[dict[int, int], dict[int, int]]:

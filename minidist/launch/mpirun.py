@@ -39,8 +39,8 @@ class Mpirun:
     def command(self, size: int, *, patient: bool = False) -> list[str]:
         """Start `size` ranks here, also where that is more than cores.
 
-        `patient`: who calls ends the job. MPICH's mpirun else kills every rank milliseconds after one was killed, before
-        they can say what they heard of it; so it mostly does not.
+        `patient`: who calls ends the job. Else MPICH's mpirun kills every rank moments after one was killed, before
+        they can say what they heard of it; so it mostly leaves that to us.
         """
         options = {"openmpi": ["--oversubscribe"], "mpich": ["-disable-auto-cleanup"] if patient else []}
         return [self.path, *options.get(self.flavour, []), "-n", str(size)]

@@ -124,6 +124,7 @@ class Trainer:
         Returns the global mean token loss, a float with the same bits on every rank.
         Cost:    as the strategy's docstring says; counted in the ledger's phase "step".
         """
+        self.world.tell_step(self.steps_done)
         with self.world.ledger.during("step"), self.recorder.span("step", step=self.steps_done):
             loss = self.strategy.step(batch, self.optimizer, lr=self.learning_rate(self.steps_done), clip=self.clip)
         self.steps_done += 1

@@ -134,6 +134,16 @@ def test_a_reported_exception_arrives_with_its_traceback():
         assert links[0].loss.status == 1
 
 
+def test_a_monitor_that_hangs_up_on_who_has_failed_is_no_news():
+    with job(2, present=[1]) as (monitor, links):
+        [noted] = losses(links)
+        links[0].report(TimeoutError("rank 0 did not come"))
+        monitor.close()
+        links[0].wait_until_released(2.0)
+        assert not noted
+        assert links[0].loss is None
+
+
 def test_bad_input_asks_for_status_2():
     with job(2) as (monitor, links):
         links[0].report(ConfigError("no such file"))

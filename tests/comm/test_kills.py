@@ -52,6 +52,7 @@ def until_one_dies(world, folder, victim, how, verb, length, calls, delay):
                 if not delay or how == "raise":
                     die(how)
                 threading.Timer(delay, die, (how,)).start()
+            world.tell_step(number)
             VERBS[verb](world, x)
             if number % 8 == 7:
                 world.barrier()         # who only sends, in messages so short that MPI keeps them, never waits
@@ -75,7 +76,7 @@ def check_one_kill(folder, *, transport, size, victim, how, verb, length, calls,
         when, lost, text = (folder / str(rank)).read_text().split(" ", 2)
         assert int(lost) == victim, text
         assert re.match(rf"rank {victim} \(process {pid} on \S+\) ({ENDS[how]})", text), text
-        assert re.search(rf"; rank {rank} was in \w+\(.*\), its call \d+, at \S*test_kills.py:\d+", text), text
+        assert re.search(rf"; rank {rank} was in (step \d+, )?\w+\(.*\), its call \d+, at \S*test_kills.py:\d+", text)
         slowest = max(slowest, float(when) - float(died))
     assert slowest < within, f"the last survivor learnt it after {slowest:.3f} s"
     return slowest

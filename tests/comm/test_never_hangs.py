@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from hanging import WAYS, disagree, drawn, hang
+from hanging import WAYS, disagree, drawn, hang, patient
 from helpers import run
 from leftovers import nothing_left
 
@@ -70,6 +70,17 @@ def test_random_disagreements():
 @pytest.mark.timeout(1200)
 def test_two_hundred_random_disagreements():
     check_disagreements(200, 6, ("threads", "threads-unbuffered", "sockets", "shm", "sockets", "shm", "mpi"))
+
+
+# --- waits that are long, and not in vain ----------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("transport", "rounds"), [
+    ("sockets", 3),
+    *(pytest.param(name, 60, marks=(pytest.mark.soak, pytest.mark.timeout(300)))
+      for name in ("threads", "threads-unbuffered", "sockets", "shm", "mpi"))])
+def test_long_waits_are_not_taken_for_vain(transport, rounds):
+    """Messages of 0.2 s, so that in nearly every round all ranks wait for what is in flight."""
+    assert len(run(patient, 0.2, rounds, 7, size=4, transport=transport, limit=200.0)) == 4
 
 
 # --- frozen ranks ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 
 from minidist.comm.transport import Handle, Tag, Transport
-from minidist.comm.waits import QUIET, Waits, located
+from minidist.comm.waits import QUIET, Waits
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 _QUICK, _SLOW = 0.0002, 0.005   # seconds between the helper's passes: while bytes move, while none do
@@ -192,7 +192,7 @@ class Engine(Transport):
             with self.waits.lasting(what, lambda: (lost,)):
                 self._aborted.wait(_HEARSAY)
         error = self.error or error
-        return located(error, self.world_rank) if isinstance(error, PeerLostError) else error
+        return self.waits.located(error, self.world_rank) if isinstance(error, PeerLostError) else error
 
     # --- the life of an operation: under the lock --------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from minidist.comm.transport import Accept, Handle, Reduce, Tag, Transport
-from minidist.comm.waits import QUIET, Waits, located
+from minidist.comm.waits import QUIET, Waits
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 
@@ -149,7 +149,7 @@ class Mailbox(Transport):
         with self._changed:
             while not handle.complete:
                 if isinstance(self.aborted, PeerLostError):
-                    raise located(self.aborted, self.world_rank)
+                    raise self.waits.located(self.aborted, self.world_rank)
                 if self.aborted is not None:
                     raise self.aborted
                 if self._matched:
