@@ -11,14 +11,16 @@ no data.
     waits    round (0: unasked), state               ask      round: say what you wait for
     table    own state                               table    what all ranks wait for, in words
                                                      verdict  error, text: raise that
+    stopped  pids                                    look     pids: which of these, on your host, are stopped?
     goodbye  state                                   lost     loss        (who, process id, host, how, traceback)
 
-A connection that ends without goodbye, or a failure reported, is a loss; so is a rank on this host whose process is
-stopped (frozen.py). The first loss is the job's; it goes to every other rank, also to those that connect later. What
+A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process is stopped
+(frozen.py). The first loss is the job's; it goes to every other rank, also to those that connect later. What
 ranks wait for goes to the arbiter (arbiter.py), which sees deadlocks and disagreements. Who is let in: door.py.
 """
 
 import dataclasses
+import os
 import queue
 import selectors
 import socket
@@ -121,9 +123,9 @@ class Monitor:
                                                       for seat in self._seats.values()), limit)
 
     def end_frozen(self) -> None:
-        """Kill a process that was lost since it is stopped: it cannot end by itself."""
+        """Kill a process of this host that was lost since it is stopped: it cannot end by itself."""
         for seat in list(self._seats.values()):
-            if seat.frozen:
+            if seat.frozen and seat.host == os.uname().nodename:
                 kill_stopped(seat.pid)
 
     def table(self) -> str:
@@ -225,6 +227,8 @@ class Monitor:
                 self._watch.heard(seat, State.unpacked(frame["state"]), int(frame["round"]))
             case "table":
                 self._watch.asked(seat, State.unpacked(frame["state"]))
+            case "stopped":
+                self._watch.saw_stopped(seat, set(frame["pids"]))
             case "goodbye":
                 self._watch.left(seat, State.unpacked(frame["state"]))
                 with self._changed:

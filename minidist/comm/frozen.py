@@ -3,12 +3,16 @@
 A stopped process says nothing and loses no connection, just as one that computes in a single long call. The kernel
 knows the difference: the state of the first is T, of the second R or S. A process that is stopped at two looks running
 is frozen. Where the looks themselves lay far apart, we were stopped too (Ctrl-Z stops a whole job), and begin anew.
+
+On another host a rank of the job looks at its neighbours for us (link.py), each in turn: one that computes, or is
+frozen itself, does not answer. A rank that is alone on its host, away from the monitor, has nobody who would look.
 """
 
 import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 LOOK = 0.4      # seconds between two looks
@@ -26,8 +30,13 @@ class Stopped:
         """Those of `pids` that were stopped at this look and at the one before."""
         now = time.monotonic()
         before = self._before if now - self._last < _LATE * LOOK else set()
-        self._before, self._last = {pid for pid in pids if state_of(pid) in ("T", "t")}, now
+        self._before, self._last = stopped(pids), now
         return self._before & before
+
+
+def stopped(pids: Iterable[int]) -> set[int]:
+    """Those of `pids`, on this host, that are stopped now."""
+    return {pid for pid in pids if state_of(pid) in ("T", "t")}
 
 
 def state_of(pid: int) -> str:
@@ -40,6 +49,6 @@ def state_of(pid: int) -> str:
 
 def kill_stopped(pid: int) -> None:
     """End a process that is stopped: it cannot do so itself."""
-    if state_of(pid) in ("T", "t"):
+    if stopped({pid}):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)

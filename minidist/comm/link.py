@@ -22,6 +22,7 @@ from typing import Any
 
 from minidist import errors
 from minidist.comm import wire
+from minidist.comm.frozen import stopped
 from minidist.comm.loss import Loss, how_it_ended, monitor_gone
 from minidist.comm.transport import Transport
 from minidist.comm.waits import State
@@ -210,6 +211,8 @@ class ControlLink:
                 self._lost(Loss(**frame["loss"]))
             case "ask":
                 self._tell(frame["round"])
+            case "look":
+                self._send({"kind": "stopped", "pids": sorted(stopped(frame["pids"]))})
             case "verdict":
                 if self._transport is not None:
                     self._transport.abort(getattr(errors, frame["error"])(frame["text"]))

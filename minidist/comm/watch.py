@@ -2,11 +2,12 @@
 
 What ranks say of their lasting waits goes to the arbiter (arbiter.py), whose verdicts go out to the ranks concerned. A
 rank whose wait has reached its limit asks for the table of all waits; those that do not wait are then asked where they
-are. The processes of this host are looked at now and then (frozen.py).
+are. All processes are looked at now and then (frozen.py).
 """
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 from minidist.comm import deadlock
@@ -30,7 +31,8 @@ class Watch:
     def __init__(self, size: int, present: Callable[[], dict[int, Seat]], lose: Callable[[Loss], bool]) -> None:
         self._size, self._present, self._lose = size, present, lose
         self._arbiter = Arbiter(self._ask, self._tell)
-        self._stopped, self._looked = Stopped(), time.monotonic()
+        self._stopped, self._looked, self._looks = Stopped(), time.monotonic(), 0
+        self._far: dict[str, set[int]] = {}                   # by host: what was stopped there when last looked at
         self._curious: list[tuple[float, Seat, State]] = []   # when to answer whom, and what it waited for
 
     def heard(self, seat: Seat, state: State, number: int) -> None:
@@ -87,10 +89,25 @@ class Watch:
                 seats[rank].send("verdict", error=verdict.error, text=verdict.text)
 
     def _look_for_frozen(self) -> None:
-        """A rank of this host whose process is stopped is lost."""
-        self._looked = time.monotonic()
-        here = {seat.pid: seat for seat in self._present().values() if seat.host == os.uname().nodename}
-        for pid in self._stopped.frozen(set(here)):
-            seat = here[pid]
-            seat.frozen = True
-            self._lose(Loss(seat.world_rank, pid, seat.host, "is frozen (stopped)"))
+        """Look at the processes of this host; have one rank of each other host look at its neighbours."""
+        self._looked, self._looks = time.monotonic(), self._looks + 1
+        hosts: defaultdict[str, list[Seat]] = defaultdict(list)
+        for seat in self._present().values():
+            hosts[seat.host].append(seat)
+        here = hosts.pop(os.uname().nodename, [])
+        self._freeze(here, self._stopped.frozen({seat.pid for seat in here}))
+        for seats in hosts.values():
+            looker = seats[self._looks % len(seats)]
+            looker.send("look", pids=[seat.pid for seat in seats if seat is not looker])
+
+    def saw_stopped(self, looker: Seat, pids: set[int]) -> None:
+        """A rank of another host has looked: these are stopped. Twice running is frozen."""
+        frozen, self._far[looker.host] = pids & self._far.get(looker.host, set()), pids
+        self._freeze([seat for seat in self._present().values() if seat.host == looker.host], frozen)
+
+    def _freeze(self, seats: list[Seat], pids: set[int]) -> None:
+        """The ranks of these processes are lost."""
+        for seat in seats:
+            if seat.pid in pids:
+                seat.frozen = True
+                self._lose(Loss(seat.world_rank, seat.pid, seat.host, "is frozen (stopped)"))
