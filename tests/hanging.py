@@ -153,8 +153,10 @@ def _all_reduce(world: Group, case: dict[str, Any], x: np.ndarray, **options: st
 
 def patient(world: Group, alpha: float, rounds: int, seed: int) -> int:
     """Rounds of calls over links so slow that every wait is told; and ranks that come late. Returns what it counted."""
-    total = 0
     with delayed(world, alpha=alpha, beta=0.0) as slow:
+        after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+        total = int(slow.exchange(world.rank, dst=after, src=before))
+        total += int(slow.all_reduce(world.rank, algorithm="direct"))
         draw = random.Random(seed)                          # the same on every rank
         for _ in range(rounds):
             lazy, seconds = draw.randrange(world.size), draw.uniform(0.0, 3 * alpha)
@@ -164,8 +166,7 @@ def patient(world: Group, alpha: float, rounds: int, seed: int) -> int:
             if kind == 0:
                 pending = slow.start_all_reduce(world.rank, algorithm=draw.choice(("ring", "tree", "direct")))
             if kind == 1:
-                total += int(slow.exchange(world.rank, dst=(world.rank + 1) % world.size,
-                                           src=(world.rank - 1) % world.size))
+                total += int(slow.exchange(world.rank, dst=after, src=before))
             if kind == 2 and world.rank == lazy:
                 for other in set(range(world.size)) - {lazy}:
                     slow.send(np.zeros(100_000), dst=other)
