@@ -3,12 +3,15 @@
 A place is "file:line" of the first frame outside minidist/comm, walking outwards. Cost: about 1 µs.
 """
 
+import gc
 import sys
+import threading
 from pathlib import Path
 from types import FrameType, TracebackType
 
 _HERE = str(Path(__file__).parent)
 _LONGEST = 200
+_one_at_a_time = threading.Lock()
 
 
 def place(filename: str, line: int) -> str:
@@ -42,9 +45,25 @@ def _is_ours(trace: TracebackType) -> bool:
     return trace.tb_frame.f_code.co_filename.startswith(_HERE)
 
 
+def frames() -> dict[int, FrameType]:
+    """The innermost frame of every thread.
+
+    The garbage collector rests meanwhile: what it does inside sys._current_frames() can need a lock that Python holds
+    there, and then every thread stops for good (CPython's issue 106883; seen on 3.11.7).
+    """
+    with _one_at_a_time:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
 def doing(thread: int | None) -> str:
     """What a rank's thread is in the middle of: "all_reduce at train.py:40", or "train.py:40" outside minidist/comm."""
-    innermost = sys._current_frames().get(thread) if thread is not None else None
+    innermost = frames().get(thread) if thread is not None else None
     if innermost is None:
         return "its last line"
     frame, verb = _within(innermost), ""

@@ -235,7 +235,7 @@ def _nothing() -> tuple[dict[int, int], dict[int, int]]:
 
 def _program() -> set[int | None]:
     """Threads of this process that are the program's: not ours, which are daemons, nor those of an idle pool."""
-    frames = sys._current_frames()
+    frames = source.frames()
     return {thread.ident for thread in threading.enumerate() if not thread.daemon and not _idles(frames, thread.ident)}
 
 

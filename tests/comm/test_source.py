@@ -1,5 +1,7 @@
 """Whose line called."""
 
+import subprocess
+import sys
 import threading
 import timeit
 
@@ -50,3 +52,35 @@ def test_what_a_thread_is_doing():
     go.set()
     runner.join()
     assert source.doing(None) == "its last line"
+
+
+LOCK_UP = """
+import gc, sys, threading, time
+from minidist.comm import source
+
+class Cyclic:
+    def __init__(self):
+        self.own = self
+    def __del__(self):
+        time.sleep(0)
+
+def come_and_go():
+    while time.monotonic() < end:
+        thread = threading.Thread(target=Cyclic)
+        thread.start()
+        thread.join()
+
+gc.set_threshold(30)
+end = time.monotonic() + 1
+threads = [threading.Thread(target=come_and_go) for _ in range(6)]
+for thread in threads:
+    thread.start()
+while time.monotonic() < end:
+    Cyclic()
+    source.frames()
+"""
+
+
+def test_looking_at_all_threads_does_not_lock_up_python():
+    """Where threads come and go and the garbage collector runs; sys._current_frames() alone mostly does, up to 3.11."""
+    subprocess.run([sys.executable, "-c", LOCK_UP], check=True, timeout=30)
