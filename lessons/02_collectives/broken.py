@@ -1,0 +1,118 @@
+"""Broken collectives of lesson 02: each runs, and prints what the ranks have and what the ledgers say.
+
+Find the fault first, then read the answer in README.md, section 6.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist.teaching import sent_since, totals
+
+
+def broken_broadcast(group: Any, x: np.ndarray, root: int) -> np.ndarray:
+    """A binomial tree."""
+    distance = 1
+    while distance < group.size:
+        if group.rank < distance and group.rank + distance < group.size:
+            group.send(x, dst=group.rank + distance)
+        elif distance <= group.rank < 2 * distance:
+            x = group.recv(src=group.rank - distance)
+        distance *= 2
+    return x
+
+
+def root_ignored() -> None:
+    """Broadcast 30, which rank 2 has, to everybody."""
+    for root in (0, 2):
+        print(f"broadcast from rank {root}:")
+        for line in _each(lambda group, root=root: broken_broadcast(group, np.array([10 * (group.rank + 1)]), root)):
+            print(line)
+
+
+def broken_all_reduce(group: Any, x: np.ndarray) -> np.ndarray:
+    """Everybody tells everybody, everybody adds."""
+    total = x.copy()
+    for step in range(1, group.size):
+        total += group.exchange(x, dst=(group.rank + step) % group.size, src=(group.rank - step) % group.size)
+    return total
+
+
+def own_first() -> None:
+    """Add 0.1, 0.2, 0.3 and 0.4 on every rank, and look at the last bit; then as the library does it."""
+    for name, work in (("broken", broken_all_reduce), ("direct", lambda group, x: group.all_reduce(
+            x, algorithm="direct"))):
+        print(f"{name}:")
+        for line in _each(lambda group, work=work: float(work(group, np.array([0.1 * (group.rank + 1)]))[0]).hex()):
+            print(line)
+
+
+def broken_barrier(group: Any) -> None:
+    """Dissemination."""
+    nothing, distance = np.empty(0), 1
+    while distance < group.size // 2:
+        group.exchange(nothing, dst=(group.rank + distance) % group.size, src=(group.rank - distance) % group.size)
+        distance *= 2
+
+
+def deaf_barrier() -> None:
+    """Rank 0 comes 0.2 s late; nobody may leave before."""
+    def late(group: Any) -> str:
+        begin = time.perf_counter()
+        if group.rank == 0:
+            time.sleep(0.2)
+        broken_barrier(group)
+        return f"left after {time.perf_counter() - begin:.1f} s"
+
+    for line in _each(late, size=8):
+        print(line)
+
+
+def broken_all_to_all(group: Any, parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Everybody gets what everybody had for it."""
+    everything = group.all_gather(np.concatenate(parts), algorithm="ring")
+    return [row.reshape(group.size, -1)[group.rank] for row in everything.reshape(group.size, -1)]
+
+
+def everything_to_all() -> None:
+    """1000 elements from each rank to each other: the result is right."""
+    def both(group: Any) -> str:
+        parts = [np.full(1000, 10.0 * group.rank + dst) for dst in range(group.size)]
+        told = []
+        for work in (broken_all_to_all, lambda group, parts: group.all_to_all(parts, algorithm="pairwise")):
+            before = totals(group.ledger)
+            got = work(group, parts)
+            messages, nbytes = sent_since(group.ledger, before)
+            told.append(f"{[int(part[0]) for part in got]}, {messages} messages, {nbytes} bytes")
+        return f"  rank {group.rank}: broken {told[0]}; library {told[1]}"
+
+    for line in md.run(both, size=4, limit=5.0):
+        print(line)
+
+
+def two_orders() -> None:
+    """Rank 2 makes the same two calls as the others, the other way round."""
+    def ranks(group: Any) -> None:
+        x = np.ones(8)
+        for op in ("max", "sum") if group.rank == 2 else ("sum", "max"):
+            group.all_reduce(x, op=op)
+
+    md.run(ranks, size=4, limit=5.0)
+
+
+def _each(work: Callable[[Any], Any], size: int = 4) -> list[str]:
+    """One line a rank: what it has after `work`, and what it sent."""
+    def ranks(group: Any) -> str:
+        before = totals(group.ledger)
+        result = work(group)
+        messages, nbytes = sent_since(group.ledger, before)
+        return f"  rank {group.rank}: {result}   ({messages} messages, {nbytes} bytes sent)"
+
+    return md.run(ranks, size=size, limit=5.0)
+
+
+BREAKS = {"root-ignored": root_ignored, "own-first": own_first, "deaf-barrier": deaf_barrier,
+          "everything-to-all": everything_to_all, "two-orders": two_orders}

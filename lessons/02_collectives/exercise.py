@@ -1,0 +1,83 @@
+"""Exercise 02: write a broadcast, an all-to-all, a barrier, and the rule that chooses an algorithm.
+
+Copy this file (`minidist lesson 02 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
+`minidist check 02 DIR/exercise_02.py`. Each rank runs these functions with a `link` of its own:
+
+    link.rank, link.size                            who I am, how many we are
+    link.send(outgoing, dst=)                       return when dst has taken it
+    link.recv(src=) -> array                        return when src has sent it
+    link.exchange(outgoing, dst=, src=) -> array    send to dst and receive from src, both at once
+
+The link has no buffer: a send waits until the other side receives.
+"""
+
+import numpy as np
+
+from minidist.teaching import hole
+
+
+def broadcast(link, x, root):
+    """Every rank returns the root's array, which travels along a binomial tree.
+
+    Places count from the root: the root has place 0, the rank after it place 1, ... In each step everybody who has the
+    array tells the place `distance` further on, so that twice as many have it.
+
+    P=5, root 0   distance 1: r0 -> r1      distance 2: r0 -> r2, r1 -> r3      distance 4: r0 -> r4
+
+    Args:    x: of which the root's counts; what the others bring does not matter.
+    Cost:    size - 1 messages in all, ceil(log2 size) one after the other.
+    """
+    place = hole(1, "this rank's place, counted from the root (section 2.2)")
+    distance = 1
+    while distance < link.size:
+        if place < distance:
+            if hole(2, "is there a place `distance` further on? (section 2.2)", place, distance):
+                link.send(x, dst=hole(3, "which rank is at that place? (section 2.2)", place, distance))
+        elif place < 2 * distance:
+            x = link.recv(src=hole(4, "which rank tells this one? (section 2.2)", place, distance))
+        distance *= 2
+    return x
+
+
+def all_to_all(link, parts):
+    """A list of `size` arrays: what rank 0, rank 1, ... had for this rank. Pairwise: another partner in each step.
+
+    P=3      r0 sends    r1 sends    r2 sends
+    step 1   p01 -> r1   p12 -> r2   p20 -> r0
+    step 2   p02 -> r2   p10 -> r0   p21 -> r1
+
+    Args:    parts: one array for each rank.
+    Cost:    size - 1 messages a rank; each part once.
+    """
+    received = list(parts)  # its own part stays where it is
+    for step in range(1, link.size):
+        dst = hole(5, "to whom does this rank send in this step? (section 2.5)", step)
+        src = hole(6, "and from whom does it hear? (section 2.5)", step)
+        received[src] = link.exchange(parts[dst], dst=dst, src=src)
+    return received
+
+
+def barrier(link):
+    """Return when every rank has called it. Dissemination: tell somebody, hear from somebody, at growing distance.
+
+    P=4      r0 sends    r1 sends    r2 sends    r3 sends
+    step 0   -> r1       -> r2       -> r3       -> r0
+    step 1   -> r2       -> r3       -> r0       -> r1
+
+    Cost:    ceil(log2 size) messages a rank, without payload.
+    """
+    nothing, distance = np.empty(0), 1
+    while hole(7, "until when may somebody be missing of whom this rank has not heard? (section 2.6)", distance):
+        link.exchange(nothing, dst=(link.rank + distance) % link.size, src=(link.rank - distance) % link.size)
+        distance = hole(8, "how far does the next message go? (section 2.6)", distance)
+
+
+def seconds(algorithm, size, nbytes, alpha, beta):
+    """What an all-reduce takes by the α-β model: α for each message that waits for the one before, β for each byte.
+
+    Args:    algorithm: "tree" or "ring". nbytes: of each rank's array. alpha: seconds a message; beta: seconds a byte.
+    """
+    if algorithm == "tree":
+        levels = (size - 1).bit_length()  # ceil(log2 size)
+        return hole(9, "down and up the tree, each message the whole array (section 3)", levels)
+    return hole(10, "twice around the ring, each message one chunk (section 3)")

@@ -1,0 +1,82 @@
+"""The figure of lesson 02: twelve collectives on four ranks, each drawn from the messages of a run, over time.
+
+    python lessons/02_collectives/figure.py [--out DIR]      # figure.png
+"""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.patches import FancyArrowPatch
+
+from minidist.observe import lesson_figures as look
+from minidist.teaching import draw_figure, load_module
+
+HERE = Path(__file__).resolve().parent
+RANKS, COLUMNS = 4, 4
+lesson = load_module(HERE / "lesson.py", "02")
+
+
+def draw(panels: list[dict[str, Any]], folder: Path) -> None:
+    """figure.png from what was recorded."""
+    rows = -(-len(panels) // COLUMNS)
+    figure = look.new_figure(
+        14.0, 4.1 * rows + 1.2, "The collectives on four ranks: every message of twelve recorded calls",
+        "Ranks stand side by side, time runs downwards in units of α: the links were made to take 20 ms a message. "
+        "An arrow is a message, in its sender's colour, the thicker the longer.")
+    height = 1 / (4.1 * rows + 1.2)
+    for place, panel in enumerate(panels):
+        row, column = divmod(place, COLUMNS)
+        ax = figure.add_axes((0.045 + 0.242 * column, 1 - (1.75 + 4.1 * row + 2.85) * height, 0.2, 2.85 * height))
+        _space_time(ax, panel, first=column == 0)
+    look.save(figure, folder)
+
+
+def _space_time(ax: Any, panel: dict[str, Any], *, first: bool) -> None:
+    """One call: a line down for each rank, an arrow for each message from its start to its arrival."""
+    messages = panel["messages"]
+    end = max(message["stop"] for message in messages)
+    starts = min(message["start"] for message in messages)
+    ax.set_title(f"{panel['verb']} · {panel['algorithm']}", loc="left", fontsize=11.5, fontweight="bold",
+                 color=look.INK, pad=15)
+    for rank in range(RANKS):
+        ax.plot([rank, rank], [0, end], color=look.GRID, linewidth=3, zorder=1, solid_capstyle="butt")
+        ax.text(rank, -0.25, f"r{rank}", ha="center", va="bottom", fontsize=10, fontweight="bold",
+                color=look.RANKS[rank])
+    if starts > 0.5:
+        ax.axhspan(0, starts, color=look.GRID, alpha=0.45, linewidth=0)
+        ax.text((RANKS - 1) / 2, starts / 2, "neighbours compare calls", ha="center", va="center", fontsize=8.5,
+                color=look.SOFT)
+    for message in messages:
+        ax.add_patch(FancyArrowPatch((message["src"], message["start"]), (message["dst"], message["stop"]),
+                                     arrowstyle="-|>", mutation_scale=9, shrinkA=0, shrinkB=0, zorder=2,
+                                     linewidth=0.8 + 2.2 * min(1.0, message["part"]),
+                                     color=look.RANKS[message["src"]]))
+    look.quiet(ax, grid="y")
+    ax.spines["bottom"].set_visible(False)
+    ax.set_xticks([])
+    ax.set_yticks(range(7))
+    ax.set_xlim(-0.3, RANKS - 0.7)
+    ax.set_ylim(6.4, -0.35)
+    if first:
+        ax.set_ylabel("time, α", color=look.SOFT, fontsize=10)
+    ax.text(0.0, -0.045, _count(messages), transform=ax.transAxes, fontsize=10, color=look.SOFT, va="top")
+
+
+def _count(messages: list[dict[str, Any]]) -> str:
+    """How many messages, how much in all, how much the busiest rank, how long."""
+    sent = [sum(message["part"] for message in messages if message["src"] == rank) for rank in range(RANKS)]
+    lengths = sorted({fraction(message["part"]) for message in messages}, key=len)
+    carried = f"{sum(sent):.3g} n in all, busiest rank {max(sent):.3g} n" if max(sent) else "without payload"
+    end = max(message["stop"] for message in messages)
+    return f"{len(messages)} messages of {' and '.join(lengths)}, {end:.1f} α\n{carried}"
+
+
+def fraction(part: float) -> str:
+    """0.2493 -> "n/4": how long a message is beside what a rank brings, to the nearest part of it; "0 B" for none."""
+    if part == 0:
+        return "0 B"
+    return f"{part:.2g} n" if part > 1.02 else "n" if part > 0.98 else f"n/{round(1 / part)}"
+
+
+if __name__ == "__main__":
+    draw_figure(lesson.record_family, draw, HERE, size=RANKS)

@@ -1,0 +1,224 @@
+"""Lesson 02: the collectives: what each verb does, what each algorithm sends and waits for, held against the formulas.
+
+    mpirun -n 4 python lessons/02_collectives/lesson.py
+    python lessons/02_collectives/lesson.py                         # alone: eight ranks as threads
+    python lessons/02_collectives/lesson.py --break root-ignored    # see README.md, section 6
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidist.comm.collectives.choose import ALGORITHMS
+from minidist.comm.costs import FORMULAS, Case, chunk_bytes
+from minidist.comm.transports.delayed import delayed
+from minidist.observe.page import Page, verdict
+from minidist.observe.records import gather_records
+from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
+
+ELEMENTS = 1003             # of float64 that a rank brings: no P from 2 to 8 divides it
+PART = 60                   # elements that each rank has for each other in an all-to-all
+ALPHA = 5e-3                # seconds a message takes where waits are counted
+FLIGHT = 20e-3              # seconds that the whole array is under way where bytes are counted: n·β
+SMALL_LINK = {"alpha": 2e-3, "beta": 2e-3 / 65536}    # a message 2 ms, 64 KiB 2 ms more
+ANSWERS = ("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter", "all_to_all")
+ABOUT = {"broadcast": "one to all", "reduce": "summed on one", "all_reduce": "summed on all",
+         "gather": "collected on one", "all_gather": "collected on all", "scatter": "dealt out",
+         "reduce_scatter": "summed, dealt out", "all_to_all": "everybody to everybody"}
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson, run by every rank."""
+    page.heading("1  What the verbs do")
+    what_they_do(group, page)
+    page.heading("2  What every algorithm sends")
+    what_they_send(group, page)
+    page.heading("3  What all-reduce waits for")
+    what_they_wait_for(group, page)
+    page.heading("4  Which is best when")
+    best_when(group, page)
+
+
+# --------------------------------------------------------------------------------------------- 1  what the verbs do
+
+def what_they_do(group: Any, page: Page) -> None:
+    """Before and after of each verb on up to four ranks, as the ranks themselves have it."""
+    few = group.split(0 if group.rank < 4 else 1)
+    if group.rank >= 4:
+        return
+    rows = []
+    for verb in ANSWERS:
+        brings, has = before_and_after(few, verb)
+        told = gather_records(few, [_digits(brings), _digits(has)]) or []
+        rows += [[verb, "brings", *(rank[0] for rank in told)], [ABOUT[verb], "has", *(rank[1] for rank in told)]]
+    page.table(f"Before and after, on {few.size} ranks", ["", "", *(f"rank {rank}" for rank in range(few.size))], rows,
+               note="rank r's elements begin with r+1; / stands between arrays of a list; rank 0 is the root")
+
+
+def before_and_after(group: Any, verb: str) -> tuple[Any, Any]:
+    """What this rank brings to one call of `verb`, and what it has afterwards."""
+    row = 10 * (group.rank + 1) + np.arange(group.size)
+    if verb in ("broadcast", "scatter"):
+        x = row if group.rank == 0 else None
+    elif verb in ("gather", "all_gather"):
+        x = row[:1]
+    else:
+        x = list(row[:, None]) if verb == "all_to_all" else row
+    return x, getattr(group, verb)(x)
+
+
+def _digits(value: Any) -> str:
+    """An array or a list of arrays in few letters."""
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return "/".join(_digits(part) for part in value)
+    return " ".join(map(str, value.tolist()))
+
+
+# ------------------------------------------------------------------------------------- 2  what every algorithm sends
+
+def algorithms_here(group: Any, verb: str) -> list[str]:
+    """The algorithms of a verb that this group's transport can run."""
+    return [name for name in ALGORITHMS[verb]
+            if (name != "native" or group.transport.name == "mpi") and (name != "shared" or group.board is not None)]
+
+
+def call(group: Any, verb: str, algorithm: str, elements: int = ELEMENTS) -> Case:
+    """One call of a verb on arrays of `elements` float64; returns what its formula needs to know."""
+    x, size = np.full(elements, group.rank + 1.0), group.size
+    chunks = chunk_bytes(elements, x.itemsize, size)
+    if verb == "barrier":
+        group.barrier(algorithm=algorithm)
+        return Case(size)
+    if verb == "all_to_all":
+        group.all_to_all([np.full(PART, 10.0 * group.rank + dst) for dst in range(size)], algorithm=algorithm)
+        return Case(size, parts=[[PART * x.itemsize] * size] * size)
+    getattr(group, verb)(x, algorithm=algorithm)
+    blocks = [x.nbytes] * size if verb in ("gather", "all_gather") else chunks
+    return Case(size, nbytes=x.nbytes, blocks=blocks, nodes=group.nodes)
+
+
+def sent(group: Any, verb: str, algorithm: str) -> tuple[Case, int, int, int]:
+    """A call's case, messages and bytes of all ranks together, and the bytes of the rank that sends most."""
+    before = totals(group.ledger)
+    case = call(group, verb, algorithm)
+    mine = np.array(sent_since(group.ledger, before))
+    with group.ledger.control():
+        messages, nbytes = (int(value) for value in group.all_reduce(mine))
+        most = int(group.all_reduce(mine, op="max")[1])
+    return case, messages, nbytes, most
+
+
+def what_they_send(group: Any, page: Page) -> None:
+    """Every verb, every algorithm: the ledgers of all ranks, summed, beside the formulas of comm/costs.py."""
+    rows = []
+    for verb in ALGORITHMS:
+        for algorithm in algorithms_here(group, verb):
+            case, messages, nbytes, _ = sent(group, verb, algorithm)
+            formula = FORMULAS[verb, algorithm]
+            right = [verdict(messages, formula.messages_of(case)), verdict(nbytes, formula.bytes_of(case))]
+            rows.append([f"{verb} {algorithm}", messages, formula.messages, f"{nbytes:,}", formula.nbytes,
+                         "ok" if right == ["ok", "ok"] else f"off: {', '.join(right)}"])
+    page.table(f"All ranks' ledgers, P = {group.size}, n = {ELEMENTS * 8:,} bytes", ["", "messages", "formula", "bytes",
+                                                                                  "formula", ""], rows,
+               note="formulas: minidist/comm/costs.py, where the letters are explained")
+
+
+# --------------------------------------------------------------------------------------- 3  what all-reduce waits for
+
+def what_they_wait_for(group: Any, page: Page) -> None:
+    """Time over links where only messages cost, in α; and over links where only bytes cost, in nβ."""
+    n = ELEMENTS * 8
+    rows = []
+    for algorithm in _over_messages(group):
+        _, _, total, most = sent(group, "all_reduce", algorithm)
+        waits = seconds(group, algorithm, ELEMENTS, alpha=ALPHA, beta=0.0) / ALPHA
+        flights = seconds(group, algorithm, ELEMENTS, alpha=0.0, beta=FLIGHT / n) / FLIGHT
+        rows.append([algorithm, f"{total / n:.2f} n", f"{most / n:.2f} n",
+                     FORMULAS["all_reduce", algorithm].steps, f"{waits:.1f} α", f"{flights:.1f} nβ"])
+    page.table(f"all_reduce on {group.size} ranks", ["", "all send", "busiest sends", "messages that wait", "measured",
+                                                   "measured "], rows,
+               note="measured: over links that hold each message back (transports/delayed.py), first α a message and "
+                    "nothing a byte, then nothing a message and nβ an array. Most algorithms begin by comparing calls "
+                    "with a neighbour: one α more. What comes to one rank from several is under way at once.")
+
+
+def _over_messages(group: Any) -> list[str]:
+    return [name for name in algorithms_here(group, "all_reduce") if name not in ("native", "shared")]
+
+
+def seconds(group: Any, algorithm: str, elements: int, *, alpha: float, beta: float, repeats: int = 2) -> float:
+    """The least over `repeats` calls of the slowest rank's time, over delayed links."""
+    times = []
+    with delayed(group, alpha=alpha, beta=beta) as slow:
+        x = np.ones(elements)
+        for _ in range(repeats):
+            group.barrier()
+            begin = time.perf_counter()
+            slow.all_reduce(x, algorithm=algorithm)
+            times.append(time.perf_counter() - begin)
+    with group.ledger.control():
+        return float(min(group.all_reduce(np.array(times), op="max")))
+
+
+# ------------------------------------------------------------------------------------------------ 4  which is best when
+
+def best_when(group: Any, page: Page) -> None:
+    """The same all-reduces at three lengths over one link: few long waits, or few bytes."""
+    lengths = {"512 B": 64, "32 KiB": 4096, "512 KiB": 65536}
+    names = _over_messages(group)
+    measured = {name: [seconds(group, name, length, **SMALL_LINK, repeats=1) for length in lengths.values()]
+                for name in names}
+    best = [min(names, key=lambda name, column=column: measured[name][column]) for column in range(len(lengths))]
+    page.table(f"all_reduce on {group.size} ranks, α = 2 ms, β = 2 ms / 64 KiB: milliseconds", ["", *lengths],
+               [[name, *(f"{1e3 * value:.1f}{' *' if name == winner else ''}"
+                         for value, winner in zip(measured[name], best, strict=True))] for name in names],
+               note="* the fastest of its column: none is best, and the optimum of N4:135 is one column of three")
+
+
+# ---------------------------------------------------------------------------------------------------- for the figure
+
+PANELS = [("all_reduce", name) for name in ("naive", "tree", "ring", "direct", "pairwise", "doubling",
+                                            "halving-doubling", "torus")]
+PANELS += [("broadcast", "tree"), ("all_to_all", "pairwise"), ("all_to_all", "bruck"), ("barrier", "dissemination")]
+
+
+def record_family(group: Any) -> list[dict[str, Any]]:
+    """One call of every panel over links of 20 ms a message; its messages on rank 0, times in α. [] elsewhere."""
+    alpha, panels = 20e-3, []
+    for verb, algorithm in PANELS:
+        events: list[Any] = []
+        with delayed(group, alpha=alpha, beta=0.0) as slow:
+            slow.barrier()
+            begin = time.perf_counter()
+            stop = group.ledger.subscribe(events.append)
+            call(slow, verb, algorithm)
+            stop()
+        mine = [[event.details["src"], event.details["dst"], event.details["nbytes"], event.start, event.stop]
+                for event in events if event.kind == "message"]
+        everybody = gather_records(group, {"begin": begin, "messages": mine}) or []
+        if everybody:
+            origin = max(rank["begin"] for rank in everybody)
+            unit = PART * 8 if verb == "all_to_all" else ELEMENTS * 8
+            panels.append({"verb": verb, "algorithm": algorithm, "messages": [
+                {"src": src, "dst": dst, "part": nbytes / unit, "start": (start - origin) / alpha,
+                 "stop": (end - origin) / alpha}
+                for rank in everybody for src, dst, nbytes, start, end in rank["messages"]]})
+    return panels
+
+
+# ------------------------------------------------------------------------------------------------------- Break it
+
+BREAKS = load_module(Path(__file__).resolve().parent / "broken.py", "02").BREAKS
+
+
+def main() -> None:
+    """Parse the command line, then run on the ranks that were launched, or on eight threads."""
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=8)
+
+
+if __name__ == "__main__":
+    main()
