@@ -268,7 +268,8 @@ BITS = ("ring", "tree", "direct", "naive", "doubling", "halving-doubling", "hier
 
 
 def bits(world: Group) -> list[bytes]:
-    """All-reduces of numbers whose sum depends on the order of additions."""
+    """All-reduces of numbers whose sum depends on the order of additions, and hierarchical's on who shares a node."""
+    world.nodes = tuple(rank % 2 for rank in range(world.size))
     x = np.random.default_rng(world.rank).standard_normal(100_003).astype(np.float32)
     return [world.all_reduce(x, algorithm=algorithm).tobytes() for algorithm in BITS]
 

@@ -89,7 +89,7 @@ def measure_job(world: Group, sizes: list[int], rounds: int, progress: Callable[
     def ask(**question: Any) -> list[float]:
         return list(world.all_reduce(np.array(own(**question)), op="max"))
 
-    link = NETWORK if len(set(world.nodes)) > 1 else world.transport.name
+    link = NETWORK if len(set(world.nodes)) > 1 else world.transport.inside
     return _fit_all({link: ask}, world.size, sizes, rounds, progress)
 
 
@@ -201,7 +201,7 @@ def main() -> None:
     if options.contender == "threads":
         md.run(body, size=options.size, transport="threads", limit=3600.0)
     else:
-        body(md.init(transport=options.contender))
+        body(md.init(transport=options.contender, shared_memory=False))
 
 
 if __name__ == "__main__":

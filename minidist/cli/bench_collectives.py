@@ -163,7 +163,7 @@ def our_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
     """One rank of minidist's own, by the algorithm that the contender's name ends in, or auto's choice."""
     import minidist as md
 
-    world = md.init(transport=base(contender))
+    world = md.init(transport=base(contender), shared_memory=False)     # sockets: what TCP takes
     call = our_call(world, verb, contender.partition(":")[2] or "auto")
     return world.rank, timed(verb, call, world.barrier, world.rank, world.size)
 

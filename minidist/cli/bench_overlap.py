@@ -132,7 +132,7 @@ def our_rank(folder: str, contender: str, alpha: float, beta: float) -> None:
     from minidist.comm.transports.delayed import delayed
 
     limit_blas_threads(1, local_size=1)
-    world = md.init(transport="sockets" if contender == DELAYED else contender, threads=1)
+    world = md.init(transport="sockets" if contender == DELAYED else contender, shared_memory=False, threads=1)
     a, b, c = (np.ones((WIDTH, WIDTH), np.float32) for _ in range(3))
 
     def work(group: Any) -> None:

@@ -63,7 +63,7 @@ class Group:
             raise ConfigError(f"world rank {self.world_rank} is not in the group {self.world_ranks} it would make")
         self.rank = self.world_ranks.index(self.world_rank)
         profile = transport.profile
-        self.link = None if profile is None else profile.link(transport.name, self.nodes)
+        self.link = None if profile is None else profile.link(transport.inside, self.nodes)
         places = places or [transport.reserve_board()] * self.size      # the world's board: the first place everywhere
         self.board = transport.open_board(self.world_ranks, places) if self.size > 1 else None
         self._messages = Messages(self)

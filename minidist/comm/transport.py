@@ -109,6 +109,11 @@ class Transport(ABC):
     waits: Waits
     profile: Profile | None = None
 
+    @property
+    def inside(self) -> str:
+        """The link class (comm/profile.py) between ranks of one node."""
+        return self.name
+
     @abstractmethod
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
         """Begin to send `view` (1-D, contiguous, host memory, any dtype, perhaps read-only or empty) and `meta`.

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["LAUNCHERS", "Launch", "Launcher", "detect", "init", "run", "spawn", "speaks_first"]
 
 
-def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads", limit: float = 60.0) -> list[Any]:
+def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads", shared_memory: bool = True,
+        limit: float = 60.0) -> list[Any]:
     """Run `fn(world, *args)` on `size` ranks and wait for them.
 
     transport    ranks are                          fn may be             results
@@ -30,6 +31,8 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
     shm          forked copies of this process      anything              NumPy arrays, lists, tuples, dicts of them
     mpi          processes of a new mpirun          a function of a module or of a script, not a local one; its
                                                     arguments, too, are what wire.pack carries
+
+    On sockets ranks of one host share memory, as in any job, and these all are; shared_memory=False is TCP between all.
 
     Returns: what each rank returned, in rank order.
     Raises:  the first failure, with its rank and its own type (an exception class that is neither Python's nor
@@ -52,7 +55,7 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
         from minidist.launch.mpirun import run_mpi
         return run_mpi(fn, args, size=size, limit=limit)
     from minidist.launch.forked import run_forked
-    return run_forked(fn, args, size=size, transport=transport, limit=limit)
+    return run_forked(fn, args, size=size, transport=transport, limit=limit, shared_memory=shared_memory)
 
 
 def spawn(command: Sequence[str], size: int, *, nodes: "Nodes | None" = None, token: bytes | None = None) -> int:

@@ -53,12 +53,13 @@ class Membership:
         self.importing = ""         # the script that a rank of run(transport="mpi") is importing for its function
         self._left = False
 
-    def join(self, name: str, limit: float) -> Group:
+    def join(self, name: str, limit: float, *, shared_memory: bool) -> Group:
         """Find the monitor, meet everybody, connect the transport."""
         launch = self.launch
         joined = self.find_monitor(limit)
         profile = load_profile() if launch.world_rank == 0 else None        # rank 0's, for all must choose alike
-        infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
+        called = name if shared_memory or name != "sockets" else "sockets with shared_memory=False"
+        infos = joined.link.meet({"transport": called, "host": platform.node(), "node": launch.node_rank,
                                   "profile": profile and profile.as_json()})
         joined.forget_file()
         if launch.by_mpirun:
@@ -69,7 +70,8 @@ class Membership:
         if name == "mpi" and not launch.by_mpirun:
             raise LaunchError(f"transport 'mpi' needs ranks that mpirun started, and {launch.launcher} started these; "
                               "use sockets or shm, or start the program with mpirun")
-        transport = transports.build(name, joined.link, joined.token, limit)
+        transport = transports.build(name, joined.link, joined.token, limit, node=launch.node_rank,
+                                     shared_memory=shared_memory)
         joined.link.attach(transport)
         transport.profile = infos[0]["profile"] and Profile.from_json(infos[0]["profile"])
         machines = [(info["host"], info["node"]) for info in infos]
@@ -144,11 +146,13 @@ class Membership:
 _membership: Membership | None = None
 
 
-def init(*, transport: str | None = None, limit: float = 120.0, threads: int | None = None) -> Group:
+def init(*, transport: str | None = None, shared_memory: bool = True, limit: float = 120.0,
+         threads: int | None = None) -> Group:
     """Join the job that mpirun, srun, torchrun or `minidist launch` started; alone: a world of size 1.
 
     Args:
         transport: "sockets", "shm" or "mpi"; left out: "mpi" under mpirun, else "sockets".
+        shared_memory: whether ranks of one host share memory on "sockets"; False: TCP between all, as between hosts.
         limit: seconds that joining, and later any wait, may last.
         threads: BLAS threads of this rank; left out: cores // ranks on this host if there are several ranks.
     Returns: the Group of all ranks; the same one when called again.
@@ -169,7 +173,7 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
         else:
             limit_blas_threads(threads, launch.local_size)
             _watch_over_the_end(_membership)
-            _membership.world = _membership.join(name, limit)
+            _membership.world = _membership.join(name, limit, shared_memory=shared_memory)
     world = _membership.world
     if world is None:
         raise LaunchError("this process could not join its job before and cannot try again; start the job afresh")

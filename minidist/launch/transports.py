@@ -32,20 +32,24 @@ def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
                           + f"choose from {', '.join(among)}")
 
 
-def load(name: str) -> Callable[..., Any]:
+def load(name: str, *, shared_memory: bool = True) -> Callable[..., Any]:
     """What makes a transport between processes; importing it costs more than calling it."""
-    module, maker = {"sockets": ("sockets", "SocketsTransport"), "shm": ("shm", "connect"),
-                   "mpi": ("mpi", "MpiTransport")}[name]
+    module, maker = {"sockets": ("hosts", "connect") if shared_memory else ("sockets", "SocketsTransport"),
+                     "shm": ("shm", "connect"), "mpi": ("mpi", "MpiTransport")}[name]
     return getattr(importlib.import_module(f"minidist.comm.transports.{module}"), maker)      # type: ignore[no-any-return]
 
 
-def build(name: str, link: ControlLink, token: bytes, limit: float) -> Transport:
+def build(name: str, link: ControlLink, token: bytes, limit: float, *, node: int = 0,
+          shared_memory: bool = True) -> Transport:
     """Connect this rank with all others; every rank calls it with the same name.
 
+    Args:   node: the machine this rank is on, as its launcher counts; shared_memory: whether sockets uses that inside.
     Raises: LaunchError if the transport cannot work here; HandshakeError or TimeoutError if connecting fails.
     """
-    make = load(name)
+    make = load(name, shared_memory=shared_memory)
     match name:
+        case "sockets" if shared_memory:
+            transport = make(link, token, limit, host=link.local_host, node=node)
         case "sockets":
             transport = make(link.world_rank, link, token, limit, host=link.local_host)
         case "shm":

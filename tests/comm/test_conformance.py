@@ -6,7 +6,7 @@ A new transport is held to everything here by one more line in TRANSPORTS.
 import conformance
 import pytest
 from collective_checker import ALL_PAIRS, ONLY_ON, REDUCING, ROOTED, Drawn, cost_case
-from helpers import THREADS, run
+from helpers import MIXED, THREADS, run
 
 from minidist.comm.costs import FORMULAS
 
@@ -14,6 +14,7 @@ TRANSPORTS = [
     "threads",
     "threads-unbuffered",
     "sockets",
+    MIXED,
     "shm",
     "mpi",
 ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import run
+from helpers import MIXED, run
 
 import minidist as md
 from minidist.comm.collectives.choose import ALGORITHMS, choose
@@ -157,9 +157,14 @@ def a_profile(**costs):
 
 def test_a_job_goes_by_the_profile_of_its_transport(home):
     """4 MiB go round the ring by default; where α is a second and a byte costs nothing, directly."""
-    assert set(md.run(algorithm_of, 4 << 20, size=2, transport="sockets")) == {"ring"}
-    save_profile(a_profile(sockets=(1.0, 0.0), threads=(0.0, 1.0)), profile_path())
-    assert set(md.run(algorithm_of, 4 << 20, size=2, transport="sockets")) == {"direct"}
+    def over_tcp():
+        return set(md.run(algorithm_of, 4 << 20, size=2, transport="sockets", shared_memory=False))
+
+    assert over_tcp() == {"ring"}
+    save_profile(a_profile(sockets=(1.0, 0.0), shm=(2.0, 0.0), network=(3.0, 0.0), threads=(0.0, 1.0)), profile_path())
+    assert over_tcp() == {"direct"}
+    assert md.run(lambda world: world.link.alpha, size=2, transport="sockets") == [2.0] * 2      # they share memory
+    assert run(lambda world: world.link.alpha, size=2, transport=MIXED) == [3.0] * 2
     assert set(md.run(algorithm_of, 4 << 20, size=2, transport="threads")) <= {"ring", "pairwise", "halving-doubling"}
 
 
@@ -170,7 +175,7 @@ def test_ranks_choose_alike_though_their_files_differ(tmp_path):
         "import os, sys\n"
         f"os.environ['XDG_CONFIG_HOME'] = {str(tmp_path)!r} + '/home' + os.environ['RANK']\n"
         "import minidist as md, numpy as np\n"
-        "world = md.init(transport='sockets')\n"
+        "world = md.init(transport='sockets', shared_memory=False)\n"
         "link = world.link\n"
         "world.all_reduce(np.ones(1 << 20, np.float32))\n"               # a MismatchError, did they choose apart
         "sys.stdout.write(f'{world.rank} {link.alpha}\\n')\n")

@@ -9,7 +9,8 @@ together, and there are two of them, or one, whatever P is. Long arrays go in pi
     show             sum0            sum1            sum2             all wait for all
     each copies      sum0 sum1 sum2  sum0 sum1 sum2  sum0 sum1 sum2
 
-Only on the transport shm. What is shown counts as one message of its bytes: they are written once, for P-1 readers.
+Only where all ranks of the group share memory: on one host, over shm or sockets. What is shown counts as one message of
+its bytes: they are written once, for P-1 readers.
 
 notes: N4 §3 (inside a node).    Source: Jain, Kaleem et al. 2018 (shared-memory collectives of MPICH).
 """

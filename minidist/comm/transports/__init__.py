@@ -1,7 +1,9 @@
 """One short file a transport; what those between processes share stands beside them.
 
     threads   mailbox.py                                ranks as threads; also "threads-unbuffered"
-    sockets   sockets.py   link.py  stream.py  mesh.py  ranks as processes over TCP
+    sockets   hosts.py     the two below, by which      ranks as processes: each link the best there is
+                           ranks share a host           (shared_memory=False: sockets.py alone)
+              sockets.py   link.py  stream.py  mesh.py  over TCP
     shm       shm.py       ring.py, and the same        ranks of one host, over shared memory
                            board.py                     and what all of them see there at once
     mpi       mpi.py       link.py  stream.py           ranks that mpirun started

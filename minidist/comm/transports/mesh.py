@@ -17,8 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,7 +45,15 @@ class Meeting(Protocol):
 
 def join(link: Meeting, info: dict[str, Any], listener: socket.socket, dial: Callable[[dict[str, Any]], socket.socket],
          token: bytes, limit: float) -> dict[int, socket.socket]:
-    """Connect to every other rank: `dial(its info)` the lower ones, admit the higher ones at `listener`; close that.
+    """Meet, and connect to every other rank by `dial(its info)` or at `listener`, which is closed; see connect()."""
+    with listening(listener):
+        infos = link.meet(info)
+        return connect(link, range(len(infos)), listener, lambda rank: dial(infos[rank]), token, limit)
+
+
+def connect(link: Meeting, ranks: Iterable[int], listener: socket.socket, dial: Callable[[int], socket.socket],
+            token: bytes, limit: float) -> dict[int, socket.socket]:
+    """Connect to those of `ranks` that are not this one: `dial(rank)` the lower ones, admit the higher at `listener`.
 
     Returns: the connections by world rank, in blocking mode without timeout.
     Raises:  HandshakeError if a rank dialled is not of this job; TimeoutError naming the ranks that did not come;
@@ -54,15 +62,14 @@ def join(link: Meeting, info: dict[str, Any], listener: socket.socket, dial: Cal
     deadline, world_rank = time.monotonic() + limit, link.world_rank
     connections: dict[int, socket.socket] = {}
     try:
-        infos = link.meet(info)
-        for rank in range(world_rank):
+        for rank in sorted(rank for rank in ranks if rank < world_rank):
             try:
-                connections[rank] = dial(infos[rank])
+                connections[rank] = dial(rank)
             except OSError as error:
                 raise CommError(f"rank {world_rank} cannot connect to rank {rank}: {error}") from error
             wire.greet(connections[rank], token, {"world_rank": world_rank}, max(0.0, deadline - time.monotonic()))
             connections[rank].settimeout(None)
-        missing = set(range(world_rank + 1, len(infos)))
+        missing = {rank for rank in ranks if rank > world_rank}
         callers = _Doorkeeper(listener, token, set(missing))
         link.on_loss(callers.tell)
         while missing:
@@ -71,12 +78,15 @@ def join(link: Meeting, info: dict[str, Any], listener: socket.socket, dial: Cal
             connections[rank] = sock
             missing.remove(rank)
     except BaseException:
-        for sock in connections.values():
-            sock.close()
+        hang_up(connections)
         raise
-    finally:
-        _close(listener)
     return connections
+
+
+def hang_up(connections: Mapping[int, socket.socket]) -> None:
+    """Close them all: this rank could not connect to everybody."""
+    for sock in connections.values():
+        sock.close()
 
 
 class _Doorkeeper:
@@ -174,6 +184,16 @@ def _connect(sock: socket.socket, address: Any, limit: float) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+@contextmanager
+def listening(*listeners: socket.socket) -> Iterator[None]:
+    """Afterwards they are closed, whatever happened."""
+    try:
+        yield
+    finally:
+        for listener in listeners:
+            _close(listener)
 
 
 def _close(listener: socket.socket) -> None:

@@ -21,7 +21,7 @@ import platform
 import select
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -56,22 +56,28 @@ def connect(world_rank: int, link: mesh.Meeting, token: bytes, limit: float) -> 
     listener = mesh.listen_unix()
     info = {"transport": "shm", "host": here, "address": listener.getsockname()}
     connections = mesh.join(link, info, listener, dial, token, limit)
-    return ShmTransport(world_rank, limit, *_share(world_rank, connections, limit))
+    return ShmTransport(world_rank, limit, *share(world_rank, connections, limit))
 
 
 class ShmTransport(StreamTransport):
-    """One rank's rings to all others, and the memory where its groups have their boards.
+    """One rank's rings to the others of its host, and the memory where groups among these have their boards.
 
-    Args: links   to every other rank
-          arenas  every rank's ARENA_BYTES of shared memory, in which it alone places boards; this rank's among them
+    Args: links   to every other rank of this host
+          arenas  the ARENA_BYTES of shared memory of each of them, in which it alone places boards; this rank's too
+          far     links to the ranks of other hosts (hosts.py)
     """
 
-    def __init__(self, world_rank: int, limit: float, links: dict[int, "ShmLink"],
-                 arenas: dict[int, memoryview]) -> None:
-        super().__init__("shm", world_rank, limit, links, SPINS if len(links) < _cores() else SPINS_CROWDED)
+    def __init__(self, world_rank: int, limit: float, links: Mapping[int, "ShmLink"], arenas: dict[int, memoryview],
+                 far: Mapping[int, ByteLink] | None = None, *, name: str = "shm") -> None:
+        spins = SPINS if len(links) < _cores() else SPINS_CROWDED
+        super().__init__(name, world_rank, limit, {**links, **(far or {})}, spins)
         self._links, self._arenas, self._free = links, arenas, list(range(BOARDS - 1, -1, -1))
         self._boards: dict[SharedBoard, int] = {}   # and their places
         self._turns: list[Turn] = []                # waits on boards
+
+    @property
+    def inside(self) -> str:
+        return "shm"
 
     def reserve_board(self) -> int:
         if not self._free:
@@ -82,7 +88,7 @@ class ShmTransport(StreamTransport):
 
     def open_board(self, world_ranks: Sequence[int], places: Sequence[int]) -> Board | None:
         own = places[world_ranks.index(self.world_rank)]
-        if -1 in places:
+        if -1 in places or not self._arenas.keys() >= set(world_ranks):
             self._free += [own] if own >= 0 else []
             return None
         parts = [self._part(rank, place) for rank, place in zip(world_ranks, places, strict=True)]
@@ -237,8 +243,8 @@ class ShmLink(ByteLink):
 
 # --- handing over the memory -----------------------------------------------------------------------------------------
 
-def _share(world_rank: int, connections: dict[int, socket.socket], limit: float,
-           ) -> tuple[dict[int, "ShmLink"], dict[int, memoryview]]:
+def share(world_rank: int, connections: dict[int, socket.socket], limit: float,
+          ) -> tuple[dict[int, "ShmLink"], dict[int, memoryview]]:
     """The lower rank of each pair makes the memory of its rings; every rank hands its arena to every other.
 
     Returns: the links, and the arenas by world rank, this rank's among them.

@@ -1,0 +1,68 @@
+"""Ranks of several hosts: shared memory inside each, TCP between them. It is what the transport sockets is, by itself.
+
+    node 0          node 1
+    r0 ---------- r2      ----   TCP connections (sockets.py): also r0 to r3, r1 to r2
+    ||            ||
+    ||            ||      ||     two rings in shared memory (shm.py), and boards for the groups inside a node
+    r1 ---------- r3
+
+One engine drives both kinds of links: it sleeps on the doorbells of some and the connections of others, and a peer is
+lost when either ends. The bytes of a message are the same, so is the order of additions: an algorithm gives the same
+bits over any links.
+
+Ranks share memory if they are on one host and their launcher counts them to one node. So `--nnodes 2` on one laptop
+gives two nodes with TCP between them.
+"""
+
+import platform
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from minidist.comm.transports import mesh
+from minidist.comm.transports.shm import ShmTransport, share
+from minidist.comm.transports.sockets import BUFFER_BYTES, SocketLink
+
+
+def connect(link: mesh.Meeting, token: bytes, limit: float, *, host: str, node: int) -> ShmTransport:
+    """This rank's rings to the ranks it shares memory with, and its connections to all others.
+
+    First the ranks of a host meet, then hosts: nobody is waited for who waits for another kind of link to us.
+
+    Args:    host: the address to listen at: this host's own, as the other ranks see it; node: this rank's.
+    Raises:  HandshakeError, TimeoutError: see mesh.connect.
+    """
+    own, me = shared_by(node), link.world_rank
+    doors = tcp, unix = mesh.listen_tcp(host, BUFFER_BYTES), mesh.listen_unix()
+    with mesh.listening(*doors):
+        infos = link.meet({"memory": own, "unix": unix.getsockname(), "host": host, "port": tcp.getsockname()[1]})
+
+        def dial_near(rank: int) -> socket.socket:
+            return mesh.dial_unix(infos[rank]["unix"], limit)
+
+        def dial_far(rank: int) -> socket.socket:
+            return mesh.dial_tcp(infos[rank]["host"], infos[rank]["port"], BUFFER_BYTES, limit)
+
+        near = [rank for rank, info in enumerate(infos) if info["memory"] == own]
+        rings = mesh.connect(link, near, unix, dial_near, token, limit)
+        try:
+            far = mesh.connect(link, sorted(set(range(len(infos))) - set(near)), tcp, dial_far, token, limit)
+        except BaseException:
+            mesh.hang_up(rings)
+            raise
+    links, arenas = share(me, rings, limit)
+    return ShmTransport(me, limit, links, arenas, {rank: SocketLink(sock) for rank, sock in far.items()},
+                        name="sockets")
+
+
+def shared_by(node: int) -> str:
+    """What ranks have in common that can share memory: the running system, by a name nobody else has, and the node.
+
+    Two containers of one host may have a network each: sockets without a file, by which memory is handed over, do not
+    reach from one to the other.
+    """
+    system = [platform.node()]
+    with suppress(OSError):
+        system.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        system.append(Path("/proc/self/ns/net").readlink().name)
+    return " ".join([*system, str(node)])
