@@ -106,11 +106,10 @@ class Engine(Transport):
 
         Raises: TimeoutError after `limit` seconds; what abort() was given.
         """
-        start = time.monotonic()
-        deadline = start + self.limit
-        if not self._drive_until(operation, min(start + QUIET, deadline)):
+        start, limit = time.monotonic(), self.limit
+        if not self._drive_until(operation, start + (QUIET if limit > QUIET else limit)):
             with self.waits.lasting(str(operation), operation.peers, incoming=operation.incoming):
-                if self._drive_until(operation, deadline):
+                if self._drive_until(operation, start + limit):
                     return
                 state = self.waits.state()
             raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for {operation}; did rank "
@@ -152,8 +151,8 @@ class Engine(Transport):
         idle = 0
         while not operation.finished:
             moved = self._pass()
-            if self._over(operation, deadline):  # after a pass, so that what came while we slept still counts
-                return
+            if operation.finished or self.error is not None or time.monotonic() >= deadline:
+                return  # after a pass, so that what came while we slept still counts
             if moved:
                 idle = 0
             elif idle < self.spins:
@@ -175,9 +174,6 @@ class Engine(Transport):
                 self._followers += 1
                 self._turn.wait(max(0.0, deadline - time.monotonic()))
                 self._followers -= 1
-
-    def _over(self, operation: Operation, deadline: float) -> bool:
-        return operation.finished or self.error is not None or time.monotonic() >= deadline
 
     def explained(self, error: Exception, what: str) -> Exception:
         """`error`, or, if it says that a peer is lost, what the job's monitor then says of it to abort().
