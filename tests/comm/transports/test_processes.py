@@ -82,6 +82,7 @@ def test_no_file_stays_open_and_memory_has_no_name(transport):
 
 
 def a_wait_that_nobody_ends(world):
+    world.barrier()
     if world.rank == 0:
         start = time.monotonic()
         with pytest.raises(CommError, match="rank 0 waited 0.2 s"):
@@ -90,7 +91,7 @@ def a_wait_that_nobody_ends(world):
         assert 0.2 <= time.monotonic() - start < 2
         world.transport.limit = 20
     else:
-        time.sleep(0.3)  # in the barrier already, it would be seen that both wait for each other
+        time.sleep(0.5)  # in the barrier already, it would be seen that both wait for each other
     world.barrier()
 
 
