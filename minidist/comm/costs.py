@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minidist.comm.collectives.chunks import bounds
+from minidist.comm.collectives.ring import STRETCH_BYTES
 from minidist.comm.collectives.shared import DIRECT_BYTES
 from minidist.comm.transport import SHOWN_BYTES
 
@@ -204,7 +205,9 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("reduce", "hierarchical"): Formula(*_ONE_EACH, *_WHOLE, "ceil(log2 L) + ceil(log2 M)"),
     ("all_reduce", "naive"): Formula(*_TWO_EACH, *_TWICE, "2(P-1)"),
     ("all_reduce", "tree"): Formula(*_TWO_EACH, *_TWICE, "2 ceil(log2 P)"),
-    ("all_reduce", "ring"): Formula("2P(P-1)", lambda case: 2 * case.size * case.others, *_TWICE, "2(P-1)"),
+    ("all_reduce", "ring"): Formula(
+        "2P(P-1) ceil(n / 4 MiB)", lambda case: 2 * case.size * case.others * max(1, -(-case.nbytes // STRETCH_BYTES)),
+        *_TWICE, "2(P-1) ceil(n / 4 MiB)"),
     ("all_reduce", "direct"): Formula(*_RING, "P(P-1)n", lambda case: case.size * case.others * case.nbytes, "1"),
     ("all_reduce", "pairwise"): Formula("2P(P-1)", lambda case: 2 * case.size * case.others, *_TWICE, "2"),
     ("all_reduce", "doubling"): Formula(*_HALVINGS, "(Q log2 Q + 2(P-Q)) n",

@@ -24,7 +24,12 @@ from minidist.comm.collectives.tree import halved
 from minidist.comm.transport import Handle
 
 
-def reduce_around(call: Call, chunks: Sequence[np.ndarray], partials: Sequence[np.ndarray], op: Reduction) -> None:
+STRETCH_BYTES = 4 << 20
+"""Most that an all-reduce sends round at a time: what a step has added, the next one finds in the cache."""
+
+
+def reduce_around(call: Call, chunks: Sequence[np.ndarray], partials: Sequence[np.ndarray], op: Reduction,
+                  first_step: int = 0) -> None:
     """The first half of the ring: partial sums travel, each rank adds its own chunk to what arrives and passes it on.
 
     P=3      r0 sends    r1 sends    r2 sends
@@ -43,7 +48,7 @@ def reduce_around(call: Call, chunks: Sequence[np.ndarray], partials: Sequence[n
         incoming = (call.rank - 2 - step) % call.size
         own = chunks[incoming]
         call.exchange(call.next_rank, outgoing, call.prev_rank, partial[:len(own)], op.into(own),
-                      step=step, chunk=(incoming + 1) % call.size)
+                      step=first_step + step, chunk=(incoming + 1) % call.size)
         outgoing = partial[:len(own)]
 
 
@@ -64,21 +69,24 @@ def gather_around(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0)
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Reduce-scatter, then all-gather, in `out`.
+    """Reduce-scatter, then all-gather, in `out`; a long array goes round in stretches that the caches hold.
 
     Args:    x, out (n,), contiguous; x is only read, and may be out.
-    Cost:    2(P-1) messages per rank; 2(P-1)*nbytes over all ranks, exactly, whether or not P divides n.
-             No workspace: partial sums stand in `out`.
+    Cost:    2(P-1) messages per rank for each stretch of at most 4 MiB; 2(P-1)*nbytes over all ranks, exactly, whether
+             or not P divides n. No workspace: partial sums stand in `out`.
     Rounding: low precision is added in float32 and rounded once a hop, P-1 times in all.
     """
     if call.size == 1:
         op.finish(x, out)
         return
-    sums = split(out, call.size)
-    reduce_around(call, split(x, call.size), in_their_places(call, sums), op)
-    if op.op == "mean":
-        op.finish(sums[call.rank], sums[call.rank])
-    gather_around(call, sums, first_step=call.size - 1)
+    length = STRETCH_BYTES // x.itemsize
+    for number, start in enumerate(range(0, max(len(x), 1), length)):
+        sums, step = split(out[start:start + length], call.size), 2 * number * (call.size - 1)
+        chunks = split(x[start:start + length], call.size)
+        reduce_around(call, chunks, in_their_places(call, sums), op, first_step=step)
+        if op.op == "mean":
+            op.finish(sums[call.rank], sums[call.rank])
+        gather_around(call, sums, first_step=step + call.size - 1)
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:

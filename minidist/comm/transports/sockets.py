@@ -23,10 +23,10 @@ from minidist.comm.transports import mesh
 from minidist.comm.transports.link import ByteLink
 from minidist.comm.transports.stream import StreamTransport
 
-BUFFER_BYTES = 512 << 10    # of a socket, each way: with less the two sides wait for each other, with more caches miss
+BUFFER_BYTES = 2 << 20      # of a socket, each way, where the system grants so much: with less the sides wait more
 STAGE_BYTES = 256 << 10     # most that is received at once for a reduction
 READ_AHEAD = 16 << 10       # most that is received beside a header
-LOW_WATER = 128 << 10       # of a long message, wake us for no less: each wake-up costs as much as copying 100 KiB
+LOW_WATER = 256 << 10       # of a long message, wake us for no less: each wake-up costs as much as copying 100 KiB
 SPINS = 20                  # looks at the sockets before sleeping
 
 

@@ -1,12 +1,13 @@
 """Every verb by every algorithm, against NumPy and against its formula: results, order, bits, arguments, ledger."""
 
 import pytest
-from collective_checker import ALL_PAIRS, PAIRS, bits, examine
+from collective_checker import ALL_PAIRS, PAIRS, Drawn, bits, examine
 from helpers import THREADS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import calls
 
+from minidist.comm.collectives.ring import STRETCH_BYTES
 from minidist.comm.costs import FORMULAS
 
 CASES = [pytest.param(verb, algorithm, transport, id=f"{verb}-{algorithm}-{transport}")
@@ -41,3 +42,8 @@ def test_same_bits_run_after_run(transport, data):
 
 def test_every_algorithm_has_its_formula():
     assert set(FORMULAS) == set(ALL_PAIRS)
+
+
+@pytest.mark.parametrize("how", ["new", "in place"])
+def test_a_long_array_goes_round_the_ring_in_stretches(how):
+    examine(Drawn("all_reduce", "ring", 3, [STRETCH_BYTES + 5] * 3, "int8", op="max", how=how))
