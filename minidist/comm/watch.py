@@ -59,7 +59,8 @@ class Watch:
         self._arbiter.tick()
         while self._curious and self._curious[0][0] <= time.monotonic():
             _, seat, state = self._curious.pop(0)
-            seat.send("table", value=self._table({seat.world_rank: state}))
+            others = {other.world_rank: waited for _, other, waited in self._curious}   # whose time was up with it
+            seat.send("table", value=self._table({**others, seat.world_rank: state}))
         if time.monotonic() - self._looked >= LOOK:
             self._look_for_frozen()
 
