@@ -23,7 +23,6 @@ from minidist.comm.collectives.reduction import Reduction
 from minidist.comm.collectives.tree import halved
 from minidist.comm.transport import Handle
 
-
 STRETCH_BYTES = 4 << 20
 """Most that an all-reduce sends round at a time: what a step has added, the next one finds in the cache."""
 
