@@ -1,0 +1,103 @@
+"""Broken collectives of lesson 04, on two machines of four ranks: what the ranks have, and what crossed between.
+
+Find the fault first, then read the answer in README.md, section 7.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+
+NODES = (0, 0, 0, 0, 1, 1, 1, 1)
+ELEMENTS = 1000
+
+
+def leaders_of(nodes: tuple[int, ...]) -> list[int]:
+    """The first rank of each machine."""
+    return [nodes.index(node) for node in sorted(set(nodes))]
+
+
+def broken_one_leader(group: Any, x: np.ndarray) -> np.ndarray:
+    """Reduce to the leader, tell everybody."""
+    total = group.reduce(x, root=0, algorithm="naive")
+    return group.broadcast(total, root=0, algorithm="naive")
+
+
+def broken_whole_machine(group: Any, x: np.ndarray) -> np.ndarray:
+    """Add up inside the machine; then every rank meets its counterpart on the other."""
+    inside = group.split(NODES[group.rank])
+    between = group.split(group.rank % 4)
+    return between.all_reduce(inside.all_reduce(x, algorithm="ring"), algorithm="ring")
+
+
+def broken_sum_of_sums(group: Any, x: np.ndarray) -> np.ndarray:
+    """The mean over a machine, then over the machines."""
+    nodes = (0, 0, 0, 0, 0, 0, 1, 1)
+    inside = group.split(nodes[group.rank])
+    mean = inside.all_reduce(x, op="mean")
+    leader = nodes.index(nodes[group.rank]) == group.rank
+    across = group.split(0 if leader else None)
+    if across is not None:
+        mean = across.all_reduce(mean, op="mean")
+    return inside.broadcast(mean, root=0)
+
+
+def broken_followers_asleep(group: Any, x: np.ndarray) -> np.ndarray:
+    """Leaders add up, and all ranks of the machine go on when they have the result."""
+    inside = group.split(NODES[group.rank])
+    total = inside.reduce(x, root=0)
+    across = group.split(0 if group.rank in leaders_of(NODES) else None)
+    if across is None:
+        return inside.broadcast(root=0)
+    return across.all_reduce(total)
+
+
+def _show(work: Callable[[Any, np.ndarray], np.ndarray], right: str) -> None:
+    """What the first element is on each rank, and the bytes between the machines."""
+    def ranks(group: Any) -> tuple[float, int, int]:
+        events: list[Any] = []
+        group.ledger.subscribe(events.append)
+        result = work(group, np.full(ELEMENTS, group.rank + 1.0))
+        sent = [event.details for event in events if event.kind == "message" and event.details["axis"] != "control"]
+        across = sum(message["nbytes"] for message in sent if NODES[message["src"]] != NODES[message["dst"]])
+        return float(result[0]), across, sum(message["nbytes"] for message in sent)
+
+    got = md.run(ranks, size=8, limit=2.0)
+    n = ELEMENTS * 8
+    print(f"element 0 on ranks 0 to 7: {[value for value, _, _ in got]} ({right})")
+    print(f"bytes between the machines: {sum(across for _, across, _ in got) / n:g} n; "
+          f"in all: {sum(nbytes for _, _, nbytes in got) / n:g} n")
+
+
+def one_leader() -> None:
+    """Everything right, and eight times as slow as it looks."""
+    _show(broken_one_leader, "36 is right")
+    _show(lambda group, x: _hierarchical(group, x), "the library's hierarchical")
+
+
+def whole_machine() -> None:
+    """Fast inside, and between?"""
+    _show(broken_whole_machine, "36 is right")
+    _show(lambda group, x: _hierarchical(group, x), "the library's hierarchical")
+
+
+def mean_of_means() -> None:
+    """Machines of six and of two ranks."""
+    _show(broken_sum_of_sums, "the mean of 1 .. 8 is 4.5")
+
+
+def followers_asleep() -> None:
+    """Nobody dies; who waits for whom?"""
+    _show(broken_followers_asleep, "36 is right")
+
+
+def _hierarchical(group: Any, x: np.ndarray) -> np.ndarray:
+    """The library's, told that ranks 0 to 3 and 4 to 7 share a machine."""
+    group.nodes = NODES
+    return group.all_reduce(x, algorithm="hierarchical")
+
+
+BREAKS = {"one-leader": one_leader, "whole-machine": whole_machine, "mean-of-means": mean_of_means,
+          "followers-asleep": followers_asleep}

@@ -1,0 +1,106 @@
+"""Wirings of lesson 04: which devices a link joins, how far it is, how much passes when everybody talks across.
+
+A wiring is a list of links (a, b). Devices are 0 .. P-1; numbers from P on are switches, which only pass things on.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import combinations, product
+from typing import NamedTuple
+
+from minidist.comm.collectives.torus import grid
+
+
+class Wiring(NamedTuple):
+    """Devices, switches and the links between them; a link carries as much in one direction as in the other."""
+
+    name: str
+    devices: int
+    switches: int
+    links: list[tuple[int, int]]
+
+
+def ring(size: int) -> Wiring:
+    """Each device has two neighbours."""
+    return Wiring("ring", size, 0, _distinct((rank, (rank + 1) % size) for rank in range(size)))
+
+
+def torus(size: int) -> Wiring:
+    """The most square grid, each row and each column closed to a ring (环面网格, N4:153)."""
+    rows, columns = grid(size)
+    right = ((r * columns + c, r * columns + (c + 1) % columns) for r in range(rows) for c in range(columns))
+    down = ((r * columns + c, (r + 1) % rows * columns + c) for r in range(rows) for c in range(columns))
+    return Wiring("torus", size, 0, _distinct([*right, *down]))
+
+
+def switch(size: int) -> Wiring:
+    """Everybody on one switch, by one link (NVSwitch, N4:46)."""
+    return Wiring("switch", size, 1, [(rank, size) for rank in range(size)])
+
+
+def two_machines(size: int) -> Wiring:
+    """Two halves, each on a switch of its own, and one link between the switches."""
+    half = (size + 1) // 2
+    return Wiring("two machines", size, 2, [*((rank, size + (rank >= half)) for rank in range(size)), (size, size + 1)])
+
+
+def full(size: int) -> Wiring:
+    """A link for each two devices."""
+    return Wiring("everybody to everybody", size, 0, list(combinations(range(size), 2)))
+
+
+WIRINGS: tuple[Callable[[int], Wiring], ...] = (ring, torus, switch, two_machines)
+
+
+def _distinct(links: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Each link once, none from a device to itself (a ring of two has one link)."""
+    return sorted({(min(link), max(link)) for link in links if link[0] != link[1]})
+
+
+def ways(wiring: Wiring, start: int) -> dict[int, tuple[int, int]]:
+    """For every place, how many links away from `start` it is, and how many shortest ways lead there."""
+    near: dict[int, list[int]] = {}
+    for a, b in wiring.links:
+        near.setdefault(a, []).append(b)
+        near.setdefault(b, []).append(a)
+    found, frontier, far = {start: (0, 1)}, {start: 1}, 0
+    while frontier:
+        far += 1
+        reached: Counter[int] = Counter()
+        for here, count in frontier.items():
+            reached.update({there: count for there in near.get(here, ()) if there not in found})
+        found.update({there: (far, count) for there, count in reached.items()})
+        frontier = dict(reached)
+    return found
+
+
+def hops(wiring: Wiring) -> list[int]:
+    """Links between each two devices, by the shortest way (跳数)."""
+    return [ways(wiring, a)[b][0] for a in range(wiring.devices) for b in range(a + 1, wiring.devices)]
+
+
+def bisection(wiring: Wiring) -> int:
+    """对分带宽: the fewest links that join one half of the devices with the other, over all halves, in links."""
+    ends = [((1 << a), (1 << b)) for a, b in wiring.links]
+    fewest = len(ends)
+    for half in combinations(range(1, wiring.devices), wiring.devices // 2):    # device 0 is always in the other
+        devices = sum(1 << device for device in half)
+        for sides in product((0, 1), repeat=wiring.switches):   # a switch may stand on either side
+            mine = devices | sum(side << (wiring.devices + place) for place, side in enumerate(sides))
+            fewest = min(fewest, sum(bool(mine & a) != bool(mine & b) for a, b in ends))
+    return fewest
+
+
+def load(wiring: Wiring, messages: Iterable[tuple[int, int, int]]) -> dict[tuple[int, int], float]:
+    """Bytes over each link, each direction by itself, when (src, dst, bytes) go their shortest ways.
+
+    Where there are several shortest ways, each carries an equal part.
+    """
+    found = [ways(wiring, place) for place in range(wiring.devices + wiring.switches)]
+    carried: dict[tuple[int, int], float] = Counter()
+    for src, dst, nbytes in messages:
+        far, count = found[src][dst]
+        for a, b in (end for link in wiring.links for end in (link, link[::-1])):
+            if found[src][a][0] + 1 + found[b][dst][0] == far:
+                carried[a, b] += nbytes * found[src][a][1] * found[b][dst][1] / count
+    return carried

@@ -1,0 +1,84 @@
+"""Exercise 04: filled rightly it passes, and each wrong filling fails under its name; wirings counted by hand."""
+
+from pathlib import Path
+
+import pytest
+from filling import graded
+
+from minidist import launch, lessons
+from minidist.teaching import load_module
+
+RIGHT = {
+    1: "min((a - b) % size, (b - a) % size)",
+    2: "sum((a in half) != (b in half) for a, b in links)",
+    3: "link.nodes.index(link.nodes[link.rank])",
+    4: "[rank for rank in range(link.size) if link.nodes[rank] == link.nodes[link.rank] and rank != link.rank]",
+    5: "[link.nodes.index(node) for node in sorted(set(link.nodes))]",
+    6: "followers",
+    7: "2 * (size - 1) * (alpha + nbytes / size * beta)",
+    8: "2 * (machines - 1) * (alpha + nbytes / machines * beta)",
+    9: "tuple(np.polyfit(sizes, seconds, 1)[::-1])",
+}
+WRONG = {
+    "one way round only": {1: "(b - a) % size"},
+    "a line, not a ring": {1: "abs(a - b)"},
+    "links inside the half": {2: "sum(a in half and b in half for a, b in links)"},
+    "each link counted twice": {2: "sum((a in half) != (b in half) for a, b in links) * 2"},
+    "a leader on another machine": {3: "link.rank // 2 * 2"},
+    "a leader among its own followers": {
+        4: "[rank for rank in range(link.size) if link.nodes[rank] == link.nodes[link.rank]]"},
+    "machines' numbers are not ranks": {5: "sorted(set(link.nodes))"},
+    "not a ring of leaders": {5: "range(link.size)"},
+    "a leader tells another machine's ranks": {6: "range(link.rank + 1, link.size)"},
+    "somebody is never told": {6: "followers[:-1]"},
+    "whole tensors round the ring": {7: "2 * (size - 1) * (alpha + nbytes * beta)"},
+    "half of the ring": {8: "(machines - 1) * (alpha + nbytes / machines * beta)"},
+    "α and β swapped": {9: "tuple(np.polyfit(sizes, seconds, 1))"},
+}
+wiring = load_module(lessons.find("04").part("wiring.py"), "04")
+
+
+def test_the_right_filling_passes(tmp_path: Path) -> None:
+    result = graded("04", RIGHT, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    result = graded("04", {**RIGHT, **WRONG[mistake]}, tmp_path)
+    assert not result.passed
+    assert mistake in result.results[-1].line()
+
+
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("04", {}, tmp_path)
+    assert not result.passed
+    assert "fill hole 1" in result.results[-1].line() and "exercise_04.py line" in result.results[-1].line()
+
+
+@pytest.mark.parametrize(("make", "size", "links", "most", "bisection"), [
+    ("ring", 8, 8, 4, 2), ("torus", 8, 12, 3, 4), ("torus", 9, 18, 2, 8), ("torus", 5, 5, 2, 2), ("switch", 6, 6, 2, 3),
+    ("two_machines", 6, 7, 3, 1), ("full", 5, 10, 1, 6), ("ring", 2, 1, 1, 1)])
+def test_wirings_counted_by_hand(make: str, size: int, links: int, most: int, bisection: int) -> None:
+    wires = getattr(wiring, make)(size)
+    assert (len(wires.links), max(wiring.hops(wires)), wiring.bisection(wires)) == (links, most, bisection)
+
+
+def test_a_message_is_shared_among_its_shortest_ways() -> None:
+    assert wiring.load(wiring.ring(4), [(0, 2, 10)]) == {(0, 1): 5, (1, 2): 5, (0, 3): 5, (3, 2): 5}
+
+
+def test_only_messages_to_other_machines_wait() -> None:
+    links = load_module(lessons.find("04").part("links.py"), "04")
+    lesson = load_module(lessons.find("04").part("lesson.py"), "04")
+
+    def ranks(world):
+        nodes = [0, 0, 1]
+        with links.machines(world, nodes, alpha=0.05, beta=0.0) as cluster:
+            assert cluster.nodes == (0, 0, 1)
+            total = cluster.all_reduce(world.rank + 1.0, algorithm="hierarchical")
+        inside, across = (lesson.seconds(world, where, "hierarchical", 8) for where in ([0, 0, 0], nodes))
+        return float(total), inside, across
+
+    for total, inside, across in launch.run(ranks, size=3):
+        assert total == 6 and inside < across and across > 3 * 3e-3
