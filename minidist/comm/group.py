@@ -27,6 +27,7 @@ import numpy as np
 
 from minidist.comm import verbs
 from minidist.comm.call import Call
+from minidist.comm.collectives.paths import tiers
 from minidist.comm.ledger import Ledger
 from minidist.comm.messages import Messages
 from minidist.comm.pending import Pending, Worker
@@ -49,6 +50,7 @@ class Group:
                 axis           what the group is for ("world", "dp", ...): the ledger counts under it
                 ledger         what this rank sent, shared with its other groups
                 link           what a message costs among its ranks (comm/profile.py); None if nobody measured it
+                tiers          how it lies on nodes, if it spans several of several ranks; else None
                 board          memory that all its ranks share, or None
                 transport, id  for the layers below
     """
@@ -64,6 +66,7 @@ class Group:
         self.rank = self.world_ranks.index(self.world_rank)
         profile = transport.profile
         self.link = None if profile is None else profile.link(transport.inside, self.nodes)
+        self.tiers = tiers(self.nodes, profile, transport.inside)
         places = places or [transport.reserve_board()] * self.size      # the world's board: the first place everywhere
         self.board = transport.open_board(self.world_ranks, places) if self.size > 1 else None
         self._messages = Messages(self)

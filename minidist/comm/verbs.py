@@ -138,9 +138,9 @@ def barrier(group: "Group", algorithm: str) -> Call:
 def _choose(group: "Group", verb: str, algorithm: str, array: np.ndarray | None = None, op: str | None = None) -> str:
     """The name of the algorithm; `array` where all ranks bring one of that length, `op` what they do with it."""
     if array is None:
-        name = choose(verb, algorithm, 0, group.size, board=group.board is not None)
+        name = choose(verb, algorithm, 0, group.size, board=group.board is not None, tiers=group.tiers)
     else:
-        name = choose(verb, algorithm, array.nbytes, group.size, group.link, group.board is not None)
+        name = choose(verb, algorithm, array.nbytes, group.size, group.link, group.board is not None, group.tiers)
     if name == "native" and group.size > 1:
         group.transport.check_native(op, None if array is None else array.dtype)
     return name

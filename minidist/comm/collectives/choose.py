@@ -1,10 +1,10 @@
 """Which algorithms each verb takes, and which one `auto` means.
 
 A choice depends only on what every rank of the call knows alike, so that all choose the same: the verb, the number of
-ranks, and, for the verbs whose arrays have one length on all ranks, that length. For those the job's communication
-profile decides, where `minidist bench calibrate` has left one: the algorithm of least predicted time (paths.py). It is
-rank 0's, read when the job meets. Without it, for other verbs, and where it sees little difference, the limits below
-hold.
+ranks and of nodes, and, for the verbs whose arrays have one length on all ranks, that length. For those the job's
+communication profile decides, where `minidist bench calibrate` has left one: the algorithm of least predicted time
+(paths.py). It is rank 0's, read when the job meets. Without it, for other verbs, and where it sees little difference,
+the limits below hold.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from minidist.comm.collectives import (
     torus,
     tree,
 )
-from minidist.comm.collectives.paths import fastest
+from minidist.comm.collectives.paths import Tiers, fastest
 from minidist.comm.profile import LinkCost
 from minidist.errors import ConfigError
 
@@ -55,6 +55,7 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
 
 _USUAL = {"broadcast": "tree", "reduce": "tree", "gather": "naive", "all_gather": "ring", "scatter": "naive",
           "reduce_scatter": "ring", "all_to_all": "pairwise", "barrier": "dissemination"}
+_BY_LEADERS = ("broadcast", "reduce", "all_reduce")     # the others send as many bytes between nodes, or further ones
 
 DIRECT_BYTES = 64 << 10
 """direct, while a rank sends no more than this, (P-1)n: its messages do not wait for each other."""
@@ -64,27 +65,40 @@ TREE_BYTES = 64 << 10
 PAIRWISE_BYTES = 512 << 10
 """pairwise, up to this length: two waits instead of the ring's 2(P-1); beyond, the ring's even flow is faster."""
 
+HIERARCHICAL_BYTES = 4 << 10
+"""hierarchical beyond this length, between nodes of several ranks: a network is slower than what is inside a node, and
+only leaders use it. Over 1 Gbit/s it takes two thirds of the ring's time. Over one as fast as memory it is behind: a
+profile knows."""
+
 
 def choose(verb: str, algorithm: str, nbytes: int, size: int, link: LinkCost | None = None,
-           board: bool = False) -> str:
+           board: bool = False, tiers: Tiers | None = None) -> str:
     """The name of the algorithm to run: `algorithm` itself, or what "auto" means for this call.
 
     Args:    nbytes: the array's bytes, for reduce, all_reduce and reduce_scatter; other verbs must pass 0.
              link: what messages cost in this group, the same on all its ranks; None if nobody measured it.
-             board: whether the ranks share memory.
+             board: whether the ranks share memory. tiers: how they lie on nodes, if several of them hold several.
     Raises:  ConfigError that lists the names the verb takes.
     """
     if algorithm == "auto" and board and "shared" in ALGORITHMS[verb]:
         return "shared"
     if algorithm == "shared" and not board and size > 1:
-        raise ConfigError(f"{verb}: algorithm shared is for ranks that share memory, those of transport shm; "
-                          f"choose auto, or another")
+        raise ConfigError(f"{verb}: algorithm shared is for ranks that share memory, those of one host on shm or "
+                          f"sockets; choose auto, or another")
     if algorithm == "auto":
-        usual = _USUAL.get(verb) or _all_reduce(nbytes, size)
-        return usual if link is None else fastest(verb, nbytes, size, link, usual)
+        usual = _usual(verb, nbytes, size, tiers)
+        return usual if link is None else fastest(verb, nbytes, size, link, usual, tiers)
     if algorithm not in ALGORITHMS[verb]:
         raise ConfigError(f"{verb} has no algorithm {algorithm!r}; choose auto, {', '.join(ALGORITHMS[verb])}")
     return algorithm
+
+
+def _usual(verb: str, nbytes: int, size: int, tiers: Tiers | None) -> str:
+    """Without a profile."""
+    few = verb == "all_reduce" and nbytes <= HIERARCHICAL_BYTES
+    if tiers is not None and verb in _BY_LEADERS and not few:
+        return "hierarchical"
+    return _USUAL.get(verb) or _all_reduce(nbytes, size)
 
 
 def _all_reduce(nbytes: int, size: int) -> str:

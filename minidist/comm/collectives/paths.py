@@ -5,14 +5,16 @@
     cost.seconds(path.work(n))                        # with the α, o, β, γ, κ of a profile's link
 
 These are the formulas of costs.py, seen from one rank: there all ranks' messages and bytes are summed, here only those
-count that nothing else hides. P ranks; L = ceil(log2 P); Q the largest power of two in P. Algorithms that are not here
-depend on more than P and n (where ranks are, what the hardware does), and `auto` does not take them from a profile.
+count that nothing else hides. P ranks; L = ceil(log2 P); Q the largest power of two in P. Hierarchical ones have a path
+in each of two link classes (Tiers). Algorithms that are not here depend on more than that (on what the hardware does),
+and `auto` does not take them from a profile.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from minidist.comm.profile import LinkCost, Work
+from minidist.comm.profile import LinkCost, Profile, Work
 
 
 class Path(NamedTuple):
@@ -86,13 +88,58 @@ PATHS: dict[tuple[str, str], Callable[[int], Path]] = {
 }
 
 
-def fastest(verb: str, nbytes: int, size: int, cost: LinkCost, usual: str) -> str:
-    """The algorithm that the model gives the least time, the first of equals; `usual` for a verb without paths.
+BETWEEN_LEADERS = {"all_reduce": "ring", "reduce": "tree"}
+"""What the leaders do in a hierarchical verb; inside the nodes it is a tree."""
+
+
+class Tiers(NamedTuple):
+    """How a group lies on several nodes of several ranks.
+
+    Attributes: nodes    how many
+                largest  the ranks of the largest
+                inside   what messages cost inside a node; None if nobody measured it
+                between  the same between nodes
+    """
+
+    nodes: int
+    largest: int
+    inside: LinkCost | None
+    between: LinkCost | None
+
+    def seconds(self, verb: str, nbytes: int) -> float | None:
+        """What hierarchical takes; None if it cannot be told."""
+        if self.inside is None or self.between is None or verb not in BETWEEN_LEADERS:
+            return None
+        return (self.inside.seconds(PATHS[verb, "tree"](self.largest).work(nbytes))
+                + self.between.seconds(PATHS[verb, BETWEEN_LEADERS[verb]](self.nodes).work(nbytes)))
+
+
+def tiers(nodes: Sequence[int], profile: Profile | None, inside: str) -> Tiers | None:
+    """The tiers of a group with ranks on these nodes; None if it has but one, or fewer than two ranks a node.
+
+    Args:    nodes: the machine of each rank; profile: the job's; inside: the link class between ranks of one node.
+    """
+    ranks = Counter(nodes)
+    if len(ranks) == 1 or len(nodes) < 2 * len(ranks):
+        return None
+    largest = max(ranks.values())
+    within, between = ([0] * largest, list(ranks))
+    return Tiers(len(ranks), largest, *(None if profile is None else profile.link(inside, some)
+                                        for some in (within, between)))
+
+
+def fastest(verb: str, nbytes: int, size: int, cost: LinkCost, usual: str, here: Tiers | None = None) -> str:
+    """The algorithm that the model gives the least time, the first of equals; `usual` where the model has none for it.
 
     Where `usual` comes as near to it as the model came to what was measured (its misfit), it stays with `usual`: the
     model knows nothing of what it was not asked about, such as how caches like an algorithm.
     """
     times = {algorithm: cost.seconds(path(size).work(nbytes))
              for (of, algorithm), path in PATHS.items() if of == verb}
-    best = min(times, key=times.__getitem__, default=usual)
-    return usual if usual in times and times[usual] <= (1 + cost.misfit) * times[best] else best
+    leaders = None if here is None else here.seconds(verb, nbytes)
+    if leaders is not None:
+        times["hierarchical"] = leaders
+    if usual not in times:
+        return usual
+    best = min(times, key=times.__getitem__)
+    return usual if times[usual] <= (1 + cost.misfit) * times[best] else best

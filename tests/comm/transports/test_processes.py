@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import run
+from helpers import MIXED, run
 from leftovers import nothing_left
 from linked import into, tag
 
 from minidist.errors import CommError, PeerLostError
 
-PROCESSES = ("sockets", "shm")
+PROCESSES = ("sockets", "shm", MIXED)
 
 on_processes = pytest.mark.parametrize("transport", PROCESSES)
 
