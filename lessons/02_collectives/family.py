@@ -1,0 +1,172 @@
+"""The page of the whole family, lessons/COLLECTIVES.md: formulas from comm/costs.py, times as measured on this machine.
+
+    python lessons/02_collectives/family.py [--out FILE]      # about half a minute
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidist.cli.machine import machine
+from minidist.comm.collectives.choose import ALGORITHMS
+from minidist.comm.costs import FORMULAS
+from minidist.launch import init, run
+from minidist.teaching import load_module
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "COLLECTIVES.md"
+BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
+RANKS = 4
+SIZES = {"1 KiB": 1 << 10, "64 KiB": 1 << 16, "1 MiB": 1 << 20}
+TRANSPORTS = ("TCP", "shm", "MPI")
+NEAR = 1.1      # what takes at most so much more than the fastest counts as fastest too
+ROUNDS, BUDGET = 3, 0.04    # of each figure; seconds a round may take
+
+WHEN = {
+    "naive": "two ranks, or few over links that cost little; one root's link is then the limit whatever one does",
+    "tree": "short arrays, one root, many ranks: few waits",
+    "ring": "long arrays: no link carries more than it must, and none is idle",
+    "direct": "very short arrays: one wait",
+    "pairwise": "everybody reaches everybody alike: the least bytes, few waits",
+    "doubling": "short arrays where messages are dear: the fewest after direct, no fan-out",
+    "halving-doubling": "middling arrays on 2^k ranks: the ring's bytes in log2 P waits",
+    "hierarchical": "several machines: only leaders use the link between them",
+    "torus": "ranks wired as a grid",
+    "bruck": "very short parts for very many ranks",
+    "dissemination": "always: nobody waits for a root",
+    "native": "over MPI: its own C; what it sends inside, no ledger sees",
+    "shared": "ranks of one host that share memory: one copy in, one out",
+}
+
+Figures = dict[str, dict[tuple[str, str, str], float]]
+
+
+def measured_calls(group: Any) -> list[list[Any]]:
+    """[verb, algorithm, size, seconds] of the slowest rank, the least over rounds of the median over calls."""
+    names = load_module(HERE / "lesson.py", "02").algorithms_here
+    figures: dict[tuple[str, str, str], list[float]] = {}
+    for _ in range(ROUNDS):
+        for verb in ALGORITHMS:
+            for size, nbytes in SIZES.items():
+                for algorithm in names(group, verb):
+                    figures.setdefault((verb, algorithm, size), []).append(_median(group, verb, algorithm, nbytes))
+    return [[*key, min(rounds)] for key, rounds in figures.items()]
+
+
+def _median(group: Any, verb: str, algorithm: str, nbytes: int) -> float:
+    """The median of the slowest rank's times, of as many calls as BUDGET has room for. n: the larger buffer."""
+    whole, part = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4 // group.size, np.float32)
+    x: Any = {"gather": part, "all_gather": part, "all_to_all": [part] * group.size}.get(verb, whole)
+    arguments = () if verb == "barrier" else (x,)
+    times: list[float] = []
+    repeats = 4
+    while len(times) < repeats:
+        group.barrier()
+        begin = time.perf_counter()
+        getattr(group, verb)(*arguments, algorithm=algorithm)
+        times.append(time.perf_counter() - begin)
+        if len(times) == 4:
+            slowest = float(group.all_reduce(times[-1], op="max"))
+            repeats = int(min(40, max(5, BUDGET / slowest)))
+    return float(np.median(group.all_reduce(np.array(times[1:]), op="max")))
+
+
+def measure() -> Figures:
+    """{transport: {(verb, algorithm, size): seconds}} on RANKS processes of this machine."""
+    rows = {"TCP": run(measured_calls, size=RANKS, transport="sockets", shared_memory=False, limit=120.0)[0],
+            "shm": run(measured_calls, size=RANKS, transport="shm", limit=120.0)[0],
+            "MPI": _under_mpirun()}
+    return {transport: {(verb, algorithm, size): seconds for verb, algorithm, size, seconds in rows[transport]}
+            for transport in TRANSPORTS}
+
+
+def _under_mpirun() -> list[list[Any]]:
+    """measured_calls on ranks that mpirun starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        program = [sys.executable, str(Path(__file__).resolve()), "--ranks", str(file)]
+        subprocess.run(["mpirun", "-n", str(RANKS), *program], check=True, timeout=120)
+        return json.loads(file.read_text())
+
+
+def tables(figures: Figures) -> str:
+    """One table a verb: formulas, times in µs (the fastest bold), and when it is best."""
+    lines = []
+    for verb, algorithms in ALGORITHMS.items():
+        sizes = ["1 KiB"] if verb == "barrier" else list(SIZES)
+        columns = [transport if verb == "barrier" else f"{transport} {size}" for transport in TRANSPORTS
+                   for size in sizes]
+        lines += ["", f"## {verb}", "", f"| algorithm | messages | bytes | waits | {' | '.join(columns)} | best when |",
+                  f"| {' | '.join(['---'] * (5 + len(columns)))} |"]
+        for algorithm in algorithms:
+            formula = FORMULAS[verb, algorithm]
+            cells = [_cell(figures[transport], verb, algorithm, size) for transport in TRANSPORTS for size in sizes]
+            lines.append(f"| {algorithm} | {formula.messages} | {formula.nbytes} | {formula.steps} | "
+                         f"{' | '.join(cells)} | {WHEN[algorithm]} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(seconds: dict[tuple[str, str, str], float], verb: str, algorithm: str, size: str) -> str:
+    """Microseconds, bold where near the fastest; a dash where it does not run on this transport."""
+    if (verb, algorithm, size) not in seconds:
+        return "–"
+    best = min(took for (of, _, at), took in seconds.items() if (of, at) == (verb, size))
+    took = seconds[verb, algorithm, size]
+    return f"**{1e6 * took:.0f}**" if took <= NEAR * best else f"{1e6 * took:.0f}"
+
+
+def heading() -> str:
+    """Where and when the times were taken."""
+    here = machine()
+    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items() if name != "torch")
+    return (f"Measured {here['date'][:10]} on {here['cores']} cores of {here['processor']}, {RANKS} ranks, "
+            f"Python {here['python']}, {versions}: `python lessons/02_collectives/family.py`.\n")
+
+
+def spread(figures: Figures) -> str:
+    """How much the fastest gains over the slowest at each size: the median over verbs that have a choice."""
+    parts = []
+    for size in SIZES:
+        gains = []
+        for seconds in figures.values():
+            for verb in ALGORITHMS:
+                times = [took for (of, _, at), took in seconds.items() if (of, at) == (verb, size)]
+                gains.append(max(times) / min(times))
+        parts.append(f"{statistics.median(gains):.1f} times at {size}")
+    return f"The choice of algorithm is worth, slowest against fastest of a verb, {', '.join(parts)} (median).\n"
+
+
+def main() -> None:
+    """Measure, and write what was measured into the page."""
+    parser = argparse.ArgumentParser(description="Measure every algorithm here and write the page of the family.")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=PAGE, help="another place for the page")
+    parser.add_argument("--ranks", metavar="FILE", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.ranks:
+        world = init()
+        figures = measured_calls(world)
+        if world.rank == 0:
+            options.ranks.write_text(json.dumps(figures))
+        return
+    write_page(measure(), options.out)
+
+
+def write_page(figures: Figures, out: Path) -> None:
+    """The page, its measured part anew."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    fresh = "\n".join([heading(), spread(figures)]) + tables(figures)
+    out.write_text(before + BEGIN + "\n" + fresh + "\n" + END + rest.split(END)[1], encoding="utf-8")
+    print(f"{out}: {len(FORMULAS)} algorithms, measured on {RANKS} ranks over {' and '.join(TRANSPORTS)}")
+
+
+if __name__ == "__main__":
+    main()
