@@ -75,6 +75,11 @@ def device_of(array: Array) -> str:
     return "cpu" if isinstance(array, np.ndarray) else "cuda"
 
 
+def empty(shape: tuple[int, ...] | int, kind: np.dtype, device: str) -> Array:
+    """A new array on `device`, not initialised. Raises: as `module_for`."""
+    return (np if device == "cpu" else module_for(device)).empty(shape, kind)
+
+
 def to_host(array: Array) -> np.ndarray:
     """`array` itself if it is NumPy's, else a host copy in pinned memory (the GPU's copy engine writes it directly)."""
     if isinstance(array, np.ndarray):

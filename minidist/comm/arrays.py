@@ -1,8 +1,10 @@
 """The arrays of a call: the caller's argument made ready to send, and where its result goes.
 
-The one place where arrays cross between device and host: algorithms see contiguous NumPy arrays only.
-Copies: an argument that is contiguous and on the host is sent as it is; a result is received into `out`, or into the
-new array that is returned. What is not contiguous, or is on a GPU, is copied once on its way in or out.
+The one place where arrays cross between device and host: algorithms see contiguous NumPy arrays only, but for calls
+that a transport carries out on the GPU (device.py), whose arrays stay there.
+Copies: an argument that is contiguous and where the call works is sent as it is; a result is received into `out`, or
+into the new array that is returned. What is not contiguous, or elsewhere, is copied once on its way in or out; between
+GPU and host that goes through pinned memory (backend.to_host), and the host waits for it.
 """
 
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from minidist import account, backend
+from minidist.comm.device import Side
 from minidist.comm.signature import dtype_code
 from minidist.errors import DtypeError, ShapeError
 
@@ -21,14 +24,16 @@ PlaceOf = Callable[[int], Place]
 """`place(rank)` -> where the block that comes from `rank` goes."""
 
 
-def argument(x: Any) -> np.ndarray:
-    """`x` (array, scalar or nested list) as a contiguous host array: itself, or a copy if it has to be.
+def argument(x: Any, device: str = "cpu") -> np.ndarray:
+    """`x` (array, scalar or nested list) as a contiguous array on `device`: itself, or a copy if it has to be.
 
     Raises: DtypeError for a dtype that cannot travel.
     """
-    host = backend.to_host(x) if backend.is_array(x) else np.asarray(x)
-    dtype_code(host.dtype)
-    array = np.asarray(host, order="C")
+    array = x if backend.is_array(x) and backend.device_of(x) == "cuda" else np.asarray(x)
+    dtype_code(array.dtype)
+    array = backend.to_host(array) if device == "cpu" else backend.to_device(array, device)
+    if not array.flags.c_contiguous:
+        array = array.copy()
     return array if array is x else account.current().hold(array, "communication")
 
 
@@ -37,7 +42,9 @@ def apart(array: np.ndarray, out: Any, part: np.ndarray | None = None) -> np.nda
 
     They may be the same elements at the same places, or `out` be just the `part` of the array that it replaces.
     """
-    if out is array or not isinstance(out, np.ndarray) or not np.may_share_memory(array, out):
+    if out is array or not isinstance(out, type(array)):
+        return array
+    if not backend.array_module(array).may_share_memory(array, out):
         return array
     if _same_elements(array if part is None else part, out):
         return array
@@ -45,8 +52,11 @@ def apart(array: np.ndarray, out: Any, part: np.ndarray | None = None) -> np.nda
 
 
 def _same_elements(a: np.ndarray, b: np.ndarray) -> bool:
-    return (a.shape == b.shape and a.strides == b.strides
-            and a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
+    return a.shape == b.shape and a.strides == b.strides and _address(a) == _address(b)
+
+
+def _address(array: Any) -> int:
+    return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
 
 
 def device_of(*arrays: Any) -> str | None:
@@ -61,42 +71,52 @@ class Result:
     """Where a verb's result goes: into `out` if the caller gave one, else into a new array.
 
         result = Result("all_reduce", out)
-        array = result.array(shape, dtype)      # contiguous, on the host: for the algorithm to fill
+        array = result.array(shape, dtype)      # contiguous, on `device`: for the algorithm to fill
         return result.deliver("cpu")            # out, or the new array, on the device asked for
+
+    Attributes: device  where the algorithm works
+                side    what carries it out there, if the array is not made before that; else None
     """
 
-    def __init__(self, verb: str, out: Any = None) -> None:
-        self.verb, self.out = verb, out
-        self._host: np.ndarray | None = None
+    def __init__(self, verb: str, out: Any = None, device: str = "cpu") -> None:
+        self.verb, self.out, self.device = verb, out, device
+        self.side: Side | None = None
+        self._array: np.ndarray | None = None
         if out is not None and not backend.is_array(out):
             raise DtypeError(f"{verb}: out= must be an array, not {type(out).__name__}")
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise ShapeError(f"{verb}: out= is read-only; pass a writable array")
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """The array to fill: `out` itself where that is contiguous and on the host.
+        """The array to fill: `out` itself where that is contiguous and on the algorithm's device.
 
         Raises: ShapeError, DtypeError if `out` does not have this shape and dtype.
         """
         out = self.out
         if out is None:
-            self._host = np.empty(shape, dtype)
+            self._array = self._new(shape, dtype)
         else:
             if out.shape != shape:
                 raise ShapeError(f"{self.verb}: out= has shape {out.shape}, the result has {shape}")
             if out.dtype != dtype:
                 raise DtypeError(f"{self.verb}: out= has dtype {out.dtype}, the result has {dtype}")
-            direct = isinstance(out, np.ndarray) and out.flags.c_contiguous
-            self._host = out if direct else account.current().hold(np.empty(shape, dtype), "communication")
-        return self._host
+            direct = backend.device_of(out) == self.device and out.flags.c_contiguous
+            self._array = out if direct else account.current().hold(self._new(shape, dtype), "communication")
+        assert self._array is not None
+        return self._array
+
+    def _new(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if self.side is not None and self.device != "cpu":
+            return self.side.allocate(lambda: backend.empty(shape, dtype, self.device))     # type: ignore[no-any-return]
+        return backend.empty(shape, dtype, self.device)                                     # type: ignore[no-any-return]
 
     def deliver(self, device: str | None) -> Any:
         """What the caller gets: `out`, filled, or the new array on `device`."""
-        assert self._host is not None, "array() comes before deliver()"
+        assert self._array is not None, "array() comes before deliver()"
         if self.out is None:
-            return backend.to_device(self._host, device or "cpu")
-        if self._host is not self.out:
-            self.out[...] = backend.to_device(self._host, backend.device_of(self.out))
+            return backend.to_device(self._array, device or "cpu")
+        if self._array is not self.out:
+            self.out[...] = backend.to_device(self._array, backend.device_of(self.out))
         return self.out
 
 

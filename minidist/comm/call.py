@@ -19,6 +19,7 @@ import numpy as np
 from minidist import account
 from minidist.comm import source
 from minidist.comm.arrays import Place
+from minidist.comm.device import Side
 from minidist.comm.ledger import Event
 from minidist.comm.native import Native
 from minidist.comm.signature import Block, Shape, Signature, dtype_code, mismatch, pack_block, unpack
@@ -45,11 +46,13 @@ class Call(Purpose):
                 work        `work(call)` carries the call out and returns its result
                 board       memory that the group's ranks share, or None
                 device      where this rank's arrays live; None until a message tells a rank that brought none
+                origin      where the array lives from which a block came; None while none has come
+                side        the stream on which the call is carried out on the GPU (device.py), or None
     """
 
     def __init__(self, group: "Group", verb: str, algorithm: str, work: Callable[["Call"], Any], *,
                  op: str | None = None, root: int | None = None, dtype: np.dtype | None = None,
-                 shape: Shape | None = None, device: str | None = "cpu") -> None:
+                 shape: Shape | None = None, device: str | None = "cpu", side: Side | None = None) -> None:
         self.rank, self.size = group.rank, group.size
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.nodes = group.nodes
@@ -61,6 +64,8 @@ class Call(Purpose):
         self._transport: Transport = group.transport
         self.board = group.board
         self.world_ranks, self._tag = group.world_ranks, Tag(group.id, COLLECTIVE)
+        self.side, self.origin = side, device
+        self._begun, self._done = None if side is None else side.begin(), None
         self._key, where = self.signature.pack()
         self._meta = self._key + where
         self._nbytes = self._messages = 0
@@ -69,12 +74,21 @@ class Call(Purpose):
         """Carry the call out, count what it sent, tell the ledger's subscribers."""
         start = time.perf_counter() if self.ledger.subscribers else 0.0
         try:
-            return self.work(self)
+            if self.side is None:
+                return self.work(self)
+            result, self._done = self.side.carry_out(self._begun, lambda: self.work(self), self)
+            return result
         finally:
             self.ledger.record(self.axis, self.verb, self.algorithm, self._nbytes, self._messages, self.phase)
             if self.ledger.subscribers and start:
                 self._publish("call", start, {"op": self.signature.op, "nbytes": self._nbytes, "size": self.size,
                                               "sequence": self.signature.sequence, "where": self.signature.where})
+
+    def settle(self, result: Any) -> Any:
+        """`result`, in the thread that gets it: on a GPU its stream goes on when the side's work is done."""
+        if self.side is not None:
+            self.side.join(self._done)
+        return result
 
     # ------------------------------------------------------------------------ messages whose length both sides know
 
@@ -120,7 +134,7 @@ class Call(Purpose):
     def start_send_block(self, dst: int, block: np.ndarray, *, step: int | None = None,
                          chunk: int | None = None) -> Handle:
         """As start_send, with dtype, shape and device in the header."""
-        meta = self._meta + pack_block(block.dtype, block.shape, self.device or "cpu")
+        meta = self._meta + pack_block(block.dtype, block.shape, self.origin or "cpu")
         return self._start_send(dst, block, meta, step, chunk)
 
     def send_block(self, dst: int, block: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> None:
@@ -190,7 +204,9 @@ class Call(Purpose):
 
     def native(self) -> Native:
         """The transport's own collectives among the ranks of this call."""
-        return self._transport.native(self.signature.group, self.world_ranks)
+        library = self._transport if self.side is None else self._transport.device
+        assert library is not None, "a call with a side has a device"
+        return library.native(self.signature.group, self.world_ranks)
 
     def count(self, nbytes: int) -> None:
         """Count a message that leaves by another way than start_send: what is handed to `native`."""
@@ -224,7 +240,7 @@ class Call(Purpose):
                 self._compare(theirs, src)
             if block is None:
                 raise mismatch(self.signature, self.world_ranks[self.rank], theirs, self.world_ranks[src])
-            self.device = self.device or block.device
+            self.device, self.origin = self.device or block.device, block.device
             arrived.append(place(block.shape, block.dtype))
             return arrived[0].reshape(-1)
 

@@ -265,6 +265,8 @@ class Group:
         if self._worker is not None:
             worker, self._worker = self._worker, None
             worker.close()
+        if self.transport.device is not None:
+            self.transport.device.finish()
         if self.board is not None:
             self.board.close()
 
@@ -277,7 +279,7 @@ class Group:
         """Carry the call out: here, if no started call is before it."""
         if self._worker is not None and self._worker.unfinished:
             return self._worker.submit(call).wait()
-        return call.run()
+        return call.settle(call.run())
 
     def _start(self, call: Call) -> Pending:
         """Hand the call to the worker, which is made when it is first needed."""

@@ -47,7 +47,7 @@ class PendingCall(Pending, Purpose):
         if self.error is not None:
             self.worker.error = None  # somebody knows of it now
             raise self.error
-        return self.result
+        return self.call.settle(self.result)
 
     def done(self) -> bool:
         return self.finished.is_set()

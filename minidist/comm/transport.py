@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minidist.comm.device import Device
 from minidist.comm.native import Native
 from minidist.comm.profile import Profile
 from minidist.comm.waits import Waits
@@ -100,6 +101,7 @@ class Transport(ABC):
                 limit       seconds that any one wait may last; may be changed between calls
                 waits       those that last, for whoever judges whether they can end
                 profile     what messages cost, as the job agreed when it met; None where nobody measured it
+                device      for arrays on the GPU (device.py); None where they travel by way of the host
     """
 
     name: str
@@ -108,6 +110,7 @@ class Transport(ABC):
     limit: float
     waits: Waits
     profile: Profile | None = None
+    device: Device | None = None
 
     @property
     def inside(self) -> str:
@@ -135,8 +138,8 @@ class Transport(ABC):
 
     def check_native(self, op: str | None, dtype: np.dtype | None) -> None:
         """Raises ConfigError unless this transport has collectives of its own, and for this op on this dtype."""
-        raise ConfigError(f"transport {self.name} has no collectives of its own; algorithm native is for ranks of mpi: "
-                          f"choose auto, or another")
+        raise ConfigError(f"transport {self.name} has no collectives of its own; algorithm native is for ranks of mpi, "
+                          f"and of nccl with arrays on the GPU: choose auto, or another")
 
     def native(self, group: int, world_ranks: Sequence[int]) -> Native:
         """The transport's own collectives among `world_ranks`, the ranks of the group with that id."""

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minidist.backend import array_module
 from minidist.comm.arrays import Place, Result, Rows, apart, argument, device_of
 from minidist.comm.call import Call
 from minidist.comm.collectives.choose import ALGORITHMS, choose
 from minidist.comm.collectives.chunks import split
 from minidist.comm.collectives.reduction import reduction
+from minidist.comm.device import Side
 from minidist.errors import ConfigError, DtypeError, ShapeError
 
 if TYPE_CHECKING:
@@ -21,62 +23,69 @@ if TYPE_CHECKING:
 
 
 def broadcast(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
-    root, result = rank_in(group, "root", root), Result("broadcast", out)
-    name = _choose(group, "broadcast", algorithm)
-    array = _at_root(group, "broadcast", x, root)
+    root, where = rank_in(group, "root", root), _where(group, algorithm, x)
+    result, side = Result("broadcast", out, where), _side_for_root(group, algorithm)
+    name = _choose(group, "broadcast", algorithm, where if side is None else "cuda")
+    array = _at_root(group, "broadcast", x, root, where)
 
     def work(call: Call) -> Any:
-        full = ALGORITHMS["broadcast"][name](call, array, result.array, root)
+        full = ALGORITHMS["broadcast"][name](call, array, _where_told(result, call), root)
         _keep(result, call, full, root)
         return result.deliver(call.device)
 
-    return Call(group, "broadcast", name, work, root=root, device=device_of(x, out), **_kind(out if x is None else x))
+    return Call(group, "broadcast", name, work, root=root, device=device_of(x, out), side=side,
+                **_kind(out if x is None else x))
 
 
 def scatter(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
-    root, result = rank_in(group, "root", root), Result("scatter", out)
-    name = _choose(group, "scatter", algorithm)
-    array = _at_root(group, "scatter", x, root)
+    root, where = rank_in(group, "root", root), _where(group, algorithm, x)
+    result, side = Result("scatter", out, where), _side_for_root(group, algorithm)
+    name = _choose(group, "scatter", algorithm, where if side is None else "cuda")
+    array = _at_root(group, "scatter", x, root, where)
     if array is not None and array.ndim == 0:
         raise ShapeError(f"scatter: rank {group.rank} passes an array without dims; its first dim is to be cut")
 
     def work(call: Call) -> Any:
-        part = ALGORITHMS["scatter"][name](call, array, result.array, root)
+        part = ALGORITHMS["scatter"][name](call, array, _where_told(result, call), root)
         _keep(result, call, part, root)
         return result.deliver(call.device)
 
-    return Call(group, "scatter", name, work, root=root, device=device_of(x, out), **_kind(x))
+    return Call(group, "scatter", name, work, root=root, device=device_of(x, out), side=side, **_kind(x))
 
 
 def reduce(group: "Group", x: Any, op: str, root: int, out: Any, algorithm: str) -> Call:
-    root, at_root = rank_in(group, "root", root), group.rank == root
-    result = Result("reduce", out if at_root else None)
-    array = apart(argument(x), result.out)
-    name, how = _choose(group, "reduce", algorithm, array, op), reduction(op, array.dtype, group.size)
+    root, where = rank_in(group, "root", root), _where(group, algorithm, x, op=op)
+    at_root = group.rank == root
+    result = Result("reduce", out if at_root else None, where)
+    array = apart(argument(x, where), result.out)
+    name, how = _choose(group, "reduce", algorithm, where, array, op), reduction(op, array.dtype, group.size)
     total = result.array(array.shape, array.dtype).reshape(-1) if at_root else None
 
     def work(call: Call) -> Any:
         ALGORITHMS["reduce"][name](call, array.reshape(-1), total, how, root)
         return result.deliver(call.device) if at_root else None
 
-    return Call(group, "reduce", name, work, op=op, root=root, device=device_of(x), **_kind(array))
+    return Call(group, "reduce", name, work, op=op, root=root, device=device_of(x), side=_side(group, where),
+                **_kind(array))
 
 
 def all_reduce(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Call:
-    array, result = apart(argument(x), out), Result("all_reduce", out)
-    name, how = _choose(group, "all_reduce", algorithm, array, op), reduction(op, array.dtype, group.size)
+    where = _where(group, algorithm, x, op=op)
+    array, result = apart(argument(x, where), out), Result("all_reduce", out, where)
+    name, how = _choose(group, "all_reduce", algorithm, where, array, op), reduction(op, array.dtype, group.size)
     total = result.array(array.shape, array.dtype).reshape(-1)
 
     def work(call: Call) -> Any:
         ALGORITHMS["all_reduce"][name](call, array.reshape(-1), total, how)
         return result.deliver(call.device)
 
-    return Call(group, "all_reduce", name, work, op=op, device=device_of(x), **_kind(array))
+    return Call(group, "all_reduce", name, work, op=op, device=device_of(x), side=_side(group, where), **_kind(array))
 
 
 def reduce_scatter(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Call:
-    array, result = argument(x), Result("reduce_scatter", out)
-    name, how = _choose(group, "reduce_scatter", algorithm, array, op), reduction(op, array.dtype, group.size)
+    where = _where(group, algorithm, x, op=op)
+    array, result = argument(x, where), Result("reduce_scatter", out, where)
+    name, how = _choose(group, "reduce_scatter", algorithm, where, array, op), reduction(op, array.dtype, group.size)
     mine = split(array.reshape(-1), group.size)[group.rank]
     flat = apart(array.reshape(-1), out, mine)
     chunk = result.array(mine.shape, array.dtype)
@@ -85,58 +94,111 @@ def reduce_scatter(group: "Group", x: Any, op: str, out: Any, algorithm: str) ->
         ALGORITHMS["reduce_scatter"][name](call, flat, chunk, how)
         return result.deliver(call.device)
 
-    return Call(group, "reduce_scatter", name, work, op=op, device=device_of(x), **_kind(array))
+    return Call(group, "reduce_scatter", name, work, op=op, device=device_of(x), side=_side(group, where),
+                **_kind(array))
 
 
 def gather(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
-    root, at_root = rank_in(group, "root", root), group.rank == root
-    own, result = _rows_of(argument(x)), Result("gather", out if at_root else None)
-    name = _choose(group, "gather", algorithm)
+    root, where = rank_in(group, "root", root), _where(group, algorithm, x)
+    at_root = group.rank == root
+    own, result = _rows_of(argument(x, where)), Result("gather", out if at_root else None, where)
+    name = _choose(group, "gather", algorithm, where)
 
     def work(call: Call) -> Any:
+        result.side = call.side
         if not at_root:
             return ALGORITHMS["gather"][name](call, own, None, root)
         rows = Rows(result, own, call.size)
         ALGORITHMS["gather"][name](call, rows.put_own(call.rank), rows, root)
         return result.deliver(call.device)
 
-    return Call(group, "gather", name, work, root=root, device=device_of(x), **_kind_of_rows(own))
+    return Call(group, "gather", name, work, root=root, device=device_of(x), side=_side(group, where),
+                **_kind_of_rows(own))
 
 
 def all_gather(group: "Group", x: Any, out: Any, algorithm: str) -> Call:
-    own, result = _rows_of(argument(x)), Result("all_gather", out)
-    name = _choose(group, "all_gather", algorithm)
+    where = _where(group, algorithm, x)
+    own, result = _rows_of(argument(x, where)), Result("all_gather", out, where)
+    name = _choose(group, "all_gather", algorithm, where)
 
     def work(call: Call) -> Any:
+        result.side = call.side
         rows = Rows(result, own, call.size)
         ALGORITHMS["all_gather"][name](call, rows.put_own(call.rank), rows)
         return result.deliver(call.device)
 
-    return Call(group, "all_gather", name, work, device=device_of(x), **_kind_of_rows(own))
+    return Call(group, "all_gather", name, work, device=device_of(x), side=_side(group, where), **_kind_of_rows(own))
 
 
 def all_to_all(group: "Group", x: Sequence[Any], out: Sequence[Any] | None, algorithm: str) -> Call:
-    name, parts = _choose(group, "all_to_all", algorithm), _parts(group, x, out)
-    results = [Result("all_to_all", None if out is None else out[rank]) for rank in range(group.size)]
+    where = _where(group, algorithm, *x)
+    name, parts = _choose(group, "all_to_all", algorithm, where), _parts(group, x, out, where)
+    results = [Result("all_to_all", None if out is None else out[rank], where) for rank in range(group.size)]
 
     def place(rank: int) -> Place:
         return results[rank].array
 
     def work(call: Call) -> Any:
+        for result in results:
+            result.side = call.side
         own = ALGORITHMS["all_to_all"][name](call, parts, place)[call.rank]
         results[call.rank].array(own.shape, own.dtype)[...] = own
         return [result.deliver(call.device) for result in results]
 
-    return Call(group, "all_to_all", name, work, device=device_of(*x), dtype=parts[0].dtype)
+    return Call(group, "all_to_all", name, work, device=device_of(*x), side=_side(group, where), dtype=parts[0].dtype)
 
 
 def barrier(group: "Group", algorithm: str) -> Call:
-    name = _choose(group, "barrier", algorithm)
+    name = _choose(group, "barrier", algorithm, "cpu")
     return Call(group, "barrier", name, ALGORITHMS["barrier"][name])
 
 
-def _choose(group: "Group", verb: str, algorithm: str, array: np.ndarray | None = None, op: str | None = None) -> str:
+def _where(group: "Group", algorithm: str, *arrays: Any, op: str | None = None) -> str:
+    """Where the algorithm works: "cuda" if this rank's arrays are on the GPU and can be dealt with there."""
+    if algorithm not in ("auto", "native") or device_of(*arrays) != "cuda":
+        return "cpu"
+    if group.size == 1:
+        return "cuda"
+    dtype = None if op is None else arrays[0].dtype
+    refusal = _refusal(group, op, dtype)
+    if refusal is not None and algorithm == "native" and group.transport.device is not None:
+        raise ConfigError(f"algorithm native: {refusal}; choose auto, or another, by way of the host")
+    return "cpu" if refusal else "cuda"
+
+
+def _refusal(group: "Group", op: str | None = None, dtype: np.dtype | None = None) -> str | None:
+    device = group.transport.device
+    return "no device" if device is None else device.refusal(group.world_ranks, op, dtype)
+
+
+def _side(group: "Group", where: str) -> Side | None:
+    """What carries the call out on the GPU."""
+    device = group.transport.device
+    return None if where == "cpu" or group.size == 1 or device is None else device.side(group.id)
+
+
+def _side_for_root(group: "Group", algorithm: str) -> Side | None:
+    """The same where only the root knows whether its array is on the GPU: all ranks prepare for it."""
+    if algorithm not in ("auto", "native") or _refusal(group) is not None:
+        return None
+    return _side(group, "cuda")
+
+
+def _where_told(result: Result, call: Call) -> Place:
+    """Where the root's array goes: on whatever device the root has it."""
+    def place(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if call.side is not None:
+            result.side, result.device = call.side, call.origin or "cpu"
+        return result.array(shape, dtype)
+
+    return place
+
+
+def _choose(group: "Group", verb: str, algorithm: str, where: str, array: np.ndarray | None = None,
+            op: str | None = None) -> str:
     """The name of the algorithm; `array` where all ranks bring one of that length, `op` what they do with it."""
+    if where == "cuda":
+        return "native"
     if array is None:
         name = choose(verb, algorithm, 0, group.size, board=group.board is not None, tiers=group.tiers)
     else:
@@ -166,13 +228,13 @@ def _kind_of_rows(own: np.ndarray) -> dict[str, Any]:
     return {"dtype": own.dtype, "shape": (None, *own.shape[1:])}
 
 
-def _at_root(group: "Group", verb: str, x: Any, root: int) -> np.ndarray | None:
+def _at_root(group: "Group", verb: str, x: Any, root: int, where: str) -> np.ndarray | None:
     """The root's array, ready to send; None elsewhere."""
     if group.rank != root:
         return None
     if x is None:
         raise ShapeError(f"{verb}: rank {root} is the root and passes None; the root brings the array")
-    return argument(x)
+    return argument(x, where)
 
 
 def _keep(result: Result, call: Call, own: np.ndarray, root: int) -> None:
@@ -188,15 +250,16 @@ def _rows_of(array: np.ndarray) -> np.ndarray:
     return array.reshape(1) if array.ndim == 0 else array
 
 
-def _parts(group: "Group", x: Sequence[Any], out: Sequence[Any] | None) -> list[np.ndarray]:
+def _parts(group: "Group", x: Sequence[Any], out: Sequence[Any] | None, where: str) -> list[np.ndarray]:
     """The arrays of an all_to_all, ready to send: one for each rank, of one dtype, apart from all of `out`."""
     for name, arrays in (("x", x), ("out", out)):
         if arrays is not None and len(arrays) != group.size:
             raise ShapeError(f"all_to_all: {name} has {len(arrays)} arrays; pass one for each of {group.size} ranks")
-    parts = [argument(part) for part in x]
+    parts = [argument(part, where) for part in x]
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1:
         raise DtypeError(f"all_to_all: the arrays have dtypes {', '.join(sorted(map(str, dtypes)))}; cast them to one")
-    theirs = [array for array in out or () if isinstance(array, np.ndarray)]
-    shared = any(np.may_share_memory(part, array) for part in parts for array in theirs)
+    theirs = [array for array in out or () if isinstance(array, type(parts[0]))]
+    share = array_module(parts[0]).may_share_memory
+    shared = any(share(part, array) for part in parts for array in theirs)
     return [part.copy() for part in parts] if shared else parts

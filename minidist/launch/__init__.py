@@ -31,6 +31,7 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
     shm          forked copies of this process      anything              NumPy arrays, lists, tuples, dicts of them
     mpi          processes of a new mpirun          a function of a module or of a script, not a local one; its
                                                     arguments, too, are what wire.pack carries
+    nccl         the same, each with a GPU          the same; needs CuPy (not yet measured on a GPU)
 
     On sockets ranks of one host share memory, as in any job, and these all are; shared_memory=False is TCP between all.
 
@@ -47,13 +48,13 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
     member = membership.current()
     if member is not None and member.importing:     # else each rank would start a job, whose ranks start jobs, ...
         raise LaunchError(f"{member.importing} calls md.run when it is imported, and each rank of run(transport='mpi') "
-                          "imports it for its function; put the call under `if __name__ == '__main__':`")
+                          "(or 'nccl') imports it for its function; put the call under `if __name__ == '__main__':`")
     if transport in transports.THREADS:
         from minidist.comm.transports.threads import run_threads
         return run_threads(fn, args, size, limit, unbuffered=transport == "threads-unbuffered", profile=load_profile())
-    if transport == "mpi":
+    if transport in ("mpi", "nccl"):
         from minidist.launch.mpirun import run_mpi
-        return run_mpi(fn, args, size=size, limit=limit)
+        return run_mpi(fn, args, size=size, limit=limit, transport=transport)
     from minidist.launch.forked import run_forked
     return run_forked(fn, args, size=size, transport=transport, limit=limit, shared_memory=shared_memory)
 

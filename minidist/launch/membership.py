@@ -151,7 +151,7 @@ def init(*, transport: str | None = None, shared_memory: bool = True, limit: flo
     """Join the job that mpirun, srun, torchrun or `minidist launch` started; alone: a world of size 1.
 
     Args:
-        transport: "sockets", "shm" or "mpi"; left out: "mpi" under mpirun, else "sockets".
+        transport: "sockets", "shm", "mpi" or "nccl"; left out: "mpi" under mpirun, else "sockets".
         shared_memory: whether ranks of one host share memory on "sockets"; False: TCP between all, as between hosts.
         limit: seconds that joining, and later any wait, may last.
         threads: BLAS threads of this rank; left out: cores // ranks on this host if there are several ranks.

@@ -69,16 +69,18 @@ def find_mpirun() -> Mpirun:
     return Mpirun(path, "unknown", text.splitlines()[0] if text else "")
 
 
-def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: float) -> list[Any]:
-    """`fn(world, *args)` on the ranks of a new mpirun; results in rank order.
+def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: float,
+            transport: str = "mpi") -> list[Any]:
+    """`fn(world, *args)` on the ranks of a new mpirun, over mpi or another transport; results in rank order.
 
     Raises: what md.run says; LaunchError if there is no mpirun, or `fn` cannot be found by name from another process.
     """
-    mpirun, where = find_mpirun(), _name_of(fn)
+    mpirun, where = find_mpirun(), _name_of(fn, transport)
     token = wire.new_token()
     monitor = Monitor(size, token, how=exit_of)
     with tempfile.TemporaryDirectory(prefix="minidist-run-") as folder, open(Path(folder, "stderr"), "w+b") as said:
-        Path(folder, "task").write_bytes(wire.pack({**where, "args": list(args), "path": sys.path, "limit": limit}))
+        Path(folder, "task").write_bytes(wire.pack({**where, "args": list(args), "path": sys.path, "limit": limit,
+                                                     "transport": transport}))
         monitor.start()
         process = subprocess.Popen(
             [*mpirun.command(size, patient=True), sys.executable, "-m", "minidist.launch.mpirun", folder], stderr=said,
@@ -126,13 +128,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _name_of(fn: Callable[..., Any]) -> dict[str, str]:
+def _name_of(fn: Callable[..., Any], transport: str) -> dict[str, str]:
     """Module, name and file of a function that another process can import."""
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
     code = getattr(fn, "__code__", None)
     if module is None or code is None or "<" in name:
-        raise LaunchError(f"run(transport='mpi'): {fn!r} cannot be found by name from another process; give a function "
-                          "defined at the top of a module or script")
+        raise LaunchError(f"run(transport={transport!r}): {fn!r} cannot be found by name from another process; give a "
+                          "function defined at the top of a module or script")
     return {"module": module, "name": name, "file": os.path.abspath(code.co_filename)}
 
 
@@ -169,7 +171,7 @@ def _rank_main(folder: Path) -> None:
 
     task = wire.unpack((folder / "task").read_bytes())
     sys.path[:] = task["path"]
-    world = membership.init(transport="mpi", limit=task["limit"])
+    world = membership.init(transport=task["transport"], limit=task["limit"])
     member = membership.current()
     assert member is not None
     member.quiet = True                                     # the caller raises what we would print

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import faulthandler
 import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -18,8 +19,8 @@ from minidist.errors import LaunchError
 from minidist.launch.launchers import Launch
 
 THREADS = ("threads", "threads-unbuffered")       # ranks inside one process
-PROCESSES = ("sockets", "shm", "mpi")             # ranks that are processes
-LATER = ("nccl", "sim")                           # named in the design, not in this version
+PROCESSES = ("sockets", "shm", "mpi", "nccl")     # ranks that are processes
+LATER = ("sim",)                                  # named in the design, not in this version
 
 
 def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
@@ -30,12 +31,16 @@ def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
         nearest = difflib.get_close_matches(name, among, 1)
         raise LaunchError(f"no transport {name!r}; " + (f"did you mean {nearest[0]!r}? " if nearest else "")
                           + f"choose from {', '.join(among)}")
+    if name == "nccl" and importlib.util.find_spec("cupy") is None:
+        # not more: the ranks look for the GPU, and a process that has done so cannot fork any more
+        raise LaunchError("transport 'nccl' needs CuPy, which is not installed; pip install -e '.[cuda13]' (or "
+                          "cuda12), or take sockets")
 
 
 def load(name: str, *, shared_memory: bool = True) -> Callable[..., Any]:
     """What makes a transport between processes; importing it costs more than calling it."""
     module, maker = {"sockets": ("hosts", "connect") if shared_memory else ("sockets", "SocketsTransport"),
-                     "shm": ("shm", "connect"), "mpi": ("mpi", "MpiTransport")}[name]
+                     "shm": ("shm", "connect"), "mpi": ("mpi", "MpiTransport"), "nccl": ("nccl", "connect")}[name]
     return getattr(importlib.import_module(f"minidist.comm.transports.{module}"), maker)      # type: ignore[no-any-return]
 
 
@@ -46,6 +51,13 @@ def build(name: str, link: ControlLink, token: bytes, limit: float, *, node: int
     Args:   node: the machine this rank is on, as its launcher counts; shared_memory: whether sockets uses that inside.
     Raises: LaunchError if the transport cannot work here; HandshakeError or TimeoutError if connecting fails.
     """
+    if name == "nccl":
+        host = build("sockets", link, token, limit, node=node, shared_memory=shared_memory)
+        try:
+            return cast(Transport, load(name)(link, host))
+        except BaseException:
+            host.close()
+            raise
     make = load(name, shared_memory=shared_memory)
     match name:
         case "sockets" if shared_memory:

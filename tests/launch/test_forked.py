@@ -157,7 +157,7 @@ def test_forking_hides_no_other_warning():
 
 @pytest.mark.parametrize(("transport", "says"), [
     ("sokets", "did you mean 'sockets'"), ("carrier pigeon", "choose from threads"),
-    ("nccl", "not available in this version"), ("sim", "not available in this version")])
+    ("sim", "not available in this version")])
 def test_a_transport_that_is_not_there(transport, says):
     with pytest.raises(LaunchError, match=says):
         md.run(wait_for_the_others, size=2, transport=transport)

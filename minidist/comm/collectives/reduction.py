@@ -13,6 +13,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from minidist.backend import widen
 from minidist.comm.call import Call
 from minidist.comm.transport import Reduce
 from minidist.errors import ConfigError, DtypeError
@@ -68,7 +69,9 @@ class Reduction(NamedTuple):
 
     def finish(self, total: np.ndarray, out: np.ndarray) -> None:
         """Write the result, given all ranks' values combined: a mean is divided here, once. `out` may be `total`."""
-        if self.op == "mean":
+        if self.op == "mean" and not isinstance(total, np.ndarray):
+            out[...] = widen(total) / self.size             # on a GPU
+        elif self.op == "mean":
             np.divide(total, self.size, out=out, dtype=self.loop, casting="same_kind")
         elif out is not total:
             out[...] = total

@@ -1,0 +1,179 @@
+"""Ranks that share one GPU: each shows its bytes in memory that the others have opened, and they look there.
+
+    rank 0's memory   turn 0 | turn 1      only rank 0 writes here; all the others have it mapped (cudaIpcOpenMemHandle)
+    rank 1's memory   turn 0 | turn 1
+
+It is the board of board.py on the GPU. A `show`: copy into the turn, record the turn's event, tell the others over the
+host that it is recorded, let the side's stream wait for their events. Turns are used alternately, and that is enough:
+who writes a turn again has waited for events that the others recorded after they had read it. The host waits for ranks,
+never for the GPU, and a rank that dies leaves no kernel that waits for it.
+
+What is exported are whole allocations of cudaMalloc, made for this and freed at the end: an array of CuPy's pool is a
+stretch of a larger allocation, which the pool may divide again while another process looks at it. The price is one copy
+inside the GPU. Handles are opened once, at a group's first call, and closed with the transport.
+
+Reductions add what all show in rank order, low precision in float32: the same bits on all ranks.
+
+Source: CUDA runtime API, device management (cudaIpc...). Not yet measured on a GPU.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from minidist.backend import Array, widen
+from minidist.comm.collectives.reduction import UFUNCS
+from minidist.comm.native import Native
+from minidist.comm.transports.gpu import Gpu, GpuSide, tell
+
+TURN_BYTES = 32 << 20
+"""Most that a rank shows at a time."""
+
+_HANDLE_BYTES = 64          # of memory and of events alike
+_TURNS = 2
+_NOTHING = np.empty(0, np.uint8)
+
+
+class Probe:
+    """Whether this rank's GPU memory can be opened by other processes, and theirs by it. `handle` is b"" if not."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._runtime, self._memory = gpu.cupy.cuda.runtime, gpu.cupy.cuda.Memory(1)
+        self.handle = b""
+        with suppress(self._runtime.CUDARuntimeError):      # a container without the right to, or another system
+            self.handle = self._runtime.ipcGetMemHandle(self._memory.ptr)
+
+    def opens(self, handles: Sequence[bytes]) -> bool:
+        """Whether all of these can be opened; the own one is passed over."""
+        if not all(handles):
+            return False
+        try:
+            for handle in handles:
+                if handle != self.handle:
+                    self._runtime.ipcCloseMemHandle(self._runtime.ipcOpenMemHandle(handle))
+        except (self._runtime.CUDARuntimeError, ValueError):
+            return False
+        return True
+
+    def close(self) -> None:
+        """Free the memory: every rank has tried."""
+        del self._memory
+
+
+class IpcNative(Native):
+    """Collectives of ranks that share a GPU. Arrays are CuPy's; NumPy's are told over the host."""
+
+    def __init__(self, gpu: Gpu, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
+        self._gpu, self._side, self._runtime = gpu, side, gpu.cupy.cuda.runtime
+        self._rank, self._size = world_ranks.index(gpu.transport.world_rank), len(world_ranks)
+        self._tell: Callable[[np.ndarray], list[np.ndarray]] = lambda mine: tell(
+            gpu.transport, group, world_ranks, [mine] * self._size)
+        self._memory = gpu.cupy.cuda.Memory(_TURNS * TURN_BYTES)
+        self._recorded = [gpu.event(side.stream, interprocess=True) for _ in range(_TURNS)]
+        handles = [self._runtime.ipcGetMemHandle(self._memory.ptr),
+                   *(self._runtime.ipcGetEventHandle(event.ptr) for event in self._recorded)]
+        told = self._tell(np.frombuffer(b"".join(handles), np.uint8))
+        self._opened: list[int] = []                        # addresses to close
+        self._boards = [self._board(rank, words.tobytes()) for rank, words in enumerate(told)]
+        self._turn = 0
+        gpu.ends.append(self.close)
+
+    def _board(self, rank: int, handles: bytes) -> tuple[list[Array], list[int]]:
+        """A rank's turns, and their events."""
+        if rank == self._rank:
+            return self._views(self._memory.ptr), [event.ptr for event in self._recorded]
+        memory, *events = (handles[start:start + _HANDLE_BYTES] for start in range(0, len(handles), _HANDLE_BYTES))
+        self._opened.append(self._runtime.ipcOpenMemHandle(memory))
+        return self._views(self._opened[-1]), [self._runtime.ipcOpenEventHandle(event) for event in events]
+
+    def _views(self, address: int) -> list[Array]:
+        cuda = self._gpu.cupy.cuda
+        memory = cuda.UnownedMemory(address, _TURNS * TURN_BYTES, self, self._gpu.device.id)
+        return [self._gpu.cupy.ndarray((TURN_BYTES,), np.uint8, memptr=cuda.MemoryPointer(memory, turn * TURN_BYTES))
+                for turn in range(_TURNS)]
+
+    def close(self) -> None:
+        """Let go of the others' memory."""
+        while self._opened:
+            self._runtime.ipcCloseMemHandle(self._opened.pop())
+
+    def _show(self, octets: Array) -> list[Array]:
+        """Show at most TURN_BYTES; what each rank shows, and whatever stood behind it, until the next but one show."""
+        turn, self._turn = self._turn, 1 - self._turn
+        if octets.size:
+            self._boards[self._rank][0][turn][:octets.size] = octets
+        self._recorded[turn].record(self._side.stream)
+        self._tell(_NOTHING)                                # every rank has recorded its event
+        for rank, (_, events) in enumerate(self._boards):
+            if rank != self._rank:
+                self._runtime.streamWaitEvent(self._side.stream.ptr, events[turn])
+        return [turns[turn] for turns, _ in self._boards]
+
+    def _look(self, mine: Array | None, longest: int, wanted: Mapping[int, tuple[int, Array]]) -> None:
+        """Show `mine` in rounds, as many as the rank with `longest` bytes needs; fill what is wanted.
+
+        Args:    wanted: for a rank (start, place): its bytes from `start` on go there.
+        """
+        for begin in range(0, longest, TURN_BYTES):
+            end = begin + TURN_BYTES
+            shown = self._show(_NOTHING if mine is None else mine[begin:end])
+            for rank, (start, place) in wanted.items():
+                first, last = max(begin, start), min(end, start + place.size)
+                if first < last:
+                    place[first - start:last - start] = shown[rank][first - begin:last - begin]
+
+    def barrier(self) -> None:
+        self._tell(_NOTHING)
+
+    def broadcast(self, octets: np.ndarray, root: int) -> None:
+        at_root = self._rank == root
+        self._look(octets if at_root else None, octets.size, {} if at_root else {root: (0, octets)})
+
+    def gather(self, octets: np.ndarray, out: np.ndarray | None, counts: Sequence[int], root: int) -> None:
+        self._look(octets, max(counts), {} if out is None else _parts(out, counts))
+
+    def all_gather(self, octets: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
+        if isinstance(octets, np.ndarray):
+            np.concatenate(self._tell(octets), out=out)
+        else:
+            self._look(octets, max(counts), _parts(out, counts))
+
+    def scatter(self, octets: np.ndarray | None, counts: Sequence[int], out: np.ndarray | None, root: int) -> None:
+        self._look(octets, sum(counts), {} if out is None else {root: (sum(counts[:self._rank]), out)})
+
+    def all_to_all(self, octets: np.ndarray, leaving: Sequence[int], out: np.ndarray, coming: Sequence[int]) -> None:
+        table = [words.view(np.int64).tolist() for words in self._tell(np.array(leaving, np.int64).view(np.uint8))]
+        places = _parts(out, coming)
+        self._look(octets, max(map(sum, table)),
+                   {rank: (sum(row[:self._rank]), places[rank][1]) for rank, row in enumerate(table)})
+
+    def all_reduce(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
+        self._reduce(x, out, 0, op)
+
+    def reduce(self, x: np.ndarray, out: np.ndarray | None, op: str, root: int) -> None:
+        self._reduce(x, x[:0] if out is None else out, 0, op)
+
+    def reduce_scatter(self, x: np.ndarray, out: np.ndarray, counts: Sequence[int], op: str) -> None:
+        self._reduce(x, out, sum(counts[:self._rank]), op)
+
+    def _reduce(self, x: Array, out: Array, start: int, op: str) -> None:
+        """All ranks' x combined, its elements from `start` on into `out`; in rank order."""
+        ufunc, step = getattr(self._gpu.cupy, UFUNCS[op].__name__), TURN_BYTES // x.dtype.itemsize
+        for begin in range(0, x.size, step):
+            shown = self._show(x[begin:begin + step].view(np.uint8))
+            first, last = max(begin, start), min(begin + step, start + out.size, x.size)
+            if first < last:
+                here = slice((first - begin) * x.dtype.itemsize, (last - begin) * x.dtype.itemsize)
+                values = [widen(octets[here].view(x.dtype)) for octets in shown]
+                total = values[0]
+                for value in values[1:]:
+                    total = ufunc(total, value)
+                out[first - start:last - start] = total
+
+
+def _parts(array: Any, counts: Sequence[int]) -> dict[int, tuple[int, Any]]:
+    """For each rank (0, its stretch of the array): what _look() wants of a rank's first bytes."""
+    edges = np.cumsum([0, *counts]).tolist()
+    return {rank: (0, array[start:stop]) for rank, (start, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True))}

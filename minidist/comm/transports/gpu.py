@@ -1,0 +1,260 @@
+"""The GPU of a rank: streams beside the program's, a watch over what is queued there, words between ranks on the host.
+
+Used by nccl.py and cuda_ipc.py. Nothing here waits for the GPU: what a call puts in its queue is watched by a thread
+that asks now and then whether the GPU is done, so that the limit holds, a lost peer is heard of, and arrays live as
+long as the GPU uses them. What the GPU waits for in vain ends when the watch aborts it (nccl.py: ncclCommAbort).
+
+Not yet measured on a GPU.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidist.backend import Array
+from minidist.comm.device import Side
+from minidist.comm.transport import Tag, Transport
+from minidist.errors import CommError, TimeoutError
+
+WORDS = 1 << 62
+"""The sequence of the tag under which a group's ranks tell each other what a device needs to know; not counted."""
+
+_SHORTEST, _LONGEST = 0.0005, 0.02      # seconds between the watch's looks
+
+
+class Gpu:
+    """One rank's GPU and the transport on whose behalf it works.
+
+    Attributes: error   what the transport was aborted with
+    """
+
+    def __init__(self, transport: Transport, cupy: Any, device_id: int) -> None:
+        self.transport, self.cupy = transport, cupy
+        self.device = cupy.cuda.Device(device_id)
+        self.error: CommError | None = None
+        self.ends: list[Callable[[], None]] = []            # abort what the GPU waits for
+        self.watch = Watch(self)
+        transport.waits.ends.append(self.abort)
+
+    def event(self, stream: Any, *, interprocess: bool = False) -> Any:
+        """An event behind what `stream` holds now."""
+        event = self.cupy.cuda.Event(disable_timing=True, interprocess=interprocess)
+        event.record(stream)
+        return event
+
+    def check(self) -> None:
+        """Raises: what the transport was aborted with."""
+        if self.error is not None:
+            raise self.error
+
+    def abort(self, error: CommError) -> None:
+        """The transport's abort(), and its end: no call begins any more, and what the GPU waits for ends."""
+        self.error = self.error or error
+        self.watch.hurry()
+        if self.ends:                                       # apart: a library may take its time, our caller may not
+            ends, self.ends = self.ends, []
+            threading.Thread(target=self._end, args=(ends,), name="gpu abort", daemon=True).start()
+
+    def _end(self, ends: Sequence[Callable[[], None]]) -> None:
+        with self.device:
+            for end in ends:
+                end()
+
+    def within_limit(self, work: Callable[[], Any], what: str) -> Any:
+        """`work()`, which may block in a library for ever, in a thread that is left behind then.
+
+        Raises: what the work raises; TimeoutError after the limit; what the transport was aborted with.
+        """
+        outcome: list[Any] = []
+        finished = threading.Event()
+
+        def carry_out() -> None:
+            try:
+                with self.device:
+                    outcome.extend((work(), None))
+            except Exception as error:  # raised by who waits
+                outcome.extend((None, error))
+            finished.set()
+
+        threading.Thread(target=carry_out, name=what, daemon=True).start()
+        deadline = time.monotonic() + self.transport.limit
+        while not finished.wait(_LONGEST):
+            self.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self.transport.world_rank} waited {self.transport.limit:g} s for {what}")
+        result, error = outcome
+        if error is not None:
+            raise error
+        return result
+
+
+class Flight(NamedTuple):
+    """Something in a stream's queue: it may begin at `begun` and is over at `done`; `keep` holds what it uses."""
+
+    what: str
+    begun: Any
+    done: Any
+    keep: list[Any]
+    since: list[float]      # when it was first seen begun, if it was
+
+
+class Watch:
+    """Looks after flights: lets go of what they keep, aborts the transport when one outlasts the limit or has failed.
+
+    Attributes: failures  each says what a library has noticed by itself; "" is nothing
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self.failures: list[Callable[[], str]] = []
+        self._flights: list[Flight] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def follow(self, what: str, begun: Any, done: Any, keep: list[Any]) -> None:
+        """Look after one more."""
+        with self._changed:
+            self._flights.append(Flight(what, begun, done, keep, []))
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, daemon=True,
+                                                name=f"gpu watch of rank {self._gpu.transport.world_rank}")
+                self._thread.start()
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Return when the GPU is done with all. Raises: what the transport was aborted with, a late flight's error."""
+        with self._changed:
+            waits = bool(self._flights)
+            while self._flights and self._gpu.error is None:
+                self._changed.wait(_LONGEST)
+        if waits:                                           # what an abort has ended is over, but not done
+            self._gpu.check()
+
+    def hurry(self) -> None:
+        """The transport was aborted: the thread ends when no flight is left."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        pause = _SHORTEST
+        with self._gpu.device:
+            while self._wait_for_flights():
+                pause = _SHORTEST if self._look() else min(2 * pause, _LONGEST)
+                time.sleep(pause)
+
+    def _wait_for_flights(self) -> bool:
+        with self._changed:
+            while not self._flights and self._gpu.error is None:
+                self._changed.wait()
+            return bool(self._flights)
+
+    def _look(self) -> bool:
+        """One look at all; whether one has landed."""
+        with self._changed:
+            flights = list(self._flights)
+        landed = {id(flight) for flight in flights if flight.done.done}
+        with self._changed:
+            self._flights = [flight for flight in self._flights if id(flight) not in landed]
+            self._changed.notify_all()
+        for flight in flights:
+            if id(flight) in landed:
+                flight.keep.clear()
+        self._judge([flight for flight in flights if id(flight) not in landed])
+        return bool(landed)
+
+    def _judge(self, waiting: list[Flight]) -> None:
+        """The clock of a flight runs from the look that finds it begun: before that its own rank's work keeps it."""
+        transport, now = self._gpu.transport, time.monotonic()
+        for flight in waiting:
+            if not flight.since and flight.begun.done:
+                flight.since.append(now)
+        late = [flight for flight in waiting if flight.since and now - flight.since[0] > transport.limit]
+        failed = [text for failure in self.failures if waiting and self._gpu.error is None and (text := failure())]
+        if self._gpu.error is not None:
+            return
+        if failed:
+            transport.abort(CommError(f"rank {transport.world_rank}: {failed[0]}"))
+        elif late:
+            transport.abort(TimeoutError(f"rank {transport.world_rank} waited {transport.limit:g} s for the GPU in "
+                                         f"{late[0].what}; is every rank of the group still there?"))
+
+
+class _Begun(NamedTuple):
+    stream: Any             # the program's
+    event: Any
+
+
+class GpuSide(Side):
+    """A group's side: see device.py."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        with gpu.device:
+            self.stream = gpu.cupy.cuda.Stream(non_blocking=True)
+        self._program: _Begun | None = None                 # the one whose work is under way
+
+    def begin(self) -> _Begun:
+        self._gpu.check()
+        with self._gpu.device:
+            stream = self._gpu.cupy.cuda.get_current_stream()
+            return _Begun(stream, self._gpu.event(stream))
+
+    def carry_out(self, begun: _Begun, work: Callable[[], Any], keep: Any) -> tuple[Any, Any]:
+        gpu = self._gpu
+        gpu.check()
+        self._program = begun
+        with gpu.device, self.stream:
+            self.stream.wait_event(begun.event)
+            result = work()
+            done = gpu.event(self.stream)
+        held = [keep, begun, result]
+        gpu.watch.follow("the end of a call", begun.event, done, held)
+        return result, (done, held)
+
+    def allocate(self, make: Callable[[], Array]) -> Array:
+        assert self._program is not None, "inside the work"
+        with self._program.stream:
+            array = make()
+        self.stream.wait_event(self._gpu.event(self._program.stream))
+        return array
+
+    def join(self, done: Any) -> None:
+        self._gpu.check()
+        event, held = done
+        with self._gpu.device:
+            self._gpu.cupy.cuda.get_current_stream().wait_event(event)
+        held.clear()                                        # whatever comes next in this stream comes after their use
+
+    @contextmanager
+    def queueing(self, what: str) -> Iterator[None]:
+        """The block puts work into the side's queue; it is watched under the name `what`."""
+        begun = self._gpu.event(self.stream)
+        yield
+        self._gpu.watch.follow(what, begun, self._gpu.event(self.stream), [])
+
+
+def tell(transport: Transport, group: int, world_ranks: Sequence[int], mine: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Small words between all ranks of a group, by way of the host: P-1 messages a rank, at once, not counted.
+
+    Args:    mine: for each rank, bytes (uint8) of any length.
+    Returns: what each rank had for this one; its own among them.
+    """
+    own, tag = world_ranks.index(transport.world_rank), Tag(group, WORDS)
+    heard = {own: mine[own]}
+    others = [rank for rank in range(len(world_ranks)) if rank != own]
+
+    def accept_from(rank: int) -> Callable[[bytes, int], np.ndarray]:
+        def accept(meta: bytes, nbytes: int) -> np.ndarray:
+            heard[rank] = np.empty(nbytes, np.uint8)
+            return heard[rank]
+        return accept
+
+    arriving = [transport.start_recv(world_ranks[rank], tag, accept_from(rank)) for rank in others]
+    leaving = [transport.start_send(world_ranks[rank], tag, mine[rank]) for rank in others]
+    for handle in arriving + leaving:
+        handle.wait()
+    return [heard[rank] for rank in range(len(world_ranks))]

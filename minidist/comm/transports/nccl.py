@@ -1,0 +1,263 @@
+"""Ranks with GPUs: arrays of CuPy go from GPU to GPU by NCCL, everything else over a host transport (hosts.py).
+
+    a call with CuPy arrays    the ranks agree, over the host     dissemination's barrier with the signature (native.py)
+                               its NCCL call joins the queue      of the group's own stream; returns at once
+                               the program's stream waits         for that stream, on the GPU
+    any other call             as on sockets                      host arrays; `algorithm="ring"` on CuPy arrays, which
+                                                                  are staged
+
+A group's communicator is made by its first such call; its first rank draws the id, and tells it over the host.
+
+    limit        a thread looks at events (gpu.py); the call that outlasts the limit aborts the transport
+    lost peer    the monitor aborts the transport, as everywhere
+    abort        ncclCommAbort on all communicators: kernels that wait in vain end, and so does whoever waits for them.
+                 What they leave is no result: every later call, and wait() of one begun before, raises the error.
+    threads      NCCL calls of a rank are made one at a time. Each communicator has its own stream: two groups' calls
+                 may reach the GPU in another order on another rank.
+
+Ranks that share one GPU take CUDA IPC (cuda_ipc.py); NCCL refuses them, but for its versions from 2.30 on with
+NCCL_MULTI_RANK_GPU_ENABLE=1.
+
+Source: NCCL user guide (stream semantics, group calls, communicator abort). Not yet measured on a GPU.
+"""
+
+import os
+import platform
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from minidist.backend import dtype_name, module_for
+from minidist.comm.device import Device
+from minidist.comm.native import Native
+from minidist.comm.transport import Transport
+from minidist.comm.transports import cuda_ipc
+from minidist.comm.transports.gpu import Gpu, GpuSide, tell
+from minidist.comm.transports.mesh import Meeting
+from minidist.errors import CommError, DeviceError, LaunchError
+
+_KINDS = {"int8": "INT8", "uint8": "UINT8", "int32": "INT32", "uint32": "UINT32", "int64": "INT64", "uint64": "UINT64",
+          "float16": "FLOAT16", "float32": "FLOAT32", "float64": "FLOAT64", "bfloat16": "BFLOAT16"}
+_OPS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PROD"}
+_STUCK = 1.0            # seconds that abort() waits for a call of NCCL's to return before it aborts around it
+
+
+def connect(link: Meeting, transport: Transport) -> Transport:
+    """Give a connected host transport this rank's GPU, the next on its host.
+
+    Raises: LaunchError without CuPy, NCCL or a GPU.
+    """
+    cupy, library = find()
+    transport.name = "nccl"
+    hosts = [info["gpu_host"] for info in link.meet({"gpu_host": platform.node()})]
+    device_id = hosts[:link.world_rank].count(hosts[link.world_rank]) % cupy.cuda.runtime.getDeviceCount()
+    gpu = Gpu(transport, cupy, device_id)
+    gpu.device.use()
+    bus = f"{platform.node()} {cupy.cuda.runtime.deviceGetPCIBusId(device_id)}"
+    probe = cuda_ipc.Probe(gpu)
+    infos = link.meet({"gpu": bus, "ipc": probe.handle})
+    reached = link.meet({"ipc": probe.opens([info["ipc"] for info in infos if info["gpu"] == bus])})
+    probe.close()
+    transport.device = GpuDevice(gpu, library, [info["gpu"] for info in infos], all(info["ipc"] for info in reached))
+    return transport
+
+
+def find() -> tuple[Any, Any]:
+    """CuPy and its NCCL. Raises: LaunchError, one line, where one of them or a GPU is missing."""
+    try:
+        cupy = module_for("cuda")
+        from cupy.cuda import nccl
+    except (ImportError, DeviceError) as error:
+        raise LaunchError(f"transport 'nccl' cannot work here: {error}; or take sockets") from error
+    if not nccl.available:
+        raise LaunchError("transport 'nccl' cannot work here: CuPy finds no NCCL; pip install nvidia-nccl-cu13 (or "
+                          "nvidia-nccl-cu12), or take sockets")
+    return cupy, nccl
+
+
+class GpuDevice(Device):
+    """Collectives between the GPUs of the job.
+
+    Args: places  the GPU of each world rank, by a name that no other has
+          ipc     whether ranks that share one can open each other's memory
+    """
+
+    def __init__(self, gpu: Gpu, library: Any, places: Sequence[str], ipc: bool) -> None:
+        self.gpu, self.library, self._places, self._ipc = gpu, library, list(places), ipc
+        self.one_at_a_time = threading.Lock()
+        self._shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and library.get_version() >= 23000
+        self._natives: dict[int, Native] = {}
+        self._sides: dict[int, GpuSide] = {}
+
+    def refusal(self, world_ranks: Sequence[int], op: str | None, dtype: np.dtype | None) -> str | None:
+        gpus = {self._places[rank] for rank in world_ranks}
+        if len(gpus) < len(world_ranks) and not self._shares:
+            if len(gpus) > 1 or not self._ipc:
+                return "NCCL takes one rank a GPU, and CUDA IPC ranks of a single one that may share memory"
+            return None
+        if op is not None and dtype is not None and (op not in _OPS or dtype_name(dtype) not in _KINDS):
+            return f"NCCL has no {op} of {dtype}"
+        return None
+
+    def native(self, group: int, world_ranks: Sequence[int]) -> Native:
+        if group not in self._natives:
+            side, distinct = self.side(group), len({self._places[rank] for rank in world_ranks}) == len(world_ranks)
+            self._natives[group] = NcclNative(self, side, group, world_ranks) if distinct or self._shares else \
+                cuda_ipc.IpcNative(self.gpu, side, group, world_ranks)
+        return self._natives[group]
+
+    def finish(self) -> None:
+        self.gpu.watch.finish()
+
+    def side(self, group: int) -> GpuSide:
+        if group not in self._sides:
+            self._sides[group] = GpuSide(self.gpu)
+        return self._sides[group]
+
+
+class NcclNative(Native):
+    """NCCL among the ranks of one group. Arrays are CuPy's; those of numbers to agree on are NumPy's, and `tell` them.
+
+    Octets travel as NCCL_UINT8. Nothing is called for an array without elements: CuPy's has no address.
+    """
+
+    def __init__(self, device: GpuDevice, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
+        self._gpu, self._nccl, self._lock = device.gpu, device.library, device.one_at_a_time
+        self._side, self._group, self._world_ranks = side, group, tuple(world_ranks)
+        self._rank, self._size = self._world_ranks.index(self._gpu.transport.world_rank), len(world_ranks)
+        id = np.frombuffer(self._nccl.get_unique_id() if self._rank == 0 else b"", np.uint8)
+        id = tell(self._gpu.transport, group, self._world_ranks, [id] * self._size)[0]
+        self._comm = self._gpu.within_limit(
+            lambda: self._nccl.NcclCommunicator(self._size, id.tobytes(), self._rank), "NCCL's ranks to meet")
+        self._gpu.ends.append(self.abort)
+        self._gpu.check()                                   # aborted before it stood in `ends`
+        self._gpu.watch.failures.append(self.failure)
+
+    def barrier(self) -> None:
+        tell(self._gpu.transport, self._group, self._world_ranks, [np.empty(0, np.uint8)] * self._size)
+
+    def all_reduce(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
+        if x.size:
+            self._queue("all_reduce", lambda comm, stream: comm.allReduce(
+                _at(x), _at(out), x.size, self._kind(x), self._op(op), stream))
+
+    def reduce(self, x: np.ndarray, out: np.ndarray | None, op: str, root: int) -> None:
+        if x.size:
+            self._queue("reduce", lambda comm, stream: comm.reduce(
+                _at(x), _at(x if out is None else out), x.size, self._kind(x), self._op(op), root, stream))
+
+    def reduce_scatter(self, x: np.ndarray, out: np.ndarray, counts: Sequence[int], op: str) -> None:
+        if not x.size:
+            return
+        if len(set(counts)) == 1:
+            self._queue("reduce_scatter", lambda comm, stream: comm.reduceScatter(
+                _at(x), _at(out), counts[0], self._kind(x), self._op(op), stream))
+            return
+
+        def each(comm: Any, stream: int) -> None:           # NCCL knows equal parts only
+            for root, part in enumerate(_parts(x, counts)):
+                if part.size:
+                    comm.reduce(_at(part), _at(out if root == self._rank else part), part.size, self._kind(x),
+                                self._op(op), root, stream)
+
+        self._queue("reduce_scatter", each)
+
+    def broadcast(self, octets: np.ndarray, root: int) -> None:
+        if octets.size:
+            self._queue("broadcast", lambda comm, stream: comm.broadcast(
+                _at(octets), _at(octets), octets.size, self._nccl.NCCL_UINT8, root, stream))
+
+    def all_gather(self, octets: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
+        if isinstance(octets, np.ndarray):
+            np.concatenate(tell(self._gpu.transport, self._group, self._world_ranks, [octets] * self._size), out=out)
+        elif out.size and len(set(counts)) == 1:
+            self._queue("all_gather", lambda comm, stream: comm.allGather(
+                _at(octets), _at(out), counts[0], self._nccl.NCCL_UINT8, stream))
+        elif out.size:
+            def each(comm: Any, stream: int) -> None:
+                for root, part in enumerate(_parts(out, counts)):
+                    if part.size:
+                        comm.broadcast(_at(octets if root == self._rank else part), _at(part), part.size,
+                                       self._nccl.NCCL_UINT8, root, stream)
+
+            self._queue("all_gather", each)
+
+    def gather(self, octets: np.ndarray, out: np.ndarray | None, counts: Sequence[int], root: int) -> None:
+        if out is None:
+            self._pass_on({root: octets}, {}, "gather")
+            return
+        places = dict(enumerate(_parts(out, counts)))
+        places.pop(root)[...] = octets
+        self._pass_on({}, places, "gather")
+
+    def scatter(self, octets: np.ndarray | None, counts: Sequence[int], out: np.ndarray | None, root: int) -> None:
+        leaving = {} if octets is None else dict(enumerate(_parts(octets, counts)))
+        leaving.pop(root, None)
+        self._pass_on(leaving, {} if out is None else {root: out}, "scatter")
+
+    def all_to_all(self, octets: np.ndarray, leaving: Sequence[int], out: np.ndarray, coming: Sequence[int]) -> None:
+        self._pass_on(dict(enumerate(_parts(octets, leaving))), dict(enumerate(_parts(out, coming))), "all_to_all")
+
+    def _pass_on(self, leaving: dict[int, np.ndarray], coming: dict[int, np.ndarray], what: str) -> None:
+        """Sends and receives of one NCCL group, which may wait for each other in any order."""
+        def each(comm: Any, stream: int) -> None:
+            for rank, part in leaving.items():
+                if part.size:
+                    comm.send(_at(part), part.size, self._nccl.NCCL_UINT8, rank, stream)
+            for rank, part in coming.items():
+                if part.size:
+                    comm.recv(_at(part), part.size, self._nccl.NCCL_UINT8, rank, stream)
+
+        if any(part.size for part in [*leaving.values(), *coming.values()]):
+            self._queue(what, each)
+
+    def _queue(self, what: str, start: Callable[[Any, int], None]) -> None:
+        """Put NCCL's kernels into the side's queue, as one group."""
+        with self._side.queueing(f"NCCL's {what}"), self._lock:
+            self._gpu.check()
+            try:
+                self._nccl.groupStart()
+                try:
+                    start(self._comm, self._side.stream.ptr)
+                finally:
+                    self._nccl.groupEnd()
+            except self._nccl.NcclError as error:
+                self._gpu.check()
+                raise CommError(f"rank {self._gpu.transport.world_rank}: NCCL refuses {what}: {error}; NCCL_DEBUG=WARN "
+                                "in the environment says more") from error
+
+    def failure(self) -> str:
+        """What NCCL has noticed by itself (a peer's connection broke, say); "" for nothing."""
+        try:
+            self._comm.check_async_error()
+        except self._nccl.NcclError as error:
+            return f"NCCL failed on the GPU: {error}"
+        return ""
+
+    def abort(self) -> None:
+        """End its kernels, and a call of NCCL's that is stuck."""
+        free = self._lock.acquire(timeout=_STUCK)
+        try:
+            self._comm.abort()
+        finally:
+            if free:
+                self._lock.release()
+
+    def _kind(self, array: np.ndarray) -> int:
+        return int(getattr(self._nccl, f"NCCL_{_KINDS[dtype_name(array.dtype)]}"))
+
+    def _op(self, op: str) -> int:
+        return int(getattr(self._nccl, f"NCCL_{_OPS[op]}"))
+
+
+def _at(array: Any) -> int:
+    """A CuPy array's address."""
+    return int(array.data.ptr)
+
+
+def _parts(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+    """Views of `counts` elements each, one after the other."""
+    edges = np.cumsum([0, *counts]).tolist()
+    return [array[start:stop] for start, stop in zip(edges[:-1], edges[1:], strict=True)]

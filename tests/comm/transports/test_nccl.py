@@ -1,0 +1,274 @@
+"""The device side of transport nccl (NCCL, CUDA IPC) on a stand-in for CuPy; with real GPUs under -m gpu."""
+
+import sys
+import threading
+import time
+
+import fake_cupy
+import gpu_calls
+import numpy as np
+import pytest
+from helpers import run
+
+import minidist as md
+from minidist.comm.transports import cuda_ipc, nccl
+from minidist.comm.transports.gpu import Gpu
+from minidist.errors import CommError, ConfigError, LaunchError, MismatchError, PeerLostError, TimeoutError
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    modules = fake_cupy.modules()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(fake_cupy.NcclCommunicator, "all", [])
+    monkeypatch.setattr(cuda_ipc, "TURN_BYTES", 16 << 10)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    return modules["cupy"]
+
+
+def equipped(world, one_gpu=False):
+    """Give a rank of threads its GPU, as connect() does."""
+    cupy = sys.modules["cupy"]
+    places = ["gpu" if one_gpu else f"gpu {rank}" for rank in range(world.size)]
+    world.transport.device = nccl.GpuDevice(Gpu(world.transport, cupy, 0), cupy.cuda.nccl, places, ipc=True)
+
+
+def run_on_gpus(fn, *args, size, one_gpu=False, limit=20.0):
+    def ranks(world):
+        equipped(world, one_gpu)
+        return fn(world, *args)
+
+    return run(ranks, size=size, limit=limit)
+
+
+on_both = pytest.mark.parametrize("one_gpu", [False, True], ids=["nccl", "cuda-ipc"])
+
+
+@on_both
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.soak)])
+def test_every_verb(cupy, monkeypatch, one_gpu, size):
+    monkeypatch.setattr(fake_cupy.NcclCommunicator, "kernel_seconds", 0.0)
+    monkeypatch.setattr(cuda_ipc, "TURN_BYTES", 1024)   # several rounds
+    run_on_gpus(gpu_calls.all_cases, size, size=size, one_gpu=one_gpu)
+
+
+@on_both
+def test_beside_the_host(cupy, one_gpu):
+    run_on_gpus(gpu_calls.mixed, size=4, one_gpu=one_gpu)
+
+
+@on_both
+def test_streams_keep_the_order(cupy, one_gpu):
+    run_on_gpus(gpu_calls.in_order, 12, size=2, one_gpu=one_gpu)
+
+
+def test_alone_arrays_stay_where_they_are(cupy):
+    def ranks(world):
+        x = cupy.asarray(np.arange(6.0))
+        for verb in ("all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "broadcast", "scatter"):
+            got = getattr(world, verb)(x)
+            assert got is not x
+            assert gpu_calls.back(got).tolist() == list(range(6))
+        assert gpu_calls.back(world.all_to_all([x]))[0].tolist() == list(range(6))
+
+    run(ranks, size=1)
+
+
+def test_who_disagrees_is_named_before_nccl_is_called(cupy):
+    def ranks(world):
+        op = "max" if world.rank == 1 else "sum"
+        world.all_reduce(cupy.asarray(np.ones(4)), op=op)
+
+    with pytest.raises(MismatchError, match="ranks disagree in op"):
+        run_on_gpus(ranks, size=3)
+    assert not fake_cupy.NcclCommunicator.all
+
+
+def test_a_host_array_among_them_is_a_disagreement(cupy):
+    def ranks(world):
+        x = np.ones(4)
+        world.all_reduce(x if world.rank == 1 else cupy.asarray(x))
+
+    with pytest.raises(MismatchError, match="ranks disagree in algorithm"):
+        run_on_gpus(ranks, size=2)
+
+
+def test_what_nccl_does_not_know_is_refused(cupy):
+    def ranks(world):
+        for x, op in ((np.ones(2, np.int16), "sum"), (np.ones(2, np.complex64), "sum"), (np.ones(2, bool), "max")):
+            with pytest.raises(ConfigError, match=f"algorithm native: NCCL has no {op} of {x.dtype}; choose auto"):
+                world.all_reduce(cupy.asarray(x), op=op, algorithm="native")
+        with pytest.raises(ConfigError, match="no collectives of its own.*nccl with arrays on the GPU"):
+            world.all_reduce(np.ones(2), algorithm="native")
+
+    run_on_gpus(ranks, size=2)
+
+
+def test_two_of_three_share_a_gpu(cupy):
+    """Neither NCCL nor IPC can: auto stages, native is refused."""
+    def ranks(world):
+        equipped(world)
+        world.transport.device._places[1] = "gpu 0"
+        x = cupy.asarray(np.ones(2))
+        assert gpu_calls.back(world.all_reduce(x)).tolist() == [3, 3]
+        assert gpu_calls.back(world.broadcast(x if world.rank == 0 else None)).tolist() == [1, 1]
+        with pytest.raises(ConfigError, match="NCCL takes one rank a GPU"):
+            world.all_reduce(x, algorithm="native")
+
+    run(ranks, size=3)
+
+
+def enqueue_in_vain(world):
+    """Rank 0 alone is in an all-reduce, on the GPU; its host goes on."""
+    device = world.transport.device
+    world.all_reduce(gpu_calls.on_device(np.ones(4)))
+    if world.rank == 0:
+        x = gpu_calls.on_device(np.ones(4))
+        side = device.side(world.id)
+        device.native(world.id, world.world_ranks)
+        side.carry_out(side.begin(), lambda: device.native(0, (0, 1)).all_reduce(x, x, "sum"), x)
+    return device
+
+
+def test_the_limit_holds_on_the_gpu(cupy):
+    def ranks(world):
+        device = enqueue_in_vain(world)
+        world.transport.limit = 0.2
+        if world.rank == 0:
+            began = time.monotonic()
+            with pytest.raises(TimeoutError, match="rank 0 waited 0.2 s for the GPU in NCCL's all_reduce"):
+                device.finish()
+            assert time.monotonic() - began < 2
+            with pytest.raises(TimeoutError):           # and so does every later call
+                world.all_reduce(gpu_calls.on_device(np.ones(4)))
+
+    with pytest.raises(TimeoutError):                   # of the worlds's close
+        run_on_gpus(ranks, size=2)
+    assert all(comm.aborted for comm in fake_cupy.NcclCommunicator.all if comm.rank == 0)
+
+
+def test_a_lost_peer_ends_what_the_gpu_waits_for(cupy):
+    def ranks(world):
+        device = enqueue_in_vain(world)
+        if world.rank == 0:
+            threading.Timer(0.05, world.transport.abort, [PeerLostError("rank 1 was killed", 1)]).start()
+            with pytest.raises(PeerLostError, match="rank 1 was killed"):
+                device.finish()
+            device.side(world.id).stream.synchronize()  # its kernel has ended
+            raise LookupError("seen")
+
+    with pytest.raises(LookupError, match="seen"):
+        run_on_gpus(ranks, size=2)
+
+
+def test_what_nccl_notices_by_itself_ends_the_job(cupy):
+    def ranks(world):
+        device = enqueue_in_vain(world)
+        if world.rank == 0:
+            device.native(world.id, world.world_ranks)._comm.failed = "remote process exited"
+            with pytest.raises(CommError, match="rank 0: NCCL failed on the GPU: remote process exited"):
+                device.finish()
+            raise LookupError("seen")
+
+    with pytest.raises(LookupError, match="seen"):
+        run_on_gpus(ranks, size=2)
+
+
+def test_a_communicator_that_nobody_else_makes_ends_with_the_limit(cupy, monkeypatch):
+    init = fake_cupy.NcclCommunicator.__init__
+    monkeypatch.setattr(fake_cupy.NcclCommunicator, "__init__",
+                        lambda self, n, id, rank: time.sleep(1) if rank else init(self, n, id, rank))
+
+    def ranks(world):
+        world.transport.limit = 0.2
+        world.all_reduce(cupy.asarray(np.ones(4)))
+
+    with pytest.raises(TimeoutError, match="waited 0.2 s for NCCL's ranks to meet"):
+        run_on_gpus(ranks, size=2)
+
+
+def test_arrays_live_as_long_as_the_gpu_needs_them_and_no_longer(cupy):
+    def ranks(world):
+        device = world.transport.device
+        world.start_all_reduce(cupy.asarray(np.full(1000, 1.0)))    # nobody waits for it
+        world.barrier()
+        device.finish()
+        x = cupy.asarray(np.ones(1000))
+        world.all_reduce(x, out=x)
+        assert all(flight.keep == [] for flight in device.gpu.watch._flights)
+
+    run_on_gpus(ranks, size=2)
+
+
+def test_ipc_lets_go_of_what_it_opened(cupy):
+    def ranks(world):
+        gpu_calls.mixed(world)
+        world.transport.device.finish()
+        assert cupy.cuda.runtime.opened > 0
+        world.barrier()
+        world.transport.device.gpu.abort(CommError("closed"))       # as the end of a transport between processes does
+
+    run_on_gpus(ranks, size=2, one_gpu=True)
+    deadline = time.monotonic() + 5
+    while cupy.cuda.runtime.opened and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert cupy.cuda.runtime.opened == 0
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_connecting_chooses_gpus_and_tries_ipc(cupy, refuses):
+    """Three ranks of one host with two GPUs: 0 and 2 share the first."""
+    cupy.cuda.runtime.refuses = refuses
+    table = [dict() for _ in range(9)]
+    met = threading.Barrier(3)
+
+    class Link:
+        def __init__(self, rank):
+            self.world_rank, self._round = rank, 0
+
+        def meet(self, info):
+            mine = table[self._round]
+            self._round += 1
+            mine[self.world_rank] = info
+            met.wait(10)
+            return [mine[rank] for rank in range(3)]
+
+    def ranks(world):
+        transport = nccl.connect(Link(world.rank), world.transport)
+        assert transport.name == "nccl"
+        device = transport.device
+        return [device.gpu.device.id, *(device.refusal(who, None, None) is None for who in ((0, 1), (0, 2), (0, 1, 2)))]
+
+    results = run(ranks, size=3)
+    assert results == [[gpu, True, not refuses, False] for gpu in (0, 1, 0)]
+    assert cupy.cuda.runtime.opened == 0
+
+
+def test_without_cupy_it_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(LaunchError, match=r"transport 'nccl' cannot work here: .*CuPy.*take sockets") as caught:
+        nccl.find()
+    assert "\n" not in str(caught.value)
+
+
+# ----------------------------------------------------------------------------------------------------------- on a GPU
+
+def gpus() -> int:
+    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+    if not cupy.is_available():
+        pytest.skip("needs a GPU")
+    return cupy.cuda.runtime.getDeviceCount()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_verb_on_gpus(size):
+    """NCCL where each rank has a GPU of its own; CUDA IPC where there is one for all."""
+    count = gpus()
+    if 1 < count < size:
+        pytest.skip(f"needs one GPU, or {size}")
+    md.run(gpu_calls.all_cases, size, size=size, transport="nccl")
+    md.run(gpu_calls.in_order, 50, size=size, transport="nccl")
+    if count == 1 or size == 4:
+        md.run(gpu_calls.mixed, size=size, transport="nccl")

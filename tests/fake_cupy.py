@@ -1,0 +1,416 @@
+"""A CuPy without a GPU: what minidist's device code uses of it, true to its streams, events and addresses.
+
+Every stream is a thread that works off a queue, so what is not ordered by an event goes wrong here as on a GPU; arrays
+begin and end as rubbish; NCCL's and IPC's calls work on raw addresses. Each thread has a default stream of its own.
+NCCL's kernels wait for each other in the streams, take their time, and end when their communicator is aborted.
+"""
+
+import ctypes
+import itertools
+import queue
+import threading
+import time
+import weakref
+from functools import partial
+from types import ModuleType, SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+
+PATIENCE = 20.0     # seconds that a stream waits for anything
+_numbers = itertools.count(1000)
+_local = threading.local()
+_streams, _events = {}, {}
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+class Stream:
+    def __init__(self, null=False, non_blocking=False):
+        self.ptr, self._queue, self._thread = next(_numbers), queue.SimpleQueue(), None
+        _streams[self.ptr] = self
+
+    def put(self, work):
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="fake stream")
+            self._thread.start()
+        self._queue.put(work)
+
+    def _run(self):
+        while True:
+            self._queue.get()()
+
+    def wait_event(self, event):
+        recorded = event.recorded
+        if recorded is not None:
+            self.put(lambda: recorded.wait(PATIENCE))
+
+    def synchronize(self):
+        reached = threading.Event()
+        self.put(reached.set)
+        assert reached.wait(PATIENCE), "a stream is stuck"
+
+    def __enter__(self):
+        _stack().append(self)
+        return self
+
+    def __exit__(self, *exception):
+        _stack().pop()
+
+
+def _stack():
+    if not hasattr(_local, "stack"):
+        _local.stack = [Stream()]
+    return _local.stack
+
+
+def get_current_stream():
+    return _stack()[-1]
+
+
+class Event:
+    def __init__(self, block=False, disable_timing=False, interprocess=False):
+        self.ptr, self.recorded = next(_numbers), None
+        _events[self.ptr] = self
+
+    def record(self, stream=None):
+        self.recorded = recorded = threading.Event()
+        (stream or get_current_stream()).put(recorded.set)
+
+    @property
+    def done(self):
+        return self.recorded is None or self.recorded.is_set()
+
+
+class Device:
+    def __init__(self, id=0):
+        self.id = id
+
+    def use(self):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+
+# --- arrays ----------------------------------------------------------------------------------------------------------
+
+def at(address, nbytes):
+    """The bytes at an address."""
+    return np.frombuffer((ctypes.c_char * nbytes).from_address(address), np.uint8)
+
+
+class ndarray:
+    def __init__(self, shape, dtype=float, memptr=None, *, host=None, base=None):
+        if host is None and memptr is not None:
+            nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            host = at(memptr.ptr, nbytes).view(dtype).reshape(shape)
+        elif host is None:
+            host = np.empty(shape, dtype)
+            _spoil(host, 0xA5)
+            weakref.finalize(self, get_current_stream().put, partial(_spoil, host, 0x5A)).atexit = False
+        self.host, self.base = host, base
+        self.shape, self.dtype, self.strides, self.size, self.ndim, self.nbytes = (
+            host.shape, host.dtype, host.strides, host.size, host.ndim, host.nbytes)
+        self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous)
+        self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0] if host.size else 0)
+
+    def _viewed(self, host):
+        return ndarray(None, host=host, base=self if self.base is None else self.base)
+
+    def __len__(self):
+        return len(self.host)
+
+    def __array__(self, *args, **kwargs):
+        raise TypeError("implicit conversion to a NumPy array is not allowed")
+
+    def __getitem__(self, index):
+        return self._viewed(self.host[index])
+
+    def __setitem__(self, index, value):
+        target, source = self.host[index], _host(value)
+        assert isinstance(value, ndarray | int | float), "a NumPy array cannot be assigned to CuPy's"
+        get_current_stream().put(lambda: np.copyto(target, source, casting="unsafe"))
+
+    def reshape(self, *shape):
+        assert self.flags.c_contiguous, "reshape would copy"
+        return self._viewed(self.host.reshape(*shape))
+
+    def view(self, dtype):
+        return self._viewed(self.host.view(dtype))
+
+    def copy(self):
+        return _computed(self.shape, self.dtype, lambda out: np.copyto(out, self.host))
+
+    def astype(self, dtype):
+        return _computed(self.shape, np.dtype(dtype), lambda out: np.copyto(out, self.host, casting="unsafe"))
+
+    def __truediv__(self, number):
+        return _computed(self.shape, self.dtype, lambda out: np.divide(self.host, number, out=out))
+
+    def get(self, out=None):
+        get_current_stream().synchronize()
+        if out is None:
+            return self.host.copy()
+        out[...] = self.host
+        return out
+
+    def set(self, values):
+        get_current_stream().synchronize()
+        self.host[...] = values
+
+
+def _spoil(host, rubbish):
+    """Memory is anybody's: when it is new, and, to the stream that it was allocated for, once nothing refers to it."""
+    host.reshape(-1).view(np.uint8)[:] = rubbish
+
+
+def _host(value):
+    return value.host if isinstance(value, ndarray) else value
+
+
+def _computed(shape, dtype, fill):
+    result = ndarray(shape, dtype)
+    get_current_stream().put(lambda: fill(result.host))
+    return result
+
+
+def _ufunc(ufunc):
+    def call(a, b):
+        return _computed(a.shape, a.dtype, lambda out: ufunc(a.host, b.host, out=out))
+    return call
+
+
+def concatenate(arrays):
+    length = sum(map(len, arrays))
+    return _computed((length,), arrays[0].dtype, lambda out: np.concatenate([_host(x) for x in arrays], out=out))
+
+
+def asarray(values):
+    """A device array of these values."""
+    result = ndarray(np.shape(values), np.asarray(values).dtype)
+    result.set(np.asarray(values))
+    return result
+
+
+class Memory:
+    def __init__(self, size):
+        self._bytes = np.full(size, 0xA5, np.uint8)
+        self.ptr, self.size = self._bytes.__array_interface__["data"][0], size
+
+
+class UnownedMemory:
+    def __init__(self, ptr, size, owner, device_id=-1):
+        self.ptr, self.size, self.owner = ptr, size, owner
+
+
+class MemoryPointer:
+    def __init__(self, mem, offset):
+        self.mem, self.ptr = mem, mem.ptr + offset
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class Runtime:
+    """cupy.cuda.runtime. `opened` counts addresses opened and not closed; `refuses` turns IPC off."""
+
+    CUDARuntimeError = CUDARuntimeError
+
+    def __init__(self):
+        self.opened, self.refuses = 0, False
+
+    def getDeviceCount(self):
+        return 2
+
+    def deviceGetPCIBusId(self, device):
+        return f"0000:0{device}:00.0"
+
+    def ipcGetMemHandle(self, ptr):
+        if self.refuses:
+            raise CUDARuntimeError("not supported")
+        return ptr.to_bytes(64, "little")
+
+    ipcGetEventHandle = ipcGetMemHandle
+
+    def ipcOpenMemHandle(self, handle):
+        assert len(handle) == 64
+        self.opened += 1
+        return int.from_bytes(handle, "little")
+
+    def ipcCloseMemHandle(self, ptr):
+        self.opened -= 1
+
+    def ipcOpenEventHandle(self, handle):
+        return int.from_bytes(handle, "little")
+
+    def streamWaitEvent(self, stream, event):
+        _streams[stream].wait_event(_events[event])
+
+
+# --- NCCL ------------------------------------------------------------------------------------------------------------
+
+class NcclError(RuntimeError):
+    pass
+
+
+class _Hub:
+    """What the communicators of one id share: what each rank has brought to each step."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.table = {}
+
+    def put(self, key, rank, value):
+        with self.changed:
+            self.table.setdefault(key, {})[rank] = value
+            self.changed.notify_all()
+
+    def wait(self, key, ranks, comm):
+        """What these ranks bring, when all have; None once the communicator is aborted."""
+        with self.changed:
+            self.changed.wait_for(lambda: comm.aborted or set(ranks) <= self.table.get(key, {}).keys(), PATIENCE)
+            return None if comm.aborted else dict(self.table[key])
+
+
+class NcclCommunicator:
+    hubs, kernel_seconds, all = {}, 0.002, []
+
+    def __init__(self, ndev, commId, rank):
+        assert len(commId) == 128
+        self.size, self.rank, self.aborted, self.steps = ndev, rank, False, 0
+        self.hub = self.hubs.setdefault(commId, _Hub())
+        self.sent, self.failed = {}, None
+        self.all.append(self)
+        self.hub.put("init", rank, True)
+        self.hub.wait("init", range(ndev), self)
+
+    def abort(self):
+        with self.hub.changed:
+            self.aborted = True
+            self.hub.changed.notify_all()
+
+    def check_async_error(self):
+        if self.failed:
+            raise NcclError(self.failed)
+
+    def allReduce(self, send, recv, count, kind, op, stream):
+        self._add(stream, "allReduce", (count, kind, op), send, recv, lambda all: (0, _reduced(all, count, kind, op)))
+
+    def reduce(self, send, recv, count, kind, op, root, stream):
+        self._add(stream, "reduce", (count, kind, op, root), send, recv,
+                  lambda all: (0, _reduced(all, count, kind, op)) if self.rank == root else None)
+
+    def reduceScatter(self, send, recv, count, kind, op, stream):
+        nbytes = count * _DTYPES[kind].itemsize
+        self._add(stream, "reduceScatter", (count, kind, op), send, recv, lambda all: (0, _reduced(
+            {rank: address + self.rank * nbytes for rank, address in all.items()}, count, kind, op)))
+
+    def broadcast(self, send, recv, count, kind, root, stream):
+        nbytes = count * _DTYPES[kind].itemsize
+        self._add(stream, "broadcast", (count, kind, root), send, recv, lambda all: (0, at(all[root], nbytes).copy()))
+
+    def allGather(self, send, recv, count, kind, stream):
+        nbytes = count * _DTYPES[kind].itemsize
+        self._add(stream, "allGather", (count, kind), send, recv, lambda all: (0, np.concatenate(
+            [at(all[rank], nbytes) for rank in range(self.size)])))
+
+    def send(self, ptr, count, kind, peer, stream):
+        _group().append((self, stream, ("send", peer, ptr, count * _DTYPES[kind].itemsize)))
+
+    def recv(self, ptr, count, kind, peer, stream):
+        _group().append((self, stream, ("recv", peer, ptr, count * _DTYPES[kind].itemsize)))
+
+    def _add(self, stream, verb, what, send, recv, outcome):
+        _group().append((self, stream, (verb, what, send, recv, outcome)))
+
+    def run(self, works):
+        """The kernel of one group of calls."""
+        time.sleep(self.kernel_seconds)
+        passing = [work for work in works if work[0] in ("send", "recv")]
+        for verb, what, send, recv, outcome in (work for work in works if work[0] not in ("send", "recv")):
+            self.steps += 1
+            self.hub.put((self.steps, "begin"), self.rank, ((verb, what), send))
+            begun = self.hub.wait((self.steps, "begin"), range(self.size), self)
+            if begun is None:
+                return
+            assert len({told for told, _ in begun.values()}) == 1, f"NCCL would hang: {begun}"
+            result = outcome({rank: address for rank, (_, address) in begun.items()})
+            self.hub.put((self.steps, "end"), self.rank, True)
+            if self.hub.wait((self.steps, "end"), range(self.size), self) is None:
+                return
+            if result is not None:
+                at(recv, result[1].nbytes)[...] = result[1].view(np.uint8)
+        self._pass(passing)
+
+    def _pass(self, works):
+        numbers = []
+        for way, peer, ptr, nbytes in works:
+            pair = (self.rank, peer) if way == "send" else (peer, self.rank)
+            number = self.sent[pair] = self.sent.get(pair, 0) + 1
+            numbers.append((pair, number))
+            if way == "send":
+                self.hub.put((pair, number, "there"), self.rank, at(ptr, nbytes))
+        for (way, peer, ptr, nbytes), (pair, number) in zip(works, numbers, strict=True):
+            if way == "recv":
+                there = self.hub.wait((pair, number, "there"), [peer], self)
+                if there is None:
+                    return
+                at(ptr, nbytes)[...] = there[peer]
+                self.hub.put((pair, number, "taken"), self.rank, True)
+        for (way, peer, _, _), (pair, number) in zip(works, numbers, strict=True):
+            if way == "send" and self.hub.wait((pair, number, "taken"), [peer], self) is None:
+                return
+
+
+def _group():
+    assert getattr(_local, "group", None) is not None, "outside groupStart and groupEnd"
+    return _local.group
+
+
+def _reduced(addresses, count, kind, op):
+    total = None
+    for rank in sorted(addresses):
+        values = at(addresses[rank], count * _DTYPES[kind].itemsize).view(_DTYPES[kind])
+        total = values.copy() if total is None else _UFUNCS[op](total, values)
+    return total
+
+
+_DTYPES = {0: np.dtype("i1"), 1: np.dtype("u1"), 2: np.dtype("i4"), 3: np.dtype("u4"), 4: np.dtype("i8"),
+           5: np.dtype("u8"), 6: np.dtype("f2"), 7: np.dtype("f4"), 8: np.dtype("f8"), 9: np.dtype(ml_dtypes.bfloat16)}
+_UFUNCS = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum}
+_NAMES = ("INT8", "UINT8", "INT32", "UINT32", "INT64", "UINT64", "FLOAT16", "FLOAT32", "FLOAT64", "BFLOAT16")
+
+
+def _group_start():
+    _local.group = []
+
+
+def _group_end():
+    works, _local.group = _local.group, None
+    for comm, stream in {(comm, stream): None for comm, stream, _ in works}:
+        if comm.aborted:
+            raise NcclError("invalid argument")
+        mine = [work for its, where, work in works if (its, where) == (comm, stream)]
+        _streams[stream].put(lambda comm=comm, mine=mine: comm.run(mine))
+
+
+def modules():
+    """The modules to stand in sys.modules: cupy, cupy.cuda, cupy.cuda.nccl, cupyx."""
+    cupy, cuda, nccl, extra = (ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl", "cupyx"))
+    vars(cupy).update(ndarray=ndarray, empty=ndarray, asarray=asarray, concatenate=concatenate, cuda=cuda,
+                      is_available=lambda: True, add=_ufunc(np.add), multiply=_ufunc(np.multiply),
+                      maximum=_ufunc(np.maximum), minimum=_ufunc(np.minimum),
+                      may_share_memory=lambda a, b: np.may_share_memory(a.host, b.host))
+    vars(cuda).update(Stream=Stream, Event=Event, Device=Device, get_current_stream=get_current_stream, nccl=nccl,
+                      Memory=Memory, UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer, runtime=Runtime())
+    vars(nccl).update({f"NCCL_{name}": number for number, name in enumerate(_NAMES)}, NCCL_SUM=0, NCCL_PROD=1,
+                      NCCL_MAX=2, NCCL_MIN=3, available=True, NcclError=NcclError, NcclCommunicator=NcclCommunicator,
+                      get_version=lambda: 22707, groupStart=_group_start, groupEnd=_group_end,
+                      get_unique_id=lambda: next(_numbers).to_bytes(128, "little"))
+    extra.empty_pinned = np.empty
+    return {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl, "cupyx": extra}

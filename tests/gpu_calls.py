@@ -1,0 +1,116 @@
+"""What ranks with GPUs do: on a stand-in for CuPy in tests/comm/transports/test_nccl.py, on real ones under -m gpu.
+
+In a module of its own, so that ranks of other processes can import it.
+"""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from collective_checker import REDUCING, ROOTED, Drawn, bring, call, expected, same
+
+from minidist.comm.group import Group
+
+VERBS = ("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter", "all_to_all")
+DTYPES = ("float32", "float64", "int64", "bfloat16", "float16", "uint8", "int32")
+
+
+def cases(size: int) -> list[dict[str, Any]]:
+    """Every verb: lengths around the group's size, several dtypes, ops and roots."""
+    found = []
+    for number, verb in enumerate(VERBS):
+        for turn, length in enumerate((0, 1, size - 1, size, size + 1, 1009)):
+            lengths: Any = [length] * size
+            if verb == "all_to_all":
+                lengths = [[length + src + dst if turn else 0 for dst in range(size)] for src in range(size)]
+            elif verb in ("gather", "all_gather") and turn % 2:
+                lengths = [length + rank for rank in range(size)]
+            found.append({"verb": verb, "size": size, "lengths": lengths, "dtype": DTYPES[(number + turn) % 7],
+                          "algorithm": ("auto", "native")[turn % 2],
+                          "op": ("sum", "max", "prod", "min")[turn % 4] if verb in REDUCING else "sum",
+                          "root": (turn + 1) % size if verb in ROOTED else 0, "layout": ("plain", "strided")[turn % 2],
+                          "how": ("new", "start", "out", "in place")[turn % 4 if verb == "all_reduce" else turn % 3]})
+    return found
+
+
+def on_device(x: Any) -> Any:
+    """The same array, or arrays, on the GPU."""
+    import cupy  # noqa: PLC0415 - only where there is one, or its stand-in
+
+    if isinstance(x, list):
+        return [on_device(part) for part in x]
+    return None if x is None else cupy.asarray(x)
+
+
+def back(x: Any) -> Any:
+    """The same on the host; it must have been on the GPU."""
+    if isinstance(x, list):
+        return [back(part) for part in x]
+    assert not isinstance(x, np.ndarray), "the result left the GPU"
+    return None if x is None else x.get()
+
+
+def right(world: Group, fields: dict[str, Any]) -> None:
+    """One case: the result, where it is, and that the argument is as it was."""
+    case = Drawn(**fields)
+    x, want = on_device(bring(case, world.rank)), expected(case)[world.rank]
+    out = None
+    if case.how == "out" and want is not None:
+        out = on_device([np.empty_like(one) for one in want] if isinstance(want, list) else np.empty_like(want))
+    elif case.how == "in place":
+        out = x
+    got = call(world, case, x, out)
+    if out is not None and want is not None and not isinstance(out, list):
+        assert got is out
+    assert same(back(got), want), f"rank {world.rank}, {fields}: got {back(got)!r}, expected {want!r}"
+    assert case.how == "in place" or same(back(x), bring(case, world.rank)), f"{fields}: the argument was changed"
+    assert {row["algorithm"] for row in world.ledger.rows() if row["verb"] == case.verb} == {"native"}
+
+
+def all_cases(world: Group, size: int) -> None:
+    """Every case; a mean; and that nothing was staged where nothing had to be."""
+    for fields in cases(size):
+        right(world, fields)
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        mean = world.all_reduce(on_device(np.full(5, world.rank, dtype)), op="mean")
+        assert mean.get().tolist() == [(size - 1) / 2] * 5
+
+
+def mixed(world: Group) -> None:
+    """Host arrays beside device arrays; results on the other side; groups of groups; several calls at once."""
+    assert world.all_reduce(np.ones(3)).tolist() == [world.size] * 3
+    told = world.broadcast(np.arange(4) if world.rank == 0 else None)
+    assert isinstance(told, np.ndarray)
+    assert told.tolist() == [0, 1, 2, 3]
+    host = np.zeros(3)
+    assert world.all_reduce(on_device(np.ones(3)), out=host) is host
+    assert host.tolist() == [world.size] * 3
+    staged = world.all_reduce(on_device(np.ones(3)), algorithm="ring")
+    assert back(staged).tolist() == [world.size] * 3
+    unknown = world.all_reduce(on_device(np.ones(3, np.int16)))     # NCCL has no int16: by way of the host
+    assert back(unknown).tolist() == [world.size] * 3
+    half, again = world.split(world.rank % 2), world.split(0, key=-world.rank)
+    assert half is not None
+    assert again is not None
+    started = [group.start_all_reduce(on_device(np.full(2000, world.rank + 1.0))) for group in (half, again, world)]
+    results = [back(pending.wait()) for pending in reversed(started)]
+    total = world.size * (world.size + 1) / 2
+    for result, want in zip(results, (total, total, sum(rank + 1 for rank in range(world.rank % 2, world.size, 2))),
+                            strict=True):
+        assert (result == want).all()
+    world.barrier()
+
+
+def in_order(world: Group, rounds: int) -> None:
+    """The program writes an array, reduces it, reads the result and writes again, never waiting for the GPU itself."""
+    import cupy  # noqa: PLC0415
+
+    x, kept = cupy.empty(5000, np.float64), []
+    for turn in range(rounds):
+        x[...] = float(turn * 10 + world.rank)
+        pending = world.start_all_reduce(x) if turn % 2 else None
+        total = pending.wait() if pending else world.all_reduce(x)
+        kept.append(total.copy())
+    want = sum(range(world.size))
+    for turn, total in enumerate(kept):
+        assert (back(total) == turn * 10 * world.size + want).all(), turn
