@@ -82,3 +82,25 @@ def test_only_messages_to_other_machines_wait() -> None:
 
     for total, inside, across in launch.run(ranks, size=3):
         assert total == 6 and inside < across and across > 3 * 3e-3
+
+
+def test_two_hosts_say_what_crosses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = load_module(lessons.find("04").part("hosts.py"), "04")
+    assert hosts.bytes_per_second("200mbit") == 25e6
+    assert (hosts.crossing("ring", 8, 2), hosts.crossing("hierarchical", 8, 2)) == (1.75, 1.0)
+    monkeypatch.setattr(hosts, "missing", lambda: "network namespaces are made by root")
+    monkeypatch.setattr("sys.argv", ["hosts.py"])
+    hosts.main()
+    assert capsys.readouterr().out == "no two hosts on this machine: network namespaces are made by root\n"
+
+
+@pytest.mark.soak
+def test_two_hosts_measured(tmp_path: Path) -> None:
+    hosts = load_module(lessons.find("04").part("hosts.py"), "04")
+    if hosts.missing() is not None:
+        pytest.skip(hosts.missing())
+    measured = hosts.measure("200mbit")
+    times = {(algorithm, nbytes): took for algorithm, nbytes, took in measured["rows"]}
+    assert times["hierarchical", hosts.SIZES[-1]] < 0.85 * times["ring", hosts.SIZES[-1]]
+    hosts.draw(measured, tmp_path)
+    assert (tmp_path / "hosts.png").stat().st_size > 10_000

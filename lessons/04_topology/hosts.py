@@ -1,0 +1,151 @@
+"""Two hosts for real, on one machine: network namespaces joined by a shaped link. For root, on Linux with iproute2.
+
+    python lessons/04_topology/hosts.py [--rate 200mbit] [--out DIR]      # a table, and hosts.png
+
+Two launchers, one in each namespace, start four ranks each; they meet over the link and all-reduce, flat and
+hierarchical. Elsewhere it says why this machine cannot.
+"""
+
+import argparse
+import json
+import os
+import re
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidist.launch import init
+from minidist.launch.namespaces import joined_hosts, missing
+from minidist.observe.page import page_console, size_text
+from minidist.teaching import folder_to_write
+
+HERE = Path(__file__).resolve().parent
+PER_HOST, PORT, ROUNDS = 4, 29500, 3
+SIZES = tuple(2**power for power in range(14, 23, 2))       # 16 KiB to 4 MiB
+ALGORITHMS = ("ring", "hierarchical")
+
+
+def ranks(file: Path) -> None:
+    """One rank of the job: the median over rounds of the slowest rank's time; rank 0 writes them to `file`."""
+    world = init(limit=60)
+    rows = []
+    for nbytes in SIZES:
+        for algorithm in ALGORITHMS:
+            taken = []
+            for _ in range(ROUNDS):
+                x = np.full(nbytes // 4, float(world.rank), np.float32)
+                world.barrier()
+                begin = time.perf_counter()
+                total = world.all_reduce(x, algorithm=algorithm)
+                taken.append(float(world.all_reduce(time.perf_counter() - begin, op="max")))
+                if total[0] != sum(range(world.size)):
+                    raise ArithmeticError(f"rank {world.rank}: {algorithm} of {nbytes} bytes gives {total[0]}")
+            rows.append([algorithm, nbytes, statistics.median(taken)])
+    if world.rank == 0:
+        file.write_text(json.dumps({"size": world.size, "hosts": len(set(world.nodes)), "rows": rows}))
+
+
+def measure(rate: str) -> dict[str, Any]:
+    """The job on two hosts joined by a link of `rate`, as tc spells it ("200mbit").
+
+    Raises: LaunchError if this machine does not let us; CalledProcessError if the job fails.
+    """
+    environ = {**os.environ, "MINIDIST_TOKEN": secrets.token_hex(16)}
+    with joined_hosts(rate) as hosts, tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        launch = [sys.executable, "-m", "minidist", "launch", "-n", str(PER_HOST), "--nnodes", "2", "--master-addr",
+                  hosts[0].address, "--master-port", str(PORT)]
+        program = [str(Path(__file__).resolve()), "--ranks", str(file)]
+        nodes = [subprocess.Popen([*host.enter, *launch, "--node-rank", str(number), *program], env=environ)
+                 for number, host in enumerate(hosts)]
+        for node in nodes:
+            if node.wait(timeout=120):
+                raise subprocess.CalledProcessError(node.returncode, node.args)
+        return {"rate": rate, **json.loads(file.read_text())}
+
+
+def bytes_per_second(rate: str) -> float:
+    """200mbit -> 25e6. tc counts in powers of ten."""
+    match = re.fullmatch(r"(\d+)(k|m|g)bit", rate)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{rate!r} is no rate; choose one like 200mbit")
+    return int(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] / 8
+
+
+def crossing(algorithm: str, size: int, hosts: int) -> float:
+    """How often the array crosses the link in each direction: 2(P-1)/P around all ranks, 2(M-1)/M around leaders."""
+    around = size if algorithm == "ring" else hosts
+    return 2 * (around - 1) / around
+
+
+def show(measured: dict[str, Any]) -> None:
+    """The table, each time beside the bytes that cross over the rate of the link."""
+    from rich.table import Table
+
+    table = Table(title=f"all_reduce, {measured['hosts']} hosts x {PER_HOST} ranks, {measured['rate']} between them",
+                  title_justify="left", header_style="bold cyan")
+    for column in ("bytes", *(name for algorithm in ALGORITHMS for name in (algorithm, "bytes across / rate"))):
+        table.add_column(column, justify="right")
+    times = {(algorithm, nbytes): took for algorithm, nbytes, took in measured["rows"]}
+    for nbytes in SIZES:
+        cells = []
+        for algorithm in ALGORITHMS:
+            across = crossing(algorithm, measured["size"], measured["hosts"]) * nbytes
+            least = across / bytes_per_second(measured["rate"])
+            cells += [f"{1e3 * times[algorithm, nbytes]:.1f} ms", f"{1e3 * least:.1f} ms"]
+        table.add_row(size_text(nbytes), *cells)
+    page_console().print(table)
+
+
+def draw(measured: dict[str, Any], folder: Path) -> None:
+    """hosts.png: points measured, lines what the link alone would take."""
+    from minidist.observe import lesson_figures as look
+
+    figure = look.new_figure(8.2, 5.2, "Two hosts: a flat ring and a hierarchical all-reduce",
+                             f"{measured['hosts']} network namespaces with {PER_HOST} ranks each, joined by a link of "
+                             f"{measured['rate']}.")
+    ax = look.quiet(figure.add_axes((0.11, 0.12, 0.85, 0.68)), grid="y")
+    for algorithm, color in zip(ALGORITHMS, (look.RANKS[3], look.RANKS[0]), strict=True):
+        points = [(nbytes, 1e3 * took) for name, nbytes, took in measured["rows"] if name == algorithm]
+        share = crossing(algorithm, measured["size"], measured["hosts"])
+        ax.plot(*zip(*points, strict=True), "o", color=color, markersize=7, label=f"{algorithm}, measured")
+        ax.plot(SIZES, [1e3 * share * nbytes / bytes_per_second(measured["rate"]) for nbytes in SIZES], color=color,
+                linewidth=1.4, label=f"{share:g} n over the link")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(SIZES, [size_text(nbytes) for nbytes in SIZES])
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.set_ylabel("ms an all-reduce", color=look.SOFT, fontsize=10.5)
+    ax.legend(frameon=False, fontsize=10, labelcolor=look.INK)
+    look.save(figure, folder, "hosts.png")
+
+
+def main() -> None:
+    """Measure, print and draw; or be one of the ranks."""
+    parser = argparse.ArgumentParser(description="Two hosts on one machine, as network namespaces.")
+    parser.add_argument("--rate", default="200mbit", help="of the link between them, as tc spells it")
+    parser.add_argument("--out", metavar="DIR", type=folder_to_write, help="where hosts.png goes; left out: not drawn")
+    parser.add_argument("--ranks", metavar="FILE", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.ranks:
+        ranks(options.ranks)
+        return
+    why = missing()
+    if why is not None:
+        print(f"no two hosts on this machine: {why}")
+        return
+    measured = measure(options.rate)
+    show(measured)
+    if options.out:
+        draw(measured, options.out)
+
+
+if __name__ == "__main__":
+    main()
