@@ -43,13 +43,14 @@ def main() -> None:
         transport = ["sockets", "shm"][int(os.environ["RANK"]) % 2]
     world = md.init(transport=transport, limit=20)
     assert md.init() is world
+    if mode in ("sleep", "stubborn"):
+        membership.current().joined.link._grace = 0.5   # a test has no 5 seconds
     total = world.all_reduce(np.arange(3.0) + world.rank)
     np.testing.assert_array_equal(total, world.size * np.arange(3.0) + sum(range(world.size)))
     say(f"hello from {world.rank} of {world.size} over {world.transport.name}")
     if mode == "sleep" or (mode == "stubborn" and world.rank == 1):
         if mode == "stubborn":                          # neither waits nor ends
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        membership.current().joined.link._grace = 0.5   # a test has no 5 seconds
         time.sleep(60)
     if mode == "busy" and world.rank == 1:              # computes, and will not hear of anything for a while
         time.sleep(60)
