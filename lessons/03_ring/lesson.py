@@ -7,6 +7,7 @@
 
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 import minidist as md
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
-from minidist.teaching import arguments, run_lesson, sent_since, totals
+from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
 
 ELEMENTS = 840 * 256  # of float32: 840 is divisible by every P from 1 to 8
 FLOAT32 = 4
@@ -81,6 +82,8 @@ def tour(group: Any, page: Page) -> None:
     broadcast_then_add(group, page)
     page.heading("5  Time")
     seconds(group, page)
+    page.heading("6  Rounding")
+    rounding(group, page)
 
 
 def messages_of_one_ring(group: Any, page: Page) -> None:
@@ -197,6 +200,25 @@ def seconds(group: Any, page: Page) -> None:
                rows, note="wall clock on shared cores: it moves from run to run, unlike every count above")
 
 
+def rounding(group: Any, page: Page) -> None:
+    """Sums in half precision: how far from the sum in float64, beside half a unit in the last place a rounding."""
+    rows = []
+    values = np.random.default_rng(group.rank).random(840)
+    for algorithm, roundings in (("ring", group.size - 1), ("direct", min(1, group.size - 1))):
+        x = values.astype(np.float16)
+        exact = group.all_reduce(x.astype(np.float64))
+        total = group.all_reduce(x, algorithm=algorithm)
+        error = float(np.abs(total - exact).max() / exact.max())
+        bound = roundings * float(np.finfo(np.float16).eps) / 2
+        with group.ledger.control():
+            bits = group.all_reduce(total.view(np.uint16), op="max") - group.all_reduce(total.view(np.uint16), op="min")
+        rows.append([algorithm, roundings, f"{error:.1e}", f"{bound:.1e}", "ok" if error <= 1.01 * bound else
+                     "off: above its bound", "yes" if not bits.any() else "no"])
+    page.table(f"float16, {group.size} ranks: the largest error of the sum over its largest value",
+               ["", "roundings", "measured", "bound", "", "same bits on all"], rows,
+               note="both add in float32; the ring rounds what it passes on, once a hop; direct once, in the end")
+
+
 def median_seconds(group: Any, work: Any) -> float:
     """Median of five calls of `work`, each begun together."""
     times = []
@@ -263,7 +285,7 @@ def odd_one_out() -> None:
 
 
 BREAKS = {"send-first": send_first, "whole-tensors": whole_tensors, "stop-early": stop_early,
-          "odd-one-out": odd_one_out}
+          "odd-one-out": odd_one_out, **load_module(Path(__file__).resolve().parent / "broken.py", "03").BREAKS}
 
 
 def main() -> None:

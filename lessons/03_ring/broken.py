@@ -1,0 +1,80 @@
+"""Three broken rings of lesson 03, without their names: each runs, and prints who is in each chunk, and the ledger.
+
+Find the fault first, then read the answer in README.md, section 5.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist.teaching import sent_since, totals
+
+RANKS, ELEMENTS = 4, 400
+BASE = 16       # rank r brings BASE**r, so the digits of a sum tell who is in it, and how often
+
+AllReduce = Callable[[Any, np.ndarray], np.ndarray]
+
+
+def first(group: Any, x: np.ndarray) -> np.ndarray:
+    """Reduce-scatter, then all-gather."""
+    size, rank, chunks = group.size, group.rank, np.array_split(x.copy(), group.size)
+    for step in range(size - 1):
+        chunks[(rank - step - 1) % size] += _pass(group, chunks[(rank - step) % size])
+    for step in range(size - 1):
+        chunks[(rank - step - 1) % size][...] = _pass(group, chunks[(rank - step) % size])
+    return np.concatenate(chunks)
+
+
+def second(group: Any, x: np.ndarray) -> np.ndarray:
+    """Reduce-scatter, then all-gather."""
+    size, rank, chunks = group.size, group.rank, np.array_split(x.copy(), group.size)
+    for step in range(size - 1):
+        chunks[(rank - step - 2) % size] += _pass(group, chunks[(rank - step - 1) % size])
+    for step in range(size - 1):
+        chunks[(rank - step - 1) % size] += _pass(group, chunks[(rank - step) % size])
+    return np.concatenate(chunks)
+
+
+def third(group: Any, x: np.ndarray) -> np.ndarray:
+    """Reduce-scatter, then all-gather."""
+    size, rank = group.size, group.rank
+    known = [group.reduce_scatter(x, algorithm="ring")]
+    for _ in range(size - 1):
+        arrived = _pass(group, np.concatenate(known))
+        known = [known[0], *np.array_split(arrived, len(known))]
+    chunks = {(rank - far) % size: chunk for far, chunk in enumerate(known)}
+    return np.concatenate([chunks[place] for place in range(size)])
+
+
+def _pass(group: Any, chunk: np.ndarray) -> np.ndarray:
+    """To the next rank, and from the one before."""
+    return group.exchange(chunk, dst=(group.rank + 1) % group.size, src=(group.rank - 1) % group.size)
+
+
+def examine(all_reduce: AllReduce) -> None:
+    """Run it beside the library's ring: who is in which chunk on each rank, messages and bytes of both."""
+    def ranks(group: Any) -> tuple[list[str], list[tuple[int, int]]]:
+        x, costs = np.full(ELEMENTS, BASE**group.rank, np.int64), []
+        for work in (all_reduce, lambda group, x: group.all_reduce(x, algorithm="ring")):
+            before = totals(group.ledger)
+            result = work(group, x)
+            costs.append(sent_since(group.ledger, before))
+            if work is all_reduce:
+                told = [_who(int(chunk[0])) for chunk in np.array_split(result, group.size)]
+        return told, costs
+
+    for rank, (told, costs) in enumerate(md.run(ranks, size=RANKS, limit=5.0)):
+        print(f"rank {rank}: " + ", ".join(f"c{place} = {who}" for place, who in enumerate(told)))
+        (messages, nbytes), (ring_messages, ring_nbytes) = costs
+        print(f"        {messages} messages, {nbytes} bytes; the library's ring: {ring_messages}, {ring_nbytes}")
+
+
+def _who(value: int) -> str:
+    """0x1021 -> "0+2*1+3": whose parts are in a sum."""
+    counts = [(value // BASE**rank) % BASE for rank in range(RANKS)]
+    return "+".join(f"{count}*{rank}" if count > 1 else str(rank) for rank, count in enumerate(counts) if count)
+
+
+BREAKS = {"first": lambda: examine(first), "second": lambda: examine(second), "third": lambda: examine(third)}
