@@ -5,6 +5,7 @@ Find the fault first, then read the answer in README.md, section 6.
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,12 @@ def root_ignored() -> None:
     """Broadcast 30, which rank 2 has, to everybody."""
     for root in (0, 2):
         print(f"broadcast from rank {root}:")
-        for line in _each(lambda group, root=root: broken_broadcast(group, np.array([10 * (group.rank + 1)]), root)):
-            print(line)
+        work = partial(_broadcast_own, root=root)
+        print("\n".join(_each(work)))
+
+
+def _broadcast_own(group: Any, root: int) -> np.ndarray:
+    return broken_broadcast(group, np.array([10 * (group.rank + 1)]), root)
 
 
 def broken_all_reduce(group: Any, x: np.ndarray) -> np.ndarray:
@@ -43,11 +48,13 @@ def broken_all_reduce(group: Any, x: np.ndarray) -> np.ndarray:
 
 def own_first() -> None:
     """Add 0.1, 0.2, 0.3 and 0.4 on every rank, and look at the last bit; then as the library does it."""
-    for name, work in (("broken", broken_all_reduce), ("direct", lambda group, x: group.all_reduce(
-            x, algorithm="direct"))):
-        print(f"{name}:")
-        for line in _each(lambda group, work=work: float(work(group, np.array([0.1 * (group.rank + 1)]))[0]).hex()):
-            print(line)
+    print("\n".join(["broken:", *_each(lambda group: float(broken_all_reduce(group, _tenths(group))[0]).hex())]))
+    print("\n".join(["direct:", *_each(lambda group: float(group.all_reduce(
+        _tenths(group), algorithm="direct")[0]).hex())]))
+
+
+def _tenths(group: Any) -> np.ndarray:
+    return np.array([0.1 * (group.rank + 1)])
 
 
 def broken_barrier(group: Any) -> None:

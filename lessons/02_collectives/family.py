@@ -1,6 +1,6 @@
 """The page of the whole family, lessons/COLLECTIVES.md: formulas from comm/costs.py, times as measured on this machine.
 
-    python lessons/02_collectives/family.py [--out FILE]      # about half a minute
+    python lessons/02_collectives/family.py [--out FILE]      # about a minute
 """
 
 import argparse
@@ -19,6 +19,7 @@ from minidist.cli.machine import machine
 from minidist.comm.collectives.choose import ALGORITHMS
 from minidist.comm.costs import FORMULAS
 from minidist.launch import init, run
+from minidist.observe.page import size_text
 from minidist.teaching import load_module
 
 HERE = Path(__file__).resolve().parent
@@ -28,6 +29,7 @@ RANKS = 4
 SIZES = {"1 KiB": 1 << 10, "64 KiB": 1 << 16, "1 MiB": 1 << 20}
 TRANSPORTS = ("TCP", "shm", "MPI")
 NEAR = 1.1      # what takes at most so much more than the fastest counts as fastest too
+LIBRARIES = ("bench", "all-reduce", "--sizes", "1KiB,64KiB,1MiB", "-n", "2,4", "--rounds", "3")
 ROUNDS, BUDGET = 3, 0.04    # of each figure; seconds a round may take
 
 WHEN = {
@@ -41,7 +43,7 @@ WHEN = {
     "hierarchical": "several machines: only leaders use the link between them",
     "torus": "ranks wired as a grid",
     "bruck": "very short parts for very many ranks",
-    "dissemination": "always: nobody waits for a root",
+    "dissemination": "ranks that share no memory: nobody waits for a root",
     "native": "over MPI: its own C; what it sends inside, no ledger sees",
     "shared": "ranks of one host that share memory: one copy in, one out",
 }
@@ -123,6 +125,27 @@ def _cell(seconds: dict[tuple[str, str, str], float], verb: str, algorithm: str,
     return f"**{1e6 * took:.0f}**" if took <= NEAR * best else f"{1e6 * took:.0f}"
 
 
+def libraries() -> dict[str, Any]:
+    """The seconds of `minidist bench all-reduce`: ours beside MPI, and gloo where PyTorch is installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "bench.json"
+        subprocess.run([sys.executable, "-m", "minidist", *LIBRARIES, "--json", str(file)], check=True,
+                       stdout=subprocess.DEVNULL, timeout=300)
+        return json.loads(file.read_text())["seconds"]
+
+
+def libraries_table(seconds: dict[str, Any]) -> str:
+    """One row a contender, µs over ranks and sizes."""
+    columns = [(count, size) for count in seconds for size in next(iter(seconds[count].values()))]
+    lines = ["", "## Beside the libraries", "",
+             f"all_reduce of float32 in place, µs: `minidist {' '.join(LIBRARIES)}`.", "",
+             f"| | {' | '.join(f'{count} ranks, {size_text(int(size))}' for count, size in columns)} |",
+             f"| {' | '.join(['---'] * (1 + len(columns)))} |"]
+    for name in next(iter(seconds.values())):
+        lines.append(f"| {name} | {' | '.join(f'{1e6 * seconds[count][name][size]:.0f}' for count, size in columns)} |")
+    return "\n".join(lines) + "\n"
+
+
 def heading() -> str:
     """Where and when the times were taken."""
     here = machine()
@@ -156,14 +179,14 @@ def main() -> None:
         if world.rank == 0:
             options.ranks.write_text(json.dumps(figures))
         return
-    write_page(measure(), options.out)
+    write_page(measure(), libraries(), options.out)
 
 
-def write_page(figures: Figures, out: Path) -> None:
+def write_page(figures: Figures, beside: dict[str, Any], out: Path) -> None:
     """The page, its measured part anew."""
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
-    fresh = "\n".join([heading(), spread(figures)]) + tables(figures)
+    fresh = "\n".join([heading(), spread(figures)]) + tables(figures) + libraries_table(beside)
     out.write_text(before + BEGIN + "\n" + fresh + "\n" + END + rest.split(END)[1], encoding="utf-8")
     print(f"{out}: {len(FORMULAS)} algorithms, measured on {RANKS} ranks over {' and '.join(TRANSPORTS)}")
 

@@ -172,7 +172,7 @@ def best_when(group: Any, page: Page) -> None:
     names = _over_messages(group)
     measured = {name: [seconds(group, name, length, **SMALL_LINK, repeats=1) for length in lengths.values()]
                 for name in names}
-    best = [min(names, key=lambda name, column=column: measured[name][column]) for column in range(len(lengths))]
+    best = [min((measured[name][column], name) for name in names)[1] for column in range(len(lengths))]
     page.table(f"all_reduce on {group.size} ranks, α = 2 ms, β = 2 ms / 64 KiB: milliseconds", ["", *lengths],
                [[name, *(f"{1e3 * value:.1f}{' *' if name == winner else ''}"
                          for value, winner in zip(measured[name], best, strict=True))] for name in names],

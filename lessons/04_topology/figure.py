@@ -39,7 +39,8 @@ def record(group: Any) -> dict[str, Any]:
 
 def over_time(group: Any, algorithm: str) -> list[dict[str, Any]]:
     """The messages of one all_reduce on two machines, 20 ms between them; times in α, on rank 0."""
-    alpha, nodes, events = 20e-3, lesson.halves(group.size), []
+    alpha, nodes = 20e-3, lesson.halves(group.size)
+    events: list[Any] = []
     with lesson.links.machines(group, nodes, alpha=alpha, beta=0.0) as cluster:
         group.barrier()
         begin = time.perf_counter()

@@ -3,7 +3,7 @@
 A wiring is a list of links (a, b). Devices are 0 .. P-1; numbers from P on are switches, which only pass things on.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from itertools import combinations, product
 from typing import NamedTuple
@@ -97,7 +97,7 @@ def load(wiring: Wiring, messages: Iterable[tuple[int, int, int]]) -> dict[tuple
     Where there are several shortest ways, each carries an equal part.
     """
     found = [ways(wiring, place) for place in range(wiring.devices + wiring.switches)]
-    carried: dict[tuple[int, int], float] = Counter()
+    carried: dict[tuple[int, int], float] = defaultdict(float)
     for src, dst, nbytes in messages:
         far, count = found[src][dst]
         for a, b in (end for link in wiring.links for end in (link, link[::-1])):

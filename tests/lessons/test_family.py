@@ -21,7 +21,7 @@ def rows() -> dict[tuple[str, str], list[str]]:
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         verb = line[3:] if line.startswith("## ") else verb
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("|") and cells[0] not in ("algorithm", "---"):
+        if line.startswith("|") and verb in ALGORITHMS and cells[0] not in ("algorithm", "---"):
             found[verb, cells[0]] = cells[1:]
     return found
 
@@ -49,7 +49,9 @@ def test_what_is_measured_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     figures = {(verb, name, size): seconds for verb, name, size, seconds in run(family.measured_calls, size=2)[0]}
     assert {(verb, name) for verb, name, _ in figures} == {
         (verb, name) for verb in ALGORITHMS for name in ALGORITHMS[verb] if name not in ("native", "shared")}
-    family.write_page({"TCP": figures, "shm": figures, "MPI": figures}, tmp_path / "page.md")
+    everywhere = {"TCP": figures, "shm": figures, "MPI": figures}
+    family.write_page(everywhere, {"2": {"sockets": {"1024": 5e-5}}}, tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert text.count("<!-- measured -->") == text.count("<!-- end -->") == 1
-    assert text.count("\n## ") == len(ALGORITHMS) and "| **" in text
+    assert text.count("\n## ") == len(ALGORITHMS) + 1 and "| **" in text
+    assert "| sockets | 50 |" in text
