@@ -125,9 +125,12 @@ class _Job:
 
     def _failed(self, rank: int, code: int) -> int:
         """A rank here ended with `code`, perhaps because another failed first."""
+        loss = Loss(rank, self.processes[rank].pid, os.uname().nodename, how_it_ended(code))
         if self.monitor is None:
+            if code < 0:                                    # node 0's launcher sees its connection end, no more
+                print(f"minidist: {loss}; the job ends", file=sys.stderr, flush=True)
             return _status(code)
-        self.monitor.lose(Loss(rank, self.processes[rank].pid, os.uname().nodename, how_it_ended(code)))
+        self.monitor.lose(loss)
         assert self.monitor.loss is not None
         return self._lost(self.monitor.loss)
 

@@ -31,8 +31,8 @@ def test_one_demand(check, transport):
     run(check, size=3, transport=transport)
 
 
-@on_every_transport
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "transport"), [(size, name) for size in (2, 4) for name in TRANSPORTS
+                                                 if (size, name) != (2, MIXED)])     # which is sockets
 def test_all_demands_in_one_job(transport, size):
     run(conformance.all_peaceful, size=size, transport=transport)
 

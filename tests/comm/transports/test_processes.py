@@ -14,9 +14,8 @@ from linked import into, tag
 
 from minidist.errors import CommError, PeerLostError
 
-PROCESSES = ("sockets", "shm", MIXED)
-
-on_processes = pytest.mark.parametrize("transport", PROCESSES)
+on_processes = pytest.mark.parametrize("transport", ["sockets", "shm", MIXED])
+on_one_kind_of_link = pytest.mark.parametrize("transport", ["sockets", "shm"])
 
 
 def files() -> list[str]:
@@ -95,7 +94,7 @@ def a_wait_that_nobody_ends(world):
     world.barrier()
 
 
-@on_processes
+@on_one_kind_of_link
 def test_a_limit_ends_a_wait_and_the_job_goes_on(transport):
     run(a_wait_that_nobody_ends, size=2, transport=transport)
 
@@ -113,7 +112,7 @@ def all_at_once(world):
     world.barrier()
 
 
-@on_processes
+@on_one_kind_of_link
 def test_everyone_sends_much_to_everyone(transport):
     run(all_at_once, size=4, transport=transport)
 
