@@ -212,10 +212,10 @@ def rounding(group: Any, page: Page) -> None:
         bound = roundings * float(np.finfo(np.float16).eps) / 2
         with group.ledger.control():
             bits = group.all_reduce(total.view(np.uint16), op="max") - group.all_reduce(total.view(np.uint16), op="min")
-        rows.append([algorithm, roundings, f"{error:.1e}", f"{bound:.1e}", "ok" if error <= 1.01 * bound else
-                     "off: above its bound", "yes" if not bits.any() else "no"])
+        rows.append([algorithm, roundings, "no" if bits.any() else "yes", f"{error:.1e}", f"{bound:.1e}",
+                     "ok" if error <= 1.01 * bound and not bits.any() else verdict(error, bound)])
     page.table(f"float16, {group.size} ranks: the largest error of the sum over its largest value",
-               ["", "roundings", "measured", "bound", "", "same bits on all"], rows,
+               ["", "roundings", "same bits on all", "measured", "bound", ""], rows,
                note="both add in float32; the ring rounds what it passes on, once a hop; direct once, in the end")
 
 

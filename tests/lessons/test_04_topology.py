@@ -1,5 +1,6 @@
 """Exercise 04: filled rightly it passes, and each wrong filling fails under its name; wirings counted by hand."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -70,18 +71,20 @@ def test_a_message_is_shared_among_its_shortest_ways() -> None:
 
 def test_only_messages_to_other_machines_wait() -> None:
     links = load_module(lessons.find("04").part("links.py"), "04")
-    lesson = load_module(lessons.find("04").part("lesson.py"), "04")
 
     def ranks(world):
-        nodes = [0, 0, 1]
-        with links.machines(world, nodes, alpha=0.05, beta=0.0) as cluster:
-            assert cluster.nodes == (0, 0, 1)
-            total = cluster.all_reduce(world.rank + 1.0, algorithm="hierarchical")
-        inside, across = (lesson.seconds(world, where, "hierarchical", 8) for where in ([0, 0, 0], nodes))
-        return float(total), inside, across
+        took = []
+        for nodes in ([0, 0, 0], [0, 0, 1]):
+            with links.machines(world, nodes, alpha=0.1, beta=0.0) as cluster:
+                world.barrier()
+                begin = time.perf_counter()
+                assert float(cluster.all_reduce(world.rank + 1.0, algorithm="hierarchical")) == 6
+                assert cluster.nodes == tuple(nodes)
+                took.append(time.perf_counter() - begin)
+        return took
 
-    for total, inside, across in launch.run(ranks, size=3):
-        assert total == 6 and inside < across and across > 3 * 3e-3
+    for inside, across in launch.run(ranks, size=3):
+        assert inside < 0.1 and across > 0.29   # a header, and the leaders' two messages
 
 
 def test_two_hosts_say_what_crosses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
