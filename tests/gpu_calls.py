@@ -114,3 +114,32 @@ def in_order(world: Group, rounds: int) -> None:
     want = sum(range(world.size))
     for turn, total in enumerate(kept):
         assert (back(total) == turn * 10 * world.size + want).all(), turn
+
+
+def messages(world: Group, rounds: int) -> None:
+    """Both send first; many under way, waited for in any order; to the host, from the host, to oneself, nothing."""
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    for turn in range(rounds):
+        n = (0, 1, 30_000)[turn % 3]
+        got = world.exchange(on_device(np.full(n, turn + 10.0 * world.rank)), dst=after, src=before)
+        assert (back(got) == np.full(n, turn + 10.0 * before)).all()
+    arrays = [on_device(np.full((3, i + 1), 100 * world.rank + i, np.float32)) for i in range(8)]
+    sent = [world.start_send(x, dst=after) for x in arrays]
+    arriving = [world.start_recv(src=before) for _ in arrays]
+    for i in (5, 0, 7, 3, 1, 2, 4, 6):
+        got = back(arriving[i].wait())
+        assert got.shape == (3, i + 1)
+        assert (got == 100 * before + i).all()
+    for pending in sent:
+        pending.wait()
+    x, host, device = on_device(np.arange(5) + world.rank), np.zeros(5, np.int64), on_device(np.zeros(5, np.int64))
+    leaving = [world.start_send(x, dst=after), world.start_send(np.arange(5) + world.rank, dst=after)]
+    assert world.recv(src=before, out=host) is host
+    assert world.recv(src=before, out=device) is device
+    assert host.tolist() == back(device).tolist() == (np.arange(5) + before).tolist()
+    for pending in leaving:
+        pending.wait()
+    world.send(x, dst=world.rank)
+    assert back(world.recv(src=world.rank)).tolist() == back(x).tolist()
+    moved = world.ledger.rows()
+    assert sum(row["nbytes"] for row in moved if row["verb"] == "send") == sum(3 * (i + 1) * 4 for i in range(8)) + 80

@@ -13,12 +13,15 @@ Not yet measured on a GPU.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minidist.backend import Array
 from minidist.comm.native import Native
+
+if TYPE_CHECKING:
+    from minidist.comm.transport import Handle
 
 
 class Side(ABC):
@@ -48,8 +51,31 @@ class Side(ABC):
         """Order the current stream behind the mark. Raises: what the transport was aborted with."""
 
 
+class Lane(ABC):
+    """Messages one way between two ranks, from GPU to GPU. Each has a header that travels by the host transport, which
+    says so by VIA_LANE in place of a device; headers and messages have the same order."""
+
+    @abstractmethod
+    def introduction(self) -> np.ndarray:
+        """What the sender puts into the next header's message (uint8), so that the receiver can meet it here."""
+
+    @abstractmethod
+    def send(self, array: Array) -> "Handle":
+        """Begin to send a contiguous array that the current stream has written; does not wait for the receiver.
+
+        The handle's wait() orders the current stream behind the message.
+        """
+
+    @abstractmethod
+    def recv(self, introduction: np.ndarray, into: Array) -> "Handle":
+        """Begin to receive the message of the next header into a contiguous array; wait() as above."""
+
+
+VIA_LANE = "lane"
+
+
 class Device(ABC):
-    """Collectives between the GPUs of ranks."""
+    """Collectives and messages between the GPUs of ranks."""
 
     @abstractmethod
     def refusal(self, world_ranks: Sequence[int], op: str | None, dtype: np.dtype | None) -> str | None:
@@ -58,6 +84,10 @@ class Device(ABC):
     @abstractmethod
     def native(self, group: int, world_ranks: Sequence[int]) -> Native:
         """The collectives among `world_ranks`, the ranks of the group with that id; called inside a side's work."""
+
+    @abstractmethod
+    def lane(self, group: int, src: int, dst: int) -> Lane | None:
+        """The lane between two world ranks for a group's messages; None where they go by way of the host."""
 
     @abstractmethod
     def finish(self) -> None:

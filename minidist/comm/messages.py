@@ -2,22 +2,26 @@
 
 These do not queue behind the group's collectives: they go to the transport at once, under a tag of their own, so any
 number may be under way beside each other. Messages from one rank to another arrive in the order they were started; each
-says its dtype and shape. What a rank sends to itself is copied, kept until it is received, and not counted.
+says its dtype and shape. What a rank sends to itself is copied, kept until it is received, and not counted. An array on
+the GPU whose transport has a lane (device.py) goes by that, and only its header here.
 """
 
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minidist import backend
 from minidist.comm import source
 from minidist.comm.arrays import Result, argument, device_of
 from minidist.comm.call import Told
+from minidist.comm.device import VIA_LANE, Lane
 from minidist.comm.ledger import Event
 from minidist.comm.pending import PendingMessage
-from minidist.comm.signature import Signature, dtype_code, pack_block, unpack
+from minidist.comm.signature import Block, Signature, dtype_code, pack_block, unpack
 from minidist.comm.transport import Handle, Tag, Transport
 from minidist.comm.transports.mailbox import loopback
 from minidist.errors import MismatchError
@@ -36,27 +40,32 @@ class Messages:
         self._group, self._tag = group, Tag(group.id, POINT_TO_POINT)
         self._self_link: Transport | None = None
         self._started = 0
+        self.by_lane: defaultdict[int, deque[_Incoming]] = defaultdict(deque)   # from each rank, headers come first
 
     def send(self, x: Any, dst: int) -> PendingMessage:
         """Start to send `x` to rank `dst`."""
-        array = argument(x)
+        array = argument(x, self._way_of(x, dst))
         signature = self.signature("send", array.dtype, array.shape)
-        return self._pending(signature, [self._start_send(signature, array, dst, device_of(x))], lambda: None)
+        return self._pending(signature, self._start_send(signature, array, dst, device_of(x)), lambda: None)
 
     def recv(self, src: int, out: Any) -> PendingMessage:
         """Start to receive from rank `src`."""
         incoming = _Incoming(self, "recv", src, out)
-        return self._pending(incoming.signature, [incoming.handle], incoming.deliver)
+        return self._pending(incoming.signature, [incoming], incoming.deliver)
 
     def exchange(self, x: Any, dst: int, src: int, out: Any) -> PendingMessage:
         """Start to send `x` to `dst` and to receive from `src`."""
-        array = argument(x)
-        if isinstance(out, np.ndarray) and np.may_share_memory(array, out):
+        array = argument(x, self._way_of(x, dst))
+        if isinstance(out, type(array)) and backend.array_module(array).may_share_memory(array, out):
             array = array.copy()  # what arrives would overwrite what is leaving
         incoming = _Incoming(self, "exchange", src, out)
         signature = self.signature("exchange", array.dtype, array.shape)
         sent = self._start_send(signature, array, dst, device_of(x))
-        return self._pending(signature, [incoming.handle, sent], incoming.deliver)
+        return self._pending(signature, [incoming, *sent], incoming.deliver)
+
+    def lane_from(self, src: int) -> Lane | None:
+        """The lane from rank `src` to this one."""
+        return self.lane(src, self._group.rank)
 
     def signature(self, verb: str, dtype: np.dtype | None, shape: tuple[int, ...] | None) -> Signature:
         """What this rank says of its next message."""
@@ -83,44 +92,88 @@ class Messages:
     def _pending(self, signature: Signature, handles: list[Handle], deliver: Callable[[], Any]) -> PendingMessage:
         return PendingMessage(signature, self._group.world_ranks, handles, deliver)
 
-    def _start_send(self, signature: Signature, array: np.ndarray, dst: int, device: str | None) -> Handle:
+    def lane(self, src: int, dst: int) -> Lane | None:
+        """The lane from rank `src` to rank `dst` of the group, for arrays on the GPU; None: by way of the host."""
+        ranks, device = self._group.world_ranks, self._group.transport.device
+        return None if device is None or src == dst else device.lane(self._group.id, ranks[src], ranks[dst])
+
+    def _way_of(self, x: Any, dst: int) -> str:
+        """The device that a message to rank `dst` leaves from."""
+        return "cpu" if device_of(x) != "cuda" or self.lane(self._group.rank, dst) is None else "cuda"
+
+    def _start_send(self, signature: Signature, array: np.ndarray, dst: int, device: str | None) -> list[Handle]:
+        """Handles of what leaves: the message, or its header and the lane's message."""
+        lane = None if isinstance(array, np.ndarray) else self.lane(self._group.rank, dst)
         key, where = signature.pack()
-        meta = key + where + pack_block(array.dtype, array.shape, device or "cpu")
+        meta = key + where + pack_block(array.dtype, array.shape, device or "cpu" if lane is None else VIA_LANE)
+        if lane is None:
+            return [self._start_message(signature, array.reshape(-1), array.nbytes, dst, meta)]
+        header = self._start_message(signature, lane.introduction(), array.nbytes, dst, meta)
+        return [header, lane.send(array)]
+
+    def _start_message(self, signature: Signature, view: np.ndarray, nbytes: int, dst: int, meta: bytes) -> Handle:
         transport, peer, tag = self.link(dst)
         if dst == self._group.rank:
-            return transport.start_send(peer, tag, array.reshape(-1), meta)
+            return transport.start_send(peer, tag, view, meta)
         ledger = self._group.ledger
         axis = "control" if ledger.in_control else self._group.axis
-        ledger.record(axis, signature.verb, "direct", array.nbytes)
+        ledger.record(axis, signature.verb, "direct", nbytes)
         start = time.perf_counter()
-        handle = transport.start_send(peer, tag, array.reshape(-1), meta)
+        handle = transport.start_send(peer, tag, view, meta)
         if not ledger.subscribers:
             return handle
         details = {"axis": axis, "verb": signature.verb, "algorithm": "direct", "src": self._group.world_rank,
-                   "dst": peer, "nbytes": array.nbytes, "label": "", "step": None, "chunk": None}
+                   "dst": peer, "nbytes": nbytes, "label": "", "step": None, "chunk": None}
         return Told(handle, lambda: ledger.publish(Event(
             "message", signature.verb, start, time.perf_counter(), ledger.world_rank, threading.current_thread().name,
             details)))
 
 
-class _Incoming:
-    """A message that is to come, and where it goes."""
+class _Incoming(Handle):
+    """A message that is to come, and where it goes. As a handle it is complete when the lane need not be told more."""
 
     def __init__(self, messages: Messages, verb: str, src: int, out: Any) -> None:
         self._messages, self._src = messages, src
         self._result, self._device = Result(verb, out), device_of(out)
         self.signature = messages.signature(verb, *((None, None) if out is None else (out.dtype, out.shape)))
+        self._block: Block | None = None                    # of a message that comes by the lane
+        self._word = np.empty(0, np.uint8)
+        self._arriving: Handle | None = None
         transport, peer, tag = messages.link(src)
-        self.handle = transport.start_recv(peer, tag, self._accept)
+        self._header = transport.start_recv(peer, tag, self._accept)
+
+    def wait(self) -> None:
+        self._header.wait()
+        if self._block is not None:
+            waiting = self._messages.by_lane[self._src]
+            while self._arriving is None:                   # in the order of the headers
+                waiting.popleft().arrive()
+
+    def done(self) -> bool:
+        return self._header.done()
 
     def deliver(self) -> Any:
         """The array received: on the device of `out`, else where the sender's array lives."""
+        if self._arriving is not None:
+            self._arriving.wait()
         return self._result.deliver(self._device)
+
+    def arrive(self) -> None:
+        """Begin to receive by the lane: the header has told what."""
+        lane, block = self._messages.lane_from(self._src), self._block
+        assert lane is not None and block is not None
+        self._result.device = "cuda"
+        self._arriving = lane.recv(self._word, self._result.array(block.shape, block.dtype))
 
     def _accept(self, meta: bytes, nbytes: int) -> np.ndarray:
         theirs, block = unpack(meta)
         if block is None or (self.signature.shape is not None
                              and (self.signature.dtype, self.signature.shape) != (theirs.dtype, theirs.shape)):
             raise self._messages.mismatch(self.signature, theirs, self._src)
+        if block.device == VIA_LANE:
+            self._device = self._device or "cuda"
+            self._block, self._word = block, np.empty(nbytes, np.uint8)
+            self._messages.by_lane[self._src].append(self)
+            return self._word
         self._device = self._device or block.device
         return self._result.array(block.shape, block.dtype).reshape(-1)

@@ -143,7 +143,12 @@ class Watch:
         pause = _SHORTEST
         with self._gpu.device:
             while self._wait_for_flights():
-                pause = _SHORTEST if self._look() else min(2 * pause, _LONGEST)
+                try:
+                    pause = _SHORTEST if self._look() else min(2 * pause, _LONGEST)
+                except Exception as error:                  # of CUDA: whatever it was, the GPU is lost to this process
+                    transport = self._gpu.transport
+                    transport.abort(CommError(f"rank {transport.world_rank}: the GPU failed: {error}"))
+                    return
                 time.sleep(pause)
 
     def _wait_for_flights(self) -> bool:

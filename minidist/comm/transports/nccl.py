@@ -3,6 +3,7 @@
     a call with CuPy arrays    the ranks agree, over the host     dissemination's barrier with the signature (native.py)
                                its NCCL call joins the queue      of the group's own stream; returns at once
                                the program's stream waits         for that stream, on the GPU
+    send and recv of those     the header goes over the host      the array by a lane (nccl_lane.py)
     any other call             as on sockets                      host arrays; `algorithm="ring"` on CuPy arrays, which
                                                                   are staged
 
@@ -24,7 +25,7 @@ Source: NCCL user guide (stream semantics, group calls, communicator abort). Not
 import os
 import platform
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,12 @@ from minidist.comm.transport import Transport
 from minidist.comm.transports import cuda_ipc
 from minidist.comm.transports.gpu import Gpu, GpuSide, tell
 from minidist.comm.transports.mesh import Meeting
-from minidist.errors import CommError, DeviceError, LaunchError
+from minidist.comm.transports.nccl_lane import Communicator, NcclLane
+from minidist.errors import DeviceError, LaunchError
 
 _KINDS = {"int8": "INT8", "uint8": "UINT8", "int32": "INT32", "uint32": "UINT32", "int64": "INT64", "uint64": "UINT64",
           "float16": "FLOAT16", "float32": "FLOAT32", "float64": "FLOAT64", "bfloat16": "BFLOAT16"}
 _OPS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PROD"}
-_STUCK = 1.0            # seconds that abort() waits for a call of NCCL's to return before it aborts around it
 
 
 def connect(link: Meeting, transport: Transport) -> Transport:
@@ -50,6 +51,7 @@ def connect(link: Meeting, transport: Transport) -> Transport:
     Raises: LaunchError without CuPy, NCCL or a GPU.
     """
     cupy, library = find()
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")      # connect at once, not in the first call: see nccl_lane.py
     transport.name = "nccl"
     hosts = [info["gpu_host"] for info in link.meet({"gpu_host": platform.node()})]
     device_id = hosts[:link.world_rank].count(hosts[link.world_rank]) % cupy.cuda.runtime.getDeviceCount()
@@ -90,6 +92,7 @@ class GpuDevice(Device):
         self._shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and library.get_version() >= 23000
         self._natives: dict[int, Native] = {}
         self._sides: dict[int, GpuSide] = {}
+        self._lanes: dict[tuple[int, int, int], NcclLane] = {}
 
     def refusal(self, world_ranks: Sequence[int], op: str | None, dtype: np.dtype | None) -> str | None:
         gpus = {self._places[rank] for rank in world_ranks}
@@ -108,7 +111,16 @@ class GpuDevice(Device):
                 cuda_ipc.IpcNative(self.gpu, side, group, world_ranks)
         return self._natives[group]
 
+    def lane(self, group: int, src: int, dst: int) -> NcclLane | None:
+        if self._places[src] == self._places[dst] and not self._shares:
+            return None
+        if (group, src, dst) not in self._lanes:
+            self._lanes[group, src, dst] = NcclLane(self.gpu, self.library, self.one_at_a_time, src, dst)
+        return self._lanes[group, src, dst]
+
     def finish(self) -> None:
+        for lane in list(self._lanes.values()):
+            lane.finish()
         self.gpu.watch.finish()
 
     def side(self, group: int) -> GpuSide:
@@ -124,16 +136,15 @@ class NcclNative(Native):
     """
 
     def __init__(self, device: GpuDevice, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
-        self._gpu, self._nccl, self._lock = device.gpu, device.library, device.one_at_a_time
+        self._gpu, self._nccl = device.gpu, device.library
         self._side, self._group, self._world_ranks = side, group, tuple(world_ranks)
         self._rank, self._size = self._world_ranks.index(self._gpu.transport.world_rank), len(world_ranks)
         id = np.frombuffer(self._nccl.get_unique_id() if self._rank == 0 else b"", np.uint8)
         id = tell(self._gpu.transport, group, self._world_ranks, [id] * self._size)[0]
-        self._comm = self._gpu.within_limit(
-            lambda: self._nccl.NcclCommunicator(self._size, id.tobytes(), self._rank), "NCCL's ranks to meet")
-        self._gpu.ends.append(self.abort)
-        self._gpu.check()                                   # aborted before it stood in `ends`
-        self._gpu.watch.failures.append(self.failure)
+        self._comm = self._gpu.within_limit(lambda: Communicator(
+            self._gpu, self._nccl, device.one_at_a_time, side, self._size, id.tobytes(), self._rank),
+            "NCCL's ranks to meet")
+        self._queue = self._comm.queue
 
     def barrier(self) -> None:
         tell(self._gpu.transport, self._group, self._world_ranks, [np.empty(0, np.uint8)] * self._size)
@@ -212,38 +223,6 @@ class NcclNative(Native):
 
         if any(part.size for part in [*leaving.values(), *coming.values()]):
             self._queue(what, each)
-
-    def _queue(self, what: str, start: Callable[[Any, int], None]) -> None:
-        """Put NCCL's kernels into the side's queue, as one group."""
-        with self._side.queueing(f"NCCL's {what}"), self._lock:
-            self._gpu.check()
-            try:
-                self._nccl.groupStart()
-                try:
-                    start(self._comm, self._side.stream.ptr)
-                finally:
-                    self._nccl.groupEnd()
-            except self._nccl.NcclError as error:
-                self._gpu.check()
-                raise CommError(f"rank {self._gpu.transport.world_rank}: NCCL refuses {what}: {error}; NCCL_DEBUG=WARN "
-                                "in the environment says more") from error
-
-    def failure(self) -> str:
-        """What NCCL has noticed by itself (a peer's connection broke, say); "" for nothing."""
-        try:
-            self._comm.check_async_error()
-        except self._nccl.NcclError as error:
-            return f"NCCL failed on the GPU: {error}"
-        return ""
-
-    def abort(self) -> None:
-        """End its kernels, and a call of NCCL's that is stuck."""
-        free = self._lock.acquire(timeout=_STUCK)
-        try:
-            self._comm.abort()
-        finally:
-            if free:
-                self._lock.release()
 
     def _kind(self, array: np.ndarray) -> int:
         return int(getattr(self._nccl, f"NCCL_{_KINDS[dtype_name(array.dtype)]}"))

@@ -42,6 +42,14 @@ def run_on_gpus(fn, *args, size, one_gpu=False, limit=20.0):
     return run(ranks, size=size, limit=limit)
 
 
+def soon(condition):
+    """Whether it comes true within five seconds."""
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
 on_both = pytest.mark.parametrize("one_gpu", [False, True], ids=["nccl", "cuda-ipc"])
 
 
@@ -61,6 +69,35 @@ def test_beside_the_host(cupy, one_gpu):
 @on_both
 def test_streams_keep_the_order(cupy, one_gpu):
     run_on_gpus(gpu_calls.in_order, 12, size=2, one_gpu=one_gpu)
+
+
+@on_both
+def test_messages(cupy, one_gpu):
+    run_on_gpus(gpu_calls.messages, 6, size=3, one_gpu=one_gpu)
+
+
+def test_messages_of_two_ranks_may_all_stand_behind_each_other(cupy):
+    """Each sends twice and then receives twice, on lanes whose NCCL calls wait for the other side."""
+    def ranks(world):
+        other, x = 1 - world.rank, cupy.asarray(np.full(9, world.rank + 1.0))
+        for pending in [world.start_send(x, dst=other) for _ in range(2)]:
+            assert not isinstance(world.transport.device.lane(world.id, world.rank, other), type(None))
+            pending.handles[0].wait()
+        return [gpu_calls.back(world.recv(src=other)).tolist() for _ in range(2)]
+
+    assert run_on_gpus(ranks, size=2) == [[[2.0] * 9] * 2, [[1.0] * 9] * 2]
+
+
+def test_a_message_that_nobody_takes_ends_with_the_limit(cupy):
+    def ranks(world):
+        if world.rank == 0:
+            world.transport.limit = 0.3
+            with pytest.raises(TimeoutError, match="waited 0.3 s for lane 0 -> 1 on the GPU"):
+                world.send(cupy.asarray(np.ones(3)), dst=1)
+            raise LookupError("seen")
+
+    with pytest.raises(LookupError, match="seen"):
+        run_on_gpus(ranks, size=2)
 
 
 def test_alone_arrays_stay_where_they_are(cupy):
@@ -145,7 +182,7 @@ def test_the_limit_holds_on_the_gpu(cupy):
 
     with pytest.raises(TimeoutError):                   # of the worlds's close
         run_on_gpus(ranks, size=2)
-    assert all(comm.aborted for comm in fake_cupy.NcclCommunicator.all if comm.rank == 0)
+    assert soon(lambda: all(comm.aborted for comm in fake_cupy.NcclCommunicator.all if comm.rank == 0))
 
 
 def test_a_lost_peer_ends_what_the_gpu_waits_for(cupy):
@@ -166,7 +203,7 @@ def test_what_nccl_notices_by_itself_ends_the_job(cupy):
     def ranks(world):
         device = enqueue_in_vain(world)
         if world.rank == 0:
-            device.native(world.id, world.world_ranks)._comm.failed = "remote process exited"
+            device.native(world.id, world.world_ranks)._comm._comm.failed = "remote process exited"
             with pytest.raises(CommError, match="rank 0: NCCL failed on the GPU: remote process exited"):
                 device.finish()
             raise LookupError("seen")
@@ -210,10 +247,7 @@ def test_ipc_lets_go_of_what_it_opened(cupy):
         world.transport.device.gpu.abort(CommError("closed"))       # as the end of a transport between processes does
 
     run_on_gpus(ranks, size=2, one_gpu=True)
-    deadline = time.monotonic() + 5
-    while cupy.cuda.runtime.opened and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert cupy.cuda.runtime.opened == 0
+    assert soon(lambda: cupy.cuda.runtime.opened == 0)
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -270,5 +304,6 @@ def test_every_verb_on_gpus(size):
         pytest.skip(f"needs one GPU, or {size}")
     md.run(gpu_calls.all_cases, size, size=size, transport="nccl")
     md.run(gpu_calls.in_order, 50, size=size, transport="nccl")
+    md.run(gpu_calls.messages, 30, size=size, transport="nccl")
     if count == 1 or size == 4:
         md.run(gpu_calls.mixed, size=size, transport="nccl")

@@ -1,0 +1,171 @@
+"""NCCL's communicator, and the lanes that messages from GPU to GPU take: two ranks, one way, a communicator each.
+
+    rank 0    lane 0 -> 1    a thread that makes NCCL's calls, in order; a stream    rank 1
+              lane 1 -> 0    another; so two ranks may both send first
+
+In one communicator, calls match in the order in which they are made, and what is in front in its stream holds up what
+is behind. Were all messages of two ranks in one, a send would wait for a receive that stands behind another send. In a
+lane there are only sends on one side and only receives on the other, and both sides make them in the headers' order:
+there is nothing to wait for in a circle. Its thread also waits for the other rank to come, so that a send never does.
+Waits for it are not told to who looks for deadlocks: while two ranks meet, each seems to wait for the other. They end
+with the limit.
+
+Not yet measured on a GPU.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from minidist.backend import Array
+from minidist.comm.device import Lane
+from minidist.comm.transport import Handle
+from minidist.comm.transports.gpu import Gpu, GpuSide
+from minidist.errors import CommError, TimeoutError
+
+_STUCK = 1.0            # seconds that abort() waits for a call of NCCL's to return before it aborts around it
+_LOOK = 0.02            # seconds between looks at whether the transport was aborted
+
+
+class Communicator:
+    """NCCL's communicator on a side's stream. Made by all its ranks; blocks until they have come.
+
+    All pairs are connected at once: NCCL would do so in the first call between them, which would block then, with the
+    lock of all NCCL calls in this rank's hand and perhaps another communicator's in the other's.
+    """
+
+    def __init__(self, gpu: Gpu, library: Any, one_at_a_time: threading.Lock, side: GpuSide, size: int, id: bytes,
+                 rank: int) -> None:
+        self._gpu, self._nccl, self._lock, self._side = gpu, library, one_at_a_time, side
+        self._comm = library.NcclCommunicator(size, id, rank)
+        gpu.ends.append(self.abort)
+        gpu.check()                                         # aborted before it stood in `ends`
+        gpu.watch.failures.append(self.failure)
+        with gpu.device, side.stream:
+            words = gpu.cupy.empty(2 * size, np.uint8)
+            library.groupStart()
+            for peer in (peer for peer in range(size) if peer != rank):
+                self._comm.send(words[peer:].data.ptr, 1, library.NCCL_UINT8, peer, side.stream.ptr)
+                self._comm.recv(words[size + peer:].data.ptr, 1, library.NCCL_UINT8, peer, side.stream.ptr)
+            library.groupEnd()
+
+    def queue(self, what: str, start: Callable[[Any, int], None]) -> None:
+        """Put NCCL's kernels into the stream, as one group: `start(communicator, stream)` makes the calls."""
+        gpu = self._gpu
+        with self._side.queueing(f"NCCL's {what}"), self._lock:
+            gpu.check()
+            try:
+                self._nccl.groupStart()
+                try:
+                    start(self._comm, self._side.stream.ptr)
+                finally:
+                    self._nccl.groupEnd()
+            except self._nccl.NcclError as error:
+                gpu.check()
+                raise CommError(f"rank {gpu.transport.world_rank}: NCCL refuses {what}: {error}; NCCL_DEBUG=WARN in "
+                                "the environment says more") from error
+
+    def failure(self) -> str:
+        """What NCCL has noticed by itself (a peer's connection broke, say); "" for nothing."""
+        try:
+            self._comm.check_async_error()
+        except self._nccl.NcclError as error:
+            return f"NCCL failed on the GPU: {error}"
+        return ""
+
+    def abort(self) -> None:
+        """End its kernels, and a call of NCCL's that is stuck."""
+        free = self._lock.acquire(timeout=_STUCK)
+        try:
+            self._comm.abort()
+        finally:
+            if free:
+                self._lock.release()
+
+
+class NcclLane(Lane):
+    """A lane as one of its two ranks sees it. Its thread starts with the first message."""
+
+    def __init__(self, gpu: Gpu, library: Any, one_at_a_time: threading.Lock, src: int, dst: int) -> None:
+        self._gpu, self._nccl, self._lock = gpu, library, one_at_a_time
+        self._sends, self._peer = src == gpu.transport.world_rank, 1 if src == gpu.transport.world_rank else 0
+        self._name, self._other = f"lane {src} -> {dst}", dst if self._sends else src
+        self._side = GpuSide(gpu)
+        self._id = b""
+        self._parcels: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
+        gpu.ends.append(lambda: self._parcels.put(None))
+        self._last: _Parcel | None = None
+
+    def introduction(self) -> np.ndarray:
+        known, self._id = self._id, self._id or self._nccl.get_unique_id()
+        return np.frombuffer(b"" if known else self._id, np.uint8)
+
+    def send(self, array: Array) -> Handle:
+        return self._put(array)
+
+    def recv(self, introduction: np.ndarray, into: Array) -> Handle:
+        self._id = self._id or introduction.tobytes()
+        return self._put(into)
+
+    def finish(self) -> None:
+        """Return when all messages are in the stream's queue. Raises: as a message's wait()."""
+        if self._last is not None:
+            self._last.wait_for_thread()
+
+    def _put(self, array: Array) -> "_Parcel":
+        parcel = _Parcel(self._gpu, self._side, self._name, self._other, array)
+        if self._last is None:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        self._last = parcel
+        self._parcels.put(parcel)
+        return parcel
+
+    def _run(self) -> None:
+        comm: Communicator | None = None
+        while (parcel := self._parcels.get()) is not None:
+            try:
+                comm = comm or Communicator(self._gpu, self._nccl, self._lock, self._side, 2, self._id, 1 - self._peer)
+                work = partial(comm.queue, self._name, partial(self._pass, parcel.array))
+                _, parcel.mark = self._side.carry_out(parcel.begun, work, parcel.array)
+            except Exception as error:  # raised by wait()
+                parcel.error = error
+            parcel.queued.set()
+
+    def _pass(self, array: Array, comm: Any, stream: int) -> None:
+        if array.size:
+            way = comm.send if self._sends else comm.recv
+            way(array.data.ptr, array.nbytes, self._nccl.NCCL_UINT8, self._peer, stream)
+
+
+class _Parcel(Handle):
+    """One message in a lane."""
+
+    def __init__(self, gpu: Gpu, side: GpuSide, name: str, peer: int, array: Array) -> None:
+        self._gpu, self._side, self._name, self._peer, self.array = gpu, side, name, peer, array
+        self.begun, self.mark = side.begin(), None
+        self.error: Exception | None = None
+        self.queued = threading.Event()
+
+    def wait(self) -> None:
+        self.wait_for_thread()
+        self._side.join(self.mark)
+
+    def wait_for_thread(self) -> None:
+        """Return when the lane's thread has put the message into its stream's queue."""
+        transport = self._gpu.transport
+        deadline = time.monotonic() + transport.limit
+        while not self.queued.wait(_LOOK):
+            self._gpu.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {transport.world_rank} waited {transport.limit:g} s for {self._name} on the "
+                                   f"GPU; did rank {self._peer} make the matching call?")
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        return self.queued.is_set() or self._gpu.error is not None
