@@ -12,7 +12,7 @@ from helpers import run
 
 import minidist as md
 from minidist.comm.transports import cuda_ipc, nccl
-from minidist.comm.transports.gpu import Gpu
+from minidist.comm.transports.gpu import Gpu, GpuSide
 from minidist.errors import CommError, ConfigError, LaunchError, MismatchError, PeerLostError, TimeoutError
 
 
@@ -180,7 +180,7 @@ def test_the_limit_holds_on_the_gpu(cupy):
             with pytest.raises(TimeoutError):           # and so does every later call
                 world.all_reduce(gpu_calls.on_device(np.ones(4)))
 
-    with pytest.raises(TimeoutError):                   # of the worlds's close
+    with pytest.raises(TimeoutError, match="rank 0.*0.2 s for the GPU"):     # again, as the world is closed
         run_on_gpus(ranks, size=2)
     assert soon(lambda: all(comm.aborted for comm in fake_cupy.NcclCommunicator.all if comm.rank == 0))
 
@@ -236,6 +236,28 @@ def test_arrays_live_as_long_as_the_gpu_needs_them_and_no_longer(cupy):
         assert all(flight.keep == [] for flight in device.gpu.watch._flights)
 
     run_on_gpus(ranks, size=2)
+
+
+def test_what_the_program_keeps_is_allocated_for_its_stream_and_ordered_behind_it(cupy):
+    """The pool may hand out again what the program read a moment ago, after the call had begun."""
+    def ranks(world):
+        side, program, seen = GpuSide(Gpu(world.transport, cupy, 0)), fake_cupy.get_current_stream(), []
+        begun = side.begin()
+        program.put(lambda: (time.sleep(0.05), seen.append("read by the program")))
+
+        def make():
+            assert fake_cupy.get_current_stream() is program
+            return cupy.empty(3)
+
+        def work():
+            side.allocate(make)
+            side.stream.put(lambda: seen.append("written by the side"))
+
+        side.join(side.carry_out(begun, work, None)[1])
+        program.synchronize()
+        assert seen == ["read by the program", "written by the side"]
+
+    run(ranks, size=1)
 
 
 def test_ipc_lets_go_of_what_it_opened(cupy):
