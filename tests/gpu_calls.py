@@ -143,3 +143,10 @@ def messages(world: Group, rounds: int) -> None:
     assert back(world.recv(src=world.rank)).tolist() == back(x).tolist()
     moved = world.ledger.rows()
     assert sum(row["nbytes"] for row in moved if row["verb"] == "send") == sum(3 * (i + 1) * 4 for i in range(8)) + 80
+
+
+def staged(world: Group) -> list[Any]:
+    """An algorithm of ours on an array of the GPU; which GPU this rank has."""
+    total = back(world.all_reduce(on_device(np.array([1.0, 2.0])), algorithm="ring"))
+    device: Any = world.transport.device
+    return [world.transport.name, device.gpu.device.id, total.tolist()]

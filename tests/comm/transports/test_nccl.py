@@ -301,6 +301,14 @@ def test_connecting_chooses_gpus_and_tries_ipc(cupy, refuses):
     assert cupy.cuda.runtime.opened == 0
 
 
+def test_ranks_are_processes_that_meet_and_part(tmp_path, monkeypatch):
+    """From md.run on; between processes the stand-in has no NCCL, so arrays are staged."""
+    (tmp_path / "cupy.py").write_text("import sys, fake_cupy\nmodules = fake_cupy.modules()\n"
+                                      "__path__ = []\nsys.modules.update(modules)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run(gpu_calls.staged, size=3, transport="nccl") == [["nccl", rank % 2, [3.0, 6.0]] for rank in range(3)]
+
+
 def test_without_cupy_it_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(LaunchError, match=r"transport 'nccl' cannot work here: .*CuPy.*take sockets") as caught:
