@@ -1,0 +1,131 @@
+"""Flat shards: parameters one after another in one vector, of which each rank owns a chunk.
+
+    parameters     |  w (3, 2)  | b (2) |    v (5)    |      13 elements
+    chunks, P=3    |     r0     |    r1    |   r2     |      5 + 4 + 4: numpy.array_split
+
+A chunk's edges fall anywhere, also inside a parameter, so shards differ by at most one element, whatever the shapes.
+What an optimizer is given are the pieces of parameters that lie in the chunk.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from minidist import account
+from minidist.backend import Array, array_module
+from minidist.comm.collectives.chunks import bounds
+from minidist.comm.group import Group
+from minidist.errors import ConfigError
+from minidist.optim import Optimizer, clip_scale
+from minidist.optim.clip import sum_of_squares
+from minidist.parallel.common.update import Part, part_of
+from minidist.tensor import Parameter
+
+
+class Piece:
+    """What a rank owns of one parameter, for the optimizer: perhaps nothing.
+
+    It keeps the parameter's number of dims, (1, …, n), since optimizers ask for it: matrices decay, biases do not.
+
+    Attributes: name, data, grad: views of the shards, so always up to date
+    """
+
+    def __init__(self, parameter: Parameter, data: Array, grad: Array) -> None:
+        shape = (*(1 for _ in parameter.shape[1:]), -1)
+        self.name, self.data, self.grad = parameter.name, data.reshape(shape), grad.reshape(shape)
+
+
+class Flat:
+    """A run of parameters of one dtype as one vector, and this rank's chunk of it.
+
+    Attributes: parameters, size   the run, and how many elements it has
+                own                where this rank's chunk lies
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], group: Group) -> None:
+        self.parameters = tuple(parameters)
+        self.dtype = parameters[0].dtype
+        self.size = sum(p.size for p in parameters)
+        edges = bounds(self.size, group.size)
+        self.own = slice(edges[group.rank], edges[group.rank + 1])
+
+    @property
+    def owned(self) -> int:
+        """Elements of this rank's chunk."""
+        return self.own.stop - self.own.start
+
+    def spans(self) -> Iterator[tuple[Parameter, int, int]]:
+        """(parameter, where it begins in the vector, where it ends)."""
+        start = 0
+        for parameter in self.parameters:
+            yield parameter, start, start + parameter.size
+            start += parameter.size
+
+    def owned_spans(self) -> Iterator[tuple[Parameter, slice, range]]:
+        """(parameter, its piece's place in this rank's chunk, the piece's positions in the flattened parameter)."""
+        for parameter, start, stop in self.spans():
+            first = min(max(start, self.own.start), self.own.stop)
+            last = max(first, min(stop, self.own.stop))
+            yield parameter, slice(first - self.own.start, last - self.own.start), range(first - start, last - start)
+
+    def views(self, vector: Array) -> Iterator[tuple[Parameter, Array]]:
+        """(parameter, its place in `vector` in its own shape)."""
+        for parameter, start, stop in self.spans():
+            yield parameter, vector[start:stop].reshape(parameter.shape)
+
+    def pieces(self, weights: Array, gradients: Array) -> list[Piece]:
+        """A piece of every parameter, over this rank's chunks of the weights and of their gradients."""
+        return [Piece(parameter, weights[place], gradients[place]) for parameter, place, _ in self.owned_spans()]
+
+    def join(self) -> Array:
+        """Move the parameters' data into one new vector, of which each becomes a view."""
+        vector = empty_like(self.parameters[0].data, self.size, "parameters")
+        for parameter, view in self.views(vector):
+            view[...] = parameter.data
+            parameter.data = view
+        return vector
+
+
+def empty_like(array: Array, size: int, category: str) -> Array:
+    """A vector on `array`'s device, of its dtype, told to the memory account."""
+    return account.current().hold(array_module(array).empty(size, array.dtype), category)
+
+
+def trainable(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Those that are not frozen.
+
+    Raises:  ConfigError if there is none.
+    """
+    chosen = [parameter for parameter in parameters if parameter.requires_grad]
+    if not chosen:
+        raise ConfigError("no parameter asks for a gradient, so there is nothing to train; leave some requires_grad on")
+    return chosen
+
+
+def micro_parts(part: Part, count: int) -> list[Part]:
+    """A rank's part cut in `count` for accumulation, in `numpy.array_split` order; some may have no row.
+
+    Raises:  ConfigError if `count` is not positive.
+    """
+    if count < 1:
+        raise ConfigError(f"accumulate={count}: a step has at least one backward pass")
+    micros = [part_of((part.inputs, part.targets), size=count, rank=number) for number in range(count)]
+    return [Part(micro.inputs, micro.targets, part.first + micro.first) for micro in micros]
+
+
+def sum_in_order(group: Group, value: float) -> float:
+    """The ranks' numbers added in rank order: the same bits on every rank and transport. Counted under `control`."""
+    with group.ledger.control():
+        return float(np.sum(group.all_gather(np.array([value], dtype=np.float64), algorithm="ring")))
+
+
+def clip_and_update_shards(optimizer: Optimizer, pieces: Iterable[Piece], group: Group, *, lr: float | None,
+                           clip: float | None) -> None:
+    """The optimizer's step on this rank's pieces; the whole model's gradient is scaled to a norm of at most `clip`.
+
+    Cost:    one all-gather of one float64 a rank, under `control` (none without clip).
+    """
+    scale = 1.0
+    if clip is not None:
+        scale = clip_scale(sum_in_order(group, sum_of_squares(piece.grad for piece in pieces)) ** 0.5, clip)
+    optimizer.step(lr, scale)

@@ -1,0 +1,153 @@
+"""Chapter 14 · ZeRO-1: as DDP, but each rank keeps the optimizer's state of its share of the weights alone.
+
+The idea. In DDP all ranks make the same step from the same sums, each with a full copy of Adam's m and v. That work and
+that memory can be divided: rank r needs the summed gradient of its chunk only, updates that chunk, and hands the new
+weights to the others. Since an all-reduce is a reduce-scatter and an all-gather, and the update fits between the two,
+nothing more is sent than in DDP:
+
+    DDP       reduce-scatter gradients, all-gather gradients,                 update everything
+    ZeRO-1    reduce-scatter gradients,        update own chunk,              all-gather weights
+
+Who holds what, Ψ parameters in float32 with Adam (K = 8 bytes of state a parameter) on P ranks:
+
+                 DDP     ZeRO-1, each rank
+    parameters   4Ψ      4Ψ        the whole model
+    gradients    4Ψ      4Ψ        own part's; of the own chunk the sum over all ranks
+    optimizer    8Ψ      8Ψ/P      of the own chunk
+    together     16Ψ     8Ψ + 8Ψ/P: 2.0 times less for many ranks in float32; 4 times with K = 12 in mixed precision,
+                         where DDP has 16Ψ and ZeRO-1 4Ψ + 12Ψ/P. A limit: 2.3 times at P = 4 (N0:381 has it for all P)
+
+Chunks are `numpy.array_split`s of each bucket: their edges fall inside parameters, and shards are even to an element a
+bucket. Where P does not divide a bucket, the all-gather works on copies: up to two buckets of communication memory.
+
+Cost, a step and rank, whatever the number of backward passes (gradients are added up before they travel):
+
+    bytes        2(P-1)/P × 4Ψ   as DDP: (P-1)/P × 4Ψ in the reduce-scatter, as much in the all-gather
+    messages     2(P-1) × buckets
+    control      two float64: the loss, the squares of the gradient's norm
+
+The notes' steps (N4:298), as they happen here:
+
+    ZeRO-1 1  each rank computes the whole gradient of its part of the batch.
+    ZeRO-1 2  reduce-scatter, bucket by bucket, during backward: rank r gets the sum of chunk r. (N0:335 lets all ranks
+              have all sums, an all-reduce; then the weights travel on top of it, and a step costs 3Ψ.)
+    ZeRO-1 3  each rank updates its chunk by its share of the optimizer's state.
+    ZeRO-1 4  all-gather of the new weights.
+
+notes:   N0 ZeRO1, N4 §5
+Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+"""
+
+from minidist.comm.group import Group
+from minidist.comm.pending import Pending
+from minidist.nn import Module
+from minidist.optim import Optimizer
+from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
+from minidist.parallel.common.flat import Flat, clip_and_update_shards, micro_parts, sum_in_order, trainable
+from minidist.parallel.common.order import InOrder
+from minidist.parallel.common.recorder import Recorder, Silent
+from minidist.parallel.common.replicas import check_equal_replicas
+from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
+from minidist.tensor import Tensor
+
+
+class Zero1:
+    """A replica of a model whose optimizer is divided among the ranks of a group.
+
+    Args:    model: equal on all ranks; its weights and gradients move into buckets. Frozen weights stay as they are.
+             group: the ranks that share the batch.
+             loss: of a part of the batch (default: `model.loss`).
+             bucket_bytes: a bucket's most bytes.
+             algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
+             recorder: is told what runs when.
+    Attributes: parameters: what the optimizer is made of: this rank's pieces.
+    Raises:  MismatchError if the replicas do not start equal.
+    """
+
+    def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
+                 algorithm: str = "ring", recorder: Recorder | None = None) -> None:
+        self.model, self.group, self.algorithm = model, group, algorithm
+        self.loss = loss or loss_of(model)
+        self.recorder = recorder or Silent()
+        check_equal_replicas(model.parameters(), group, when="before the first step")
+        self.buckets = make_buckets(trainable(model.parameters()), bucket_bytes)
+        self.flats = [Flat(bucket.parameters, group) for bucket in self.buckets]
+        self.weights = [flat.join() for flat in self.flats]
+        self.parameters = [piece for flat, weights, bucket in zip(self.flats, self.weights, self.buckets, strict=True)
+                           for piece in flat.pieces(weights[flat.own], bucket.data[flat.own])]
+        self._pending: list[Pending] = []
+        self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce,
+                              who=f"ZeRO-1 rank {group.rank} of {group.size}")
+
+    # ------------------------------------------------------------------------------------------------- partition
+
+    def part_of(self, batch: Batch) -> Part:
+        """This rank's rows of a global batch; views, and perhaps none."""
+        return part_of(batch, size=self.group.size, rank=self.group.rank)
+
+    # --------------------------------------------------------------------------------------------------- forward
+
+    def forward(self, part: Part, *, divisor: int) -> Tensor | None:
+        """This rank's share of the global mean loss; None without a row. `divisor`: the targets of the whole batch."""
+        return self.loss(part, divisor) if len(part.inputs) else None
+
+    # -------------------------------------------------------------------------------------------------- backward
+
+    def backward(self, share: Tensor | None, *, last: bool = True) -> None:
+        """Add gradients into the buckets; in the `last` backward of a step their sums go to who owns them.
+
+        Cost:    one reduce-scatter a bucket, begun during the last backward; returns when all have ended.
+        """
+        self._order.begin(quiet=not last)
+        with self.recorder.span("backward", notes="ZeRO-1 1"):
+            if share is not None:
+                share.backward()
+            self._order.finish()
+        if last:
+            self._wait("wait for gradients", notes="ZeRO-1 2")
+
+    def _start_reduce(self, index: int) -> None:
+        """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps this rank's own."""
+        gradients, own = self.buckets[index].data, self.flats[index].own
+        self.recorder.announce(self.group.axis, f"reduce_scatter bucket {index}")
+        self._pending.append(self.group.start_reduce_scatter(gradients, out=gradients[own], algorithm=self.algorithm))
+
+    # ---------------------------------------------------------------------------------------------------- update
+
+    def gather_weights(self) -> None:
+        """Every rank gets the chunks that the others have updated.
+
+        Cost:    one all-gather a bucket.
+        """
+        for index, (flat, weights) in enumerate(zip(self.flats, self.weights, strict=True)):
+            self.recorder.announce(self.group.axis, f"all_gather bucket {index}")
+            self._pending.append(self.group.start_all_gather(weights[flat.own], out=weights, algorithm=self.algorithm))
+        self._wait("wait for weights", notes="ZeRO-1 4")
+
+    def _wait(self, what: str, *, notes: str) -> None:
+        pending, self._pending = self._pending, []
+        with self.recorder.span(what, notes=notes):
+            for call in pending:
+                call.wait()
+
+    # ------------------------------------------------------------------------------------------------------ step
+
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
+        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
+
+        Args:    optimizer: made of `self.parameters`; lr: this step's learning rate (None: the optimizer's own).
+                 clip: bound of the whole gradient's norm; accumulate: in how many passes the rank takes its rows.
+        """
+        self.model.zero_grad()
+        total, micros = 0.0, micro_parts(self.part_of(batch), accumulate)
+        for number, part in enumerate(micros, start=1):
+            with self.recorder.span("forward", rows=len(part.inputs)):
+                share = self.forward(part, divisor=batch[1].size)
+            self.backward(share, last=number == accumulate)
+            total += 0.0 if share is None else float(share.item())
+        with self.recorder.span("optimizer", notes="ZeRO-1 3"):
+            clip_and_update_shards(optimizer, self.parameters, self.group, lr=lr, clip=clip)
+        self.gather_weights()
+        with self.recorder.span("loss", "communication"):
+            return sum_in_order(self.group, total)

@@ -1,0 +1,81 @@
+"""What the tests of the ZeRO stages share: a job that trains a tiny GPT by any stage, and what all stages must pass."""
+
+from typing import Any
+
+import numpy as np
+from training import SMALL_BUCKETS, difference, global_batch, tiny
+
+import minidist as md
+from minidist import account
+from minidist.nn import GPT
+from minidist.optim import SGD, Adam, AdamW
+from minidist.parallel.common.replicas import weights_digest
+from minidist.parallel.single import Single
+from minidist.parallel.zero1 import Zero1
+
+BOUND = 1e-10
+STAGES: dict[int, Any] = {1: Zero1}
+OPTIMIZERS: dict[str, Any] = {"adamw": AdamW, "adam": Adam, "sgd": SGD}
+
+
+def make(world: Any, stage: int, model: GPT, **options: Any) -> Any:
+    """The strategy of a stage; 0 is one process."""
+    return STAGES[stage](model, world, **options) if stage else Single(model)
+
+
+def train(world: Any, stage: int, changes: dict[str, Any] | None = None, *, steps: int = 3, sequences: int = 5,
+          optimizer: str = "adamw", clip: float | None = 0.5, frozen: tuple[str, ...] = (), seed: int = 3,
+          bucket_bytes: int = SMALL_BUCKETS, step_options: dict[str, Any] | None = None,
+          **options: Any) -> dict[str, Any]:
+    """What a rank holds after `steps` steps of `stage`: weights, losses, digest, ledger, memory, the weights' bytes."""
+    config = tiny(**(changes or {}))
+    memory = account.current()
+    model = GPT(config)
+    model.initialize(seed)
+    named = dict(model.named_parameters())
+    assert named.keys() >= set(frozen)
+    for name, parameter in named.items():
+        parameter.requires_grad = name not in frozen
+    strategy = make(world, stage, model, **({"bucket_bytes": bucket_bytes} if stage else {}), **options)
+    rule = OPTIMIZERS[optimizer]([p for p in strategy.parameters if getattr(p, "requires_grad", True)], 1e-2)
+    memory.reset_peak()
+    with world.ledger.during("step"):
+        losses = [strategy.step(global_batch(step, sequences, config), rule, clip=clip, **(step_options or {}))
+                  for step in range(steps)]
+    seen = memory.snapshot()
+    weights = strategy.state_dict() if hasattr(strategy, "state_dict") else model.state_dict()
+    return {"weights": weights, "losses": losses, "digest": weights_digest(weights), "memory": seen,
+            "sent": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
+            "nbytes": sum(array.nbytes for array in weights.values())}
+
+
+def check_equal(stage: int, size: int, changes: dict[str, Any] | None = None, *, transport: str = "threads",
+                step_options: dict[str, Any] | None = None, strategy_options: dict[str, Any] | None = None,
+                **options: Any) -> list[dict[str, Any]]:
+    """Ranks equal one process and each other, to the bit; returns what they hold."""
+    serial = md.run(lambda world: train(world, 0, changes, **options), size=1)[0]
+    if transport == "mpi":
+        ranks = md.run(train_as_told, stage, changes, options, size=size, transport=transport)
+    else:
+        ranks = md.run(lambda world: train(world, stage, changes, step_options=step_options,
+                                           **(strategy_options or {}), **options), size=size, transport=transport)
+    assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
+    np.testing.assert_allclose(ranks[0]["losses"], serial["losses"], rtol=1e-10)
+    assert len({rank["digest"] for rank in ranks}) == 1
+    assert len({tuple(rank["losses"]) for rank in ranks}) == 1
+    return ranks
+
+
+def train_as_told(world: Any, stage: int, changes: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, Any]:
+    """`train` with arguments that can travel to ranks of a new mpirun."""
+    return train(world, stage, changes, **options)
+
+
+def sent_for_training(ranks: list[dict[str, Any]], axis: str = "world") -> dict[str, int]:
+    """Bytes by verb, summed over ranks, scalars apart."""
+    total: dict[str, int] = {}
+    for rank in ranks:
+        assert rank["sent"].keys() <= {axis, "control"}
+        for verb, nbytes in rank["sent"].get(axis, {}).items():
+            total[verb] = total.get(verb, 0) + nbytes
+    return total
