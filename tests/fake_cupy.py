@@ -222,7 +222,7 @@ class Runtime:
     CUDARuntimeError = CUDARuntimeError
 
     def __init__(self):
-        self.opened, self.refuses = 0, False
+        self.opened, self.refuses, self._lock = 0, False, threading.Lock()
 
     def getDeviceCount(self):
         return 2
@@ -239,11 +239,13 @@ class Runtime:
 
     def ipcOpenMemHandle(self, handle):
         assert len(handle) == 64
-        self.opened += 1
+        with self._lock:
+            self.opened += 1
         return int.from_bytes(handle, "little")
 
     def ipcCloseMemHandle(self, ptr):
-        self.opened -= 1
+        with self._lock:
+            self.opened -= 1
 
     def ipcOpenEventHandle(self, handle):
         return int.from_bytes(handle, "little")
