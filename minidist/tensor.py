@@ -205,10 +205,11 @@ class Parameter(Tensor):
 
     `hooks` are called with the parameter once per backward that reaches it, when the last contribution to its gradient
     has arrived (also for tied weights, which get several). `data` may be replaced at any time, by a shard or by an
-    empty array: the tape reads it again when backward needs it.
+    empty array: the tape reads it again when backward needs it. `lender(parameter)`, if set, gives the view to bind
+    when a gradient comes and none is bound.
     """
 
-    __slots__ = ("name", "hooks", "_data", "_grad", "_view", "_fresh")
+    __slots__ = ("name", "hooks", "lender", "_data", "_grad", "_view", "_fresh")
 
     def __init__(self, data: Array, *, name: str = "", requires_grad: bool = True) -> None:
         self._view: Array | None = None
@@ -216,6 +217,7 @@ class Parameter(Tensor):
         super().__init__(data, requires_grad=requires_grad)
         self.name = name
         self.hooks: list[Callable[[Parameter], None]] = []
+        self.lender: Callable[[Parameter], Array] | None = None
 
     @property
     def data(self) -> Array:  # type: ignore[override]  # the slot of Tensor becomes a property, to be counted
@@ -255,10 +257,13 @@ class Parameter(Tensor):
 
     def gradient_room(self) -> Array | None:
         """The bound view if nothing was added to it yet: a gradient function may write its result there."""
+        if self._view is None and self.lender is not None:
+            self.bind_gradient(self.lender(self))
         return None if self._fresh or self.tensor_hooks else self._view
 
     def accumulate(self, gradient: Array, *, own: bool = False) -> None:
         """Add to the gradient: into the bound view if there is one."""
+        self.gradient_room()            # may borrow it
         if self._view is None:
             super().accumulate(gradient, own=own)
         elif self._fresh:

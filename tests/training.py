@@ -4,9 +4,11 @@ from typing import Any
 
 import numpy as np
 
+from minidist import ops
 from minidist.backend import random_bits
-from minidist.nn import GPTConfig
+from minidist.nn import GPTConfig, Module
 from minidist.parallel.hybrid import Plan, Trainer
+from minidist.tensor import Parameter
 
 SMALL_BUCKETS = 2048     # bytes: several buckets even in a tiny model
 
@@ -48,3 +50,23 @@ def difference(ours: dict[str, np.ndarray], serial: dict[str, np.ndarray]) -> fl
     assert ours.keys() == serial.keys()
     gaps = [np.max(np.abs(ours[name] - serial[name])) for name in serial]
     return float(np.max(gaps) / max(np.max(np.abs(array)) for array in serial.values()))
+
+
+class Chooser(Module):
+    """w0 is used always, w1 to w3 where their numbers stand in the rank's rows: ranks use different parameters."""
+
+    def __init__(self) -> None:
+        self.weights = [Parameter(np.arange(1.0, 4.0) + i) for i in range(5)]
+        self.assign_names()
+
+    def forward(self, inputs: np.ndarray) -> Any:
+        total = ops.sum(self.weights[0] * float(inputs.sum()))
+        for choice in sorted(set(inputs.reshape(-1).tolist())):
+            total = total + ops.sum(self.weights[choice] * self.weights[choice] * float((inputs == choice).sum()))
+        return total
+
+    def loss(self, inputs: np.ndarray, targets: np.ndarray, divisor: int) -> Any:
+        return self(inputs) * (1.0 / divisor)
+
+
+CHOICES = [np.array([[1], [2], [3]]), np.array([[3], [3], [1]]), np.array([[2], [2], [2]])]   # w4 is never used

@@ -12,9 +12,10 @@ from minidist.optim import SGD, Adam, AdamW
 from minidist.parallel.common.replicas import weights_digest
 from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1
+from minidist.parallel.zero2 import Zero2
 
 BOUND = 1e-10
-STAGES: dict[int, Any] = {1: Zero1}
+STAGES: dict[int, Any] = {1: Zero1, 2: Zero2}
 OPTIMIZERS: dict[str, Any] = {"adamw": AdamW, "adam": Adam, "sgd": SGD}
 
 

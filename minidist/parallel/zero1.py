@@ -43,7 +43,14 @@ from minidist.comm.pending import Pending
 from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
-from minidist.parallel.common.flat import Flat, clip_and_update_shards, micro_parts, sum_in_order, trainable
+from minidist.parallel.common.flat import (
+    Flat,
+    clip_and_update_shards,
+    gather_weights,
+    micro_parts,
+    sum_in_order,
+    trainable,
+)
 from minidist.parallel.common.order import InOrder
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
@@ -103,32 +110,16 @@ class Zero1:
             if share is not None:
                 share.backward()
             self._order.finish()
-        if last:
-            self._wait("wait for gradients", notes="ZeRO-1 2")
+        with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
+            for pending in self._pending:
+                pending.wait()
+        self._pending = []
 
     def _start_reduce(self, index: int) -> None:
         """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps this rank's own."""
         gradients, own = self.buckets[index].data, self.flats[index].own
         self.recorder.announce(self.group.axis, f"reduce_scatter bucket {index}")
         self._pending.append(self.group.start_reduce_scatter(gradients, out=gradients[own], algorithm=self.algorithm))
-
-    # ---------------------------------------------------------------------------------------------------- update
-
-    def gather_weights(self) -> None:
-        """Every rank gets the chunks that the others have updated.
-
-        Cost:    one all-gather a bucket.
-        """
-        for index, (flat, weights) in enumerate(zip(self.flats, self.weights, strict=True)):
-            self.recorder.announce(self.group.axis, f"all_gather bucket {index}")
-            self._pending.append(self.group.start_all_gather(weights[flat.own], out=weights, algorithm=self.algorithm))
-        self._wait("wait for weights", notes="ZeRO-1 4")
-
-    def _wait(self, what: str, *, notes: str) -> None:
-        pending, self._pending = self._pending, []
-        with self.recorder.span(what, notes=notes):
-            for call in pending:
-                call.wait()
 
     # ------------------------------------------------------------------------------------------------------ step
 
@@ -148,6 +139,6 @@ class Zero1:
             total += 0.0 if share is None else float(share.item())
         with self.recorder.span("optimizer", notes="ZeRO-1 3"):
             clip_and_update_shards(optimizer, self.parameters, self.group, lr=lr, clip=clip)
-        self.gather_weights()
+        gather_weights(self.flats, self.weights, self.group, algorithm=self.algorithm, recorder=self.recorder)
         with self.recorder.span("loss", "communication"):
             return sum_in_order(self.group, total)

@@ -7,18 +7,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training import SMALL_BUCKETS, difference, global_batch, tiny, train, train_tiny
+from training import CHOICES, SMALL_BUCKETS, Chooser, difference, global_batch, tiny, train, train_tiny
 
 import minidist as md
-from minidist import ops
 from minidist.errors import GradientError, MismatchError
-from minidist.nn import GPT, Module
+from minidist.nn import GPT
 from minidist.optim import AdamW
 from minidist.parallel import ddp as ddp_module
 from minidist.parallel.common import update
 from minidist.parallel.ddp import DDP
 from minidist.parallel.single import Single
-from minidist.tensor import Parameter
 
 BOUND = 1e-10
 
@@ -125,31 +123,11 @@ def test_planted_bugs_break_parity(serial: dict[str, Any], bug: str, monkeypatch
 
 # ---------------------------------------------------------------------------------------------- unused parameters
 
-class Chooser(Module):
-    """w0 is used always, w1 to w3 where their numbers stand in the rank's rows: ranks use different parameters."""
-
-    def __init__(self) -> None:
-        self.weights = [Parameter(np.arange(1.0, 4.0) + i) for i in range(5)]
-        self.assign_names()
-
-    def forward(self, inputs: np.ndarray) -> Any:
-        total = ops.sum(self.weights[0] * float(inputs.sum()))
-        for choice in sorted(set(inputs.reshape(-1).tolist())):
-            total = total + ops.sum(self.weights[choice] * self.weights[choice] * float((inputs == choice).sum()))
-        return total
-
-    def loss(self, inputs: np.ndarray, targets: np.ndarray, divisor: int) -> Any:
-        return self(inputs) * (1.0 / divisor)
-
-
-BATCHES = [np.array([[1], [2], [3]]), np.array([[3], [3], [1]]), np.array([[2], [2], [2]])]   # w4 is never used
-
-
 def choose(world: Any, *, bucket_bytes: int = 1) -> list[np.ndarray]:
     model = Chooser()
     optimizer = AdamW(model.parameters(), 0.1)
     strategy: Any = Single(model) if world.size == 1 else DDP(model, world, bucket_bytes=bucket_bytes)
-    for batch in BATCHES:
+    for batch in CHOICES:
         strategy.step((batch, batch), optimizer)
     return [weight.data.copy() for weight in model.weights]
 

@@ -1,0 +1,136 @@
+"""Chapter 15 · ZeRO-2: as ZeRO-1, and no rank ever holds a whole gradient.
+
+The idea. A rank needs the summed gradient of its own chunk only, so why keep the rest? As soon as a bucket's last
+gradient is final, the bucket is reduce-scattered; each rank adds its chunk of the sum to its shard and frees the
+bucket. The whole gradient is computed, but never all of it is there:
+
+    compute         forward | backward: layer 4 | layer 3          | layer 2          | … | wait | own chunk | wait
+    communication                               | reduce layer 4   | reduce layer 3   | …               all-gather
+    buckets held                        4 fills | 4 flies, 3 fills | 3 flies, 2 fills | …   none
+
+Who holds what, Ψ parameters in float32 with Adam (K = 8) on P ranks:
+
+                 DDP     ZeRO-1         ZeRO-2, each rank
+    parameters   4Ψ      4Ψ             4Ψ
+    gradients    4Ψ      4Ψ             4Ψ/P, and for a while two buckets: one fills, one is in flight
+    optimizer    8Ψ      8Ψ/P           8Ψ/P
+    together     16Ψ     8Ψ + 8Ψ/P      4Ψ + 12Ψ/P: at most 4 times less; 8 times with K = 12 in mixed precision,
+                                        2Ψ + (2+K)Ψ/P. (N4:338 leaves out the 2Ψ, and gives this one for stage 1)
+
+A weight that is used twice, as a tied embedding, holds its bucket from its first gradient to its last. A weight that a
+backward does not reach holds back its bucket and those behind it to the end of backward: freeze what is never used.
+
+Cost, a step and rank, with A backward passes:
+
+    bytes        (A+1)(P-1)/P × 4Ψ   every pass must reduce, since nobody can keep the sum of several; A = 1: as DDP
+    messages     (A+1)(P-1) × buckets
+    control      two float64: the loss, the squares of the gradient's norm
+
+The notes' steps (N4:349), as they happen here:
+
+    ZeRO-2 1a  each layer's gradients set out when they are computed: here, each bucket's.
+    ZeRO-2 1b  and are freed when their sum has arrived. (N4:351 has them wait until they have "fed" the layer before;
+               but it is the gradients of activations that do that, never those of weights.)
+    ZeRO-2 2   each rank updates its chunk.
+    ZeRO-2 3   all-gather of the new weights.
+
+notes:   N0 ZeRO2, N4 §6
+Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+"""
+
+from minidist.comm.group import Group
+from minidist.nn import Module
+from minidist.optim import Optimizer
+from minidist.parallel.common.buckets import BUCKET_BYTES, cut
+from minidist.parallel.common.flat import (
+    Flat,
+    clip_and_update_shards,
+    gather_weights,
+    micro_parts,
+    sum_in_order,
+    trainable,
+)
+from minidist.parallel.common.order import InOrder
+from minidist.parallel.common.recorder import Recorder, Silent
+from minidist.parallel.common.replicas import check_equal_replicas
+from minidist.parallel.common.scattered import Scattered
+from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
+from minidist.tensor import Tensor
+
+
+class Zero2:
+    """A replica of a model whose gradients and optimizer are divided among the ranks of a group.
+
+    Args:    model: equal on all ranks; its weights move into vectors. Frozen weights stay as they are.
+             group: the ranks that share the batch.
+             loss: of a part of the batch (default: `model.loss`).
+             bucket_bytes: a bucket's most bytes, and so half of what gradients take beside the shard.
+             algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
+             recorder: is told what runs when.
+    Attributes: parameters: what the optimizer is made of: this rank's pieces.
+    Raises:  MismatchError if the replicas do not start equal.
+    """
+
+    def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
+                 algorithm: str = "ring", recorder: Recorder | None = None) -> None:
+        self.model, self.group, self.algorithm = model, group, algorithm
+        self.loss = loss or loss_of(model)
+        self.recorder = recorder or Silent()
+        check_equal_replicas(model.parameters(), group, when="before the first step")
+        self.flats = [Flat(run, group) for run in cut(trainable(model.parameters()), bucket_bytes)]
+        self.weights = [flat.join() for flat in self.flats]
+        self.gradients = Scattered(self.flats, group, algorithm=algorithm, recorder=self.recorder, what="bucket")
+        self.parameters = [
+            piece for flat, weights, shard in zip(self.flats, self.weights, self.gradients.shards, strict=True)
+            for piece in flat.pieces(weights[flat.own], shard)]
+        self._order = InOrder([flat.parameters for flat in self.flats], self.gradients.start,
+                              who=f"ZeRO-2 rank {group.rank} of {group.size}")
+
+    # ------------------------------------------------------------------------------------------------- partition
+
+    def part_of(self, batch: Batch) -> Part:
+        """This rank's rows of a global batch; views, and perhaps none."""
+        return part_of(batch, size=self.group.size, rank=self.group.rank)
+
+    # --------------------------------------------------------------------------------------------------- forward
+
+    def forward(self, part: Part, *, divisor: int) -> Tensor | None:
+        """This rank's share of the global mean loss; None without a row. `divisor`: the targets of the whole batch."""
+        return self.loss(part, divisor) if len(part.inputs) else None
+
+    # -------------------------------------------------------------------------------------------------- backward
+
+    def backward(self, share: Tensor | None) -> None:
+        """Add the sums of the gradients over all ranks to the shards.
+
+        Cost:    one reduce-scatter a bucket, begun during backward; returns when all have ended.
+        """
+        self._order.begin()
+        with self.recorder.span("backward", notes="ZeRO-2 1a"):
+            if share is not None:
+                share.backward()
+            self._order.finish()
+        with self.recorder.span("wait for gradients", notes="ZeRO-2 1b"):
+            self.gradients.settle()
+
+    # ------------------------------------------------------------------------------------------------------ step
+
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
+        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
+
+        Args:    optimizer: made of `self.parameters`; lr: this step's learning rate (None: the optimizer's own).
+                 clip: bound of the whole gradient's norm; accumulate: in how many passes the rank takes its rows.
+        """
+        self.gradients.forget()
+        total = 0.0
+        for part in micro_parts(self.part_of(batch), accumulate):
+            with self.recorder.span("forward", rows=len(part.inputs)):
+                share = self.forward(part, divisor=batch[1].size)
+            self.backward(share)
+            total += 0.0 if share is None else float(share.item())
+        with self.recorder.span("optimizer", notes="ZeRO-2 2"):
+            clip_and_update_shards(optimizer, self.parameters, self.group, lr=lr, clip=clip)
+        gather_weights(self.flats, self.weights, self.group, algorithm=self.algorithm, recorder=self.recorder)
+        with self.recorder.span("loss", "communication"):
+            return sum_in_order(self.group, total)

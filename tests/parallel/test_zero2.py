@@ -1,0 +1,195 @@
+"""ZeRO-2: equal to one process, (A+1)Ψ of traffic, and never more gradient than the shard and two buckets."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training import CHOICES, SMALL_BUCKETS, Chooser, global_batch, tiny
+from zero import check_equal, sent_for_training, train
+
+import minidist as md
+from minidist import ops
+from minidist.errors import GradientError
+from minidist.nn import GPT
+from minidist.optim import AdamW
+from minidist.parallel.common.buckets import cut
+from minidist.parallel.common.scattered import Scattered
+from minidist.parallel.single import Single
+from minidist.parallel.zero1 import Zero1
+from minidist.parallel.zero2 import Zero2
+from minidist.tensor import Parameter
+
+# ------------------------------------------------------------------------------------------- parallel equals serial
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_equals_one_process(size: int) -> None:
+    ranks = check_equal(2, size)
+    assert md.run(lambda world: train(world, 2), size=size)[0]["digest"] == ranks[0]["digest"]
+    assert md.run(lambda world: train(world, 1), size=size)[0]["digest"] == ranks[0]["digest"]   # the same sums
+
+
+@pytest.mark.parametrize("transport", ["sockets", "mpi"])
+def test_same_bits_on_every_transport(transport: str) -> None:
+    over_threads = md.run(lambda world: train(world, 2), size=3)[0]
+    assert check_equal(2, 3, transport=transport)[0]["digest"] == over_threads["digest"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
+    check_equal(2, size, {"context": 16, "width": 16, "layers": 3}, transport=transport, steps=20, sequences=9)
+
+
+any_job = given(size=st.integers(1, 5), accumulate=st.integers(1, 3), options=st.fixed_dictionaries({
+    "sequences": st.integers(1, 9), "bucket_bytes": st.sampled_from([1, 500, 1 << 20]),
+    "optimizer": st.sampled_from(["adamw", "adam", "sgd"]), "clip": st.sampled_from([None, 0.1]),
+    "frozen": st.sampled_from([(), ("tokens.weight", "blocks.0.mlp.up.bias")]),
+    "changes": st.fixed_dictionaries({"tied": st.booleans(), "layers": st.just(1)})}))
+
+
+@settings(max_examples=8)
+@any_job
+def test_any_job(size: int, accumulate: int, options: dict[str, Any]) -> None:
+    """Uneven parts and shards, ranks without a row, accumulation, a weight used twice, frozen weights."""
+    check_equal(2, size, steps=2, step_options={"accumulate": accumulate}, **options)
+
+
+@pytest.mark.soak
+@settings(max_examples=200)
+@any_job
+def test_very_many_jobs(size: int, accumulate: int, options: dict[str, Any]) -> None:
+    """The same, more often."""
+    check_equal(2, size, steps=2, step_options={"accumulate": accumulate}, **options)
+
+
+@pytest.mark.parametrize("stage", [Zero1, Zero2])
+@pytest.mark.parametrize("bucket_bytes", [1, 60, 1 << 20])
+def test_ranks_that_use_different_parameters(stage: Any, bucket_bytes: int) -> None:
+    def choose(world: Any) -> list[np.ndarray]:
+        model = Chooser()
+        strategy: Any = Single(model) if world.size == 1 else stage(model, world, bucket_bytes=bucket_bytes)
+        optimizer = AdamW(strategy.parameters, 0.1)
+        for batch in CHOICES:
+            strategy.step((batch, batch), optimizer)
+        return [weight.data.copy() for weight in model.weights]
+
+    serial = md.run(choose, size=1)[0]
+    for weights in md.run(choose, size=3):
+        np.testing.assert_allclose(weights, serial, rtol=1e-12)
+
+
+@pytest.mark.parametrize("bug", ["forgets to add", "forgets nothing", "frees too early"])
+def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bug == "forgets to add":
+        settle = Scattered.settle
+        monkeypatch.setattr(Scattered, "settle", lambda self: (settle(self), self.forget())[0])
+    elif bug == "forgets nothing":
+        monkeypatch.setattr(Scattered, "forget", lambda self: None)
+    else:
+        start = Scattered.start
+        monkeypatch.setattr(Scattered, "start", lambda self, index: (self._buffers[index].fill(0), start(self, index)))
+    with pytest.raises(AssertionError):
+        check_equal(2, 3, optimizer="sgd", clip=None, step_options={"accumulate": 2})
+
+
+# -------------------------------------------------------------------------------------------------------- what it costs
+
+@pytest.mark.parametrize(("size", "accumulate"), [(2, 1), (3, 2), (5, 3)])
+def test_bytes_and_messages_are_the_formula(size: int, accumulate: int) -> None:
+    steps = 2
+    ranks = md.run(lambda world: train(world, 2, steps=steps, step_options={"accumulate": accumulate}), size=size)
+    model = GPT(tiny())
+    model.initialize(0)
+    buckets = len(cut(model.parameters(), SMALL_BUCKETS))
+    each = steps * (size - 1) * ranks[0]["nbytes"]
+    assert sent_for_training(ranks) == {"reduce_scatter": accumulate * each, "all_gather": each}
+    for rank in ranks:
+        sent, messages = rank["sent"]["world"], rank["messages"]["world"]
+        for verb, passes in (("reduce_scatter", accumulate), ("all_gather", 1)):
+            assert messages[verb] == passes * steps * (size - 1) * buckets
+            assert abs(sent[verb] - passes * each / size) <= passes * steps * buckets * 2 * 8
+        assert sum(rank["sent"]["control"].values()) == steps * 2 * 8 * (size - 1)
+
+
+BUCKET = 16384
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_bytes_a_parameter(size: int, tied: bool) -> None:
+    """float32, Adam: 4 + (4 + 8)/P; the gradients' peak is the shard, two buckets, and a tied weight's bucket."""
+    changes = {"dtype": "float32", "width": 32, "vocabulary": 50, "layers": 4, "tied": tied}
+    for rank in md.run(lambda world: train(world, 2, changes, bucket_bytes=BUCKET, optimizer="adam"), size=size):
+        nbytes, memory = rank["nbytes"], rank["memory"]
+        assert nbytes > 10 * BUCKET
+        assert memory["parameters"]["now"] == memory["parameters"]["peak"] == nbytes
+        assert memory["gradients"]["now"] == pytest.approx(nbytes / size, rel=0.01, abs=100)
+        assert memory["optimizer"]["now"] == pytest.approx(2 * nbytes / size, rel=0.01, abs=200)
+        held = (3 if tied else 2) * BUCKET
+        assert memory["gradients"]["peak"] <= 1.01 * nbytes / size + 100 + held
+
+
+def test_a_bucket_that_is_not_freed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    settle = Scattered.settle
+    monkeypatch.setattr(Scattered, "settle", lambda self: (kept.extend(self._buffers.values()), settle(self))[1])
+    with pytest.raises(AssertionError):
+        test_bytes_a_parameter(2, False)
+
+
+# -------------------------------------------------------------------------------------------------------------- order
+
+def test_a_bucket_sets_out_when_its_last_gradient_is_final() -> None:
+    def job(world: Any) -> list[str]:
+        model = GPT(tiny())
+        model.initialize(0)
+        lines: list[str] = []
+        for parameter in model.parameters():
+            parameter.hooks.append(lambda parameter: lines.append(parameter.name))
+        strategy = Zero2(model, world, bucket_bytes=SMALL_BUCKETS)
+        start = strategy._order.start
+        strategy._order.start = lambda index: (lines.append(f"bucket {index}"), start(index))[1]  # type: ignore
+        strategy.backward(strategy.forward(strategy.part_of(global_batch(0, 4, tiny())), divisor=24))
+        for index, flat in enumerate(strategy.flats):
+            finals = [lines.index(parameter.name) for parameter in flat.parameters]
+            previous = lines.index(f"bucket {index - 1}") if index else 0
+            assert lines.index(f"bucket {index}") == max(*finals, previous) + 1
+        return lines
+
+    for lines in md.run(job, size=2):
+        started = [line for line in lines if line.startswith("bucket")]
+        assert len(started) > 2 and started == [f"bucket {index}" for index in range(len(started))]
+
+
+# ---------------------------------------------------------------------------------------------------- borrowed rooms
+
+def test_a_parameter_borrows_when_its_gradient_comes() -> None:
+    room = np.zeros(3)
+    parameter = Parameter(np.arange(3.0), name="p")
+    asked: list[str] = []
+    parameter.lender = lambda p: (asked.append(p.name), room)[1]
+    assert not asked and parameter.grad is None
+    for _ in range(2):
+        ops.sum(parameter * parameter).backward()
+    np.testing.assert_array_equal(room, [0.0, 4.0, 8.0])
+    assert asked == ["p"] and np.shares_memory(parameter.grad, room)
+    parameter.bind_gradient(None)
+    ops.sum(parameter * 3.0).backward()
+    np.testing.assert_array_equal(room, 3.0)
+    assert asked == ["p", "p"]
+
+
+def test_backward_behind_its_back_is_refused() -> None:
+    def job(world: Any) -> None:
+        model = GPT(tiny())
+        model.initialize(0)
+        Zero2(model, world)
+        inputs, targets = global_batch(0, 2, tiny())
+        with pytest.raises(GradientError, match="ZeRO-2 rank"):
+            model.loss(inputs, targets).backward()
+
+    md.run(job, size=2)
