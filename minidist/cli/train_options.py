@@ -3,7 +3,7 @@
 import argparse
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from minidist.launch.transports import PROCESSES
 from minidist.nn import GPTConfig
 from minidist.parallel.common.update import Batch
 from minidist.parallel.hybrid import OPTIMIZERS, SCHEDULES, Plan
+from minidist.parallel.plan import ZERO_STAGES
 
 VALIDATION_ROWS = 512
 """Sequences of held-out text that the validation loss is taken over, at most."""
@@ -27,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--transport", choices=PROCESSES,
                      help="how ranks exchange bytes (default: mpi under mpirun, else sockets)")
     job.add_argument("--plan", metavar="dp=N", help="how the job is cut (default: all ranks on the data axis)")
+    job.add_argument("--zero", type=int, choices=ZERO_STAGES, default=0,
+                     help="divide among data ranks: 1 the optimizer's state, 2 the gradients too (default: 0, nothing)")
     job.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
     job.add_argument("--threads", type=positive, metavar="N",
                      help="BLAS threads a rank (default: this machine's cores // ranks on it)")
@@ -115,7 +118,8 @@ class Settings:
 
     def plan(self, size: int) -> Plan:
         """The plan for a job of `size` ranks."""
-        return Plan.parse(self.args.plan) if self.args.plan else Plan(dp=size)
+        plan = Plan.parse(self.args.plan) if self.args.plan else Plan(dp=size)
+        return replace(plan, zero=self.args.zero)
 
     def trainer_options(self) -> dict[str, Any]:
         """What Trainer takes beside plan, config and world."""

@@ -19,6 +19,7 @@ from minidist.observe.plots import draw_loss
 from minidist.observe.timeline import Timeline, write_perfetto
 from minidist.parallel.ddp import DDP
 from minidist.parallel.hybrid import Trainer
+from minidist.parallel.single import Single
 
 Metrics = dict[str, Any]
 
@@ -32,14 +33,22 @@ def rank_record(trainer: Trainer, world: Group) -> dict[str, Any]:
 
 
 def gradient_formula(trainer: Trainer) -> dict[str, int]:
-    """Bytes and messages that all ranks together should have sent for gradients, in all steps: the sum over buckets."""
+    """Bytes and messages that all ranks together should have sent for gradients, and with ZeRO for weights, in all
+    steps: the sum over buckets.
+    """
     strategy = trainer.strategy
-    if not isinstance(strategy, DDP):
+    if isinstance(strategy, Single):
         return {"sent_bytes": 0, "messages": 0, "buckets": 0}
-    formula = FORMULAS["all_reduce", strategy.algorithm]
-    cases = [Case(size=strategy.group.size, nbytes=bucket.data.nbytes) for bucket in strategy.buckets]
-    return {"sent_bytes": trainer.steps_done * sum(map(formula.bytes_of, cases)),
-            "messages": trainer.steps_done * sum(map(formula.messages_of, cases)), "buckets": len(cases)}
+    if isinstance(strategy, DDP):
+        verbs, lengths = ["all_reduce"], [bucket.data.nbytes for bucket in strategy.buckets]
+    else:
+        verbs, lengths = ["reduce_scatter", "all_gather"], [weights.nbytes for weights in strategy.weights]
+    cases = [Case(size=strategy.group.size, nbytes=nbytes, blocks=[nbytes] + [0] * (strategy.group.size - 1))
+             for nbytes in lengths]      # what all ranks send does not depend on who owns how much
+    pairs = [(FORMULAS[verb, strategy.algorithm], case) for verb in verbs for case in cases]
+    return {"sent_bytes": trainer.steps_done * sum(formula.bytes_of(case) for formula, case in pairs),
+            "messages": trainer.steps_done * sum(formula.messages_of(case) for formula, case in pairs),
+            "buckets": len(cases)}
 
 
 def parameter_counts(trainer: Trainer) -> dict[str, int]:
@@ -98,14 +107,15 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
     console.rule("a sample: lines it has not seen, and how it goes on (▸)", style="dim", align="left")
     console.print(f"{sample}\n", markup=False, soft_wrap=True)
     if metrics["size"] > 1:
-        console.rule("what each rank sent for gradients in a step, in bytes and messages, measured and by formula",
+        what = "gradients and weights" if metrics["plan"]["zero"] else "gradients"
+        console.rule(f"what each rank sent for {what} in a step, in bytes and messages, measured and by formula",
                      style="dim", align="left")
         console.print(traffic_table(metrics))
     console.rule("what fills the memory of rank 0, in bytes, measured and by formula", style="dim", align="left")
     console.print(memory_table(metrics))
-    each, moments = metrics["parameter_bytes"] // metrics["parameters"], metrics["optimizer_moments"]
-    console.print(f"parameters + gradients + optimizer: {each} + {each} + {each * moments} = {each * (2 + moments)} "
-                  f"bytes a parameter\n", markup=False)
+    each = bytes_a_parameter(metrics)
+    console.print(f"parameters + gradients + optimizer: {' + '.join(map(short, each.values()))} = "
+                  f"{short(sum(each.values()))} bytes a parameter\n", markup=False)
     console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), loss.png, model.safetensors",
                   markup=False, soft_wrap=True)
 
@@ -115,15 +125,27 @@ def exactly(number: float) -> str:
     return f"{number:,.1f}".removesuffix(".0")
 
 
+def short(number: float) -> str:
+    """4.0 -> "4", 2.6667 -> "2.67"."""
+    return f"{number:.2f}".rstrip("0").rstrip(".")
+
+
+def bytes_a_parameter(metrics: Metrics) -> dict[str, float]:
+    """What theory gives a rank to hold between steps, by category: parts of it are divided under ZeRO."""
+    each, zero, size = metrics["parameter_bytes"] // metrics["parameters"], metrics["plan"]["zero"], metrics["size"]
+    return {"parameters": each, "gradients": each / (size if zero >= 2 else 1),
+            "optimizer": each * metrics["optimizer_moments"] / (size if zero >= 1 else 1)}
+
+
 def traffic_table(metrics: Metrics) -> Table:
-    """Each rank's gradient bytes and messages a step beside the formula; all ranks' together are exact."""
+    """Each rank's bytes and messages a step beside the formula, scalars apart; all ranks' together are exact."""
     size, steps, formula = metrics["size"], len(metrics["losses"]), metrics["formula"]
     gradients = metrics["parameter_bytes"]
     share = 2 * (size - 1) / size * gradients
     table = Table(header_style="bold")
     for column in ("rank", "bytes", f"2(P-1)/P × {gradients:,}", "messages", f"2(P-1) × {formula['buckets']} buckets"):
         table.add_column(column, justify="right")
-    sent, messages = ([rank[kind].get("dp", {}).get("all_reduce", 0) // steps for rank in metrics["ranks"]]
+    sent, messages = ([sum(rank[kind].get("dp", {}).values()) // steps for rank in metrics["ranks"]]
                       for kind in ("sent_bytes", "messages"))
     for rank in range(size):
         table.add_row(str(rank), f"{sent[rank]:,}", exactly(share), f"{messages[rank]:,}",
@@ -135,14 +157,13 @@ def traffic_table(metrics: Metrics) -> Table:
 
 def memory_table(metrics: Metrics) -> Table:
     """Rank 0's memory by category, now and at the peak, beside what theory says of it."""
-    count, each = metrics["parameters"], metrics["parameter_bytes"] // metrics["parameters"]
-    moments = metrics["optimizer_moments"]
-    formulas = {"parameters": each, "gradients": each, "optimizer": each * moments}
+    count, formulas = metrics["parameters"], bytes_a_parameter(metrics)
     table = Table(header_style="bold")
     table.add_column("what")
     for column in ("now", "peak", "formula"):
         table.add_column(column, justify="right")
     for category, held in metrics["ranks"][0]["memory"].items():
-        formula = f"{formulas[category]} × {count:,} = {formulas[category] * count:,}" if category in formulas else ""
+        formula = (f"{short(formulas[category])} × {count:,} = {exactly(formulas[category] * count)}"
+                   if category in formulas else "")
         table.add_row(category, f"{held['now']:,}", f"{held['peak']:,}", formula, end_section=category == "workspace")
     return table

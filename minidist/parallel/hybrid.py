@@ -5,8 +5,8 @@
     loss = trainer.step(batch)                  # the global batch in, the global mean loss out
 
 Every rank passes the same global batch and gets the same loss; which part of the batch, of the model and of the state
-a rank works on is the plan's affair. In this version the data axis can be cut (parallel/ddp.py); one rank alone takes
-the step of parallel/single.py.
+a rank works on is the plan's affair. In this version the data axis can be cut (parallel/ddp.py, and with zero=1 or 2
+parallel/zero1.py or zero2.py); one rank alone takes the step of parallel/single.py.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,12 +28,17 @@ from minidist.parallel.ddp import DDP
 from minidist.parallel.mesh import Mesh
 from minidist.parallel.plan import AXES, Plan
 from minidist.parallel.single import Single
+from minidist.parallel.zero1 import Zero1
+from minidist.parallel.zero2 import Zero2
 from minidist.tensor import Tensor, no_grad
 
 __all__ = ["AXES", "OPTIMIZERS", "SCHEDULES", "Mesh", "Plan", "Trainer"]
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "adam": Adam, "rmsprop": RMSProp, "sgd": SGD}
 SCHEDULES = ("constant", "cosine")
+
+Strategy = Single | DDP | Zero1 | Zero2
+_OF_STAGE: dict[int, type[DDP] | type[Zero1] | type[Zero2]] = {0: DDP, 1: Zero1, 2: Zero2}
 
 
 class Trainer:
@@ -69,14 +74,14 @@ class Trainer:
         self.lr, self.lr_schedule, self.warmup, self.steps, self.clip = lr, lr_schedule, warmup, steps, clip
         self.model = GPT(config)
         self.model.initialize(seed, device=device)
-        self.strategy: Single | DDP = self._make_strategy()
+        self.strategy: Strategy = self._make_strategy()
         self.optimizer = OPTIMIZERS[optimizer](self.strategy.parameters, lr, **(optimizer_options or {}))
 
-    def _make_strategy(self) -> Single | DDP:
-        if self.plan.dp == 1:
+    def _make_strategy(self) -> Strategy:
+        if self.plan.dp == 1 and not self.plan.zero:
             return Single(self.model, loss=self._loss, recorder=self.recorder)
-        return DDP(self.model, self.mesh["dp"], loss=self._loss, bucket_bytes=self.plan.bucket_bytes,
-                   algorithm=self.plan.algorithm, recorder=self.recorder)
+        return _OF_STAGE[self.plan.zero](self.model, self.mesh["dp"], loss=self._loss, recorder=self.recorder,
+                                         bucket_bytes=self.plan.bucket_bytes, algorithm=self.plan.algorithm)
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
         """The model's loss of a part; dropout is keyed by step and global token, so that it does not see the split."""

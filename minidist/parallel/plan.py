@@ -6,6 +6,9 @@ from typing import Any
 from minidist.errors import PlanError
 from minidist.parallel.common.buckets import BUCKET_BYTES
 
+ZERO_STAGES = (0, 1, 2)
+"""What the data axis divides among its ranks: nothing, the optimizer, the gradients too."""
+
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
 
@@ -16,8 +19,9 @@ class Plan:
 
     Attributes: dp … tp       ranks along each axis
                 bucket_bytes  a gradient bucket's most bytes
-                algorithm     of the gradients' all-reduce: pinned, so that the same plan gives the same bits
-    Raises:     PlanError for an axis this version cannot cut, or a size below 1.
+                algorithm     of the gradients' collectives: pinned, so that the same plan gives the same bits
+                zero          the ZeRO stage: 0 (DDP), 1 or 2
+    Raises:     PlanError for an axis this version cannot cut, a size below 1, or another stage.
     """
 
     dp: int = 1
@@ -27,6 +31,7 @@ class Plan:
     tp: int = 1
     bucket_bytes: int = BUCKET_BYTES
     algorithm: str = "ring"
+    zero: int = 0
 
     def __post_init__(self) -> None:
         for axis, size in self.axes.items():
@@ -36,6 +41,8 @@ class Plan:
                 raise PlanError(f"plan axis {axis}={size}: this version has the data axis; use dp={self.size}")
         if self.bucket_bytes < 1:
             raise PlanError(f"plan bucket_bytes={self.bucket_bytes}: a bucket holds at least one byte")
+        if self.zero not in ZERO_STAGES:
+            raise PlanError(f"plan zero={self.zero!r}: choose a stage of {', '.join(map(str, ZERO_STAGES))}")
 
     @property
     def axes(self) -> dict[str, int]:

@@ -107,6 +107,25 @@ def test_what_is_printed(runs: dict[str, Any]) -> None:
         assert printed.count("step 4 of 4") == 1       # rank 0 alone speaks
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero(stage: int, book: Path, tmp_path: Path) -> None:
+    """The same weights, DDP's bytes, and a rank holds what theory says, in the file and on the screen."""
+    done = execute([*MINIDIST, "train", *TINY, "-n", "3", "--zero", str(stage), "--data", str(book), "--out", "run",
+                    "--verify"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    count, ranks = metrics["parameters"], metrics["ranks"]
+    assert metrics["plan"]["zero"] == stage and metrics["verify"]["largest"] <= 1e-10
+    for kind in ("sent_bytes", "messages"):
+        assert sum(sum(rank[kind]["dp"].values()) for rank in ranks) == metrics["formula"][kind]
+    assert metrics["formula"]["sent_bytes"] == 4 * 2 * 2 * 8 * count
+    for rank in ranks:
+        for category, expected in (("parameters", 8), ("gradients", 8 if stage == 1 else 8 / 3), ("optimizer", 16 / 3)):
+            assert rank["memory"][category]["now"] == pytest.approx(expected * count, abs=32)
+    assert "gradients and weights" in done.stdout
+    assert ("8 + 8 + 5.33 = 21.33 bytes" if stage == 1 else "8 + 2.67 + 5.33 = 16 bytes") in done.stdout
+
+
 def test_quiet_prints_nothing(book: Path, tmp_path: Path) -> None:
     done = execute([*MINIDIST, "train", *TINY, "--steps", "1", "--data", str(book), "--quiet", "--tied",
                     "--positions", "rotary", "--dropout", "0.1", "--optimizer", "sgd", "--clip", "0",
@@ -126,6 +145,7 @@ def refusals() -> list[tuple[list[str], str]]:
         (["--batch", "many"], "--batch"),
         (["--width", "30", "--heads", "4"], "width 32"),
         (["--vocab", "3"], "vocabulary of 3"),
+        (["--zero", "7"], "--zero"),
         (["--plan", "tp=2"], "this version has the data axis"),
         (["--plan", "dp=3"], "use dp=1"),
         (["-n", "2", "--plan", "dp=3"], "use dp=2"),
