@@ -13,14 +13,18 @@ from minidist.parallel.common.replicas import weights_digest
 from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
+from minidist.parallel.zero3 import Zero3
 
 BOUND = 1e-10
-STAGES: dict[int, Any] = {1: Zero1, 2: Zero2}
+STAGES: dict[int, Any] = {1: Zero1, 2: Zero2, 3: Zero3}
 OPTIMIZERS: dict[str, Any] = {"adamw": AdamW, "adam": Adam, "sgd": SGD}
 
 
 def make(world: Any, stage: int, model: GPT, **options: Any) -> Any:
     """The strategy of a stage; 0 is one process."""
+    if stage == 3:
+        units = [module for _, module in model.children() if model.head is not None or module is not model.tokens]
+        return Zero3(model, world, **{"units": units, **options})
     return STAGES[stage](model, world, **options) if stage else Single(model)
 
 
@@ -37,7 +41,7 @@ def train(world: Any, stage: int, changes: dict[str, Any] | None = None, *, step
     assert named.keys() >= set(frozen)
     for name, parameter in named.items():
         parameter.requires_grad = name not in frozen
-    strategy = make(world, stage, model, **({"bucket_bytes": bucket_bytes} if stage else {}), **options)
+    strategy = make(world, stage, model, **({"bucket_bytes": bucket_bytes} if stage in (1, 2) else {}), **options)
     rule = OPTIMIZERS[optimizer]([p for p in strategy.parameters if getattr(p, "requires_grad", True)], 1e-2)
     memory.reset_peak()
     with world.ledger.during("step"):

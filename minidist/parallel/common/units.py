@@ -1,0 +1,120 @@
+"""Units: parameters that are gathered and freed together, of which this rank keeps its chunks.
+
+A freed parameter has its shape and dtype and nothing else: it reads as NaN, so that a use outside its unit cannot pass
+unnoticed, and takes one element for all of them.
+"""
+
+from collections.abc import Sequence
+
+from minidist import account
+from minidist.backend import Array, array_module, module_for
+from minidist.comm.group import Group
+from minidist.comm.pending import Pending
+from minidist.errors import ConfigError
+from minidist.nn import Module
+from minidist.nn.weights import Weight
+from minidist.parallel.common.flat import Flat, empty_like
+from minidist.parallel.common.recorder import Recorder
+from minidist.parallel.common.replicas import check_equal_replicas
+from minidist.tensor import Parameter
+
+
+class Unit:
+    """Some parameters, whole only between fetch and free.
+
+    Args:    module: whose calls need them, or None for the root; parameters: not empty unless it is the root.
+    Attributes: flats     the parameters by dtype and whether they learn; learning: those that do
+                calls     calls of the module whose backward is still to come
+    """
+
+    def __init__(self, name: str, module: Module | None, parameters: Sequence[Parameter], group: Group, *,
+                 algorithm: str, recorder: Recorder) -> None:
+        self.name, self.module, self.group, self.algorithm, self.recorder = name, module, group, algorithm, recorder
+        kinds: dict[tuple[str, bool], list[Parameter]] = {}
+        for parameter in parameters:
+            kinds.setdefault((parameter.dtype.name, parameter.requires_grad), []).append(parameter)
+        self.flats = [Flat(run, group) for run in kinds.values()]
+        self.learning = [flat for flat in self.flats if flat.parameters[0].requires_grad]
+        self.calls = 0
+        self._shards: list[Array] = []
+        self._pending: list[tuple[Flat, Array, Pending]] = []
+        self._whole = True
+
+    def shard_of(self, flat: Flat) -> Array:
+        """This rank's chunk of one of the flats."""
+        return self._shards[self.flats.index(flat)]
+
+    def shard(self, seed: int | None, device: str) -> None:
+        """Keep this rank's chunks alone: drawn, where weights were not yet, else cut out."""
+        for flat in self.flats:
+            chunk = account.current().hold(module_for(device).empty(flat.owned, flat.dtype), "parameters")
+            for parameter, place, positions in flat.owned_spans():
+                if seed is not None and isinstance(parameter, Weight) and not parameter.drawn:
+                    chunk[place] = parameter.draw(seed, positions, device=device)
+                else:
+                    chunk[place] = parameter.data.reshape(-1)[positions.start:positions.stop]
+            self._shards.append(chunk)
+        self.free()
+
+    def fetch(self) -> None:
+        """Begin to gather, unless that was begun: one all-gather a flat."""
+        if self._whole or self._pending:
+            return
+        for flat, chunk in zip(self.flats, self._shards, strict=True):
+            vector = empty_like(chunk, flat.size, "parameters")
+            self.recorder.announce(self.group.axis, f"all_gather {self.name}")
+            self._pending.append((flat, vector, self.group.start_all_gather(chunk, out=vector,
+                                                                            algorithm=self.algorithm)))
+
+    def complete(self) -> None:
+        """Wait for what fetch began; from here the parameters have their values."""
+        while self._pending:
+            flat, vector, pending = self._pending.pop(0)
+            with self.recorder.span(f"wait for {self.name}"):
+                pending.wait()
+            for parameter, view in flat.views(vector):
+                parameter.data = view
+        self._whole = True
+
+    def free(self) -> None:
+        """Forget the whole parameters; what is still on its way is waited for."""
+        while self._pending:
+            self._pending.pop()[2].wait()
+        for flat, chunk in zip(self.flats, self._shards, strict=True):
+            xp = array_module(chunk)
+            nothing = xp.full((), xp.nan, flat.dtype)
+            for parameter in flat.parameters:
+                parameter.data = xp.broadcast_to(nothing, parameter.shape)
+        self._whole = False
+
+
+def make_units(model: Module, modules: Sequence[Module] | None, ahead: int, group: Group, *, algorithm: str,
+               recorder: Recorder, seed: int | None, device: str) -> tuple[list[Unit], Unit]:
+    """The units of `modules` (None: the model's children) and the root with the rest, each cut down to its shards.
+
+    Raises:  ConfigError if two units share a parameter, a module is not the model's, or ahead is negative.
+    """
+    if ahead < 0:
+        raise ConfigError(f"ahead={ahead}: how many units are gathered before their turn; take 1, or 0 for none")
+    paths = {id(module): path for path, module in model.named_modules()}
+    chosen = [child for _, child in model.children()] if modules is None else list(modules)
+    taken: set[int] = set()
+    units: list[Unit] = []
+    if seed is None:
+        check_equal_replicas(model.parameters(), group, when="before the first step")
+    model.assign_names()
+    for module in chosen:
+        if id(module) not in paths:
+            raise ConfigError(f"units: a {type(module).__name__} is no part of the model; name modules of the model")
+        parameters = list(module.parameters())
+        twice = [p.name for p in parameters if id(p) in taken]
+        if twice:
+            raise ConfigError(f"units: {twice[0]!r} belongs to two units; leave the modules that share it to the root")
+        taken.update(map(id, parameters))
+        if parameters:
+            units.append(Unit(paths[id(module)], module, parameters, group, algorithm=algorithm, recorder=recorder))
+    rest = [p for p in model.parameters() if id(p) not in taken]
+    root = Unit("root", None, rest, group, algorithm=algorithm, recorder=recorder)
+    for unit in (*units, root):
+        unit.shard(seed, device)
+    return units, root

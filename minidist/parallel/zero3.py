@@ -1,0 +1,235 @@
+"""Chapter 16 · ZeRO-3 (FSDP): parameters too are divided; weights are fetched before use and freed after.
+
+The idea. A rank keeps its chunk of every weight and nothing else. The model is cut into units (a block, an embedding);
+before a unit runs, its weights are gathered from all ranks, and freed when it has run; before its backward they are
+gathered again, and when its gradients are final these are reduce-scattered and both freed. While a unit computes, the
+next one's weights are already on their way:
+
+    compute         forward: unit 1 | unit 2   | unit 3   | backward: unit 3 | unit 2            | unit 1
+    communication   gather 1        | gather 2 | gather 3 | gather 3         | gather 2          | gather 1, reduce 3 …
+    units held      1               | 1, 2     | 2, 3     | 3, 2             | 2, 1              | 1
+
+Who holds what, Ψ parameters in float32 with Adam (K = 8) on P ranks:
+
+                 DDP     ZeRO-2        ZeRO-3, each rank
+    parameters   4Ψ      4Ψ            4Ψ/P, and the units in flight: the one at work, and `ahead` fetched before it
+    gradients    4Ψ      4Ψ/P          4Ψ/P, and for a while two units: one fills, one is in flight
+    optimizer    8Ψ      8Ψ/P          8Ψ/P
+    together     16Ψ     4Ψ + 12Ψ/P    16Ψ/P: the only stage that stores nothing twice (N0:296), and has no lower limit
+                                       but the units and activations, which N4:424's "minimum" leaves out
+
+What belongs to no unit is the root: a tied embedding, used at both ends. It is gathered when a step begins and held to
+its last backward. Where P does not divide a unit, gathering works on copies: two units of communication memory.
+
+Cost, a step and rank, with A backward passes, R of the Ψ parameters in the root:
+
+    bytes        (P-1)/P × 4 × (3A(Ψ-R) + (1+A)R)   gather, gather, reduce; the notes' "50 % more" than DDP for A = 1
+                 (P-1)/P × 4 × (2A(Ψ-R) + (1+A)R)   where units stay to backward (`free_after_forward=False`)
+    messages     P-1 for each of these collectives
+    control      two float64: the loss, the squares of the gradient's norm
+
+No all-gather ends the step (N0:375 has one, which would make it 4Ψ): the next forward gathers anyway.
+
+All ranks must run the same units in the same order. So a rank without a row runs one of the batch's, and counts it as
+nothing.
+
+The notes' steps (N4:398), as they happen here:
+
+    ZeRO-3 forward 1    all-gather a unit's weights       ZeRO-3 backward 1   all-gather them again
+    ZeRO-3 forward 2    compute                           ZeRO-3 backward 2   compute
+    ZeRO-3 forward 3    free them                         ZeRO-3 backward 3   reduce-scatter the gradients
+                                                          ZeRO-3 backward 4   free them
+
+notes:   N0 ZeRO3, N4 §7
+Source:  Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minidist.backend import to_host
+from minidist.comm.group import Group
+from minidist.errors import GradientError
+from minidist.nn import Module
+from minidist.optim import Optimizer
+from minidist.parallel.common.flat import clip_and_update_shards, micro_parts, sum_in_order, trainable
+from minidist.parallel.common.recorder import Recorder, Silent
+from minidist.parallel.common.scattered import Scattered
+from minidist.parallel.common.units import Unit, make_units
+from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
+from minidist.tensor import Tensor
+
+
+class Zero3:
+    """A model of which each rank of a group keeps a chunk.
+
+    Args:    model: weights drawn, equal on all ranks; or not yet drawn, with `seed`: then each rank draws its chunks.
+             group: the ranks that share the batch.
+             units: modules of the model, without a parameter in common and used through their calls alone (default: its
+             children); the rest is the root.
+             loss: of a part of the batch (default: `model.loss`).
+             ahead: how many units may be gathered before their turn; 0: none.
+             free_after_forward: or keep a unit until its backward, for memory instead of traffic.
+             algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
+             recorder: is told what runs when.
+    Attributes: parameters: what the optimizer is made of: this rank's pieces.
+    Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not start equal.
+    """
+
+    def __init__(self, model: Module, group: Group, *, units: Sequence[Module] | None = None, loss: Loss | None = None,
+                 ahead: int = 1, free_after_forward: bool = True, algorithm: str = "ring", seed: int | None = None,
+                 device: str = "cpu", recorder: Recorder | None = None) -> None:
+        self.model, self.group, self.ahead, self.free_after_forward = model, group, ahead, free_after_forward
+        self.loss = loss or loss_of(model)
+        self.recorder = recorder or Silent()
+        trainable(model.parameters())
+        self.units, self.root = make_units(model, units, ahead, group, algorithm=algorithm, recorder=self.recorder,
+                                           seed=seed, device=device)
+        self.sequence: list[Unit] = []      # units as the first forward met them
+        self._met: list[Unit] = []          # those that this forward has met
+        self._left: list[Unit] = []         # those that this backward has still to meet
+        everything = [*self.units, self.root]
+        learning = [flat for unit in everything for flat in unit.learning]
+        self.gradients = Scattered(learning, group, algorithm=algorithm, recorder=self.recorder, what="unit part")
+        shard_of = dict(zip(map(id, learning), self.gradients.shards, strict=True))
+        self._index = {id(flat): index for index, flat in enumerate(learning)}
+        self.parameters = [piece for unit in everything for flat in unit.learning
+                           for piece in flat.pieces(unit.shard_of(flat), shard_of[id(flat)])]
+        self._reduced: set[int] = set()
+        for unit in self.units:
+            self._watch(unit)
+
+    # ------------------------------------------------------------------------------------------------- partition
+
+    def part_of(self, batch: Batch) -> Part:
+        """This rank's rows of a global batch; views, and perhaps none."""
+        return part_of(batch, size=self.group.size, rank=self.group.rank)
+
+    def _watch(self, unit: Unit) -> None:
+        module = unit.module
+        assert module is not None
+        module.register_forward_pre_hook(lambda module, args: self._enter(unit))
+        module.register_forward_hook(lambda module, args, result: self._leave(unit, result))
+        module.register_backward_pre_hook(lambda module: self._enter_backward(unit))
+        module.register_backward_hook(lambda module: self._leave_backward(unit))
+
+    # --------------------------------------------------------------------------------------------------- forward
+
+    def forward(self, part: Part, *, divisor: int, spare: Batch) -> Tensor:
+        """This rank's share of the global mean loss. `divisor`: the targets of the whole batch.
+
+        Without a row of its own the rank takes the first of `spare`, times zero: it must gather when the others do.
+        """
+        self.root.fetch()
+        self.root.complete()
+        self._met = []
+        if len(part.inputs):
+            return self.loss(part, divisor)
+        return self.loss(Part(spare[0][:1], spare[1][:1], 0), divisor) * 0.0
+
+    def _enter(self, unit: Unit) -> None:
+        """Before a unit's forward: its weights come, and the next unit's set out."""
+        unit.fetch()
+        self._met.append(unit)
+        self._fetch_ahead(self.sequence, len(self._met))
+        unit.complete()
+
+    def _leave(self, unit: Unit, result: object) -> None:
+        """After a unit's forward. It counts its calls that have a backward to come."""
+        if isinstance(result, Tensor) and result.requires_grad:
+            unit.calls += 1
+        if self.free_after_forward or not unit.calls:
+            unit.free()
+
+    def _fetch_ahead(self, sequence: Sequence[Unit], place: int) -> None:
+        for following in sequence[place:place + self.ahead]:
+            following.fetch()
+
+    # -------------------------------------------------------------------------------------------------- backward
+
+    def backward(self, share: Tensor) -> None:
+        """Add the sums of the gradients over all ranks to the shards.
+
+        Cost:    an all-gather and a reduce-scatter a unit, begun during backward; returns when all have ended.
+        Raises:  GradientError if the first loss is NaN, as it is where a freed weight was used.
+        """
+        if not self.sequence and np.isnan(share.item()):
+            raise GradientError(f"ZeRO-3 rank {self.group.rank} of {self.group.size}: the first loss is NaN; was a unit's "
+                                f"weight used outside its call (a tied one)? leave its module out of units=")
+        if len(self._met) >= len(self.sequence):
+            self.sequence = list(self._met)
+        self._left = [unit for unit in reversed(self._met) if unit.calls]
+        self._reduced = set()
+        with self.recorder.span("backward", notes="ZeRO-3 backward 2"):
+            share.backward()
+            for unit in (*reversed(self.units), self.root):
+                self._reduce(unit)
+        with self.recorder.span("wait for gradients", notes="ZeRO-3 backward 3"):
+            self.gradients.settle()
+        for unit in self.units:
+            unit.calls = 0
+            unit.free()
+
+    def _enter_backward(self, unit: Unit) -> None:
+        """Before a unit's backward: its weights come again, and those of the unit before it in forward set out."""
+        unit.fetch()
+        place = self._left.index(unit) + 1
+        self._left = self._left[place:]
+        if self.free_after_forward:
+            self._fetch_ahead(self._left, 0)
+        unit.complete()
+
+    def _leave_backward(self, unit: Unit) -> None:
+        """After a unit's backward: it is free, and after the last of its calls its gradients set out."""
+        unit.calls -= 1
+        if self.free_after_forward or not unit.calls:
+            unit.free()
+        if not unit.calls:
+            self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        for flat in unit.learning:
+            index = self._index[id(flat)]
+            if index not in self._reduced:
+                self._reduced.add(index)
+                self.gradients.start(index)
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """All weights, whole, on the host, by dotted path; every rank calls it.
+
+        Cost:    one all-gather a unit, counted under `control`; a unit at a time.
+        """
+        named, found = dict(self.model.named_parameters()), {}
+        paths = {id(parameter): name for name, parameter in named.items()}
+        for unit in (*self.units, self.root):
+            with self.group.ledger.control():
+                unit.fetch()
+            unit.complete()
+            found.update({paths[id(p)]: np.array(to_host(p.data)) for flat in unit.flats for p in flat.parameters})
+            unit.free()
+        return {name: found[name] for name in named}
+
+    # ------------------------------------------------------------------------------------------------------ step
+
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
+        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
+
+        Args:    optimizer: made of `self.parameters`; lr: this step's learning rate (None: the optimizer's own).
+                 clip: bound of the whole gradient's norm; accumulate: in how many passes the rank takes its rows.
+        """
+        self.gradients.forget()
+        total = 0.0
+        for part in micro_parts(self.part_of(batch), accumulate):
+            with self.recorder.span("forward", rows=len(part.inputs)):
+                share = self.forward(part, divisor=batch[1].size, spare=batch)
+            self.backward(share)
+            total += float(share.item())
+        self.root.free()
+        with self.recorder.span("optimizer"):
+            clip_and_update_shards(optimizer, self.parameters, self.group, lr=lr, clip=clip)
+        with self.recorder.span("loss", "communication"):
+            return sum_in_order(self.group, total)
