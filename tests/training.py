@@ -33,7 +33,7 @@ def train(world: Any, *, config: GPTConfig | None = None, steps: int = 3, sequen
     options = {"optimizer": "adamw", "lr": 1e-2, "clip": 0.5, "seed": 3, **options}
     trainer = Trainer(Plan(dp=world.size, bucket_bytes=bucket_bytes, zero=zero), config, world, **options)
     losses = [trainer.step(global_batch(step, sequences, config)) for step in range(steps)]
-    result = {"weights": {name: array.copy() for name, array in trainer.model.state_dict().items()}, "losses": losses,
+    result = {"weights": {name: array.copy() for name, array in trainer.state_dict().items()}, "losses": losses,
               "digest": trainer.weights_sha256(), "sent": world.ledger.sent_bytes("step"),
               "messages": world.ledger.messages("step"), "memory": trainer.account.snapshot()}
     trainer.close()

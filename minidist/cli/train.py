@@ -23,9 +23,10 @@ from minidist.cli.train_verify import STEPS, Weights, verify
 from minidist.comm.group import Group
 from minidist.launch import detect, init, spawn
 from minidist.launch.membership import limit_blas_threads
+from minidist.nn import GPT
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline
-from minidist.parallel.common.replicas import check_equal_replicas
+from minidist.parallel.common.replicas import check_equal_replicas, weights_digest
 from minidist.parallel.hybrid import Trainer
 
 TRACE_SPANS = 5000
@@ -69,31 +70,42 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
         announce(console, settings, world)
     report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else Silence()
     losses, seconds, early = train_steps(trainer, settings, report)
-    check_equal_replicas(trainer.model.parameters(), world, when="after the last step")
+    if trainer.plan.zero < 3:       # else there are no replicas
+        check_equal_replicas(trainer.model.parameters(), world, when="after the last step")
     validation_loss = trainer.evaluate(settings.validation_batches())
     records = gather_records(world, train_report.rank_record(trainer, world))
+    weights = trainer.state_dict()
     timelines = timeline.collect(world)
     step_seconds, tokens_per_second = train_report.median_rate(seconds, args.batch * args.context)
     metrics = {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name,
                "threads": threads, "device": args.device, **train_report.parameter_counts(trainer),
                "formula": train_report.gradient_formula(trainer), "optimizer_moments": train_report.moments(trainer),
                "losses": losses, "validation_loss": validation_loss, "step_seconds": step_seconds,
-               "tokens_per_second": tokens_per_second, "weights_sha256": trainer.weights_sha256(),
+               "tokens_per_second": tokens_per_second, "weights_sha256": weights_digest(weights),
                "config": asdict(settings.config), "options": options_of(args), "versions": versions(), "ranks": records}
     status = 0
     if early is not None:
         status = verify(early, settings, world, metrics, console)
     if world.rank == 0:
         assert timelines is not None
-        train_report.write_folder(settings.out, metrics, timelines, trainer.model.state_dict())
+        train_report.write_folder(settings.out, metrics, timelines, weights)
         if args.json:
             write_json(args.json, metrics)
         if speaks:
-            written = sample(trainer.model, settings.text, seed=args.seed)
+            written = sample(whole_model(trainer, weights), settings.text, seed=args.seed)
             train_report.print_report(console, metrics, written, settings.out)
     trainer.close()
     world.barrier()      # nobody leaves, and ends the job for the others, before rank 0 has written
     return status
+
+
+def whole_model(trainer: Trainer, weights: Weights) -> GPT:
+    """A model that this rank can use alone."""
+    if trainer.plan.zero < 3:
+        return trainer.model
+    model = GPT(trainer.config)
+    model.load_state_dict(weights)
+    return model
 
 
 def make_folder(folder: Path) -> None:
@@ -119,7 +131,7 @@ def train_steps(trainer: Trainer, settings: train_options.Settings,
             sent = sum(ledger.sent_bytes("step").get("dp", {}).values())
             report.step(step + 1, losses[-1], tokens / seconds[-1], sent)
             if args.verify and step + 1 == min(STEPS, args.steps):
-                early = trainer.model.state_dict()
+                early = trainer.state_dict()
     finally:
         report.close()
     return losses, seconds, early

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="how ranks exchange bytes (default: mpi under mpirun, else sockets)")
     job.add_argument("--plan", metavar="dp=N", help="how the job is cut (default: all ranks on the data axis)")
     job.add_argument("--zero", type=int, choices=ZERO_STAGES, default=0,
-                     help="divide among data ranks: 1 the optimizer's state, 2 the gradients too (default: 0, nothing)")
+                     help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too (default: 0)")
     job.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
     job.add_argument("--threads", type=positive, metavar="N",
                      help="BLAS threads a rank (default: this machine's cores // ranks on it)")

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import minidist
+from minidist.backend import Array
 from minidist.cli.common import write_json
 from minidist.comm.costs import FORMULAS, Case
 from minidist.comm.group import Group
@@ -20,6 +21,9 @@ from minidist.observe.timeline import Timeline, write_perfetto
 from minidist.parallel.ddp import DDP
 from minidist.parallel.hybrid import Trainer
 from minidist.parallel.single import Single
+from minidist.parallel.zero1 import Zero1
+from minidist.parallel.zero2 import Zero2
+from minidist.parallel.zero3 import Zero3
 
 Metrics = dict[str, Any]
 
@@ -34,21 +38,34 @@ def rank_record(trainer: Trainer, world: Group) -> dict[str, Any]:
 
 def gradient_formula(trainer: Trainer) -> dict[str, int]:
     """Bytes and messages that all ranks together should have sent for gradients, and with ZeRO for weights, in all
-    steps: the sum over buckets.
+    steps: the sum over buckets, or with ZeRO-3 over collectives.
     """
     strategy = trainer.strategy
     if isinstance(strategy, Single):
         return {"sent_bytes": 0, "messages": 0, "buckets": 0}
-    if isinstance(strategy, DDP):
-        verbs, lengths = ["all_reduce"], [bucket.data.nbytes for bucket in strategy.buckets]
-    else:
-        verbs, lengths = ["reduce_scatter", "all_gather"], [weights.nbytes for weights in strategy.weights]
-    cases = [Case(size=strategy.group.size, nbytes=nbytes, blocks=[nbytes] + [0] * (strategy.group.size - 1))
-             for nbytes in lengths]      # what all ranks send does not depend on who owns how much
-    pairs = [(FORMULAS[verb, strategy.algorithm], case) for verb in verbs for case in cases]
+    calls = collectives(strategy)
+    pairs = [(FORMULAS[verb, trainer.plan.algorithm],      # what all ranks send does not depend on who owns how much
+              Case(size=trainer.plan.dp, nbytes=nbytes, blocks=[nbytes] + [0] * (trainer.plan.dp - 1)))
+             for verb, nbytes in calls]
     return {"sent_bytes": trainer.steps_done * sum(formula.bytes_of(case) for formula, case in pairs),
             "messages": trainer.steps_done * sum(formula.messages_of(case) for formula, case in pairs),
-            "buckets": len(cases)}
+            "buckets": len(calls if isinstance(strategy, Zero3) else buckets_of(strategy))}
+
+
+def collectives(strategy: DDP | Zero1 | Zero2 | Zero3) -> list[tuple[str, int]]:
+    """(verb, bytes of the whole array) of each collective in a step, scalars apart."""
+    if isinstance(strategy, Zero3):
+        gathered = [(flat, 2) for unit in strategy.units for flat in unit.flats]
+        gathered += [(flat, 1) for flat in strategy.root.flats]         # held from forward to backward
+        return ([("all_gather", flat.nbytes) for flat, times in gathered for _ in range(times)]
+                + [("reduce_scatter", flat.nbytes) for flat in strategy.gradients.flats])
+    verbs = ["all_reduce"] if isinstance(strategy, DDP) else ["reduce_scatter", "all_gather"]
+    return [(verb, array.nbytes) for verb in verbs for array in buckets_of(strategy)]
+
+
+def buckets_of(strategy: DDP | Zero1 | Zero2) -> list[Array]:
+    """An array as long as each bucket."""
+    return [bucket.data for bucket in strategy.buckets] if isinstance(strategy, DDP) else strategy.weights
 
 
 def parameter_counts(trainer: Trainer) -> dict[str, int]:
@@ -133,17 +150,20 @@ def short(number: float) -> str:
 def bytes_a_parameter(metrics: Metrics) -> dict[str, float]:
     """What theory gives a rank to hold between steps, by category: parts of it are divided under ZeRO."""
     each, zero, size = metrics["parameter_bytes"] // metrics["parameters"], metrics["plan"]["zero"], metrics["size"]
-    return {"parameters": each, "gradients": each / (size if zero >= 2 else 1),
+    return {"parameters": each / (size if zero >= 3 else 1), "gradients": each / (size if zero >= 2 else 1),
             "optimizer": each * metrics["optimizer_moments"] / (size if zero >= 1 else 1)}
 
 
 def traffic_table(metrics: Metrics) -> Table:
     """Each rank's bytes and messages a step beside the formula, scalars apart; all ranks' together are exact."""
     size, steps, formula = metrics["size"], len(metrics["losses"]), metrics["formula"]
-    gradients = metrics["parameter_bytes"]
-    share = 2 * (size - 1) / size * gradients
+    share = formula["sent_bytes"] / steps / size
+    whole = formula["sent_bytes"] // steps // (size - 1)     # gathered or reduced in a step: 2 or 3 times the weights
+    by_formula = (f"2(P-1)/P × {whole // 2:,}", f"2(P-1) × {formula['buckets']} buckets")
+    if metrics["plan"]["zero"] == 3:
+        by_formula = (f"(P-1)/P × {whole:,}", f"(P-1) × {formula['buckets']} collectives")
     table = Table(header_style="bold")
-    for column in ("rank", "bytes", f"2(P-1)/P × {gradients:,}", "messages", f"2(P-1) × {formula['buckets']} buckets"):
+    for column in ("rank", "bytes", by_formula[0], "messages", by_formula[1]):
         table.add_column(column, justify="right")
     sent, messages = ([sum(rank[kind].get("dp", {}).values()) // steps for rank in metrics["ranks"]]
                       for kind in ("sent_bytes", "messages"))

@@ -5,8 +5,8 @@
     loss = trainer.step(batch)                  # the global batch in, the global mean loss out
 
 Every rank passes the same global batch and gets the same loss; which part of the batch, of the model and of the state
-a rank works on is the plan's affair. In this version the data axis can be cut (parallel/ddp.py, and with zero=1 or 2
-parallel/zero1.py or zero2.py); one rank alone takes the step of parallel/single.py.
+a rank works on is the plan's affair. In this version the data axis can be cut (parallel/ddp.py, and with zero=1,
+2 or 3 parallel/zero1.py, zero2.py or zero3.py); one rank alone takes the step of parallel/single.py.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,6 +30,7 @@ from minidist.parallel.plan import AXES, Plan
 from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
+from minidist.parallel.zero3 import Zero3
 from minidist.tensor import Tensor, no_grad
 
 __all__ = ["AXES", "OPTIMIZERS", "SCHEDULES", "Mesh", "Plan", "Trainer"]
@@ -37,7 +38,7 @@ __all__ = ["AXES", "OPTIMIZERS", "SCHEDULES", "Mesh", "Plan", "Trainer"]
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "adam": Adam, "rmsprop": RMSProp, "sgd": SGD}
 SCHEDULES = ("constant", "cosine")
 
-Strategy = Single | DDP | Zero1 | Zero2
+Strategy = Single | DDP | Zero1 | Zero2 | Zero3
 _OF_STAGE: dict[int, type[DDP] | type[Zero1] | type[Zero2]] = {0: DDP, 1: Zero1, 2: Zero2}
 
 
@@ -73,11 +74,17 @@ class Trainer:
         self.seed, self.steps_done = seed, 0
         self.lr, self.lr_schedule, self.warmup, self.steps, self.clip = lr, lr_schedule, warmup, steps, clip
         self.model = GPT(config)
-        self.model.initialize(seed, device=device)
-        self.strategy: Strategy = self._make_strategy()
+        self.strategy: Strategy = self._make_strategy(device)
         self.optimizer = OPTIMIZERS[optimizer](self.strategy.parameters, lr, **(optimizer_options or {}))
 
-    def _make_strategy(self) -> Strategy:
+    def _make_strategy(self, device: str) -> Strategy:
+        """Draw the weights, or with ZeRO-3 this rank's shards alone, and take the plan's strategy."""
+        if self.plan.zero == 3:
+            tied = self.model.tokens if self.config.tied else None      # used at both ends: held all step
+            return Zero3(self.model, self.mesh["dp"], units=[c for _, c in self.model.children() if c is not tied],
+                         loss=self._loss, algorithm=self.plan.algorithm, seed=self.seed, device=device,
+                         recorder=self.recorder)
+        self.model.initialize(self.seed, device=device)
         if self.plan.dp == 1 and not self.plan.zero:
             return Single(self.model, loss=self._loss, recorder=self.recorder)
         return _OF_STAGE[self.plan.zero](self.model, self.mesh["dp"], loss=self._loss, recorder=self.recorder,
@@ -107,17 +114,28 @@ class Trainer:
         with no_grad(), self.recorder.span("evaluate"):
             for batch in batches:
                 part = part_of(batch, size=group.size, rank=group.rank)
-                if len(part.inputs):
+                if isinstance(self.strategy, Zero3):
+                    total += float(self.strategy.forward(part, divisor=1, spare=batch).item())
+                elif len(part.inputs):
                     total += float(self._loss(part, 1).item())
                 tokens += part.targets.size
         self.model.train()
+        if isinstance(self.strategy, Zero3):
+            self.strategy.root.free()
         with self.world.ledger.control():
             sums = group.all_gather(np.array([total, tokens], dtype=np.float64)).reshape(-1, 2).sum(axis=0)
         return float(sums[0] / sums[1])
 
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all weights, whole, on the host, by dotted path. Every rank calls it: ZeRO-3 gathers them."""
+        return self.strategy.state_dict() if isinstance(self.strategy, Zero3) else self.model.state_dict()
+
     def weights_sha256(self) -> str:
-        """Digest of the master weights in the serial layout, in the order of their names, little-endian."""
-        return weights_digest(self.model.state_dict())
+        """Digest of the master weights in the serial layout, in the order of their names, little-endian.
+
+        Every rank calls it.
+        """
+        return weights_digest(self.state_dict())
 
     def close(self) -> None:
         """End the mesh's worker threads; the world stays open."""

@@ -6,8 +6,8 @@ from typing import Any
 from minidist.errors import PlanError
 from minidist.parallel.common.buckets import BUCKET_BYTES
 
-ZERO_STAGES = (0, 1, 2)
-"""What the data axis divides among its ranks: nothing, the optimizer, the gradients too."""
+ZERO_STAGES = (0, 1, 2, 3)
+"""What the data axis divides among its ranks: nothing, the optimizer, the gradients too, the parameters too."""
 
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
@@ -20,7 +20,7 @@ class Plan:
     Attributes: dp … tp       ranks along each axis
                 bucket_bytes  a gradient bucket's most bytes
                 algorithm     of the gradients' collectives: pinned, so that the same plan gives the same bits
-                zero          the ZeRO stage: 0 (DDP), 1 or 2
+                zero          the ZeRO stage: 0 (DDP), 1, 2 or 3
     Raises:     PlanError for an axis this version cannot cut, a size below 1, or another stage.
     """
 

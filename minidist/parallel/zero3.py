@@ -155,8 +155,8 @@ class Zero3:
         Raises:  GradientError if the first loss is NaN, as it is where a freed weight was used.
         """
         if not self.sequence and np.isnan(share.item()):
-            raise GradientError(f"ZeRO-3 rank {self.group.rank} of {self.group.size}: the first loss is NaN; was a unit's "
-                                f"weight used outside its call (a tied one)? leave its module out of units=")
+            raise GradientError(f"ZeRO-3 rank {self.group.rank} of {self.group.size}: the first loss is NaN; was a "
+                                f"unit's weight used outside its call (a tied one)? leave its module out of units=")
         if len(self._met) >= len(self.sequence):
             self.sequence = list(self._met)
         self._left = [unit for unit in reversed(self._met) if unit.calls]

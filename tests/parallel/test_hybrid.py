@@ -114,6 +114,30 @@ def test_dropout_does_not_depend_on_the_split() -> None:
     assert not difference(plain["weights"], serial["weights"]) < 1e-6
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_through_the_trainer(stage: int) -> None:
+    """Parity, with dropout; and evaluation where a rank has no row."""
+    from training import difference, train
+
+    options: dict[str, Any] = {"config": tiny(dropout=0.3, tied=True), "sequences": 2}
+    serial = md.run(lambda world: train(world, **options), size=1)[0]
+    ranks = md.run(lambda world: train(world, zero=stage, **options), size=3)
+    assert difference(ranks[0]["weights"], serial["weights"]) < 1e-10
+    assert len({rank["digest"] for rank in ranks}) == 1
+
+    def job(world: Any) -> tuple[float, float]:
+        trainer = Trainer(Plan(dp=world.size, zero=stage), tiny(), world)
+        batch = global_batch(0, 2, tiny())
+        before, loss = trainer.evaluate([batch, batch]), trainer.step(batch)
+        trainer.close()
+        return before, loss
+
+    for before, loss in md.run(job, size=3):
+        assert before == pytest.approx(loss, rel=1e-12)
+    with pytest.raises(PlanError, match="zero=4: choose a stage of 0, 1, 2, 3"):
+        Plan(zero=4)
+
+
 def test_schedule() -> None:
     def job(world: Any) -> list[float]:
         trainer = Trainer(Plan(), tiny(), world, lr=1.0, lr_schedule="cosine", warmup=4, steps=10)

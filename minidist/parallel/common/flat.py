@@ -55,6 +55,11 @@ class Flat:
         """Elements of this rank's chunk."""
         return self.own.stop - self.own.start
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole vector."""
+        return self.size * self.dtype.itemsize
+
     def spans(self) -> Iterator[tuple[Parameter, int, int]]:
         """(parameter, where it begins in the vector, where it ends)."""
         start = 0
