@@ -91,8 +91,8 @@ def draw_calibration(path: Path, result: dict[str, Any]) -> None:
             if link["ranks"] != count:
                 continue
             colour = COLOURS.get(link["link"], "#8c6d46")
-            points = [(moved, time) for _, messages, moved, added, crowded, time in samples
-                      if messages == 1 and not added and not crowded]
+            points = sorted((moved, time) for _, messages, moved, added, crowded, time in samples
+                            if messages == 1 and not added and not crowded)
             sizes = [moved for moved, _ in points]
             panel.plot(sizes, [time * 1e6 for _, time in points], "o", markersize=3.5, color=colour)
             panel.plot(sizes, [(link["alpha"] + moved * link["beta"]) * 1e6 for moved in sizes], color=colour,
