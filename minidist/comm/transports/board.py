@@ -11,7 +11,8 @@ nobody waits for one rank after the other.
 Parts have two turns, used alternately. What was shown may be read until the reader's next `show`: a rank overwrites a
 turn only at its second `show` after, and before that it saw everybody post the first.
 
-The fences are those of ring.py, for the same reasons: bytes before `posted`; `posted` before the look at `asleep`.
+The fences are those of ring.py, for the same reasons: bytes before `posted`; `posted` before the look at `asleep`, and
+`asleep` before the look at `posted`, so that whichever comes second sees the other, and no wake-up is lost.
 """
 
 from collections.abc import Sequence
@@ -87,7 +88,7 @@ class SharedBoard(Board):
         fence()  # the bytes before `posted`
         self._own.words[_POSTED] = self._shown
         fence()  # our `posted` before theirs and `asleep`
-        if self._missing():
+        if self.missing():
             self._wait()
         else:
             self._wake()
@@ -105,11 +106,9 @@ class SharedBoard(Board):
         return [rank for rank, words in self._others if words[_POSTED] < self._shown]
 
     def sleeps(self, asleep: bool) -> None:
-        """Ask to be woken when the last has posted, or no more. A fence must follow, then a look at missing()."""
+        """Ask to be woken when the last has posted, or no more. Then look at missing() once again."""
         self._own.words[_ASLEEP] = int(asleep)
-
-    def _missing(self) -> bool:
-        return any(words[_POSTED] < self._shown for _, words in self._others)
+        self._fence()  # our `asleep` before the look at their `posted`
 
     def _wake(self) -> None:
         """Who comes last wakes those who fell asleep."""
@@ -122,7 +121,7 @@ class SharedBoard(Board):
         """Look a while, as a leader of the engine does, then wait in the engine."""
         for _ in range(self._transport.spins):
             yield_core()
-            if not self._missing():
+            if not self.missing():
                 return
         self._transport.await_board(self)
 

@@ -141,12 +141,11 @@ class ShmTransport(StreamTransport):
         for turn in list(self._turns):
             gone = [rank for rank in turn.board.missing() if self._links[rank].ended]
             missing = turn.board.missing()  # after the look at who is gone: it may have posted before it went
-            if turn.finished or (missing and not gone):
-                continue
             lost = [rank for rank in gone if rank in missing]
             with self.lock:
-                self.finish(turn, self._lost(self._peers[lost[0]], "its process ended") if lost else None)
-            moved = True
+                if not turn.finished and (lost or not missing):
+                    self.finish(turn, self._lost(self._peers[lost[0]], "its process ended") if lost else None)
+                    moved = True
         return moved
 
     def _sleep(self, seconds: float) -> None:

@@ -10,6 +10,7 @@ from leftovers import nothing_left
 from linked import shm_transports
 
 from minidist.comm.transport import Board
+from minidist.comm.transports.board import _ASLEEP, _POSTED
 from minidist.comm.transports.shm import BOARDS, ShmTransport
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
@@ -65,6 +66,22 @@ def test_ranks_that_come_late_wake_those_who_sleep():
         assert time.monotonic() - began < 5
         assert sorted(seen) == sorted([[10 * turn, 10 * turn + 1, 10 * turn + 2] for turn in range(30)] * 3)
         close(transports)
+
+
+def test_fences_stand_where_a_processor_could_change_the_order(monkeypatch):
+    """Bytes, fence, posted, fence, a look at asleep; asleep, fence, a look at posted."""
+    transports = shm_transports(2)
+    boards = opened(transports)
+    own, seen = boards[0]._own.words, []
+    monkeypatch.setattr(boards[0], "_fence", lambda: seen.append((own[_POSTED], own[_ASLEEP])))
+    boards[0].sleeps(True)
+    assert seen == [(0, 1)]
+    boards[0].sleeps(False)
+    thread, _ = in_thread(lambda: show(boards[1], 1))
+    show(boards[0], 0)
+    thread.join()
+    assert seen[2:4] == [(0, 0), (1, 0)]
+    close(transports)
 
 
 def test_a_wait_in_vain_names_who_is_missing():
