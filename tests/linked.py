@@ -12,11 +12,11 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.transport import Tag
-from minidist.comm.transports.link import ByteLink
+from minidist.comm.transports.link import PolledLink
+from minidist.comm.transports.polled import PolledTransport
 from minidist.comm.transports.ring import RING_BYTES
 from minidist.comm.transports.shm import ARENA_BYTES, ShmLink, ShmTransport
 from minidist.comm.transports.sockets import SocketLink
-from minidist.comm.transports.stream import StreamTransport
 
 KINDS = ("sockets", "shm")
 
@@ -27,7 +27,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
         return first, listener.accept()[0]
 
 
-def socket_links() -> tuple[ByteLink, ByteLink]:
+def socket_links() -> tuple[PolledLink, PolledLink]:
     first, second = tcp_pair()
     return SocketLink(first), SocketLink(second)
 
@@ -38,15 +38,15 @@ def shm_links() -> tuple[ShmLink, ShmLink]:
     return ShmLink(first, memory, lower=True), ShmLink(second, memory, lower=False)
 
 
-MAKERS: dict[str, Callable[[], tuple[ByteLink, ByteLink]]] = {"sockets": socket_links, "shm": shm_links}
+MAKERS: dict[str, Callable[[], tuple[PolledLink, PolledLink]]] = {"sockets": socket_links, "shm": shm_links}
 
 
 @contextmanager
-def linked(kind: str, *, limit: float = 10.0, spins: int = 0) -> Iterator[tuple[StreamTransport, StreamTransport]]:
+def linked(kind: str, *, limit: float = 10.0, spins: int = 0) -> Iterator[tuple[PolledTransport, PolledTransport]]:
     """The transports of ranks 0 and 1; without spins every wait goes through sleep and wake-up."""
     first, second = MAKERS[kind]()
-    zero = StreamTransport(kind, 0, limit, {1: first}, spins)
-    one = StreamTransport(kind, 1, limit, {0: second}, spins)
+    zero = PolledTransport(kind, 0, limit, {1: first}, spins)
+    one = PolledTransport(kind, 1, limit, {0: second}, spins)
     try:
         yield zero, one
     finally:

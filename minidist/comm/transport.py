@@ -138,12 +138,15 @@ class Transport(ABC):
 
     def check_native(self, op: str | None, dtype: np.dtype | None) -> None:
         """Raises ConfigError unless this transport has collectives of its own, and for this op on this dtype."""
-        raise ConfigError(f"transport {self.name} has no collectives of its own; algorithm native is for ranks of mpi, "
-                          f"and of nccl with arrays on the GPU: choose auto, or another")
+        raise self._no_native()
 
     def native(self, group: int, world_ranks: Sequence[int]) -> Native:
         """The transport's own collectives among `world_ranks`, the ranks of the group with that id."""
-        raise NotImplementedError("check_native() comes first")
+        raise self._no_native()
+
+    def _no_native(self) -> ConfigError:
+        return ConfigError(f"transport {self.name} has no collectives of its own; algorithm native is for ranks of "
+                           f"mpi, and of nccl with arrays on the GPU: choose auto, or another")
 
     @abstractmethod
     def abort(self, error: CommError) -> None:

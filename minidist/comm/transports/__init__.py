@@ -13,5 +13,5 @@
 
 The path of a message: stream.py makes it a frame (frames.py, message.py) and matches it with the receive it belongs to
 (peer.py); a link (link.py; its kinds are SocketLink, ShmLink, MpiLink) moves its bytes; engine.py decides which thread
-does the work, and when it sleeps.
+does the work, and when it sleeps (polled.py: on links of which the kernel has news).
 """

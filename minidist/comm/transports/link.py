@@ -39,6 +39,14 @@ class ByteLink(ABC):
         """Consume bytes into the front of `target` (uint8, not empty); how many, 0 when none are there."""
 
     @abstractmethod
+    def close(self) -> None:
+        """Release what the link holds."""
+
+
+class PolledLink(ByteLink):
+    """A link of which the kernel has news: polled.py sleeps on it."""
+
+    @abstractmethod
     def fileno(self) -> int:
         """What to poll for news of this link."""
 
@@ -49,7 +57,3 @@ class ByteLink(ABC):
     @abstractmethod
     def disarm(self, events: int) -> None:
         """The sleep is over; poll reported `events` of this link."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what the link holds."""

@@ -73,6 +73,9 @@ class MpiTransport(StreamTransport):
         time.sleep(min(self._nap, seconds))
         self._nap = min(2 * self._nap, _LONGEST)
 
+    def _wake(self) -> None:
+        """MPI has nothing to poll: a sleep ends by itself, within half a millisecond."""
+
 
 def _buffer(nbytes: int) -> np.ndarray:
     """Bytes to receive into, told to the memory account."""
@@ -141,15 +144,6 @@ class MpiLink(ByteLink):
         if received is not None:
             buffer, count = received
             self._stage, self._start = buffer[:count], 0
-
-    def fileno(self) -> int:
-        raise NotImplementedError("MPI has nothing to poll")
-
-    def arm(self, reading: bool, writing: bool) -> int:
-        raise NotImplementedError("MPI has nothing to poll")
-
-    def disarm(self, events: int) -> None:
-        raise NotImplementedError("MPI has nothing to poll")
 
     def close(self) -> None:
         self._in.cancel()

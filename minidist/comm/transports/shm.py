@@ -30,9 +30,9 @@ import numpy as np
 from minidist.comm.transport import Board
 from minidist.comm.transports import mesh
 from minidist.comm.transports.board import PART_BYTES, Part, SharedBoard, Turn
-from minidist.comm.transports.link import ByteLink
+from minidist.comm.transports.link import PolledLink
+from minidist.comm.transports.polled import PolledTransport
 from minidist.comm.transports.ring import LINE, RING_BYTES, RingReader, RingWriter, copy
-from minidist.comm.transports.stream import StreamTransport
 from minidist.errors import CommError
 
 SPINS, SPINS_CROWDED = 200, 20  # looks at the rings before sleeping: where each rank has a core, and where not
@@ -59,7 +59,7 @@ def connect(world_rank: int, link: mesh.Meeting, token: bytes, limit: float) -> 
     return ShmTransport(world_rank, limit, *share(world_rank, connections, limit))
 
 
-class ShmTransport(StreamTransport):
+class ShmTransport(PolledTransport):
     """One rank's rings to the others of its host, and the memory where groups among these have their boards.
 
     Args: links   to every other rank of this host
@@ -68,7 +68,7 @@ class ShmTransport(StreamTransport):
     """
 
     def __init__(self, world_rank: int, limit: float, links: Mapping[int, "ShmLink"], arenas: dict[int, memoryview],
-                 far: Mapping[int, ByteLink] | None = None, *, name: str = "shm") -> None:
+                 far: Mapping[int, PolledLink] | None = None, *, name: str = "shm") -> None:
         spins = SPINS if len(links) < _cores() else SPINS_CROWDED
         super().__init__(name, world_rank, limit, {**links, **(far or {})}, spins)
         self._links, self._arenas, self._free = links, arenas, list(range(BOARDS - 1, -1, -1))
@@ -163,7 +163,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class ShmLink(ByteLink):
+class ShmLink(PolledLink):
     """One peer's two rings, and the socket that wakes it and us."""
 
     align = LINE

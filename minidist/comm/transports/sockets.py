@@ -20,8 +20,8 @@ import numpy as np
 
 from minidist import account
 from minidist.comm.transports import mesh
-from minidist.comm.transports.link import ByteLink
-from minidist.comm.transports.stream import StreamTransport
+from minidist.comm.transports.link import PolledLink
+from minidist.comm.transports.polled import PolledTransport
 
 BUFFER_BYTES = 2 << 20      # of a socket, each way, where the system grants so much: with less the sides wait more
 STAGE_BYTES = 256 << 10     # most that is received at once for a reduction
@@ -30,7 +30,7 @@ LOW_WATER = 256 << 10       # of a long message, wake us for no less: each wake-
 SPINS = 20                  # looks at the sockets before sleeping
 
 
-class SocketsTransport(StreamTransport):
+class SocketsTransport(PolledTransport):
     """One rank's connections to all others.
 
     Args:    host: the address to listen at: this host's own, as the other ranks see it.
@@ -49,7 +49,7 @@ class SocketsTransport(StreamTransport):
         super().__init__("sockets", world_rank, limit, links, SPINS)
 
 
-class SocketLink(ByteLink):
+class SocketLink(PolledLink):
     """One connected stream socket. `_stage[_start:_stop]` has been received and not consumed."""
 
     def __init__(self, sock: socket.socket) -> None:

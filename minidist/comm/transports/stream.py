@@ -10,12 +10,10 @@ find the receive they belong to:
 
 A header is read only while this rank waits for something from that peer. So a message that comes early stays in the
 link (in the kernel's buffers, in the ring), and a sender that is far ahead is held back; only a message that stands in
-front of one that is asked for is buffered, within UNEXPECTED_LIMIT.
+front of one that is asked for is buffered, within UNEXPECTED_LIMIT. How the leader sleeps is left to polled.py and
+mpi.py.
 """
 
-import math
-import select
-import socket
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -40,9 +38,6 @@ class StreamTransport(Engine):
         super().__init__(name, world_rank, len(links) + 1, limit, spins)
         self._peers = {rank: Peer(rank, link) for rank, link in links.items()}
         self._active: dict[int, Peer] = {}         # where something was started since the leader last slept, or waits
-        self._bell, self._ringer = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ringer.setblocking(False)
 
     # --- starting ----------------------------------------------------------------------------------------------------
 
@@ -227,31 +222,6 @@ class StreamTransport(Engine):
             for receive in list(peer.receives):
                 self._end(peer, receive, self._lost(peer, why))
 
-    # --- sleeping ----------------------------------------------------------------------------------------------------
-
-    def _sleep(self, seconds: float) -> None:
-        poller = select.poll()
-        poller.register(self._bell, select.POLLIN)
-        with self.lock:
-            self._active = {rank: peer for rank, peer in self._active.items()
-                            if peer.reading or peer.outgoing or peer.awaited}
-            watched = {peer.link.fileno(): peer.link for peer in self._active.values()}
-            ready = self.error is not None
-            for peer in self._active.values():
-                events = peer.link.arm(peer.reading, bool(peer.outgoing))
-                poller.register(peer.link.fileno(), events)
-                ready = ready or not events
-        reported = {} if ready else dict(poller.poll(math.ceil(seconds * 1000)))
-        if self._bell.fileno() in reported:
-            with suppress(BlockingIOError):
-                self._bell.recv(4096)
-        for fileno, link in watched.items():
-            link.disarm(reported.get(fileno, 0))
-
-    def _wake(self) -> None:
-        with suppress(OSError):  # full: it is ringing already; closed: there is nobody to wake
-            self._ringer.send(b"!")
-
     # --- ending ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -265,5 +235,3 @@ class StreamTransport(Engine):
                 with suppress(OSError):
                     peer.link.write(goodbye, _NOTHING)
             peer.link.close()
-        self._bell.close()
-        self._ringer.close()

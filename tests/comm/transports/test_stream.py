@@ -13,8 +13,8 @@ import pytest
 from linked import KINDS, MAKERS, add, into, linked, tag
 
 from minidist.comm.transports import frames, stream
+from minidist.comm.transports.polled import PolledTransport
 from minidist.comm.transports.sockets import SocketLink
-from minidist.comm.transports.stream import StreamTransport
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 BIG = 3_000_000  # elements: more than any link holds
@@ -319,12 +319,12 @@ def test_a_death_ends_waits_that_are_under_way(kind, impatient):
         assert errors == [0, 0]
 
 
-def fed(data: bytes) -> StreamTransport:
+def fed(data: bytes) -> PolledTransport:
     """A rank whose peer, rank 0, sends `data` and ends."""
     mine, theirs = socket.socketpair()
     theirs.sendall(data)
     theirs.close()
-    return StreamTransport("sockets", 1, 5.0, {0: SocketLink(mine)}, 0)
+    return PolledTransport("sockets", 1, 5.0, {0: SocketLink(mine)}, 0)
 
 
 def header(nbytes: int, meta: bytes = b"meta") -> bytes:
@@ -398,7 +398,7 @@ def test_damaged_frames_at_length(impatient):
 
 def ping_pong(kind: str, rounds: int, sizes: tuple[int, ...]) -> None:
     """Every message waits for the one before, and every wait sleeps: a lost wake-up shows as a TimeoutError."""
-    def play(transport: StreamTransport, peer: int, starts: bool) -> None:
+    def play(transport: PolledTransport, peer: int, starts: bool) -> None:
         for turn in range(rounds):
             n = sizes[turn % len(sizes)]
             got = np.empty(n, np.int64)
@@ -412,7 +412,7 @@ def ping_pong(kind: str, rounds: int, sizes: tuple[int, ...]) -> None:
 
     first, second = MAKERS[kind]()
     child = os.fork()
-    transport = StreamTransport(kind, int(child == 0), 20.0, {int(child != 0): second if child == 0 else first}, 0)
+    transport = PolledTransport(kind, int(child == 0), 20.0, {int(child != 0): second if child == 0 else first}, 0)
     if child == 0:
         try:
             play(transport, 0, False)

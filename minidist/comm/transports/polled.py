@@ -1,0 +1,53 @@
+"""How a leader sleeps whose links the kernel can watch: until poll() has news of one, or a bell is rung.
+
+    leader   arms every link it waits for, one look more, poll(links, bell) ............ disarms them, takes a pass
+    others   start or finish a transfer, or abort: one byte into the bell ........^
+"""
+
+import math
+import select
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+
+from minidist.comm.transports.link import PolledLink
+from minidist.comm.transports.stream import StreamTransport
+
+
+class PolledTransport(StreamTransport):
+    """A StreamTransport over PolledLinks: sockets.py, shm.py."""
+
+    def __init__(self, name: str, world_rank: int, limit: float, links: Mapping[int, PolledLink], spins: int) -> None:
+        super().__init__(name, world_rank, limit, links, spins)
+        self._polled = dict(links)
+        self._bell, self._ringer = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ringer.setblocking(False)
+
+    def close(self) -> None:
+        super().close()
+        self._bell.close()
+        self._ringer.close()
+
+    def _sleep(self, seconds: float) -> None:
+        poller = select.poll()
+        poller.register(self._bell, select.POLLIN)
+        with self.lock:
+            self._active = {rank: peer for rank, peer in self._active.items()
+                            if peer.reading or peer.outgoing or peer.awaited}
+            watched = {self._polled[rank].fileno(): self._polled[rank] for rank in self._active}
+            ready = self.error is not None
+            for rank, peer in self._active.items():
+                events = self._polled[rank].arm(peer.reading, bool(peer.outgoing))
+                poller.register(self._polled[rank].fileno(), events)
+                ready = ready or not events
+        reported = {} if ready else dict(poller.poll(math.ceil(seconds * 1000)))
+        if self._bell.fileno() in reported:
+            with suppress(BlockingIOError):
+                self._bell.recv(4096)
+        for fileno, link in watched.items():
+            link.disarm(reported.get(fileno, 0))
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # full: it is ringing already; closed: there is nobody to wake
+            self._ringer.send(b"!")
