@@ -39,20 +39,18 @@ notes:   N0 DDP, 数据并行 工作流程; N1 DDP; N3 §3.1
 Source:  Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
 
-from functools import partial
-
 import numpy as np
 
 from minidist.comm.group import Group
 from minidist.comm.pending import Pending
-from minidist.errors import GradientError
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.common.buckets import BUCKET_BYTES, Bucket, make_buckets
+from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
+from minidist.parallel.common.order import InOrder
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
-from minidist.parallel.common.update import Batch, Loss, Part, clip_and_update, loss_of, part_of, zero_unused
-from minidist.tensor import Parameter, Tensor
+from minidist.parallel.common.update import Batch, Loss, Part, clip_and_update, loss_of, part_of
+from minidist.tensor import Tensor
 
 
 class DDP:
@@ -74,12 +72,10 @@ class DDP:
         self.recorder = recorder or Silent()
         self.parameters = list(model.parameters())
         self.buckets = make_buckets(self.parameters, bucket_bytes)
-        self._missing = [0] * len(self.buckets)     # gradients each bucket still waits for
         self._pending: list[Pending] = []           # all-reduces under way: of buckets 0, 1, …, without a gap
         check_equal_replicas(self.parameters, group, when="before the first step")          # DDP 1
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                parameter.hooks.append(partial(self._final, bucket.index))
+        self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce,
+                              who=f"DDP rank {group.rank} of {group.size}", by="DDP.backward")
 
     # ------------------------------------------------------------------------------------------------- partition
 
@@ -103,44 +99,22 @@ class DDP:
 
         Cost:    one all-reduce a bucket, begun during backward; returns when all have ended.
         """
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
-        self._pending = []
+        self._order.begin()
         with self.recorder.span("backward", notes="DDP 3"):
             if share is not None:
                 share.backward()
-            self._release_unused()
+            self._order.finish()
         with self.recorder.span("wait for gradients", notes="DDP 4"):
             for pending in self._pending:
                 pending.wait()
+        self._pending = []
 
-    def _final(self, index: int, parameter: Parameter) -> None:
-        """The hook on a parameter: its gradient is complete, so its bucket, and those behind it, may set out."""
-        if not self._missing[index]:
-            raise GradientError(f"DDP rank {self.group.rank} of {self.group.size}: a gradient for {parameter.name!r} "
-                                f"outside a step; go backward by DDP.backward, once a step, with the sum of the losses")
-        self._missing[index] -= 1
-        self._launch_complete()
-
-    def _launch_complete(self) -> None:
-        """Start the all-reduce of each complete bucket, strictly in the order of their indices.
-
-        A bucket that is complete waits for those before it, although that costs overlap: ranks may use different
-        parameters, and so complete their buckets in different orders; but the n-th collective of a group must be the
-        same one on every rank, or the sum of bucket 1 here would meet bucket 2 there.
-        """
-        while len(self._pending) < len(self.buckets) and not self._missing[len(self._pending)]:
-            self._pending.append(self._start_reduce(self.buckets[len(self._pending)]))
-
-    def _start_reduce(self, bucket: Bucket) -> Pending:
-        self.recorder.announce(self.group.axis, f"all_reduce bucket {bucket.index}")
-        return self.group.start_all_reduce(bucket.data, op="sum", out=bucket.data, algorithm=self.algorithm)
-
-    def _release_unused(self) -> None:
-        """Backward is over: what it did not reach here has gradient zero here, but perhaps not on other ranks."""
-        for bucket in self.buckets[len(self._pending):]:
-            zero_unused(bucket.parameters)
-            self._missing[bucket.index] = 0
-        self._launch_complete()
+    def _start_reduce(self, index: int) -> None:
+        """The bucket's last gradient is final, and those before it have set out (order.py says why)."""
+        bucket = self.buckets[index]
+        self.recorder.announce(self.group.axis, f"all_reduce bucket {index}")
+        self._pending.append(self.group.start_all_reduce(bucket.data, op="sum", out=bucket.data,
+                                                         algorithm=self.algorithm))
 
     # ------------------------------------------------------------------------------------------------------ step
 

@@ -84,7 +84,7 @@ class Zero1:
                            for piece in flat.pieces(weights[flat.own], bucket.data[flat.own])]
         self._pending: list[Pending] = []
         self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce,
-                              who=f"ZeRO-1 rank {group.rank} of {group.size}")
+                              who=f"ZeRO-1 rank {group.rank} of {group.size}", by="Zero1.backward")
 
     # ------------------------------------------------------------------------------------------------- partition
 

@@ -84,7 +84,7 @@ class Zero2:
             piece for flat, weights, shard in zip(self.flats, self.weights, self.gradients.shards, strict=True)
             for piece in flat.pieces(weights[flat.own], shard)]
         self._order = InOrder([flat.parameters for flat in self.flats], self.gradients.start,
-                              who=f"ZeRO-2 rank {group.rank} of {group.size}")
+                              who=f"ZeRO-2 rank {group.rank} of {group.size}", by="Zero2.backward")
 
     # ------------------------------------------------------------------------------------------------- partition
 

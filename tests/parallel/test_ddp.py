@@ -113,7 +113,7 @@ def test_planted_bugs_break_parity(serial: dict[str, Any], bug: str, monkeypatch
         monkeypatch.setattr(DDP, "forward", lambda self, part, divisor:
                             forward(self, part, divisor=3 * part.targets.size))
     else:
-        monkeypatch.setattr(DDP, "_start_reduce", lambda self, bucket: start(self, self.buckets[0]))
+        monkeypatch.setattr(DDP, "_start_reduce", lambda self, index: start(self, 0))
     wrong = run(3, **options)[0]
     monkeypatch.undo()
     right = run(1, **options)[0]

@@ -1,7 +1,8 @@
 """Which bucket may set out: the last gradient of each has come, and all before it have gone.
 
 Ranks may use different parameters, and so complete their buckets in different orders; but the n-th collective of a
-group must be the same one on every rank. So a complete bucket waits for those before it, although that costs overlap.
+group must be the same one on every rank, or the sum of bucket 1 here would meet bucket 2 there. So a complete bucket
+waits for those before it, although that costs overlap.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +17,12 @@ class InOrder:
     """Calls `start(index)` for each run of parameters once its gradients are final, strictly in order of the indices.
 
     Args:    runs: of parameters; their hooks tell when gradients are final.
-             who: the strategy and rank, for errors.
+             who: the strategy and rank; by: what to call instead; both for errors.
     """
 
-    def __init__(self, runs: Sequence[Sequence[Parameter]], start: Callable[[int], None], *, who: str) -> None:
-        self.runs, self.start, self.who = runs, start, who
+    def __init__(self, runs: Sequence[Sequence[Parameter]], start: Callable[[int], None], *, who: str,
+                 by: str) -> None:
+        self.runs, self.start, self.who, self.by = runs, start, who, by
         self.started = len(runs)
         self._missing = [0] * len(runs)     # gradients each run still waits for
         self._idle, self._quiet = True, False
@@ -46,8 +48,8 @@ class InOrder:
     def _final(self, index: int, parameter: Parameter) -> None:
         """The hook on a parameter: its gradient is complete, so its run, and those behind it, may set out."""
         if self._idle or not self._missing[index]:
-            raise GradientError(f"{self.who}: a gradient for {parameter.name!r} outside a step; go backward by the "
-                                f"strategy's backward, with the sum of the losses")
+            raise GradientError(f"{self.who}: a gradient for {parameter.name!r} outside a step; go backward by "
+                                f"{self.by}, with the sum of the losses")
         self._missing[index] -= 1
         if not self._quiet:
             self._start_complete()
