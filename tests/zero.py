@@ -3,6 +3,8 @@
 from typing import Any
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 from training import SMALL_BUCKETS, difference, global_batch, tiny
 
 import minidist as md
@@ -18,6 +20,13 @@ from minidist.parallel.zero3 import Zero3
 BOUND = 1e-10
 STAGES: dict[int, Any] = {1: Zero1, 2: Zero2, 3: Zero3}
 OPTIMIZERS: dict[str, Any] = {"adamw": AdamW, "adam": Adam, "sgd": SGD}
+
+any_job = given(size=st.integers(1, 5), accumulate=st.integers(1, 3), options=st.fixed_dictionaries({
+    "sequences": st.integers(1, 9), "bucket_bytes": st.sampled_from([1, 500, 1 << 20]),
+    "optimizer": st.sampled_from(["adamw", "adam", "sgd"]), "clip": st.sampled_from([None, 0.1]),
+    "frozen": st.sampled_from([(), ("tokens.weight", "blocks.0.mlp.up.bias")]),
+    "changes": st.fixed_dictionaries({"tied": st.booleans(), "layers": st.just(1)})}))
+"""Of ZeRO-1 and ZeRO-2: uneven parts and shards, ranks without a row, accumulation, tied and frozen weights."""
 
 
 def make(world: Any, stage: int, model: GPT, **options: Any) -> Any:

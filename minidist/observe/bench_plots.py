@@ -26,12 +26,7 @@ def draw_bus_bandwidth(path: Path, title: str, seconds: dict[int, dict[str, dict
             panel.plot(sizes, [bandwidth(size, times[size], ranks) / 1e9 for size in sizes], label=name, marker="o",
                        markersize=3.5, color=COLOURS.get(name.partition("_")[0], f"C{index}"),
                        linestyle="--" if name.partition("_")[0] in PEERS else "-")
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.set_title(f"{ranks} ranks", loc="left")
-        panel.set_xlabel("message, bytes")
-        panel.xaxis.set_major_formatter(lambda value, _: bytes_text(value))
-        panel.grid(alpha=0.25)
+        _over_bytes(panel, ranks, "message, bytes")
     panels[0].set_ylabel("bus bandwidth, GB/s")
     panels[-1].legend(frameon=False)
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
@@ -97,16 +92,21 @@ def draw_calibration(path: Path, result: dict[str, Any]) -> None:
             panel.plot(sizes, [time * 1e6 for _, time in points], "o", markersize=3.5, color=colour)
             panel.plot(sizes, [(link["alpha"] + moved * link["beta"]) * 1e6 for moved in sizes], color=colour,
                        label=link["link"])
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.set_title(f"{count} ranks", loc="left")
-        panel.set_xlabel("bytes exchanged")
-        panel.xaxis.set_major_formatter(lambda value, _: bytes_text(value))
-        panel.grid(alpha=0.25)
+        _over_bytes(panel, count, "bytes exchanged")
     panels[0].set_ylabel("µs")
     panels[0].legend(frameon=False)
     figure.suptitle("an exchange: measured (points) and fitted α + nβ (lines)", x=0.01, ha="left", fontweight="bold")
     figure.savefig(path, dpi=130)
+
+
+def _over_bytes(panel: Any, ranks: Any, label: str) -> None:
+    """Both axes logarithmic, bytes along the lower one."""
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_title(f"{ranks} ranks", loc="left")
+    panel.set_xlabel(label)
+    panel.xaxis.set_major_formatter(lambda value, _: bytes_text(value))
+    panel.grid(alpha=0.25)
 
 
 def bytes_text(value: float) -> str:

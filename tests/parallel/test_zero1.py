@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training import SMALL_BUCKETS, difference, global_batch, tiny
-from zero import BOUND, check_equal, sent_for_training, train
+from zero import BOUND, any_job, check_equal, sent_for_training, train
 
 import minidist as md
 from minidist.errors import ConfigError, GradientError, MismatchError
@@ -39,13 +39,6 @@ def test_same_bits_over_sockets() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
     check_equal(1, size, {"context": 16, "width": 16, "layers": 3}, transport=transport, steps=20, sequences=9)
-
-
-any_job = given(size=st.integers(1, 5), accumulate=st.integers(1, 3), options=st.fixed_dictionaries({
-    "sequences": st.integers(1, 9), "bucket_bytes": st.sampled_from([1, 500, 1 << 20]),
-    "optimizer": st.sampled_from(["adamw", "adam", "sgd"]), "clip": st.sampled_from([None, 0.1]),
-    "frozen": st.sampled_from([(), ("tokens.weight", "blocks.0.mlp.up.bias")]),
-    "changes": st.fixed_dictionaries({"tied": st.booleans(), "layers": st.just(1)})}))
 
 
 @settings(max_examples=8)
