@@ -20,6 +20,7 @@ from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
 from minidist.ops.attention import KEEP_UP_TO, QUERY_BLOCK
 from minidist.optim import Adam
+from minidist.parallel.common.memory import MIXED, SINGLE, STATE, state_bytes
 from minidist.teaching import arguments, run_lesson
 from minidist.tensor import no_grad
 
@@ -107,13 +108,14 @@ def one_step(page: Page, ids: np.ndarray) -> tuple[dict[str, dict[str, int]], in
 def beside_formula(page: Page, memory: dict[str, dict[str, int]], parameters: int) -> None:
     """Bytes a parameter, by category."""
     rows, together = [], 0
-    for category, bytes_each in (("parameters", 4), ("gradients", 4), ("optimizer", 8)):
-        measured = memory[category]["now"]
+    for category in STATE:
+        measured, bytes_each = memory[category]["now"], getattr(SINGLE, category)
         together += measured
         rows.append([category, measured, f"{bytes_each} x {parameters}", bytes_each * parameters,
                      f"{measured / parameters:.2f}", verdict(measured, bytes_each * parameters)])
-    rows.append(["together", together, f"16 x {parameters}", 16 * parameters, f"{together / parameters:.2f}",
-                 verdict(together, 16 * parameters)])
+    all_of_it = SINGLE.together
+    rows.append(["together", together, f"{all_of_it} x {parameters}", all_of_it * parameters,
+                 f"{together / parameters:.2f}", verdict(together, all_of_it * parameters)])
     page.table("float32 with Adam, after one step",
                ["category", "measured bytes", "formula", "", "bytes a parameter", ""], rows)
 
@@ -122,11 +124,10 @@ def seven_billion(page: Page) -> None:
     """What N2:16-26 says, what follows from its own numbers, and what N4's five sources give."""
     pie = (35, 15, 45)
     own = (14, 14, 56)
-    mixed = tuple(bytes_each * 7 for bytes_each in (2, 2, 12))
-    float32 = tuple(bytes_each * 7 for bytes_each in (4, 4, 8))
+    mixed, float32 = ([round(state_bytes(7, each)[name]) for name in STATE] for each in (MIXED, SINGLE))
     rows = [[name, f"{pie[i]} %",
              *(f"{part[i]} GB, {100 * part[i] / sum(part):.0f} %" for part in (own, mixed, float32))]
-            for i, name in enumerate(("parameters", "gradients", "optimizer"))]
+            for i, name in enumerate(STATE)]
     rows.append(["together", "95 %", *(f"{sum(part)} GB" for part in (own, mixed, float32))])
     page.table("7 billion parameters", ["", "pie, N2:16", "list, N2:24", "mixed, N4:241", "float32"], rows,
                note="N2's list leaves out the fp32 master weights: 56 GB where N4's five sources give 84")

@@ -18,6 +18,7 @@ from minidist.comm.group import Group
 from minidist.errors import ConfigError
 from minidist.observe.plots import draw_loss
 from minidist.observe.timeline import Timeline, write_perfetto
+from minidist.parallel.common.memory import STATE, Each, state_bytes
 from minidist.parallel.ddp import DDP
 from minidist.parallel.hybrid import Trainer
 from minidist.parallel.single import Single
@@ -149,9 +150,10 @@ def short(number: float) -> str:
 
 def bytes_a_parameter(metrics: Metrics) -> dict[str, float]:
     """What theory gives a rank to hold between steps, by category: parts of it are divided under ZeRO."""
-    each, zero, size = metrics["parameter_bytes"] // metrics["parameters"], metrics["plan"]["zero"], metrics["size"]
-    return {"parameters": each / (size if zero >= 3 else 1), "gradients": each / (size if zero >= 2 else 1),
-            "optimizer": each * metrics["optimizer_moments"] / (size if zero >= 1 else 1)}
+    plan = metrics["plan"]
+    each = Each.of(metrics["parameter_bytes"] // metrics["parameters"], moments=metrics["optimizer_moments"])
+    held = state_bytes(1, each, zero=plan["zero"], ranks=plan["dp"])
+    return {category: held[category] for category in STATE}
 
 
 def traffic_table(metrics: Metrics) -> Table:

@@ -1,0 +1,53 @@
+"""The memory formula: the numbers of the ZeRO paper, of NOTES.md, and of every stage beside the other."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minidist.parallel.common.memory import MIXED, SINGLE, STATE, Each, in_flight, saving, state_bytes
+
+BILLION = 10**9
+
+
+@pytest.mark.parametrize(("zero", "gigabytes"), [(0, "120.0"), (1, "31.4"), (2, "16.6"), (3, "1.9")])
+def test_the_papers_figure(zero: int, gigabytes: str) -> None:
+    """7.5 billion parameters, 64 devices, K = 12."""
+    total = state_bytes(7_500_000_000, MIXED, zero=zero, ranks=64)["total"] / BILLION
+    assert f"{total:.1f}" == gigabytes
+
+
+@pytest.mark.parametrize(("each", "ranks", "one", "two"), [
+    (MIXED, 64, "3.8", "7.2"), (MIXED, 4, "2.3", "2.9"), (MIXED, 10**6, "4.0", "8.0"),
+    (SINGLE, 4, "1.6", "2.3"), (SINGLE, 64, "2.0", "3.8"), (SINGLE, 10**6, "2.0", "4.0")])
+def test_how_much_is_saved(each: Each, ranks: int, one: str, two: str) -> None:
+    """N0:381 and N2:100 give the limits, 4 and 8, for all N."""
+    assert (f"{saving(each, zero=1, ranks=ranks):.1f}", f"{saving(each, zero=2, ranks=ranks):.1f}") == (one, two)
+    assert saving(each, zero=3, ranks=ranks) == pytest.approx(ranks)
+
+
+def test_bytes_each() -> None:
+    assert Each(2, 2, 12) == MIXED and Each(4, 4, 8) == SINGLE and MIXED.together == SINGLE.together == 16
+    assert Each.of(8) == Each(8, 8, 16) and Each.of(4, moments=0) == Each(4, 4, 0)
+    assert Each.of(2, moments=1, masters=True) == Each(2, 2, 8)
+
+
+def test_n4_drops_the_parameters_of_stage_two() -> None:
+    """N4:338 gives (2+K)Ψ/N for stage 2; with the 2Ψ it is the paper's 16.6 GB, without it would be 1.6."""
+    held = state_bytes(7_500_000_000, MIXED, zero=2, ranks=64)
+    without = (held["gradients"] + held["optimizer"]) / BILLION
+    assert f"{without:.1f}" == "1.6" and held["parameters"] == 15 * BILLION
+
+
+@given(parameters=st.integers(0, 10**12), ranks=st.integers(1, 1000), zero=st.integers(0, 3))
+def test_a_stage_never_takes_more(parameters: int, ranks: int, zero: int) -> None:
+    held = state_bytes(parameters, MIXED, zero=zero, ranks=ranks)
+    before = state_bytes(parameters, MIXED, zero=max(0, zero - 1), ranks=ranks)
+    assert all(held[name] <= before[name] for name in (*STATE, "total"))
+    assert held["total"] == pytest.approx(sum(held[name] for name in STATE))
+    assert held == state_bytes(parameters, MIXED, zero=zero, ranks=7 * ranks, shard=ranks)     # hybrid sharding
+
+
+def test_in_flight() -> None:
+    assert in_flight(1, largest=5, root=3) == {"parameters": 0, "gradients": 0}
+    assert in_flight(2, largest=5, root=3) == {"parameters": 0, "gradients": 13}
+    assert in_flight(3, largest=5, root=3, ahead=2) == {"parameters": 18, "gradients": 13}
