@@ -1,0 +1,125 @@
+"""Overlap: how much of the time that communication takes lies under computation.
+
+    communication       | all_gather 2 |   | reduce_scatter 2 |
+    compute         | forward      |wait| backward        |wait|
+    hidden              |==========|        |=============|            the share: ==== of all communication
+
+Computation is what runs in a step's forward, backward and optimizer but for the waits inside; communication is every
+collective from begin to end on whichever thread, scalars (the axis `control`) apart. A collective that waits for a
+slower rank counts as under way: for this rank it is.
+
+    timelines = timeline.collect(world)                 # rank 0
+    measure(timelines[0]).share                         # 0.93: 93 % of communication is hidden
+
+notes: N2 §11.1, N4 §7
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from minidist.observe.timeline import Span, Timeline
+
+Interval = tuple[float, float]
+
+CONTAINERS = ("step",)
+"""Spans that only hold others."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds of one rank's time: some collective under way; computing; both at once; waiting for a collective."""
+
+    communication: float
+    computation: float
+    hidden: float
+    waited: float
+
+    @property
+    def share(self) -> float:
+        """The part of communication that lies under computation; 1 where there is no communication."""
+        return self.hidden / self.communication if self.communication else 1.0
+
+
+def measure(timeline: Timeline, *, steps: Iterable[int] | None = None) -> Overlap:
+    """The overlap on one rank's timeline, from the begin of the first step to the end of the last.
+
+    Args:    steps: of these steps (default: all spans there are). A collective that crosses an edge counts by its part.
+    """
+    window = _window(timeline, set(steps)) if steps is not None else None
+    waits = union(_of(waiting(timeline), window))
+    computing = subtract(union(_of(working(timeline), window)), waits)
+    communicating = union(_of(collectives(timeline), window))
+    return Overlap(length(communicating), length(computing), length(intersect(communicating, computing)),
+                   length(waits))
+
+
+def together(parts: Sequence[Overlap]) -> Overlap:
+    """The sums over ranks: their share is the whole job's."""
+    return Overlap(*(sum(getattr(part, name) for part in parts) for name in Overlap.__dataclass_fields__))
+
+
+# ------------------------------------------------------------------------------------------------ kinds of spans
+
+def collectives(timeline: Timeline) -> list[Span]:
+    """The calls that moved arrays, scalars apart."""
+    return [span for span in timeline.spans if span.row == "communication" and "verb" in span.details
+            and span.details.get("axis") != "control" and span.details["verb"] != "barrier"]
+
+
+def waiting(timeline: Timeline) -> list[Span]:
+    """Where the rank stood still for a collective: strategies call such spans "wait for …"."""
+    return [span for span in timeline.spans if span.row == "compute" and span.name.startswith("wait")]
+
+
+def working(timeline: Timeline) -> list[Span]:
+    """Forward, backward, optimizer and the like, with the waits that lie in them."""
+    return [span for span in timeline.spans if span.row == "compute" and not span.name.startswith("wait")
+            and span.name not in CONTAINERS]
+
+
+def _window(timeline: Timeline, steps: set[int]) -> Interval:
+    chosen = [span for span in timeline.spans if span.name == "step" and span.details.get("step") in steps]
+    return (min((span.start for span in chosen), default=0.0), max((span.stop for span in chosen), default=0.0))
+
+
+def _of(spans: Iterable[Span], window: Interval | None) -> list[Interval]:
+    intervals = [(span.start, span.stop) for span in spans]
+    return intervals if window is None else intersect(union(intervals), [window])
+
+
+# ----------------------------------------------------------------------------------------------------- intervals
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points, as intervals in order that do not touch."""
+    merged: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        elif stop > start:
+            merged.append((start, stop))
+    return merged
+
+
+def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """The points in both; each given as `union` returns it."""
+    common, i, j = [], 0, 0
+    while i < len(one) and j < len(other):
+        start, stop = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if start < stop:
+            common.append((start, stop))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """The points of `one` that are not in `other`; each given as `union` returns it."""
+    edges = [-float("inf"), *(edge for interval in other for edge in interval), float("inf")]
+    return intersect(one, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Seconds together."""
+    return sum(stop - start for start, stop in intervals)
