@@ -205,15 +205,17 @@ class Parameter(Tensor):
 
     `hooks` are called with the parameter once per backward that reaches it, when the last contribution to its gradient
     has arrived (also for tied weights, which get several). `data` may be replaced at any time, by a shard or by an
-    empty array: the tape reads it again when backward needs it. `lender(parameter)`, if set, gives the view to bind
-    when a gradient comes and none is bound.
+    empty array: the tape reads it again when backward needs it. `arrival()`, if set, is called before `data` is read:
+    its numbers are on their way from other ranks. `lender(parameter)`, if set, gives the view to bind when a gradient
+    comes and none is bound.
     """
 
-    __slots__ = ("name", "hooks", "lender", "_data", "_grad", "_view", "_fresh")
+    __slots__ = ("name", "hooks", "arrival", "lender", "_data", "_grad", "_view", "_fresh")
 
     def __init__(self, data: Array, *, name: str = "", requires_grad: bool = True) -> None:
         self._view: Array | None = None
         self._fresh = False
+        self.arrival: Callable[[], None] | None = None
         super().__init__(data, requires_grad=requires_grad)
         self.name = name
         self.hooks: list[Callable[[Parameter], None]] = []
@@ -221,7 +223,9 @@ class Parameter(Tensor):
 
     @property
     def data(self) -> Array:  # type: ignore[override]  # the slot of Tensor becomes a property, to be counted
-        """The array itself."""
+        """The array itself; returns when its numbers have arrived."""
+        if self.arrival is not None:
+            self.arrival()
         return self._data
 
     @data.setter

@@ -60,10 +60,12 @@ class Weight(Parameter):
 
     @property
     def data(self) -> Array:
-        """The array itself.
+        """The array itself; returns when its numbers have arrived.
 
         Raises: ConfigError before anything was drawn or loaded.
         """
+        if self.arrival is not None:
+            self.arrival()
         if not self.drawn:
             raise ConfigError(f"parameter {self.name or '(unnamed)'} of shape {self.shape} has no values yet; "
                               f"call model.initialize(seed) or model.load_state_dict(...) first")

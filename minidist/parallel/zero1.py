@@ -32,7 +32,7 @@ The notes' steps (N4:298), as they happen here:
     ZeRO-1 2  reduce-scatter, bucket by bucket, during backward: rank r gets the sum of chunk r. (N0:335 lets all ranks
               have all sums, an all-reduce; then the weights travel on top of it, and a step costs 3Ψ.)
     ZeRO-1 3  each rank updates its chunk by its share of the optimizer's state.
-    ZeRO-1 4  all-gather of the new weights.
+    ZeRO-1 4  all-gather of the new weights. It sets out here; the next forward waits for each weight as it comes to it.
 
 notes:   N0 ZeRO1, N4 §5
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
@@ -42,11 +42,11 @@ from minidist.comm.group import Group
 from minidist.comm.pending import Pending
 from minidist.nn import Module
 from minidist.optim import Optimizer
+from minidist.parallel.common.arrivals import Arrivals
 from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
 from minidist.parallel.common.flat import (
     Flat,
     clip_and_update_shards,
-    gather_weights,
     micro_parts,
     sum_in_order,
     trainable,
@@ -83,6 +83,7 @@ class Zero1:
         self.parameters = [piece for flat, weights, bucket in zip(self.flats, self.weights, self.buckets, strict=True)
                            for piece in flat.pieces(weights[flat.own], bucket.data[flat.own])]
         self._pending: list[Pending] = []
+        self.arrivals = Arrivals(self.flats, self.weights, group, algorithm=algorithm, recorder=self.recorder)
         self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce,
                               who=f"ZeRO-1 rank {group.rank} of {group.size}", by="Zero1.backward")
 
@@ -137,8 +138,10 @@ class Zero1:
                 share = self.forward(part, divisor=batch[1].size)
             self.backward(share, last=number == accumulate)
             total += 0.0 if share is None else float(share.item())
+        with self.recorder.span("loss", "communication"):
+            loss = sum_in_order(self.group, total)
+        self.arrivals.settle()
         with self.recorder.span("optimizer", notes="ZeRO-1 3"):
             clip_and_update_shards(optimizer, self.parameters, self.group, lr=lr, clip=clip)
-        gather_weights(self.flats, self.weights, self.group, algorithm=self.algorithm, recorder=self.recorder)
-        with self.recorder.span("loss", "communication"):
-            return sum_in_order(self.group, total)
+        self.arrivals.start()
+        return loss

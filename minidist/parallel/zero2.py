@@ -4,8 +4,8 @@ The idea. A rank needs the summed gradient of its own chunk only, so why keep th
 gradient is final, the bucket is reduce-scattered; each rank adds its chunk of the sum to its shard and frees the
 bucket. The whole gradient is computed, but never all of it is there:
 
-    compute         forward | backward: layer 4 | layer 3          | layer 2          | … | wait | own chunk | wait
-    communication                               | reduce layer 4   | reduce layer 3   | …               all-gather
+    compute         forward | backward: layer 4 | layer 3          | layer 2          | … | wait | own chunk | forward
+    communication   gather  |                   | reduce layer 4   | reduce layer 3   | …                    | gather
     buckets held                        4 fills | 4 flies, 3 fills | 3 flies, 2 fills | …   none
 
 Who holds what, Ψ parameters in float32 with Adam (K = 8) on P ranks:
@@ -32,7 +32,7 @@ The notes' steps (N4:349), as they happen here:
     ZeRO-2 1b  and are freed when their sum has arrived. (N4:351 has them wait until they have "fed" the layer before;
                but it is the gradients of activations that do that, never those of weights.)
     ZeRO-2 2   each rank updates its chunk.
-    ZeRO-2 3   all-gather of the new weights.
+    ZeRO-2 3   all-gather of the new weights: it sets out here, and hides behind the next step's forward.
 
 notes:   N0 ZeRO2, N4 §6
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
@@ -41,11 +41,11 @@ Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tr
 from minidist.comm.group import Group
 from minidist.nn import Module
 from minidist.optim import Optimizer
+from minidist.parallel.common.arrivals import Arrivals
 from minidist.parallel.common.buckets import BUCKET_BYTES, cut
 from minidist.parallel.common.flat import (
     Flat,
     clip_and_update_shards,
-    gather_weights,
     micro_parts,
     sum_in_order,
     trainable,
@@ -83,6 +83,7 @@ class Zero2:
         self.parameters = [
             piece for flat, weights, shard in zip(self.flats, self.weights, self.gradients.shards, strict=True)
             for piece in flat.pieces(weights[flat.own], shard)]
+        self.arrivals = Arrivals(self.flats, self.weights, group, algorithm=algorithm, recorder=self.recorder)
         self._order = InOrder([flat.parameters for flat in self.flats], self.gradients.start,
                               who=f"ZeRO-2 rank {group.rank} of {group.size}", by="Zero2.backward")
 
@@ -129,8 +130,10 @@ class Zero2:
                 share = self.forward(part, divisor=batch[1].size)
             self.backward(share)
             total += 0.0 if share is None else float(share.item())
+        with self.recorder.span("loss", "communication"):
+            loss = sum_in_order(self.group, total)
+        self.arrivals.settle()
         with self.recorder.span("optimizer", notes="ZeRO-2 2"):
             clip_and_update_shards(optimizer, self.parameters, self.group, lr=lr, clip=clip)
-        gather_weights(self.flats, self.weights, self.group, algorithm=self.algorithm, recorder=self.recorder)
-        with self.recorder.span("loss", "communication"):
-            return sum_in_order(self.group, total)
+        self.arrivals.start()
+        return loss

@@ -18,7 +18,6 @@ from minidist.comm.group import Group
 from minidist.errors import ConfigError
 from minidist.optim import Optimizer, clip_scale
 from minidist.optim.clip import sum_of_squares
-from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.update import Part, part_of
 from minidist.tensor import Parameter
 
@@ -117,21 +116,6 @@ def micro_parts(part: Part, count: int) -> list[Part]:
         raise ConfigError(f"accumulate={count}: a step has at least one backward pass")
     micros = [part_of((part.inputs, part.targets), size=count, rank=number) for number in range(count)]
     return [Part(micro.inputs, micro.targets, part.first + micro.first) for micro in micros]
-
-
-def gather_weights(flats: Sequence[Flat], weights: Sequence[Array], group: Group, *, algorithm: str,
-                   recorder: Recorder) -> None:
-    """Every rank gets the chunks of `weights` (a whole vector for each flat) that the others have updated.
-
-    Cost:    one all-gather a flat.
-    """
-    pending = []
-    for index, (flat, vector) in enumerate(zip(flats, weights, strict=True)):
-        recorder.announce(group.axis, f"all_gather bucket {index}")
-        pending.append(group.start_all_gather(vector[flat.own], out=vector, algorithm=algorithm))
-    with recorder.span("wait for weights"):
-        for call in pending:
-            call.wait()
 
 
 def sum_in_order(group: Group, value: float) -> float:

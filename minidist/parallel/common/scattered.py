@@ -77,7 +77,8 @@ class Scattered:
         if self._in_flight is None:
             return
         (index, pending), self._in_flight = self._in_flight, None
-        pending.wait()
+        with self.recorder.span(f"wait for {self.what} {index}"):
+            pending.wait()
         buffer, flat = self._buffers.pop(index), self.flats[index]
         if not self._empty[index]:
             self.shards[index] += buffer[flat.own]
