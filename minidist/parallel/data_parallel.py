@@ -1,0 +1,296 @@
+"""Chapter 05 · DP: one process drives all devices, a thread for each replica; device 0 has everything to do.
+
+The idea. A program for one device is to use several, and nobody wants to start processes. So the process copies the
+model to every device in every step, sends each a part of the batch, and fetches what comes out; the loss, the
+gradients' sum and the optimizer stay on device 0, as they were. It fits any model in one line, and device 0 is its
+bottleneck: everything leaves from there and comes back there.
+
+                      rows, model                     outputs
+    device 0   -------------------->  device 1..R-1  ---------->  device 0: loss
+               -------------------->                 ---------->  device 0: sum, optimizer
+                  outputs' gradients                  parameters' gradients
+
+Who holds what, Ψ parameters in float32 with Adam, a batch of B rows with outputs of O bytes, R devices:
+
+                 device 0                            each other device
+    batch        B rows                              B/R, cut in array_split order
+    parameters   4Ψ                                  4Ψ   a copy, overwritten in every step
+    gradients    4Ψ   own part's, then the sum       4Ψ   own part's
+    optimizer    8Ψ                                  -
+    activations  A/R + O + O                         A/R
+                 outputs of all, their gradients
+
+Cost, a step (device 0 talks to each of the others; there is no ring):
+
+    device 0 sends     (R-1) × 4Ψ  the model;  the inputs and the outputs' gradients of the others' rows
+    the others send    4Ψ each     gradients;  the outputs of their rows
+    messages           device 0: (R-1) × (2 + runs), each other 1 + runs; a run is the parameters of a dtype, frozen
+                       ones apart (these have no gradients); R-1 empty ones more where a device has no row
+
+So 2(R-1) × 4Ψ pass through device 0, against 2(R-1)/R × 4Ψ in and as much out of each rank in DDP.
+
+The notes' steps (N0:133), as they happen here:
+
+    DP 1  device 0 reads the data and deals it out.
+    DP 2  device 0 copies the present model to the others.
+    DP 3  every device makes its forward; the outputs go to device 0, which computes the loss.
+    DP 4  "the loss goes to the others, for backward".  It is the *outputs' gradients* that go: the loss of the whole
+          batch is one number, and no device could begin its backward with that.
+    DP 5  the gradients come back to device 0, which "averages them".  It *sums* them: the loss is the mean of the whole
+          batch already, so averaging is off by R.
+
+N1:22 lets the replicas update themselves and then be synchronised: they never update; they are overwritten (DP 2).
+N0:142 "all training is in one thread", N0:143 "one process, many threads": one process, a thread for each replica. They
+take turns in Python, since one interpreter runs bytecode of one thread at a time (the GIL); but BLAS, and copying, run
+outside of it (N1:38 says a process can use one core only).
+
+notes:   N0 DP, N1 DP
+Source:  PyTorch's torch.nn.DataParallel: replicate, scatter, parallel_apply, gather.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from minidist import account, ops
+from minidist.account import MemoryAccount
+from minidist.backend import Array
+from minidist.comm.group import Group
+from minidist.comm.ledger import Ledger
+from minidist.comm.transports.mailbox import connect
+from minidist.errors import CommError, ConfigError, PeerLostError
+from minidist.nn import Module
+from minidist.optim import Optimizer
+from minidist.parallel.common.buckets import cut, make_buckets
+from minidist.parallel.common.flat import Flat, empty_like, micro_parts
+from minidist.parallel.common.recorder import Recorder, Silent
+from minidist.parallel.common.update import Batch, Part, clip_and_update, zero_unused
+from minidist.tensor import Parameter, Tensor
+
+EVERYTHING = 1 << 62
+"""Bytes of a bucket that holds all parameters of a dtype."""
+
+Forward = Callable[[Module, Array, int], Tensor]
+"""`forward(replica, inputs, first)`: outputs, a row for each row of inputs, which begin at row `first` of the batch."""
+
+OutputLoss = Callable[[Tensor, Array, int], Tensor]
+"""`loss(outputs, targets, divisor)`: the sum of the losses over `divisor`, one number."""
+
+
+def plain_forward(replica: Module, inputs: Array, first: int) -> Tensor:
+    """The model called with its inputs."""
+    return replica(inputs)      # type: ignore[no-any-return]
+
+
+def cross_entropy(outputs: Tensor, targets: Array, divisor: int) -> Tensor:
+    """Of logits (…, classes) and integer targets (…)."""
+    return ops.cross_entropy(outputs, targets, divisor=divisor)     # type: ignore[no-any-return]
+
+
+class Device:
+    """One device: a replica, what fills its memory, what it sent.
+
+    Attributes: rank     its number; 0 has the model that the user gave
+                group    its end of the links to the other devices; its ledger counts what this device sends
+                account  this device's memory
+                model    its replica
+    """
+
+    def __init__(self, model: Module, group: Group, memory: MemoryAccount, recorder: Recorder) -> None:
+        self.rank, self.group, self.account, self.model, self.recorder = group.rank, group, memory, model, recorder
+        parameters = list(model.parameters())
+        learning = [p for p in parameters if p.requires_grad]
+        self.flats = [Flat(run, group) for kind in (learning, [p for p in parameters if not p.requires_grad])
+                      for run in cut(kind, EVERYTHING)]
+        self.buckets = make_buckets(learning, EVERYTHING)
+        self.weights = [flat.join() if self.rank == 0 else _room(flat) for flat in self.flats]
+
+
+def replicate(model: Module) -> Module:
+    """A copy of the model's structure, whose parameters have names, shapes and dtypes, and no values yet."""
+    memo: dict[int, Parameter] = {}
+    for parameter in model.parameters():
+        nothing = np.broadcast_to(np.zeros((), parameter.dtype), parameter.shape)
+        memo[id(parameter)] = Parameter(nothing, name=parameter.name, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def _room(flat: Flat) -> Array:
+    """A vector for the weights that will come, its views the parameters' data."""
+    vector = empty_like(flat.parameters[0].data, flat.size, "parameters")
+    for parameter, view in flat.views(vector):
+        parameter.data = view
+    return vector
+
+
+class DataParallel:
+    """A model on several devices of one process.
+
+    Args:    model: stays on device 0, where it is updated.
+             replicas: how many devices; each is a thread of its own during a step, device 0 the caller's.
+             forward: of a replica (default: call it); loss: of the outputs of the whole batch (default: cross-entropy).
+             recorders: one a device, told what runs when.
+             limit: seconds that a device waits for another.
+    Attributes: parameters: device 0's, what the optimizer is made of; devices.
+    Raises:  ConfigError if there is no replica, or nothing to train.
+    """
+
+    def __init__(self, model: Module, replicas: int, *, forward: Forward = plain_forward,
+                 loss: OutputLoss = cross_entropy, recorders: Sequence[Recorder] = (), limit: float = 60.0) -> None:
+        if replicas < 1 or len(recorders) not in (0, replicas):
+            raise ConfigError(f"DataParallel: {replicas} replicas and {len(recorders)} recorders; take at least one "
+                              f"replica, and a recorder for each or none")
+        self.model, self.forward, self.loss = model, forward, loss
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ConfigError("DataParallel: no parameter asks for a gradient, so there is nothing to train; leave "
+                              "some requires_grad on")
+        self.devices: list[Device] = []
+        self._failure: tuple[int, BaseException] | None = None
+        self._transports = connect(replicas, limit, unbuffered=False)
+        for rank, transport in enumerate(self._transports):
+            group = Group(transport, Ledger(rank), range(replicas), axis="dp")
+            memory = MemoryAccount() if rank else account.current()
+            with account.use(memory):
+                self.devices.append(Device(replicate(model) if rank else model, group, memory,
+                                           recorders[rank] if recorders else Silent()))
+
+    # ------------------------------------------------------------------------------------------------- partition
+
+    def split(self, device: Device, inputs: Array | None) -> Array:
+        """This device's rows of the inputs, which device 0 has (DP 1). Cost: device 0 sends the others' rows."""
+        return device.group.scatter(inputs, algorithm="naive")      # type: ignore[no-any-return]
+
+    def copy_model(self, device: Device) -> None:
+        """Device 0's weights, on every device (DP 2). Cost: device 0 sends (R-1) models."""
+        for weights in device.weights:
+            device.group.broadcast(weights, out=weights, algorithm="naive")
+        if device.rank:
+            for mine, original in zip(device.model.modules(), self.model.modules(), strict=True):
+                mine.training = original.training
+
+    # --------------------------------------------------------------------------------------------------- forward
+
+    def gather_outputs(self, device: Device, outputs: Tensor | None, *, idle: bool) -> Array | None:
+        """All outputs, in the order of the rows, on device 0; None elsewhere (DP 3).
+
+        Args:    idle: whether some device has no row, and so no outputs: device 0 then tells their shape.
+        Cost:    the others send their outputs.
+        """
+        rows = None if outputs is None else outputs.data
+        if idle:
+            empty = device.group.broadcast(None if rows is None or device.rank else rows[:0], algorithm="naive")
+            rows = empty if rows is None else rows
+        whole = device.group.gather(rows, algorithm="naive")
+        return None if whole is None else account.current().hold(whole, "activations")
+
+    def loss_of(self, outputs: Array, targets: Array, divisor: int) -> tuple[Array, float]:
+        """On device 0: the outputs' gradients, and the loss."""
+        leaf = Tensor(outputs, requires_grad=True)
+        loss = self.loss(leaf, targets, divisor)
+        loss.backward()
+        assert leaf.grad is not None
+        return leaf.grad, float(loss.item())
+
+    # -------------------------------------------------------------------------------------------------- backward
+
+    def backward(self, device: Device, outputs: Tensor | None, gradients: Array | None) -> None:
+        """The outputs' gradients, dealt out by device 0, through this device's replica (DP 4).
+
+        Cost:    device 0 sends the others' rows.
+        """
+        dy = account.current().hold(device.group.scatter(gradients, algorithm="naive"), "activations")
+        with device.recorder.span("backward", notes="DP 4"):
+            if outputs is not None:
+                outputs.backward(dy)
+
+    def sum_gradients(self, device: Device) -> None:
+        """The replicas' gradients, added up on device 0 in the order of the devices (DP 5).
+
+        Cost:    the others send a gradient for each parameter.
+        """
+        for bucket in device.buckets:
+            zero_unused(bucket.parameters)
+            device.group.reduce(bucket.data, out=bucket.data, algorithm="naive")
+
+    # ------------------------------------------------------------------------------------------------------ step
+
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
+        """One step on the whole batch; returns its mean loss.
+
+        Args:    optimizer: made of `self.parameters`; lr: this step's learning rate (None: the optimizer's own).
+                 clip: bound of the gradients' common norm; accumulate: in how many passes the rows are taken; the
+                 model is copied before the first, the gradients are summed after the last.
+        Raises:  what a replica raised, naming it; ConfigError for a batch without a row.
+        """
+        micros = [micro for micro in micro_parts(Part(*batch, first=0), accumulate) if len(micro.inputs)]
+        if not micros:
+            raise ConfigError("DataParallel.step: the batch has no row; give it at least one")
+        threads = [threading.Thread(target=self._replica, args=(device, micros), name=f"replica {device.rank}",
+                                    daemon=True) for device in self.devices[1:]]
+        for thread in threads:
+            thread.start()
+        try:
+            loss = self._passes(self.devices[0], micros, batch[1].size)
+        except BaseException as error:
+            self._fail(0, error)
+        finally:
+            for thread in threads:
+                thread.join()
+        if self._failure is not None:
+            rank, failure = self._failure
+            raise failure from CommError(f"on replica {rank} of {len(self.devices)}")
+        with self.devices[0].recorder.span("optimizer"):
+            clip_and_update(optimizer, self.parameters, lr=lr, clip=clip)
+        return loss
+
+    def _replica(self, device: Device, micros: list[Part]) -> None:
+        """The body of a replica's thread."""
+        try:
+            with account.use(device.account):
+                self._passes(device, micros, 1)
+        except BaseException as error:  # step() raises it
+            self._fail(device.rank, error)
+
+    def _passes(self, device: Device, micros: list[Part], divisor: int) -> float:
+        """DP 1 to DP 5, on one device; of the batch, those of the others read nothing but how many rows it has."""
+        device.model.zero_grad()
+        total, span = 0.0, device.recorder.span
+        for number, micro in enumerate(micros):
+            rows, first = _share(len(micro.inputs), len(self.devices), device.rank)
+            with span("split the batch", "communication", notes="DP 1"):
+                inputs = self.split(device, None if device.rank else micro.inputs)
+            if number == 0:
+                with span("copy the model", "communication", notes="DP 2"):
+                    self.copy_model(device)
+            with span("forward", notes="DP 3", rows=rows):
+                outputs = self.forward(device.model, inputs, micro.first + first) if rows else None
+            with span("gather outputs", "communication", notes="DP 3"):
+                whole = self.gather_outputs(device, outputs, idle=len(micro.inputs) < len(self.devices))
+            gradients = None
+            if whole is not None:
+                with span("loss", notes="DP 3"):
+                    gradients, loss = self.loss_of(whole, micro.targets, divisor)
+                total += loss
+            self.backward(device, outputs, gradients)
+        with span("sum gradients", "communication", notes="DP 5"):
+            self.sum_gradients(device)
+        return total
+
+    def _fail(self, rank: int, error: BaseException) -> None:
+        """Keep the first failure, and end every device's waits."""
+        if self._failure is None:
+            self._failure = rank, error
+        for transport in self._transports:
+            with suppress(CommError):
+                transport.abort(PeerLostError(f"replica {rank} failed with {type(error).__name__}: {error}", rank))
+
+
+def _share(rows: int, size: int, rank: int) -> tuple[int, int]:
+    """How many rows a device gets, and the number of its first, in array_split order."""
+    each, more = divmod(rows, size)
+    return each + (rank < more), rank * each + min(rank, more)
