@@ -151,7 +151,8 @@ def short(number: float) -> str:
 def bytes_a_parameter(metrics: Metrics) -> dict[str, float]:
     """What theory gives a rank to hold between steps, by category: parts of it are divided under ZeRO."""
     plan = metrics["plan"]
-    each = Each.of(metrics["parameter_bytes"] // metrics["parameters"], moments=metrics["optimizer_moments"])
+    each = Each.of(metrics["parameter_bytes"] // metrics["parameters"], moments=metrics["optimizer_moments"],
+                   masters=plan["precision"] != "fp32")
     held = state_bytes(1, each, zero=plan["zero"], ranks=plan["dp"])
     return {category: held[category] for category in STATE}
 

@@ -22,8 +22,8 @@ def _check(logits: Array, targets: Array) -> None:
 def cross_entropy(logits: Array, targets: Array, *, divisor: float | None = None) -> tuple[Array, Saved]:
     """Sum over tokens of -log softmax(logits)[target], over `divisor` (default: the number of tokens).
 
-    (…, V) floats, (…) integers -> one number. A strategy passes the global token count, so that losses and gradients of
-    the shards add up (never a mean of means).
+    (…, V) floats, (…) integers -> one number, float32 for low precision too. A strategy passes the global token count,
+    so that losses and gradients of the shards add up (never a mean of means).
     """
     _check(logits, targets)
     xp = array_module(logits)
@@ -39,7 +39,7 @@ def cross_entropy(logits: Array, targets: Array, *, divisor: float | None = None
         xp.add(total, top, out=log_total[where])
     losses = log_total[:, 0] - wide[xp.arange(len(wide)), ids]
     loss = losses.sum() / losses.dtype.type(count)
-    return xp.asarray(loss, logits.dtype), saved(logits=logits, ids=ids, log_total=log_total, divisor=count)
+    return xp.asarray(loss), saved(logits=logits, ids=ids, log_total=log_total, divisor=count)
 
 
 @cross_entropy.gradient("logits")

@@ -47,6 +47,7 @@ from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
 from minidist.parallel.common.order import InOrder
+from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.update import Batch, Loss, Part, clip_and_update, loss_of, part_of
@@ -61,19 +62,23 @@ class DDP:
              loss: of a part of the batch (default: `model.loss`).
              bucket_bytes: a bucket's most bytes.
              algorithm: of the gradients' all-reduce; pinned, so that the same run gives the same bits.
-             recorder: is told what runs when.
+             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
+    Attributes: parameters: what the optimizer is made of.
     Raises:  MismatchError if the replicas do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 algorithm: str = "ring", recorder: Recorder | None = None) -> None:
+                 algorithm: str = "ring", precision: Precision | None = None,
+                 recorder: Recorder | None = None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss = loss or loss_of(model)
+        self.precision = precision or Precision()
         self.recorder = recorder or Silent()
-        self.parameters = list(model.parameters())
-        self.buckets = make_buckets(self.parameters, bucket_bytes)
+        self.weights = list(model.parameters())
+        self.parameters = self.precision.masters(self.weights)
+        self.buckets = make_buckets(self.weights, bucket_bytes)
         self._pending: list[Pending] = []           # all-reduces under way: of buckets 0, 1, …, without a gap
-        check_equal_replicas(self.parameters, group, when="before the first step")          # DDP 1
+        check_equal_replicas(self.weights, group, when="before the first step")          # DDP 1
         self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce,
                               who=f"DDP rank {group.rank} of {group.size}", by="DDP.backward")
 
@@ -102,7 +107,7 @@ class DDP:
         self._order.begin()
         with self.recorder.span("backward", notes="DDP 3"):
             if share is not None:
-                share.backward()
+                self.precision.backward(share)
             self._order.finish()
         with self.recorder.span("wait for gradients", notes="DDP 4"):
             for pending in self._pending:
@@ -115,6 +120,12 @@ class DDP:
         self.recorder.announce(self.group.axis, f"all_reduce bucket {index}")
         self._pending.append(self.group.start_all_reduce(bucket.data, op="sum", out=bucket.data,
                                                          algorithm=self.algorithm))
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted path."""
+        return self.precision.state_dict(self.model)
 
     # ------------------------------------------------------------------------------------------------------ step
 
@@ -130,7 +141,7 @@ class DDP:
             share = self.forward(part, divisor=batch[1].size)
         self.backward(share)
         with self.recorder.span("optimizer"):
-            clip_and_update(optimizer, self.parameters, lr=lr, clip=clip)
+            clip_and_update(optimizer, self.weights, self.precision, lr=lr, clip=clip)
         return self._sum(0.0 if share is None else float(share.item()))
 
     def _sum(self, share: float) -> float:

@@ -10,6 +10,7 @@ a rank works on is the plan's affair. In this version the data axis can be cut (
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,13 @@ from minidist.comm.group import Group
 from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
+from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import weights_digest
 from minidist.parallel.common.update import Batch, Part, part_of
 from minidist.parallel.ddp import DDP
 from minidist.parallel.mesh import Mesh
+from minidist.parallel.mixed_precision import MixedPrecision
 from minidist.parallel.plan import AXES, Plan
 from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1
@@ -46,14 +49,14 @@ class Trainer:
     """Trains a GPT under a plan. All ranks of `world` make one, with equal arguments.
 
     Args:    plan: how the job is cut; its size must be the world's.
-             config: the model.
+             config: the model; its dtype is the master weights', and must be float32 for another precision than fp32.
              seed: of the weights and of dropout.
              optimizer: one of OPTIMIZERS; lr: its peak learning rate; optimizer_options: its further options.
              lr_schedule: "constant", or "cosine": from 0 to `lr` in `warmup` steps, then down to a tenth at `steps`.
              clip: bound of the gradients' global norm, or None.
              device: "cpu" or "cuda".
              recorder: is told what runs when (an observe.Timeline, say).
-    Attributes: model, optimizer, mesh, plan; steps_done; account, what fills this rank's memory.
+    Attributes: model, optimizer, mesh, plan, precision; steps_done, updates_done; account: this rank's memory.
     Raises:  PlanError, ConfigError, DeviceError for what cannot work; MismatchError if replicas do not start equal.
     """
 
@@ -73,9 +76,19 @@ class Trainer:
         self.account: MemoryAccount = current_account()
         self.seed, self.steps_done = seed, 0
         self.lr, self.lr_schedule, self.warmup, self.steps, self.clip = lr, lr_schedule, warmup, steps, clip
-        self.model = GPT(config)
+        self.precision, self.model = self._make_model()
         self.strategy: Strategy = self._make_strategy(device)
         self.optimizer = OPTIMIZERS[optimizer](self.strategy.parameters, lr, **(optimizer_options or {}))
+
+    def _make_model(self) -> tuple[Precision, GPT]:
+        """The plan's precision, and the model in it, not yet drawn."""
+        if self.plan.precision == "fp32":
+            return Precision(), GPT(self.config)
+        if self.config.dtype != "float32":
+            raise ConfigError(f"precision {self.plan.precision} keeps float32 master weights, and the model asks for "
+                              f"{self.config.dtype}; choose dtype float32, or precision fp32, which follows the dtype")
+        precision = MixedPrecision(self.plan.precision)
+        return precision, GPT(replace(self.config, dtype=backend.dtype_name(precision.dtype)))
 
     def _make_strategy(self, device: str) -> Strategy:
         """Draw the weights, or with ZeRO-3 this rank's shards alone, and take the plan's strategy."""
@@ -83,12 +96,13 @@ class Trainer:
             tied = self.model.tokens if self.config.tied else None      # used at both ends: held all step
             return Zero3(self.model, self.mesh["dp"], units=[c for _, c in self.model.children() if c is not tied],
                          loss=self._loss, algorithm=self.plan.algorithm, seed=self.seed, device=device,
-                         recorder=self.recorder)
+                         precision=self.precision, recorder=self.recorder)
         self.model.initialize(self.seed, device=device)
         if self.plan.dp == 1 and not self.plan.zero:
-            return Single(self.model, loss=self._loss, recorder=self.recorder)
-        return _OF_STAGE[self.plan.zero](self.model, self.mesh["dp"], loss=self._loss, recorder=self.recorder,
-                                         bucket_bytes=self.plan.bucket_bytes, algorithm=self.plan.algorithm)
+            return Single(self.model, loss=self._loss, precision=self.precision, recorder=self.recorder)
+        return _OF_STAGE[self.plan.zero](self.model, self.mesh["dp"], loss=self._loss, precision=self.precision,
+                                         recorder=self.recorder, bucket_bytes=self.plan.bucket_bytes,
+                                         algorithm=self.plan.algorithm)
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
         """The model's loss of a part; dropout is keyed by step and global token, so that it does not see the split."""
@@ -97,8 +111,13 @@ class Trainer:
             key = DropoutKey.of_sequences(self.seed, self.steps_done, part.first, *part.inputs.shape)
         return self.model.loss(part.inputs, part.targets, divisor, key=key)
 
+    @property
+    def updates_done(self) -> int:
+        """Steps whose update was made: all of them, but for float16's that overflowed."""
+        return self.steps_done - self.precision.skipped
+
     def learning_rate(self, step: int) -> float:
-        """The rate of step `step`, counted from 0."""
+        """The rate of update number `step`, counted from 0. A skipped step is no update, here as in the optimizer."""
         if self.lr_schedule == "constant":
             return constant(step, peak=self.lr)
         assert self.steps is not None
@@ -127,8 +146,8 @@ class Trainer:
         return float(sums[0] / sums[1])
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights, whole, on the host, by dotted path. Every rank calls it: ZeRO-3 gathers them."""
-        return self.strategy.state_dict() if isinstance(self.strategy, Zero3) else self.model.state_dict()
+        """Copies of all master weights, whole, on the host, by dotted path. Every rank calls it: ZeRO gathers them."""
+        return self.strategy.state_dict()
 
     def weights_sha256(self) -> str:
         """Digest of the master weights in the serial layout, in the order of their names, little-endian.
@@ -149,6 +168,6 @@ class Trainer:
         """
         self.world.tell_step(self.steps_done)
         with self.world.ledger.during("step"), self.recorder.span("step", step=self.steps_done):
-            loss = self.strategy.step(batch, self.optimizer, lr=self.learning_rate(self.steps_done), clip=self.clip)
+            loss = self.strategy.step(batch, self.optimizer, lr=self.learning_rate(self.updates_done), clip=self.clip)
         self.steps_done += 1
         return loss

@@ -9,6 +9,9 @@ from minidist.parallel.common.buckets import BUCKET_BYTES
 ZERO_STAGES = (0, 1, 2, 3)
 """What the data axis divides among its ranks: nothing, the optimizer, the gradients too, the parameters too."""
 
+PRECISIONS = ("fp32", "bf16", "fp16")
+"""How weights and gradients are kept: as the model's dtype says, or in two bytes beside float32 master weights."""
+
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
 
@@ -21,7 +24,8 @@ class Plan:
                 bucket_bytes  a gradient bucket's most bytes
                 algorithm     of the gradients' collectives: pinned, so that the same plan gives the same bits
                 zero          the ZeRO stage: 0 (DDP), 1, 2 or 3
-    Raises:     PlanError for an axis this version cannot cut, a size below 1, or another stage.
+                precision     one of PRECISIONS
+    Raises:     PlanError for an axis this version cannot cut, a size below 1, another stage or precision.
     """
 
     dp: int = 1
@@ -32,6 +36,7 @@ class Plan:
     bucket_bytes: int = BUCKET_BYTES
     algorithm: str = "ring"
     zero: int = 0
+    precision: str = "fp32"
 
     def __post_init__(self) -> None:
         for axis, size in self.axes.items():
@@ -43,6 +48,8 @@ class Plan:
             raise PlanError(f"plan bucket_bytes={self.bucket_bytes}: a bucket holds at least one byte")
         if self.zero not in ZERO_STAGES:
             raise PlanError(f"plan zero={self.zero!r}: choose a stage of {', '.join(map(str, ZERO_STAGES))}")
+        if self.precision not in PRECISIONS:
+            raise PlanError(f"plan precision={self.precision!r}: choose one of {', '.join(PRECISIONS)}")
 
     @property
     def axes(self) -> dict[str, int]:

@@ -20,8 +20,11 @@ Cost:    no messages.
 notes:   N0 无并行训练, N2 显存占用分析, N4 §4
 """
 
+import numpy as np
+
 from minidist.nn import Module
 from minidist.optim import Optimizer
+from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.update import Batch, Loss, Part, clip_and_update, loss_of, zero_unused
 
@@ -29,13 +32,22 @@ from minidist.parallel.common.update import Batch, Loss, Part, clip_and_update, 
 class Single:
     """The training step of one process.
 
-    Args:    loss: of a batch (default: `model.loss`); recorder: is told what runs when.
+    Args:    loss: of a batch (default: `model.loss`); precision: of weights and update (default: one dtype for all).
+             recorder: is told what runs when.
+    Attributes: parameters: what the optimizer is made of.
     """
 
-    def __init__(self, model: Module, *, loss: Loss | None = None, recorder: Recorder | None = None) -> None:
+    def __init__(self, model: Module, *, loss: Loss | None = None, precision: Precision | None = None,
+                 recorder: Recorder | None = None) -> None:
         self.model, self.loss = model, loss or loss_of(model)
-        self.parameters = list(model.parameters())
+        self.precision = precision or Precision()
+        self.weights = list(model.parameters())
+        self.parameters = self.precision.masters(self.weights)
         self.recorder = recorder or Silent()
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted path."""
+        return self.precision.state_dict(self.model)
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None) -> float:
         """One step on `batch`; returns its mean loss.
@@ -46,8 +58,8 @@ class Single:
         with self.recorder.span("forward"):
             loss = self.loss(Part(*batch, first=0), batch[1].size)
         with self.recorder.span("backward"):
-            loss.backward()
-            zero_unused(self.parameters)
+            self.precision.backward(loss)
+            zero_unused(self.weights)
         with self.recorder.span("optimizer"):
-            clip_and_update(optimizer, self.parameters, lr=lr, clip=clip)
+            clip_and_update(optimizer, self.weights, self.precision, lr=lr, clip=clip)
         return float(loss.item())

@@ -38,6 +38,8 @@ notes:   N0 ZeRO1, N4 §5
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
+import numpy as np
+
 from minidist.comm.group import Group
 from minidist.comm.pending import Pending
 from minidist.nn import Module
@@ -47,11 +49,13 @@ from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
 from minidist.parallel.common.flat import (
     Flat,
     clip_and_update_shards,
+    gather_state,
     micro_parts,
     sum_in_order,
     trainable,
 )
 from minidist.parallel.common.order import InOrder
+from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
@@ -66,22 +70,26 @@ class Zero1:
              loss: of a part of the batch (default: `model.loss`).
              bucket_bytes: a bucket's most bytes.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
-             recorder: is told what runs when.
+             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
     Raises:  MismatchError if the replicas do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 algorithm: str = "ring", recorder: Recorder | None = None) -> None:
+                 algorithm: str = "ring", precision: Precision | None = None,
+                 recorder: Recorder | None = None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss = loss or loss_of(model)
+        self.precision = precision or Precision()
         self.recorder = recorder or Silent()
         check_equal_replicas(model.parameters(), group, when="before the first step")
         self.buckets = make_buckets(trainable(model.parameters()), bucket_bytes)
         self.flats = [Flat(bucket.parameters, group) for bucket in self.buckets]
         self.weights = [flat.join() for flat in self.flats]
-        self.parameters = [piece for flat, weights, bucket in zip(self.flats, self.weights, self.buckets, strict=True)
-                           for piece in flat.pieces(weights[flat.own], bucket.data[flat.own])]
+        self.masters = [self.precision.master(weights[flat.own])
+                        for flat, weights in zip(self.flats, self.weights, strict=True)]
+        self.parameters = [piece for flat, master, bucket in zip(self.flats, self.masters, self.buckets, strict=True)
+                           for piece in flat.pieces(master, bucket.data[flat.own])]
         self._pending: list[Pending] = []
         self.arrivals = Arrivals(self.flats, self.weights, group, algorithm=algorithm, recorder=self.recorder)
         self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce,
@@ -109,7 +117,7 @@ class Zero1:
         self._order.begin(quiet=not last)
         with self.recorder.span("backward", notes="ZeRO-1 1"):
             if share is not None:
-                share.backward()
+                self.precision.backward(share)
             self._order.finish()
         with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
             for pending in self._pending:
@@ -121,6 +129,15 @@ class Zero1:
         gradients, own = self.buckets[index].data, self.flats[index].own
         self.recorder.announce(self.group.axis, f"reduce_scatter bucket {index}")
         self._pending.append(self.group.start_reduce_scatter(gradients, out=gradients[own], algorithm=self.algorithm))
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all weights (masters, in mixed precision), whole, on the host, by dotted path. Every rank calls it.
+
+        Cost:    one all-gather a bucket, counted under `control`.
+        """
+        return gather_state(self.model, self.flats, self.masters, self.group, algorithm=self.algorithm)
 
     # ------------------------------------------------------------------------------------------------------ step
 
@@ -142,6 +159,6 @@ class Zero1:
             loss = sum_in_order(self.group, total)
         self.arrivals.settle()
         with self.recorder.span("optimizer", notes="ZeRO-1 3"):
-            clip_and_update_shards(optimizer, self.parameters, self.group, lr=lr, clip=clip)
+            clip_and_update_shards(optimizer, self.parameters, self.precision, self.group, lr=lr, clip=clip)
         self.arrivals.start()
         return loss

@@ -38,6 +38,8 @@ notes:   N0 ZeRO2, N4 §6
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
+import numpy as np
+
 from minidist.comm.group import Group
 from minidist.nn import Module
 from minidist.optim import Optimizer
@@ -46,11 +48,13 @@ from minidist.parallel.common.buckets import BUCKET_BYTES, cut
 from minidist.parallel.common.flat import (
     Flat,
     clip_and_update_shards,
+    gather_state,
     micro_parts,
     sum_in_order,
     trainable,
 )
 from minidist.parallel.common.order import InOrder
+from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.scattered import Scattered
@@ -66,23 +70,27 @@ class Zero2:
              loss: of a part of the batch (default: `model.loss`).
              bucket_bytes: a bucket's most bytes, and so half of what gradients take beside the shard.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
-             recorder: is told what runs when.
+             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
     Raises:  MismatchError if the replicas do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 algorithm: str = "ring", recorder: Recorder | None = None) -> None:
+                 algorithm: str = "ring", precision: Precision | None = None,
+                 recorder: Recorder | None = None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss = loss or loss_of(model)
+        self.precision = precision or Precision()
         self.recorder = recorder or Silent()
         check_equal_replicas(model.parameters(), group, when="before the first step")
         self.flats = [Flat(run, group) for run in cut(trainable(model.parameters()), bucket_bytes)]
         self.weights = [flat.join() for flat in self.flats]
+        self.masters = [self.precision.master(weights[flat.own])
+                        for flat, weights in zip(self.flats, self.weights, strict=True)]
         self.gradients = Scattered(self.flats, group, algorithm=algorithm, recorder=self.recorder, what="bucket")
         self.parameters = [
-            piece for flat, weights, shard in zip(self.flats, self.weights, self.gradients.shards, strict=True)
-            for piece in flat.pieces(weights[flat.own], shard)]
+            piece for flat, master, shard in zip(self.flats, self.masters, self.gradients.shards, strict=True)
+            for piece in flat.pieces(master, shard)]
         self.arrivals = Arrivals(self.flats, self.weights, group, algorithm=algorithm, recorder=self.recorder)
         self._order = InOrder([flat.parameters for flat in self.flats], self.gradients.start,
                               who=f"ZeRO-2 rank {group.rank} of {group.size}", by="Zero2.backward")
@@ -109,10 +117,19 @@ class Zero2:
         self._order.begin()
         with self.recorder.span("backward", notes="ZeRO-2 1a"):
             if share is not None:
-                share.backward()
+                self.precision.backward(share)
             self._order.finish()
         with self.recorder.span("wait for gradients", notes="ZeRO-2 1b"):
             self.gradients.settle()
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all weights (masters, in mixed precision), whole, on the host, by dotted path. Every rank calls it.
+
+        Cost:    one all-gather a bucket, counted under `control`.
+        """
+        return gather_state(self.model, self.flats, self.masters, self.group, algorithm=self.algorithm)
 
     # ------------------------------------------------------------------------------------------------------ step
 
@@ -134,6 +151,6 @@ class Zero2:
             loss = sum_in_order(self.group, total)
         self.arrivals.settle()
         with self.recorder.span("optimizer", notes="ZeRO-2 2"):
-            clip_and_update_shards(optimizer, self.parameters, self.group, lr=lr, clip=clip)
+            clip_and_update_shards(optimizer, self.parameters, self.precision, self.group, lr=lr, clip=clip)
         self.arrivals.start()
         return loss

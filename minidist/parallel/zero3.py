@@ -48,12 +48,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minidist.backend import to_host
 from minidist.comm.group import Group
 from minidist.errors import GradientError
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.common.flat import clip_and_update_shards, micro_parts, sum_in_order, trainable
+from minidist.parallel.common.flat import clip_and_update_shards, gather_state, micro_parts, sum_in_order, trainable
+from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.common.units import Unit, make_units
@@ -72,16 +72,19 @@ class Zero3:
              ahead: how many units may be gathered before their turn; 0: none.
              free_after_forward: or keep a unit until its backward, for memory instead of traffic.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
-             recorder: is told what runs when.
+             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
     Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, units: Sequence[Module] | None = None, loss: Loss | None = None,
                  ahead: int = 1, free_after_forward: bool = True, algorithm: str = "ring", seed: int | None = None,
-                 device: str = "cpu", recorder: Recorder | None = None) -> None:
+                 device: str = "cpu", precision: Precision | None = None,
+                 recorder: Recorder | None = None) -> None:
         self.model, self.group, self.ahead, self.free_after_forward = model, group, ahead, free_after_forward
+        self.algorithm = algorithm
         self.loss = loss or loss_of(model)
+        self.precision = precision or Precision()
         self.recorder = recorder or Silent()
         trainable(model.parameters())
         self.units, self.root = make_units(model, units, ahead, group, algorithm=algorithm, recorder=self.recorder,
@@ -92,10 +95,11 @@ class Zero3:
         everything = [*self.units, self.root]
         learning = [flat for unit in everything for flat in unit.learning]
         self.gradients = Scattered(learning, group, algorithm=algorithm, recorder=self.recorder, what="unit part")
-        shard_of = dict(zip(map(id, learning), self.gradients.shards, strict=True))
         self._index = {id(flat): index for index, flat in enumerate(learning)}
-        self.parameters = [piece for unit in everything for flat in unit.learning
-                           for piece in flat.pieces(unit.shard_of(flat), shard_of[id(flat)])]
+        self.masters = [self.precision.master(unit.shard_of(flat)) for unit in everything for flat in unit.learning]
+        self.parameters = [
+            piece for flat, master, shard in zip(learning, self.masters, self.gradients.shards, strict=True)
+            for piece in flat.pieces(master, shard)]
         self._reduced: set[int] = set()
         for unit in self.units:
             self._watch(unit)
@@ -162,7 +166,7 @@ class Zero3:
         self._left = [unit for unit in reversed(self._met) if unit.calls]
         self._reduced = set()
         with self.recorder.span("backward", notes="ZeRO-3 backward 2"):
-            share.backward()
+            self.precision.backward(share)
             for unit in (*reversed(self.units), self.root):
                 self._reduce(unit)
         with self.recorder.span("wait for gradients", notes="ZeRO-3 backward 3"):
@@ -198,19 +202,13 @@ class Zero3:
     # ---------------------------------------------------------------------------------------------------- weights
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """All weights, whole, on the host, by dotted path; every rank calls it.
+        """Copies of all weights (masters, in mixed precision), whole, on the host, by dotted path. Every rank calls it.
 
         Cost:    one all-gather a unit, counted under `control`; a unit at a time.
         """
-        named, found = dict(self.model.named_parameters()), {}
-        paths = {id(parameter): name for name, parameter in named.items()}
-        for unit in (*self.units, self.root):
-            with self.group.ledger.control():
-                unit.fetch()
-            unit.complete()
-            found.update({paths[id(p)]: np.array(to_host(p.data)) for flat in unit.flats for p in flat.parameters})
-            unit.free()
-        return {name: found[name] for name in named}
+        chunks = {flat: unit.shard_of(flat) for unit in (*self.units, self.root) for flat in unit.flats}
+        chunks.update(zip(self.gradients.flats, self.masters, strict=True))
+        return gather_state(self.model, list(chunks), list(chunks.values()), self.group, algorithm=self.algorithm)
 
     # ------------------------------------------------------------------------------------------------------ step
 
@@ -230,6 +228,6 @@ class Zero3:
             total += float(share.item())
         self.root.free()
         with self.recorder.span("optimizer"):
-            clip_and_update_shards(optimizer, self.parameters, self.group, lr=lr, clip=clip)
+            clip_and_update_shards(optimizer, self.parameters, self.precision, self.group, lr=lr, clip=clip)
         with self.recorder.span("loss", "communication"):
             return sum_in_order(self.group, total)

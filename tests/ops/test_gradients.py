@@ -33,13 +33,22 @@ def test_gradients_match_finite_differences(name):
     assert checked >= {(name, argument) for argument in REGISTRY[name].gradients}
 
 
-def _run(case, kind, xp=np):
-    """Results and gradients of a case in another dtype or on another device, as float64 host arrays."""
+def _run(case, kind, xp=np, *, result_is_wide=False):
+    """Results and gradients of a case in another dtype or on another device, as float64 host arrays.
+
+    `result_is_wide`: a result for low precision is float32, as a loss is; gradients are in the arguments' dtype.
+    """
     leaves = [tensor(xp.asarray(a).astype(kind), requires_grad=True) for a in case.arrays]
     result = case.call(*leaves)
     weigh(result).backward()
-    arrays = [output.data for output in outputs_of(result)] + [leaf.grad for leaf in leaves if leaf.grad is not None]
-    assert all(array.dtype == kind for array in arrays), [array.dtype for array in arrays]
+    outputs = [output.data for output in outputs_of(result)]
+    gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    if result_is_wide:
+        assert all(output.dtype == backend.widen(leaves[0].data).dtype for output in outputs)
+    else:
+        assert all(output.dtype == kind for output in outputs), [output.dtype for output in outputs]
+    assert all(gradient.dtype == kind for gradient in gradients), [gradient.dtype for gradient in gradients]
+    arrays = outputs + gradients
     return [backend.to_host(array).astype("float64") for array in arrays]
 
 
@@ -52,7 +61,8 @@ def test_low_precision_is_float32_rounded_once(name, low):
     @given(CASES[name])
     def run(case):
         case.arrays = [a.astype(kind).astype("float64") for a in case.arrays]
-        for a, b in zip(_run(case, kind), _run(case, np.dtype("float32")), strict=True):
+        rounded, wide = _run(case, kind, result_is_wide=name == "cross_entropy"), _run(case, np.dtype("float32"))
+        for a, b in zip(rounded, wide, strict=True):
             np.testing.assert_allclose(a, b, rtol=4 * eps, atol=4 * eps * max(1.0, np.abs(b).max(initial=0)))
 
     run()

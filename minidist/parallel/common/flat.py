@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from minidist import account
-from minidist.backend import Array, array_module
+from minidist.backend import Array, array_module, to_host, widen
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.group import Group
 from minidist.errors import ConfigError
-from minidist.optim import Optimizer, clip_scale
-from minidist.optim.clip import sum_of_squares
+from minidist.nn import Module
+from minidist.optim import Optimizer, sum_of_squares
+from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.update import Part, part_of
 from minidist.tensor import Parameter
 
@@ -118,19 +119,34 @@ def micro_parts(part: Part, count: int) -> list[Part]:
     return [Part(micro.inputs, micro.targets, part.first + micro.first) for micro in micros]
 
 
+def gather_state(model: Module, flats: Sequence[Flat], chunks: Sequence[Array], group: Group, *,
+                 algorithm: str) -> dict[str, np.ndarray]:
+    """Copies of a model's weights, whole, on the host, by dotted path; of each flat this rank has one of the `chunks`.
+
+    What is in no flat is taken from the model. Low precision comes as float32.
+    Cost:    one all-gather a flat, counted under `control`; a flat at a time.
+    """
+    whole: dict[int, np.ndarray] = {}
+    for flat, chunk in zip(flats, chunks, strict=True):
+        vector = empty_like(chunk, flat.size, "workspace")
+        with group.ledger.control():
+            group.all_gather(chunk, out=vector, algorithm=algorithm)
+        whole.update({id(parameter): widen(np.array(to_host(view))) for parameter, view in flat.views(vector)})
+    return {name: whole[id(p)] if id(p) in whole else widen(np.array(to_host(p.data)))
+            for name, p in model.named_parameters()}
+
+
 def sum_in_order(group: Group, value: float) -> float:
     """The ranks' numbers added in rank order: the same bits on every rank and transport. Counted under `control`."""
     with group.ledger.control():
         return float(np.sum(group.all_gather(np.array([value], dtype=np.float64), algorithm="ring")))
 
 
-def clip_and_update_shards(optimizer: Optimizer, pieces: Iterable[Piece], group: Group, *, lr: float | None,
-                           clip: float | None) -> None:
+def clip_and_update_shards(optimizer: Optimizer, pieces: Iterable[Piece], precision: Precision, group: Group, *,
+                           lr: float | None, clip: float | None) -> None:
     """The optimizer's step on this rank's pieces; the whole model's gradient is scaled to a norm of at most `clip`.
 
-    Cost:    one all-gather of one float64 a rank, under `control` (none without clip).
+    Cost:    one all-gather of one float64 a rank, under `control` (none without clip, unless the loss is scaled).
     """
-    scale = 1.0
-    if clip is not None:
-        scale = clip_scale(sum_in_order(group, sum_of_squares(piece.grad for piece in pieces)) ** 0.5, clip)
-    optimizer.step(lr, scale)
+    precision.update(optimizer, lambda: sum_in_order(group, sum_of_squares(piece.grad for piece in pieces)),
+                     lr=lr, clip=clip)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from minidist.backend import Array, array_module
-from minidist.optim import Optimizer, clip_scale, global_norm
+from minidist.optim import Optimizer, sum_of_squares
+from minidist.parallel.common.precision import Precision
 from minidist.tensor import Parameter, Tensor
 
 Batch = tuple[Array, Array]
@@ -61,12 +62,11 @@ def _zeros_like(parameter: Parameter) -> Array:
     return room
 
 
-def clip_and_update(optimizer: Optimizer, parameters: Iterable[Parameter], *, lr: float | None,
+def clip_and_update(optimizer: Optimizer, parameters: Iterable[Parameter], precision: Precision, *, lr: float | None,
                     clip: float | None) -> None:
     """The optimizer's step, with gradients scaled so that their common norm is at most `clip` (None: as they are).
 
     For strategies that hold every gradient whole, after any reduction between ranks: then all ranks find the same norm
-    without asking each other. The optimizer scales as it reads, so clipping costs one pass over the gradients.
+    without asking each other.
     """
-    scale = 1.0 if clip is None else clip_scale(global_norm(p.grad for p in parameters), clip)
-    optimizer.step(lr, scale)
+    precision.update(optimizer, lambda: sum_of_squares(p.grad for p in parameters), lr=lr, clip=clip)

@@ -1,0 +1,61 @@
+"""In which dtype a strategy keeps its weights, and what that asks of backward and of the update.
+
+A strategy is given a Precision and leaves five things to it; so its step reads the same in every precision:
+
+    masters        what the optimizer is made of
+    backward       from the loss
+    update         the optimizer's step, with clipping
+    master         as masters, for a chunk of a flat vector (ZeRO)
+    state_dict     of a model of which every rank has all masters
+
+Precision itself is the plain one: weights, gradients and arithmetic share one dtype, and weights are their own masters.
+parallel/mixed_precision.py has the other.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from minidist.backend import Array
+from minidist.nn import Module
+from minidist.optim import Optimizer, clip_scale
+from minidist.tensor import Parameter, Tensor
+
+
+class Precision:
+    """One dtype for everything: the model's own, float64 or float32.
+
+    Attributes: skipped: steps whose update was left out; none, but for float16's that overflowed.
+    """
+
+    skipped = 0
+
+    def masters(self, parameters: Iterable[Parameter]) -> list[Any]:
+        """What the optimizer is made of, for whole parameters: here the parameters themselves."""
+        return list(parameters)
+
+    def master(self, weights: Array) -> Array:
+        """What the optimizer updates, for a contiguous array of weights: here the weights themselves."""
+        return weights
+
+    def state_dict(self, model: Module) -> dict[str, np.ndarray]:
+        """Copies of a model's weights on the host, by dotted path, where this rank has all of them."""
+        return model.state_dict()
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward from the loss."""
+        loss.backward()
+
+    def update(self, optimizer: Optimizer, squares: Callable[[], float], *, lr: float | None,
+               clip: float | None) -> None:
+        """The optimizer's step, with gradients scaled so that their norm is at most `clip` (None: as they are).
+
+        The optimizer scales as it reads, so clipping costs one pass over the gradients.
+        Args:    squares: finds the sum of the squares of the whole gradient, the same number on every rank; called
+                 only where it is needed, which is the same on every rank.
+        """
+        scale = 1.0 if clip is None else clip_scale(math.sqrt(squares()), clip)
+        optimizer.step(lr, scale)
+

@@ -1,0 +1,179 @@
+"""Chapter 09 · Mixed precision: weights and gradients in two bytes, the update in four.
+
+The idea. Numbers of two bytes halve what weights, gradients and activations take, halve what travels, and multiply
+faster on hardware made for them. They are too coarse for two things: an update is often smaller than the gap between a
+weight and its neighbour, and would be lost; and float16 ends at 6e-8 below and 65,504 above, so small gradients vanish.
+Hence float32 master weights, which the optimizer updates and whose rounding the model computes with; and for float16 a
+loss scale: the loss is multiplied by S before backward, so all gradients are S times larger, and divided by S again in
+float32, when the optimizer reads them.
+
+    float32    master weights, m, v  ------------------------------------------------- update <---- / S ----+
+    float16    weights = round(master)   forward -> loss × S -> backward -> gradients (S times larger) -----+
+
+What a value can be (backend.py; a float32 has 24 significant bits and the range of bfloat16):
+
+                significant bits    largest     smallest normal    smallest
+    float16     11                  65,504      6.1e-5             6.0e-8
+    bfloat16    8                   3.4e38      1.2e-38            9.2e-41
+
+Who holds what, Ψ parameters with Adam on P ranks (K = 12 bytes a parameter: master weights, m, v):
+
+                 float32    mixed, one process or DDP   ZeRO-1        ZeRO-2            ZeRO-3
+    parameters   4Ψ         2Ψ                          2Ψ            2Ψ                2Ψ/P, and units in flight
+    gradients    4Ψ         2Ψ                          2Ψ            2Ψ/P              2Ψ/P
+    optimizer    8Ψ         12Ψ                         12Ψ/P         12Ψ/P             12Ψ/P
+    together     16Ψ        16Ψ                         4Ψ + 12Ψ/P    2Ψ + 14Ψ/P        16Ψ/P
+
+So mixed precision saves nothing of the state; it saves activations and traffic, and ZeRO divides the larger part.
+
+Cost: half of float32's bytes for gradients and weights; no messages of its own. Whether a gradient overflowed is seen
+in the norm that clipping needs: infinities and NaN survive sums.
+
+notes:   N2 混合精度, N3 §3.2 (its five steps lack the loss scale)
+Source:  Micikevicius et al. 2018, "Mixed Precision Training".
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from minidist import account, backend
+from minidist.backend import LOW_PRECISION, Array, array_module, dtype_name, to_host
+from minidist.errors import ConfigError, GradientError
+from minidist.nn import Module
+from minidist.optim import Optimizer, clip_scale
+from minidist.parallel.common.precision import Precision
+from minidist.tensor import Parameter, Tensor
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+"""The dtype of weights and gradients under each name that a plan may give."""
+
+
+class Master:
+    """The float32 master of one parameter, for the optimizer; its gradient is the parameter's."""
+
+    def __init__(self, parameter: Parameter, data: Array) -> None:
+        self.parameter, self.name, self.data = parameter, parameter.name, data
+
+    @property
+    def grad(self) -> Array | None:
+        """In low precision, and multiplied by the loss scale."""
+        return self.parameter.grad
+
+    def zero_grad(self) -> None:
+        """Forget the gradient."""
+        self.parameter.zero_grad()
+
+
+class LossScale:
+    """What the loss is multiplied by: halved when a gradient overflows, doubled after `patience` steps without.
+
+    So it stays near the largest that does not overflow, which wastes fewest small gradients. A power of two, so that
+    scaling changes no digit.
+
+    Attributes: value    this step's scale
+                good     steps since it last changed
+    """
+
+    def __init__(self, value: float = 2.0 ** 16, *, patience: int = 2000, smallest: float = 1.0) -> None:
+        for name, number in (("value", value), ("smallest", smallest)):
+            if not (0 < number < math.inf and math.frexp(number)[0] == 0.5):
+                raise ConfigError(f"loss scale: {name} is {number!r}; it must be a power of two, such as 65536")
+        if patience < 1:
+            raise ConfigError(f"loss scale: patience is {patience}; it grows after at least one good step")
+        self.value, self.patience, self.smallest, self.good = value, patience, smallest, 0
+
+    def grow_or_halve(self, *, overflow: bool) -> None:
+        """What a step's gradients say about the next step's scale.
+
+        Raises:  GradientError if gradients overflow at the smallest scale: then the scale is not why.
+        """
+        if overflow and self.value <= self.smallest:
+            raise GradientError(f"gradients overflow float16 at a loss scale of {self.value:g}, the smallest allowed: "
+                                f"the training diverges; lower the rate, or take bf16, which does not overflow")
+        self.good = 0 if overflow else self.good + 1
+        if overflow:
+            self.value /= 2
+        elif self.good == self.patience:
+            self.value, self.good = self.value * 2, 0
+
+
+class MixedPrecision(Precision):
+    """Weights and gradients in low precision, float32 master weights, and for float16 a dynamic loss scale.
+
+    Args:    name: "bf16" or "fp16"; the model's dtype must be the one it stands for.
+             loss_scale: how the loss is scaled (default: for fp16 LossScale(), for bf16 None, not at all).
+    Raises:  ConfigError for another name.
+    """
+
+    def __init__(self, name: str, *, loss_scale: LossScale | None = None) -> None:
+        if name not in DTYPES:
+            raise ConfigError(f"mixed precision {name!r}: choose {' or '.join(DTYPES)}")
+        self.name, self.dtype = name, backend.dtype(DTYPES[name])
+        self.loss_scale = LossScale() if loss_scale is None and name == "fp16" else loss_scale
+        self.skipped = 0
+        self._masters: dict[int, Array] = {}            # id(parameter) -> its master, where they are whole
+        self._pairs: list[tuple[Array, Array]] = []     # (master, the weights that are its rounding)
+
+    # --------------------------------------------------------------------------------------------------- masters
+
+    def masters(self, parameters: Iterable[Parameter]) -> list[Master]:
+        """A master for each parameter that is not frozen."""
+        masters = [Master(p, self.master(p.data)) for p in parameters if p.requires_grad]
+        self._masters.update({id(master.parameter): master.data for master in masters})
+        return masters
+
+    def master(self, weights: Array) -> Array:
+        """A float32 copy of `weights`, which from here on become its rounding after each update.
+
+        Raises:  ConfigError if the weights are not in this precision.
+        """
+        if weights.dtype != self.dtype or weights.dtype not in LOW_PRECISION:
+            raise ConfigError(f"mixed precision {self.name}: the weights are {dtype_name(weights.dtype)}; build the "
+                              f"model with dtype {dtype_name(self.dtype)!r}")
+        master = account.current().hold(weights.astype(np.float32), "optimizer")
+        self._pairs.append((master, weights))
+        return master
+
+    def state_dict(self, model: Module) -> dict[str, np.ndarray]:
+        """Copies on the host, by dotted path, all float32: masters, and frozen weights as they are."""
+        return {name: np.array(to_host(self._masters.get(id(p), p.data)), np.float32)
+                for name, p in model.named_parameters()}
+
+    # -------------------------------------------------------------------------------------------------- backward
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward from the loss times the scale; the loss itself stays as it is.
+
+        What is too large for float16 becomes infinite here, without a word: `update` finds it.
+        """
+        seed = array_module(loss.data).full(loss.shape, self._scale, loss.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            loss.backward(seed)
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    # ---------------------------------------------------------------------------------------------------- update
+
+    def update(self, optimizer: Optimizer, squares: Callable[[], float], *, lr: float | None,
+               clip: float | None) -> None:
+        """Update the masters by the unscaled gradients, and round them to the weights; or skip all of it.
+
+        The norm is the unscaled gradient's, found in float64 from the gradients as they are. If it is not finite and
+        there is a loss scale, a gradient has overflowed, perhaps on another rank: every rank sees the same norm, so all
+        skip, and weights, moments and step counts stay as they were.
+        """
+        scale = self._scale
+        norm = math.sqrt(squares()) / scale if self.loss_scale is not None or clip is not None else 0.0
+        if self.loss_scale is not None:
+            overflow = not math.isfinite(norm)
+            self.loss_scale.grow_or_halve(overflow=overflow)
+            if overflow:
+                self.skipped += 1
+                return
+        optimizer.step(lr, (1.0 if clip is None else clip_scale(norm, clip)) / scale)
+        for master, weights in self._pairs:
+            weights[...] = master
