@@ -66,6 +66,7 @@ from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.common.buckets import cut, make_buckets
 from minidist.parallel.common.flat import Flat, empty_like, micro_parts
+from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.update import Batch, Part, clip_and_update, zero_unused
 from minidist.tensor import Parameter, Tensor
@@ -245,7 +246,7 @@ class DataParallel:
             rank, failure = self._failure
             raise failure from CommError(f"on replica {rank} of {len(self.devices)}")
         with self.devices[0].recorder.span("optimizer"):
-            clip_and_update(optimizer, self.parameters, lr=lr, clip=clip)
+            clip_and_update(optimizer, self.parameters, Precision(), lr=lr, clip=clip)
         return loss
 
     def _replica(self, device: Device, micros: list[Part]) -> None:
