@@ -1,5 +1,6 @@
-"""Settings every test shares: the Hypothesis profile of the CI sample, and one BLAS thread."""
+"""Settings every test shares: the Hypothesis profile of the CI sample, one BLAS thread, and a worker on each core."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +16,23 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25
 settings.load_profile("ci")
 
 threadpoolctl.threadpool_limits(1)  # many small products, and ranks as threads: BLAS threads of their own only wait
+
+MOST_WORKERS = 8  # many tests start several processes themselves
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Plain `pytest` takes a worker (`-n`) a core; CONTRIBUTING.md says when there are none.
+
+    A worker steals tests from another that has more to do; tests of one file mostly stay with one worker.
+    """
+    option = config.option
+    whole = all(Path(argument).is_dir() for argument in config.args) and not (option.keyword or option.lf)
+    usual = option.markexpr in config.getini("addopts")
+    looking = option.usepdb or option.capture == "no"
+    free = getattr(option, "numprocesses", 0) is None and option.dist == "no" and not hasattr(config, "workerinput")
+    if free and whole and usual and not looking:
+        option.numprocesses, option.dist = min(MOST_WORKERS, len(os.sched_getaffinity(0))), "worksteal"
 
 
 @pytest.fixture(scope="session", autouse=True)
