@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--plan", metavar="dp=N", help="how the job is cut (default: all ranks on the data axis)")
     job.add_argument("--zero", type=int, choices=ZERO_STAGES, default=0,
                      help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too (default: 0)")
+    job.add_argument("--accumulate", type=positive, default=1, metavar="A",
+                     help="take each rank's sequences in A passes, for less activation memory (default: 1)")
     job.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
     job.add_argument("--threads", type=positive, metavar="N",
                      help="BLAS threads a rank (default: this machine's cores // ranks on it)")
@@ -119,7 +121,7 @@ class Settings:
     def plan(self, size: int) -> Plan:
         """The plan for a job of `size` ranks."""
         plan = Plan.parse(self.args.plan) if self.args.plan else Plan(dp=size)
-        return replace(plan, zero=self.args.zero)
+        return replace(plan, zero=self.args.zero, accumulate=self.args.accumulate)
 
     def trainer_options(self) -> dict[str, Any]:
         """What Trainer takes beside plan, config and world."""

@@ -44,23 +44,25 @@ def gradient_formula(trainer: Trainer) -> dict[str, int]:
     strategy = trainer.strategy
     if isinstance(strategy, Single):
         return {"sent_bytes": 0, "messages": 0, "buckets": 0}
-    calls = collectives(strategy)
+    calls = collectives(strategy, trainer.plan.accumulate)
     pairs = [(FORMULAS[verb, trainer.plan.algorithm],      # what all ranks send does not depend on who owns how much
               Case(size=trainer.plan.dp, nbytes=nbytes, blocks=[nbytes] + [0] * (trainer.plan.dp - 1)))
              for verb, nbytes in calls]
     return {"sent_bytes": trainer.steps_done * sum(formula.bytes_of(case) for formula, case in pairs),
             "messages": trainer.steps_done * sum(formula.messages_of(case) for formula, case in pairs),
-            "buckets": len(calls if isinstance(strategy, Zero3) else buckets_of(strategy))}
+            "buckets": len(calls if isinstance(strategy, (Zero2, Zero3)) else buckets_of(strategy))}
 
 
-def collectives(strategy: DDP | Zero1 | Zero2 | Zero3) -> list[tuple[str, int]]:
-    """(verb, bytes of the whole array) of each collective in a step, scalars apart."""
+def collectives(strategy: DDP | Zero1 | Zero2 | Zero3, accumulate: int) -> list[tuple[str, int]]:
+    """(verb, bytes of the whole array) of each collective in a step of `accumulate` passes, scalars apart."""
     if isinstance(strategy, Zero3):
-        gathered = [(flat, 2) for unit in strategy.units for flat in unit.flats]
-        gathered += [(flat, 1) for flat in strategy.root.flats]         # held from forward to backward
+        gathered = [(flat, 2 * accumulate) for unit in strategy.units for flat in unit.flats]
+        gathered += [(flat, 1) for flat in strategy.root.flats]         # held all step
         return ([("all_gather", flat.nbytes) for flat, times in gathered for _ in range(times)]
-                + [("reduce_scatter", flat.nbytes) for flat in strategy.gradients.flats])
+                + [("reduce_scatter", flat.nbytes) for flat in strategy.gradients.flats for _ in range(accumulate)])
     verbs = ["all_reduce"] if isinstance(strategy, DDP) else ["reduce_scatter", "all_gather"]
+    if isinstance(strategy, Zero2):
+        verbs = ["reduce_scatter"] * accumulate + ["all_gather"]
     return [(verb, array.nbytes) for verb in verbs for array in buckets_of(strategy)]
 
 
@@ -161,9 +163,9 @@ def traffic_table(metrics: Metrics) -> Table:
     """Each rank's bytes and messages a step beside the formula, scalars apart; all ranks' together are exact."""
     size, steps, formula = metrics["size"], len(metrics["losses"]), metrics["formula"]
     share = formula["sent_bytes"] / steps / size
-    whole = formula["sent_bytes"] // steps // (size - 1)     # gathered or reduced in a step: 2 or 3 times the weights
+    whole = formula["sent_bytes"] // steps // (size - 1)     # gathered or reduced in a step: at least 2Ψ
     by_formula = (f"2(P-1)/P × {whole // 2:,}", f"2(P-1) × {formula['buckets']} buckets")
-    if metrics["plan"]["zero"] == 3:
+    if metrics["plan"]["zero"] >= 2:
         by_formula = (f"(P-1)/P × {whole:,}", f"(P-1) × {formula['buckets']} collectives")
     table = Table(header_style="bold")
     for column in ("rank", "bytes", by_formula[0], "messages", by_formula[1]):

@@ -13,11 +13,11 @@ Who holds what, Ψ parameters in float32 with Adam on P ranks:
                  one process     each rank of P
     batch        B sequences     B/P sequences, cut in array_split order
     parameters   4Ψ bytes        4Ψ      the whole model
-    gradients    4Ψ              4Ψ      in buckets: own part's, then the sum over all
+    gradients    4Ψ              4Ψ      in buckets: own part's, then the sum over all, in place
     optimizer    8Ψ              8Ψ      the same on each rank
     activations  A               A/P
 
-Cost, a step and rank, ring all-reduce:
+Cost, a step and rank, ring all-reduce, whatever the number of backward passes (they are added up before they travel):
 
     bytes        2(P-1)/P × 4Ψ   (over the ranks together exactly 2(P-1) × 4Ψ): 4Ψ at P = 2, towards 8Ψ for many
     messages     2(P-1) × buckets
@@ -45,7 +45,9 @@ from minidist.comm.group import Group
 from minidist.comm.pending import Pending
 from minidist.nn import Module
 from minidist.optim import Optimizer
+from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
+from minidist.parallel.common.flat import trainable
 from minidist.parallel.common.order import InOrder
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
@@ -57,7 +59,7 @@ from minidist.tensor import Tensor
 class DDP:
     """A replica of a model, kept equal to the others of its group.
 
-    Args:    model: equal on all ranks; its parameters' gradients are bound to buckets from here on.
+    Args:    model: equal on all ranks; its gradients move into buckets. Frozen weights stay as they are.
              group: the ranks that share the batch.
              loss: of a part of the batch (default: `model.loss`).
              bucket_bytes: a bucket's most bytes.
@@ -74,11 +76,11 @@ class DDP:
         self.loss = loss or loss_of(model)
         self.precision = precision or Precision()
         self.recorder = recorder or Silent()
-        self.weights = list(model.parameters())
+        self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
         self.buckets = make_buckets(self.weights, bucket_bytes)
         self._pending: list[Pending] = []           # all-reduces under way: of buckets 0, 1, …, without a gap
-        check_equal_replicas(self.weights, group, when="before the first step")          # DDP 1
+        check_equal_replicas(model.parameters(), group, when="before the first step")          # DDP 1
         self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce,
                               who=f"DDP rank {group.rank} of {group.size}", by="DDP.backward")
 
@@ -99,12 +101,13 @@ class DDP:
 
     # -------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, share: Tensor | None) -> None:
-        """Gradients of the global mean loss into the buckets, on every rank the same bits (DDP 3, DDP 4).
+    def backward(self, share: Tensor | None, *, last: bool = True) -> None:
+        """Add gradients into the buckets; the `last` backward of a step sums them over the ranks (DDP 3, DDP 4).
 
-        Cost:    one all-reduce a bucket, begun during backward; returns when all have ended.
+        Then every rank has the same bits: the gradient of the global mean loss.
+        Cost:    one all-reduce a bucket, begun during the last backward; returns when all have ended.
         """
-        self._order.begin()
+        self._order.begin(quiet=not last)
         with self.recorder.span("backward", notes="DDP 3"):
             if share is not None:
                 self.precision.backward(share)
@@ -129,20 +132,24 @@ class DDP:
 
     # ------------------------------------------------------------------------------------------------------ step
 
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None) -> float:
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
         """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
 
         Args:    lr: this step's learning rate (None: the optimizer's own); clip: bound of the gradients' common norm,
                  which needs no messages: after backward every rank holds all gradients.
+                 accumulate: in how many passes the rank takes its rows.
         """
         optimizer.zero_grad()
-        part = self.part_of(batch)
-        with self.recorder.span("forward", notes="DDP 2", rows=len(part.inputs)):
-            share = self.forward(part, divisor=batch[1].size)
-        self.backward(share)
+        total, micros = 0.0, micro_parts(self.part_of(batch), accumulate)
+        for number, part in enumerate(micros, start=1):
+            with self.recorder.span("forward", notes="DDP 2", rows=len(part.inputs)):
+                share = self.forward(part, divisor=batch[1].size)
+            self.backward(share, last=number == accumulate)
+            total += 0.0 if share is None else float(share.item())
         with self.recorder.span("optimizer"):
             clip_and_update(optimizer, self.weights, self.precision, lr=lr, clip=clip)
-        return self._sum(0.0 if share is None else float(share.item()))
+        return self._sum(total)
 
     def _sum(self, share: float) -> float:
         """The ranks' shares of the loss, added in rank order; counted under `control`."""

@@ -168,6 +168,7 @@ class Trainer:
         """
         self.world.tell_step(self.steps_done)
         with self.world.ledger.during("step"), self.recorder.span("step", step=self.steps_done):
-            loss = self.strategy.step(batch, self.optimizer, lr=self.learning_rate(self.updates_done), clip=self.clip)
+            loss = self.strategy.step(batch, self.optimizer, lr=self.learning_rate(self.updates_done), clip=self.clip,
+                                      accumulate=self.plan.accumulate)
         self.steps_done += 1
         return loss

@@ -24,8 +24,9 @@ class Plan:
                 bucket_bytes  a gradient bucket's most bytes
                 algorithm     of the gradients' collectives: pinned, so that the same plan gives the same bits
                 zero          the ZeRO stage: 0 (DDP), 1, 2 or 3
+                accumulate    backward passes a step
                 precision     one of PRECISIONS
-    Raises:     PlanError for an axis this version cannot cut, a size below 1, another stage or precision.
+    Raises:     PlanError for an axis this version cannot cut, a size below 1, another stage or precision, or no pass.
     """
 
     dp: int = 1
@@ -36,6 +37,7 @@ class Plan:
     bucket_bytes: int = BUCKET_BYTES
     algorithm: str = "ring"
     zero: int = 0
+    accumulate: int = 1
     precision: str = "fp32"
 
     def __post_init__(self) -> None:
@@ -48,6 +50,8 @@ class Plan:
             raise PlanError(f"plan bucket_bytes={self.bucket_bytes}: a bucket holds at least one byte")
         if self.zero not in ZERO_STAGES:
             raise PlanError(f"plan zero={self.zero!r}: choose a stage of {', '.join(map(str, ZERO_STAGES))}")
+        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise PlanError(f"plan accumulate={self.accumulate!r}: a step has at least one backward pass")
         if self.precision not in PRECISIONS:
             raise PlanError(f"plan precision={self.precision!r}: choose one of {', '.join(PRECISIONS)}")
 

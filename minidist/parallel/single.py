@@ -11,7 +11,8 @@ What fills the memory, for Ψ parameters (bytes):
     gradients        4Ψ                 2Ψ   (fp16)
     optimizer        8Ψ   (m, v)        12Ψ  (fp32 master weights, m, v)
     together         16Ψ                16Ψ
-    activations      grow with batch × context × width × layers, and with context² where scores are kept
+    activations      grow with batch × context × width × layers, and with context² where scores are kept;
+                     A passes (`accumulate`) keep those of one pass at a time
 
 Both columns give 16 bytes a parameter, for different reasons. The notes' pie (N2 显存占用分析: 35/45/15 %) contradicts
 their own numbers, 14/56/14 GB, which are 17/67/17 %; and their 8 bytes for the optimizer leave out the master weights.
@@ -24,6 +25,8 @@ import numpy as np
 
 from minidist.nn import Module
 from minidist.optim import Optimizer
+from minidist.parallel.accumulation import micro_parts
+from minidist.parallel.common.flat import trainable
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.update import Batch, Loss, Part, clip_and_update, loss_of, zero_unused
@@ -41,7 +44,7 @@ class Single:
                  recorder: Recorder | None = None) -> None:
         self.model, self.loss = model, loss or loss_of(model)
         self.precision = precision or Precision()
-        self.weights = list(model.parameters())
+        self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
         self.recorder = recorder or Silent()
 
@@ -49,17 +52,24 @@ class Single:
         """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted path."""
         return self.precision.state_dict(self.model)
 
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None) -> float:
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
         """One step on `batch`; returns its mean loss.
 
         Args:    lr: this step's learning rate (None: the optimizer's own); clip: bound of the gradients' common norm.
+                 accumulate: in how many passes the rows are taken.
         """
         optimizer.zero_grad()
-        with self.recorder.span("forward"):
-            loss = self.loss(Part(*batch, first=0), batch[1].size)
-        with self.recorder.span("backward"):
-            self.precision.backward(loss)
-            zero_unused(self.weights)
+        total = 0.0
+        for part in micro_parts(Part(*batch, first=0), accumulate):
+            if not len(part.inputs):
+                continue
+            with self.recorder.span("forward", rows=len(part.inputs)):
+                loss = self.loss(part, batch[1].size)
+            with self.recorder.span("backward"):
+                self.precision.backward(loss)
+            total += float(loss.item())
         with self.recorder.span("optimizer"):
+            zero_unused(self.weights)
             clip_and_update(optimizer, self.weights, self.precision, lr=lr, clip=clip)
-        return float(loss.item())
+        return total

@@ -43,13 +43,13 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.nn import Module
 from minidist.optim import Optimizer
+from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.arrivals import Arrivals
 from minidist.parallel.common.buckets import BUCKET_BYTES, cut
 from minidist.parallel.common.flat import (
     Flat,
     clip_and_update_shards,
     gather_state,
-    micro_parts,
     sum_in_order,
     trainable,
 )

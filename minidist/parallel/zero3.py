@@ -52,7 +52,8 @@ from minidist.comm.group import Group
 from minidist.errors import GradientError
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.common.flat import clip_and_update_shards, gather_state, micro_parts, sum_in_order, trainable
+from minidist.parallel.accumulation import micro_parts
+from minidist.parallel.common.flat import clip_and_update_shards, gather_state, sum_in_order, trainable
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.scattered import Scattered

@@ -12,10 +12,11 @@ from zero import BOUND, any_job, check_equal, sent_for_training, train
 import minidist as md
 from minidist.errors import ConfigError, GradientError, MismatchError
 from minidist.nn import GPT
+from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common import flat as flat_module
 from minidist.parallel.common.arrivals import Arrivals
 from minidist.parallel.common.buckets import cut
-from minidist.parallel.common.flat import Flat, micro_parts
+from minidist.parallel.common.flat import Flat
 from minidist.parallel.common.update import Part
 from minidist.parallel.zero1 import Zero1
 from minidist.tensor import Parameter

@@ -19,7 +19,6 @@ from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.common.precision import Precision
-from minidist.parallel.common.update import Part, part_of
 from minidist.tensor import Parameter
 
 
@@ -106,17 +105,6 @@ def trainable(parameters: Iterable[Parameter]) -> list[Parameter]:
     if not chosen:
         raise ConfigError("no parameter asks for a gradient, so there is nothing to train; leave some requires_grad on")
     return chosen
-
-
-def micro_parts(part: Part, count: int) -> list[Part]:
-    """A rank's part cut in `count` for accumulation, in `numpy.array_split` order; some may have no row.
-
-    Raises:  ConfigError if `count` is not positive.
-    """
-    if count < 1:
-        raise ConfigError(f"accumulate={count}: a step has at least one backward pass")
-    micros = [part_of((part.inputs, part.targets), size=count, rank=number) for number in range(count)]
-    return [Part(micro.inputs, micro.targets, part.first + micro.first) for micro in micros]
 
 
 def gather_state(model: Module, flats: Sequence[Flat], chunks: Sequence[Array], group: Group, *,

@@ -1,0 +1,61 @@
+"""Chapter 08 · Gradient accumulation: a batch in A passes, and one step.
+
+The idea. Activations are what a batch fills the memory with, and gradients add up. So a rank cuts its rows in A
+microbatches, runs forward and backward for one after the other, lets the gradients add up where they lie, and steps
+once. The weights are those of one pass; the activations at the peak are those of one microbatch:
+
+    compute       forward 1 | backward 1 | forward 2 | backward 2 | … | forward A | backward A | optimizer
+    gradients     = g1                   | += g2                  | … | += gA, reduced meanwhile
+    activations   up        | down       | up        | down       | … | up        | down
+
+N1 §2.1 names the other gain, fewer reductions ("a common strategy to spread the cost of communication"), and N2:419 the
+case where it is needed: long sequences, of which few fit at once. How few: a pass takes at least one sequence. Below
+that, activations must be recomputed (chapter 19) or the sequence cut over ranks (chapter 13).
+
+The mean must be of the whole batch. Each pass divides its sum of losses by the targets of *all* passes and all ranks,
+so that gradients add up to the gradient of the mean. A mean of the passes' means is another number where passes differ:
+
+    passes of 3 rows and 1 row, losses 1, 1, 1 and 5:   mean 8/4 = 2;   mean of means (1 + 5)/2 = 3
+
+And dividing twice (by the passes, though the divisor had them all) makes the gradient A times too small.
+
+Who reduces when, and what it costs, in elements a step over all ranks, Ψ parameters on P ranks:
+
+                       reduced              elements over all ranks
+    DDP, ZeRO-1        in the last pass     2Ψ(P-1)        whatever A: a rank keeps its own sum until then
+    ZeRO-2             in each              (A+1)Ψ(P-1)    nobody has room to keep a whole gradient: that is the stage
+    ZeRO-3             in each              3AΨ(P-1)       and weights, fetched twice a pass, are freed in between
+
+So with stages 2 and 3 accumulation saves activations and costs traffic; with DDP and stage 1 it saves activations free
+of charge. The number of messages goes the same way.
+
+notes:   N1 §2.1, N2 §10.4 (N2:419)
+"""
+
+from minidist.errors import ConfigError
+from minidist.parallel.common.update import Part, part_of
+
+
+def micro_parts(part: Part, count: int) -> list[Part]:
+    """A rank's part cut in `count` passes, in `numpy.array_split` order; some may have no row.
+
+    Raises:  ConfigError if `count` is not positive.
+    """
+    if count < 1:
+        raise ConfigError(f"accumulate={count}: a step has at least one backward pass")
+    micros = [part_of((part.inputs, part.targets), size=count, rank=number) for number in range(count)]
+    return [Part(micro.inputs, micro.targets, part.first + micro.first) for micro in micros]
+
+
+def elements_sent(parameters: int, *, ranks: int, zero: int = 0, accumulate: int = 1, root: int = 0,
+                  free_after_forward: bool = True) -> int:
+    """Elements that all ranks together send in a step for gradients and weights, scalars apart.
+
+    Args:    parameters: that learn; zero: the stage (0: DDP); accumulate: backward passes a step.
+             root: with stage 3, those of the parameters that belong to no unit and are held from first to last pass.
+             free_after_forward: with stage 3, or whether units stay until their backward.
+    """
+    fetched = accumulate * (2 if free_after_forward else 1) * (parameters - root) + root
+    gathered_and_reduced = {0: 2 * parameters, 1: 2 * parameters, 2: (accumulate + 1) * parameters,
+                            3: fetched + accumulate * parameters}[zero]
+    return gathered_and_reduced * (ranks - 1)
