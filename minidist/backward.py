@@ -6,7 +6,7 @@ It runs only the gradient functions that somebody needs, and drops what a node s
 depends on the order of the forward alone: the same bits, run after run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,6 +64,12 @@ class _Walk:
         self._arrived: dict[int, list[_Arrived | None]] = {}  # id(node) -> one gradient per output
         self._waiting: dict[int, int] = {}                    # id(leaf) -> contributions still to come
         self._leaves: dict[int, Array] = {}                   # id(leaf with tensor hooks) -> sum so far
+        self._hidden = False                                  # whether an op goes backward over a tape of its own
+
+    @property
+    def reached(self) -> Collection[int] | None:
+        """After `survey`: ids of the leaves that will get a gradient; None if an op hides some of them."""
+        return None if self._hidden else self._waiting.keys()
 
     def survey(self, start: Node) -> list[Node]:
         """All nodes behind `start`, oldest first; counts the contributions each leaf will get."""
@@ -73,6 +79,7 @@ class _Walk:
             if node.released:
                 raise GradientError(f"backward: an earlier backward ran through {node.op.name} and dropped what it "
                                     f"saved; run the forward again, or add the losses and go backward once")
+            self._hidden |= node.op.hides_leaves
             for edge in node.edges:
                 source = edge.source
                 if isinstance(source, Tensor):
@@ -171,7 +178,12 @@ def _shares_buffer(gradient: Array, dy: Any) -> bool:
     return any(owner is account.owner_of(d) for d in (dy if isinstance(dy, tuple) else (dy,)))
 
 
-def backward(loss: Tensor, dy: Array | None = None, *, defer_weights: bool = False) -> list[WeightGradient]:
+Surveyed = Callable[[Collection[int] | None], None]
+"""`surveyed(reached)`: is told the ids of the leaves that a backward will reach; None if it cannot know all."""
+
+
+def backward(loss: Tensor, dy: Array | None = None, *, defer_weights: bool = False,
+             surveyed: Surveyed | None = None) -> list[WeightGradient]:
     """Add d loss / d leaf to the `.grad` of every leaf behind `loss`; see Tensor.backward."""
     if not loss.requires_grad:
         raise GradientError("backward: nothing behind this tensor asks for a gradient; was it computed under no_grad?")
@@ -186,9 +198,13 @@ def backward(loss: Tensor, dy: Array | None = None, *, defer_weights: bool = Fal
     walk = _Walk(defer_weights)
     if loss.node is None:
         walk._waiting[id(loss)] = 1
+        if surveyed is not None:
+            surveyed(walk.reached)
         walk._add_to_leaf(loss, dy, False)
         return []
     nodes = walk.survey(loss.node)
+    if surveyed is not None:
+        surveyed(walk.reached)
     walk.deliver(loss.node, loss.index, dy, False)
     with no_grad():
         while nodes:

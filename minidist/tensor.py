@@ -19,7 +19,7 @@ from minidist.errors import DtypeError, GradientError, ShapeError
 from minidist.recording import grad_mode, is_grad_enabled, no_grad
 
 if TYPE_CHECKING:
-    from minidist.backward import WeightGradient
+    from minidist.backward import Surveyed, WeightGradient
     from minidist.tape import Node
 
 
@@ -106,17 +106,20 @@ class Tensor:
 
     # -------------------------------------------------------------------------------------------------- gradients
 
-    def backward(self, dy: Array | None = None, *, defer_weights: bool = False) -> "list[WeightGradient]":
+    def backward(self, dy: Array | None = None, *, defer_weights: bool = False,
+                 surveyed: "Surveyed | None" = None) -> "list[WeightGradient]":
         """Add the gradient of this tensor (of sum(self * dy)) to the `.grad` of every leaf behind it.
 
         Args:    dy: gradient of what follows, shape and dtype of self; may be left out for one number (then it is 1).
                  defer_weights: leave the gradient functions that end in a Parameter for later and return them, in the
                  order they would have run; calling them all gives what an ordinary backward gives, to the bit.
+                 surveyed: is told, before anything runs, the ids of the leaves that this backward will reach; None if
+                 an op goes backward over a tape of its own, which may reach others.
         Raises:  GradientError for a second backward through the same nodes, a missing dy, or nothing to differentiate.
         """
         from minidist.backward import backward  # noqa: PLC0415 - it is built on this module
 
-        return backward(self, dy, defer_weights=defer_weights)
+        return backward(self, dy, defer_weights=defer_weights, surveyed=surveyed)
 
     def register_hook(self, hook: Callable[[Array], Array | None]) -> Callable[[], None]:
         """Call `hook(dy)` in each backward when this tensor's total gradient is known; it may return a replacement.

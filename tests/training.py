@@ -27,11 +27,12 @@ def global_batch(step: int, sequences: int, config: GPTConfig) -> tuple[np.ndarr
 
 
 def train(world: Any, *, config: GPTConfig | None = None, steps: int = 3, sequences: int = 5,
-          bucket_bytes: int = SMALL_BUCKETS, zero: int = 0, **options: Any) -> dict[str, Any]:
+          bucket_bytes: int = SMALL_BUCKETS, zero: int = 0, accumulate: int = 1, **options: Any) -> dict[str, Any]:
     """What a rank of `world` holds after `steps` steps on the data axis: weights, losses, digest, ledger, memory."""
     config = config or tiny()
     options = {"optimizer": "adamw", "lr": 1e-2, "clip": 0.5, "seed": 3, **options}
-    trainer = Trainer(Plan(dp=world.size, bucket_bytes=bucket_bytes, zero=zero), config, world, **options)
+    plan = Plan(dp=world.size, bucket_bytes=bucket_bytes, zero=zero, accumulate=accumulate)
+    trainer = Trainer(plan, config, world, **options)
     losses = [trainer.step(global_batch(step, sequences, config)) for step in range(steps)]
     result = {"weights": {name: array.copy() for name, array in trainer.state_dict().items()}, "losses": losses,
               "digest": trainer.weights_sha256(), "sent": world.ledger.sent_bytes("step"),

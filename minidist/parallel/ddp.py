@@ -48,12 +48,12 @@ from minidist.optim import Optimizer
 from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
 from minidist.parallel.common.flat import trainable
-from minidist.parallel.common.order import InOrder
+from minidist.parallel.common.order import InOrder, agreed
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
-from minidist.parallel.common.update import Batch, Loss, Part, clip_and_update, loss_of, part_of
-from minidist.tensor import Tensor
+from minidist.parallel.common.update import Batch, Loss, Part, clip_and_update, loss_of, part_of, zero_unused
+from minidist.tensor import Parameter, Tensor
 
 
 class DDP:
@@ -64,13 +64,17 @@ class DDP:
              loss: of a part of the batch (default: `model.loss`).
              bucket_bytes: a bucket's most bytes.
              algorithm: of the gradients' all-reduce; pinned, so that the same run gives the same bits.
+             unused: what it means that a rank's loss does not depend on a parameter: "zero", a gradient of zero, for
+             another rank may use it; "error": a mistake (a layer forgotten in forward), named with the rank.
+             static: or whether the loss uses the same parameters in every step. Then buckets are made anew after the
+             first step, in the order in which gradients were completed, and without parameters that no rank uses.
              precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of.
     Raises:  MismatchError if the replicas do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 algorithm: str = "ring", precision: Precision | None = None,
+                 algorithm: str = "ring", precision: Precision | None = None, unused: str = "zero", static: bool = False,
                  recorder: Recorder | None = None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss = loss or loss_of(model)
@@ -81,8 +85,12 @@ class DDP:
         self.buckets = make_buckets(self.weights, bucket_bytes)
         self._pending: list[Pending] = []           # all-reduces under way: of buckets 0, 1, …, without a gap
         check_equal_replicas(model.parameters(), group, when="before the first step")          # DDP 1
-        self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce,
+        self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce, unused=unused,
                               who=f"DDP rank {group.rank} of {group.size}", by="DDP.backward")
+        self.bucket_bytes = bucket_bytes
+        self._to_record = static
+        self._recorded: list[Parameter] | None = None       # static: the first step's order, until buckets follow it
+        self._left_out: list[Parameter] = []                # static: in no bucket, for no rank uses them
 
     # ------------------------------------------------------------------------------------------------- partition
 
@@ -106,16 +114,23 @@ class DDP:
 
         Then every rank has the same bits: the gradient of the global mean loss.
         Cost:    one all-reduce a bucket, begun during the last backward; returns when all have ended.
+        Raises:  GradientError if the last step's gradients are still there, or as `unused` and `static` say.
         """
+        if self._recorded is not None:
+            self._follow(self._recorded)
         self._order.begin(quiet=not last)
         with self.recorder.span("backward", notes="DDP 3"):
             if share is not None:
-                self.precision.backward(share)
+                self.precision.backward(share, surveyed=self._order.expect)
             self._order.finish()
         with self.recorder.span("wait for gradients", notes="DDP 4"):
             for pending in self._pending:
                 pending.wait()
         self._pending = []
+        if last:
+            zero_unused(self._left_out)
+            if self._to_record:
+                self._recorded, self._to_record = self._order.completed, False
 
     def _start_reduce(self, index: int) -> None:
         """The bucket's last gradient is final, and those before it have set out (order.py says why)."""
@@ -123,6 +138,21 @@ class DDP:
         self.recorder.announce(self.group.axis, f"all_reduce bucket {index}")
         self._pending.append(self.group.start_all_reduce(bucket.data, op="sum", out=bucket.data,
                                                          algorithm=self.algorithm))
+
+    def _follow(self, completed: list[Parameter]) -> None:
+        """Put gradients into buckets in the order in which the first step completed them (`static`).
+
+        Cost:    once, 8 bytes a parameter and rank under `control`; the old buckets go before the new ones come.
+        """
+        self._recorded = None
+        order = agreed(self.group, self.weights, completed)
+        for parameter in self.weights:
+            parameter.bind_gradient(None)
+        self.buckets = []
+        self.buckets = make_buckets(reversed(order), self.bucket_bytes)
+        self._order.arrange([bucket.parameters for bucket in self.buckets])
+        reached = set(map(id, order))
+        self._left_out = [parameter for parameter in self.weights if id(parameter) not in reached]
 
     # ---------------------------------------------------------------------------------------------------- weights
 

@@ -40,6 +40,7 @@ import numpy as np
 
 from minidist import account, backend
 from minidist.backend import LOW_PRECISION, Array, array_module, dtype_name, to_host
+from minidist.backward import Surveyed
 from minidist.errors import ConfigError, GradientError
 from minidist.nn import Module
 from minidist.optim import Optimizer, clip_scale
@@ -143,14 +144,14 @@ class MixedPrecision(Precision):
 
     # -------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, surveyed: Surveyed | None = None) -> None:
         """Backward from the loss times the scale; the loss itself stays as it is.
 
         What is too large for float16 becomes infinite here, without a word: `update` finds it.
         """
         seed = array_module(loss.data).full(loss.shape, self._scale, loss.dtype)
         with np.errstate(over="ignore", invalid="ignore"):
-            loss.backward(seed)
+            loss.backward(seed, surveyed=surveyed)
 
     @property
     def _scale(self) -> float:

@@ -117,7 +117,7 @@ class Zero1:
         self._order.begin(quiet=not last)
         with self.recorder.span("backward", notes="ZeRO-1 1"):
             if share is not None:
-                self.precision.backward(share)
+                self.precision.backward(share, surveyed=self._order.expect)
             self._order.finish()
         with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
             for pending in self._pending:

@@ -18,7 +18,7 @@ Who holds what, Ψ parameters in float32 with Adam (K = 8) on P ranks:
                                         2Ψ + (2+K)Ψ/P. (N4:338 leaves out the 2Ψ, and gives this one for stage 1)
 
 A weight that is used twice, as a tied embedding, holds its bucket from its first gradient to its last. A weight that a
-backward does not reach holds back its bucket and those behind it to the end of backward: freeze what is never used.
+backward will not reach holds back nothing: backward tells before it runs what it will reach (common/order.py).
 
 Cost, a step and rank, with A backward passes:
 
@@ -117,7 +117,7 @@ class Zero2:
         self._order.begin()
         with self.recorder.span("backward", notes="ZeRO-2 1a"):
             if share is not None:
-                self.precision.backward(share)
+                self.precision.backward(share, surveyed=self._order.expect)
             self._order.finish()
         with self.recorder.span("wait for gradients", notes="ZeRO-2 1b"):
             self.gradients.settle()

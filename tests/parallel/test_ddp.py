@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from training import CHOICES, SMALL_BUCKETS, Chooser, difference, global_batch, tiny, train, train_tiny
 
 import minidist as md
-from minidist.errors import GradientError, MismatchError
-from minidist.nn import GPT
+from minidist import ops
+from minidist.errors import ConfigError, GradientError, MismatchError
+from minidist.nn import GPT, Module
 from minidist.optim import AdamW
 from minidist.parallel import ddp as ddp_module
 from minidist.parallel.common import update
 from minidist.parallel.ddp import DDP
 from minidist.parallel.single import Single
+from minidist.tensor import Parameter, tensor
 
 BOUND = 1e-10
 
@@ -138,6 +140,169 @@ def test_ranks_that_use_different_parameters(size: int, bucket_bytes: int) -> No
     serial = md.run(choose, size=1)[0]
     for weights in md.run(lambda world: choose(world, bucket_bytes=bucket_bytes), size=size):
         np.testing.assert_allclose(weights, serial, rtol=1e-12)
+
+
+class Chain(Module):
+    """y = x·w0·w1·…, declared in the order of use, or the other way round; the weights from `used` on are not used."""
+
+    def __init__(self, *, used: int = 4, reverse: bool = False) -> None:
+        weights = [Parameter(np.eye(2) * (1.0 + 0.1 * i) + 0.01 * i) for i in range(6)]
+        self.weights = weights[::-1] if reverse else weights
+        self.used, self.reverse = used, reverse
+        self.assign_names()
+
+    def forward(self, x: Any) -> Any:
+        for weight in (self.weights[::-1] if self.reverse else self.weights)[:self.used]:
+            x = x @ weight
+        return x
+
+    def loss(self, inputs: np.ndarray, targets: np.ndarray, divisor: int) -> Any:
+        y = self(tensor(inputs))
+        return ops.sum(y * y) * (1.0 / divisor)
+
+
+ROWS = [(np.arange(6.0).reshape(3, 2) * (step + 1) / 10, np.zeros((3, 2))) for step in range(4)]
+
+
+def train_chain(world: Any, *, accumulate: int = 1, steps: int = 4, used: int = 4, reverse: bool = False,
+                **options: Any) -> tuple[list[list[str]], list[np.ndarray], list[int]]:
+    """Of each step which gradients came and which buckets set out, in order; the weights; bytes sent in each step."""
+    model, log = Chain(used=used, reverse=reverse), []
+    strategy: Any = Single(model) if world.size == 1 else DDP(model, world, bucket_bytes=64, **options)
+    optimizer, sent = AdamW(strategy.parameters, 0.1), []
+    for parameter in model.parameters():
+        parameter.hooks.insert(0, lambda parameter: log[-1].append(parameter.name))
+    if world.size > 1:
+        start = strategy._order.start
+        strategy._order.start = lambda index: (log[-1].append(f"bucket {index}"), start(index))
+    for batch in ROWS[:steps]:
+        log.append([])
+        before = sum(world.ledger.sent_bytes().get("world", {}).values())
+        strategy.step(batch, optimizer, accumulate=accumulate)
+        sent.append(sum(world.ledger.sent_bytes().get("world", {}).values()) - before)
+    return log, [weight.data.copy() for weight in model.weights], sent
+
+
+def test_an_unused_parameter_keeps_no_bucket_waiting() -> None:
+    """Buckets of two weights each: 0 has the unused ones, and sets out before any gradient is there."""
+    for log, _, _ in md.run(train_chain, size=2):
+        assert log[0] == ["bucket 0", "weights.3", "weights.2", "bucket 1", "weights.1", "weights.0", "bucket 2"]
+
+
+def test_an_op_with_a_tape_of_its_own_makes_buckets_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may reach what backward cannot see beforehand: nothing sets out early."""
+    monkeypatch.setattr(ops.matmul, "hides_leaves", True)
+    for log, _, _ in md.run(train_chain, size=2):
+        assert log[0] == ["weights.3", "weights.2", "weights.1", "weights.0", "bucket 0", "bucket 1", "bucket 2"]
+
+
+@pytest.mark.parametrize(("accumulate", "size"), [(1, 2), (2, 2), (2, 5)])
+def test_an_unused_parameter_can_be_an_error(accumulate: int, size: int) -> None:
+    """It names the rank and the parameters; a rank without a row (5 ranks, 3 rows) has made no mistake."""
+    def job(world: Any) -> None:
+        names = "'weights.5', 'weights.4'"
+        with pytest.raises(GradientError, match=f"DDP rank {world.rank} of {size}: the loss does not depend on {names}"):
+            train_chain(world, unused="error", accumulate=accumulate, steps=1)
+
+    if size < 4:
+        md.run(job, size=size)
+    else:
+        with pytest.raises(GradientError, match="DDP rank 0 of 5: the loss does not depend on 'weights.5'"):
+            md.run(lambda world: train_chain(world, unused="error", accumulate=accumulate, used=5), size=size)
+        md.run(lambda world: train_chain(world, unused="error", accumulate=accumulate, used=6), size=size)
+    with pytest.raises(ConfigError, match="unused='ignore'; choose one of zero, error"):
+        md.run(lambda world: DDP(Chain(), world, unused="ignore"), size=1)
+
+
+def test_a_weight_of_an_earlier_pass_is_used() -> None:
+    """With unused='error' the passes of a step count together."""
+    def job(world: Any) -> None:
+        model = Chooser()
+        strategy = DDP(model, world, unused="error")
+        rows = np.array([[1], [2], [3], [4]] * world.size)
+        strategy.step((rows, rows), AdamW(strategy.parameters, 0.1), accumulate=4)
+
+    md.run(job, size=2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_static_buckets_follow_the_first_step(size: int, reverse: bool) -> None:
+    """Declared against the order of use nothing overlaps in step 1; from step 2 on all does; unused ones stay home."""
+    serial = md.run(lambda world: train_chain(world, reverse=reverse), size=1)[0][1]
+    names = [f"weights.{5 - i if reverse else i}" for i in (3, 2, 1, 0)]
+    ranks = md.run(lambda world: train_chain(world, reverse=reverse, static=True), size=size)
+    for step, weights_sent in enumerate((6, 4, 4, 4)):
+        assert sum(sent[step] for _, _, sent in ranks) == 2 * (size - 1) * 32 * weights_sent
+    for rank, (log, weights, _) in enumerate(ranks):
+        np.testing.assert_allclose(weights, serial, rtol=1e-12)
+        if rank < 3:        # three rows
+            assert log[0].index("bucket 0") == (4 if reverse else 0)
+            assert log[1] == log[3] == [*names[:2], "bucket 0", *names[2:], "bucket 1"]
+        else:
+            assert log[1] == ["bucket 0", "bucket 1"]
+
+
+def test_static_refuses_another_graph() -> None:
+    def job(world: Any) -> None:
+        model = Chain()
+        strategy = DDP(model, world, static=True)
+        optimizer = AdamW(strategy.parameters, 0.1)
+        strategy.step(ROWS[0], optimizer)
+        strategy.step(ROWS[1], optimizer)
+        model.used = 6
+        with pytest.raises(GradientError, match=r"'weights\.5' has a gradient now, but had none in the first step"):
+            strategy.step(ROWS[2], optimizer)
+
+    md.run(job, size=2)
+
+
+def test_static_agrees_where_ranks_use_different_parameters() -> None:
+    """Rank 0's order first, then what others alone used: the same buckets everywhere, and parity."""
+    def job(world: Any, static: bool) -> tuple[list[np.ndarray], list[list[str]]]:
+        model = Chooser()
+        strategy: Any = Single(model) if world.size == 1 else DDP(model, world, bucket_bytes=1, static=static)
+        optimizer = AdamW(strategy.parameters, 0.1)
+        for _ in range(3):
+            strategy.step((CHOICES[0], CHOICES[0]), optimizer)
+        return ([weight.data.copy() for weight in model.weights],
+                [[p.name for p in bucket.parameters] for bucket in getattr(strategy, "buckets", [])])
+
+    serial = md.run(job, False, size=1)[0][0]
+    for weights, buckets in md.run(job, True, size=3):
+        np.testing.assert_allclose(weights, serial, rtol=1e-12)
+        assert sorted(buckets) == [["weights.0"], ["weights.1"], ["weights.2"], ["weights.3"]]
+        assert buckets[2:] == [["weights.2"], ["weights.3"]]
+
+
+def test_the_last_steps_gradients_are_not_added_to() -> None:
+    def job(world: Any) -> None:
+        model = GPT(tiny())
+        model.initialize(0)
+        strategy, batch = DDP(model, world), global_batch(0, 2, tiny())
+        for last in (False, True):      # the passes of one step
+            strategy.backward(strategy.forward(strategy.part_of(batch), divisor=batch[1].size), last=last)
+        with pytest.raises(GradientError, match=r"gradient of 'head.weight' is still there.*optimizer\.zero_grad"):
+            strategy.backward(strategy.forward(strategy.part_of(batch), divisor=batch[1].size))
+        model.zero_grad()
+        strategy.backward(strategy.forward(strategy.part_of(batch), divisor=batch[1].size))
+
+    md.run(job, size=2)
+
+
+def test_frozen_weights_stay_and_are_not_sent() -> None:
+    def job(world: Any) -> tuple[bool, int, int]:
+        model = GPT(tiny())
+        model.initialize(0)
+        model.tokens.weight.requires_grad = False
+        before = model.tokens.weight.data.copy()
+        strategy = DDP(model, world)
+        strategy.step(global_batch(0, 4, tiny()), AdamW(strategy.parameters, 0.1))
+        return (np.array_equal(before, model.tokens.weight.data), sum(bucket.data.size for bucket in strategy.buckets),
+                sum(p.size for p in model.parameters()) - before.size)
+
+    for same, reduced, learning in md.run(job, size=2):
+        assert same and reduced == learning
 
 
 # -------------------------------------------------------------------------------------------------------- what it costs

@@ -71,7 +71,7 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
     else:
         backward = Zero1.backward
         monkeypatch.setattr(Zero1, "backward", lambda self, share, last: backward(self, share, last=True))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, GradientError)):     # reducing what was reduced is refused
         check_equal(1, 3, **options)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from minidist.backend import Array
+from minidist.backward import Surveyed
 from minidist.nn import Module
 from minidist.optim import Optimizer, clip_scale
 from minidist.tensor import Parameter, Tensor
@@ -44,9 +45,9 @@ class Precision:
         """Copies of a model's weights on the host, by dotted path, where this rank has all of them."""
         return model.state_dict()
 
-    def backward(self, loss: Tensor) -> None:
-        """Backward from the loss."""
-        loss.backward()
+    def backward(self, loss: Tensor, *, surveyed: Surveyed | None = None) -> None:
+        """Backward from the loss; `surveyed`: as of Tensor.backward."""
+        loss.backward(surveyed=surveyed)
 
     def update(self, optimizer: Optimizer, squares: Callable[[], float], *, lr: float | None,
                clip: float | None) -> None:

@@ -1,0 +1,193 @@
+"""Accumulation: the weights of one pass, the activations of one microbatch, and each stage's traffic."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training import difference, global_batch, tiny, train
+
+import minidist as md
+from minidist import account
+from minidist.errors import ConfigError, PlanError
+from minidist.nn import GPT
+from minidist.optim import SGD
+from minidist.parallel.accumulation import elements_sent, micro_parts
+from minidist.parallel.common.update import Part
+from minidist.parallel.ddp import DDP
+from minidist.parallel.single import Single
+from minidist.parallel.zero3 import Zero3
+
+BOUND = 1e-10
+
+
+def run(size: int, transport: str = "threads", **options: Any) -> list[dict[str, Any]]:
+    """`train` on some ranks."""
+    return md.run(_train, options, size=size, transport=transport)
+
+
+def _train(world: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """With arguments that can travel to ranks of a new mpirun."""
+    return train(world, **{**options, "config": tiny(**options.get("config", {}))})
+
+
+def check_equal(size: int, transport: str = "threads", **options: Any) -> list[dict[str, Any]]:
+    """Ranks that take passes equal one process that takes none, and each other to the bit."""
+    serial = run(1, **{**options, "zero": 0, "accumulate": 1})[0]
+    ranks = run(size, transport, **options)
+    assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
+    np.testing.assert_allclose(ranks[0]["losses"], serial["losses"], rtol=1e-10)
+    assert len({rank["digest"] for rank in ranks}) == 1
+    return ranks
+
+
+# ------------------------------------------------------------------------------------------- parallel equals serial
+
+@pytest.mark.parametrize(("zero", "size", "accumulate"), [(0, 1, 3), (0, 3, 2), (1, 2, 4), (2, 3, 2), (3, 2, 3)])
+def test_equals_one_process(zero: int, size: int, accumulate: int) -> None:
+    """Uneven passes; dropout is the same whatever the passes; with 3 ranks × 2 passes of 5 rows some have none."""
+    check_equal(size, zero=zero, accumulate=accumulate, config={"dropout": 0.2})
+
+
+@pytest.mark.parametrize("transport", ["sockets", "mpi"])
+def test_same_bits_on_every_transport(transport: str) -> None:
+    over_threads = run(3, accumulate=2)[0]
+    assert check_equal(3, transport, accumulate=2)[0]["digest"] == over_threads["digest"]
+
+
+any_job = given(size=st.integers(1, 5), accumulate=st.integers(1, 5), zero=st.integers(0, 3),
+                sequences=st.integers(1, 11), tied=st.booleans(), clip=st.sampled_from([None, 0.1]))
+
+
+@settings(max_examples=10)
+@any_job
+def test_any_job(size: int, accumulate: int, zero: int, sequences: int, tied: bool, clip: float | None) -> None:
+    """Also fewer rows than ranks × passes."""
+    check_equal(size, accumulate=accumulate, zero=zero, sequences=sequences, clip=clip, steps=2, optimizer="sgd",
+                config={"tied": tied, "layers": 1})
+
+
+@pytest.mark.soak
+@settings(max_examples=200)
+@any_job
+def test_very_many_jobs(size: int, accumulate: int, zero: int, sequences: int, tied: bool, clip: float | None) -> None:
+    """The same, more often."""
+    check_equal(size, accumulate=accumulate, zero=zero, sequences=sequences, clip=clip, steps=2, optimizer="sgd",
+                config={"tied": tied, "layers": 1})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_equals_one_process_after_twenty_steps(transport: str, zero: int, size: int) -> None:
+    check_equal(size, transport, zero=zero, accumulate=3, steps=20, sequences=11,
+                config={"context": 16, "width": 16, "layers": 3})
+
+
+@pytest.mark.parametrize("bug", ["mean of means", "divides by the passes too", "forgets a pass", "rows of another pass"])
+def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGD without clipping: Adam and clipping forgive a wrong scale."""
+    options: dict[str, Any] = {"accumulate": 2, "optimizer": "sgd", "clip": None}
+    forward, backward = DDP.forward, DDP.backward
+    if bug == "mean of means":
+        monkeypatch.setattr(DDP, "forward", lambda self, part, divisor: forward(
+            self, part, divisor=max(part.targets.size, 1) * 4))
+    elif bug == "divides by the passes too":
+        monkeypatch.setattr(DDP, "forward", lambda self, part, divisor: forward(self, part, divisor=divisor * 2))
+    elif bug == "forgets a pass":
+        monkeypatch.setattr(DDP, "backward", lambda self, share, last: backward(self, share, last=last) if last
+                            else None)
+    else:
+        monkeypatch.setattr("minidist.parallel.ddp.micro_parts", lambda part, count: [part] * count)
+    with pytest.raises(AssertionError):
+        check_equal(2, **options)
+
+
+def test_a_mean_of_means_is_another_number() -> None:
+    """The module's example: passes of three rows and of one."""
+    losses = [np.array([1.0, 1.0, 1.0]), np.array([5.0])]
+    assert np.concatenate(losses).mean() == 2.0 and np.mean([part.mean() for part in losses]) == 3.0
+
+
+# ------------------------------------------------------------------------------------------------------------ passes
+
+@given(rows=st.integers(0, 12), count=st.integers(1, 7), first=st.integers(0, 9))
+def test_passes_are_array_splits_that_know_their_rows(rows: int, count: int, first: int) -> None:
+    ids = np.arange(first, first + rows).reshape(rows, 1)
+    micros = micro_parts(Part(ids, ids + 1, first), count)
+    for micro, expected in zip(micros, np.array_split(ids, count), strict=True):
+        np.testing.assert_array_equal(micro.inputs, expected)
+        np.testing.assert_array_equal(micro.targets, expected + 1)
+        assert not len(expected) or micro.first == expected[0, 0]
+
+
+def test_no_pass_is_refused() -> None:
+    with pytest.raises(ConfigError, match="accumulate=0: a step has at least one backward pass"):
+        micro_parts(Part(np.zeros((2, 1)), np.zeros((2, 1)), 0), 0)
+    with pytest.raises(PlanError, match="accumulate=0"):
+        md.Plan(accumulate=0)
+
+
+# ------------------------------------------------------------------------------------------------------ what it costs
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_traffic_is_the_formula(zero: int, accumulate: int) -> None:
+    """Exact over all ranks, tied weights being ZeRO-3's root."""
+    size, steps = 3, 2
+    ranks = run(size, zero=zero, accumulate=accumulate, steps=steps, config={"tied": True})
+    count = sum(array.size for array in ranks[0]["weights"].values())
+    root = ranks[0]["weights"]["tokens.weight"].size if zero == 3 else 0
+    expected = elements_sent(count, ranks=size, zero=zero, accumulate=accumulate, root=root)
+    assert sum(sum(rank["sent"]["dp"].values()) for rank in ranks) == steps * 8 * expected
+    assert expected == (size - 1) * [2 * count, 2 * count, (accumulate + 1) * count,
+                                     3 * accumulate * (count - root) + (1 + accumulate) * root][zero]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_units_that_stay_until_backward_cost_less(accumulate: int) -> None:
+    def job(world: Any) -> tuple[int, int]:
+        model = GPT(tiny())
+        model.initialize(0)
+        count = sum(parameter.size for parameter in model.parameters())
+        strategy = Zero3(model, world, free_after_forward=False)
+        with world.ledger.during("step"):
+            strategy.step(global_batch(0, 4, tiny()), SGD(strategy.parameters, 0.1), accumulate=accumulate)
+        return count, sum(world.ledger.sent_bytes("step")["world"].values())
+
+    results = md.run(job, size=2)
+    expected = elements_sent(results[0][0], ranks=2, zero=3, accumulate=accumulate, free_after_forward=False)
+    assert expected == 2 * accumulate * results[0][0]
+    assert sum(sent for _, sent in results) == 8 * expected
+
+
+@pytest.mark.parametrize("strategy", [Single, DDP])
+def test_activations_are_those_of_one_microbatch(strategy: Any) -> None:
+    """Measured by the account: 8 rows in A passes have the peak of 8/A rows in one, and gradients are not doubled.
+
+    But for the token ids, which a pass's rows are views of, and the loss of the pass before.
+    """
+    config = tiny(width=16, context=12, dtype="float32")
+
+    def peaks(world: Any, sequences: int, accumulate: int) -> dict[str, int]:
+        with account.use(account.MemoryAccount()) as memory:
+            model = GPT(config)
+            model.initialize(0)
+            trained = strategy(model, world) if strategy is DDP else strategy(model)
+            optimizer = SGD(trained.parameters, 0.1)
+            for step in range(2):
+                trained.step(global_batch(step, sequences, config), optimizer, accumulate=accumulate)
+            return memory.peak
+
+    def job(world: Any) -> list[tuple[dict[str, int], dict[str, int]]]:
+        return [(peaks(world, 8 * world.size, passes), peaks(world, 8 // passes * world.size, 1))
+                for passes in (1, 2, 4, 8)]
+
+    for found in md.run(job, size=2 if strategy is DDP else 1):
+        whole, batch = found[0][0], 2 * 8 * 13 * 8 + 4
+        for passes, (accumulated, alone) in zip((1, 2, 4, 8), found, strict=True):
+            assert alone["activations"] <= accumulated["activations"] <= alone["activations"] + batch
+            assert accumulated["activations"] <= whole["activations"] / passes + batch
+            assert accumulated["gradients"] == whole["gradients"]
