@@ -64,8 +64,9 @@ from minidist.comm.transports.mailbox import connect
 from minidist.errors import CommError, ConfigError, PeerLostError
 from minidist.nn import Module
 from minidist.optim import Optimizer
+from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.buckets import cut, make_buckets
-from minidist.parallel.common.flat import Flat, empty_like, micro_parts
+from minidist.parallel.common.flat import Flat, empty_like
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.update import Batch, Part, clip_and_update, zero_unused

@@ -74,8 +74,8 @@ class DDP:
     """
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 algorithm: str = "ring", precision: Precision | None = None, unused: str = "zero", static: bool = False,
-                 recorder: Recorder | None = None) -> None:
+                 algorithm: str = "ring", unused: str = "zero", static: bool = False,
+                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss = loss or loss_of(model)
         self.precision = precision or Precision()
