@@ -8,6 +8,7 @@ no data.
     meet     round, info                             met      round, [info of rank 0, info of rank 1, ...]
     missing  round                                   missing  round, [ranks that have not come]
     failed   loss, blames                            noted    whether this was the job's first failure
+    expendable  (let the job go on without me)       died     loss of a rank that was expendable
     waits    round (0: unasked), state               ask      round: say what you wait for
     table    own state                               table    what all ranks wait for, in words
                                                      verdict  error, text: raise that
@@ -53,6 +54,7 @@ class Monitor:
         how: what the launcher knows of a rank's end (`how(rank) -> "was killed by SIGKILL"`), None if nothing.
     Attributes:
         loss: the first rank that did not end well, or None.
+        spared: expendable ranks that did not end well, by world rank; the job goes on without them.
     Raises: LaunchError if the port is taken.
     """
 
@@ -63,6 +65,7 @@ class Monitor:
         self._door = Door(host, port, max(128, size), token, self._admit, self._run)
         self.address = self._door.address
         self.loss: Loss | None = None
+        self.spared: dict[int, Loss] = {}
         self._changed = threading.Condition()
         self._seats: dict[int, Seat] = {}
         self._rounds: defaultdict[int, dict[int, Any]] = defaultdict(dict)
@@ -98,15 +101,20 @@ class Monitor:
         self._door.listener.close()
 
     def lose(self, loss: Loss) -> bool:
-        """Note a loss and tell every rank that is still there; returns whether it was the first."""
+        """Note a loss and tell every rank that is still there; returns whether it was news."""
         with self._changed:
-            if self.loss is not None:
+            seat = self._seats.get(loss.world_rank)
+            expendable = seat is not None and seat.expendable
+            if self.loss is not None or loss.world_rank in self.spared:
                 return False
-            self.loss = loss
+            if expendable:
+                self.spared[loss.world_rank] = loss
+            else:
+                self.loss = loss
             others = [seat for seat in self._seats.values() if seat.world_rank != loss.world_rank and not seat.left]
             self._changed.notify_all()
         for seat in others:
-            seat.send("lost", loss=dataclasses.asdict(loss))
+            seat.send("died" if expendable else "lost", loss=dataclasses.asdict(loss))
         return True
 
     def wait(self, limit: float | None = None) -> bool:
@@ -223,6 +231,8 @@ class Monitor:
                     seat.send("noted", value=self.lose(loss))
                 else:
                     self._run(self._fail_late, seat, loss)
+            case "expendable":
+                seat.expendable = True
             case "waits":
                 self._watch.heard(seat, State.unpacked(frame["state"]), int(frame["round"]))
             case "table":

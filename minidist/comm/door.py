@@ -33,6 +33,7 @@ class Seat:
     sock: socket.socket
     left: bool = False
     frozen: bool = False
+    expendable: bool = False
     sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def send(self, kind: str, **content: Any) -> None:

@@ -255,6 +255,14 @@ class Group:
         """Say which training step this rank is in; what it raises when another rank is lost names it. Sends nothing."""
         self.transport.waits.step = step
 
+    def expendable(self) -> None:
+        """Let the job go on without this rank: should it end, waits for it raise PeerLostError, and no other does.
+
+        Where the launcher is mpirun, it ends the job all the same. Sends nothing to other ranks.
+        """
+        if self.transport.waits.spare is not None:
+            self.transport.waits.spare()
+
     def close(self) -> None:
         """Carry out what was started, in this group and those split from it, and end their worker threads.
 

@@ -125,6 +125,7 @@ class ControlLink:
         self._transport = transport
         transport.waits.tell = self._tell
         transport.waits.table = self._table
+        transport.waits.spare = lambda: self._send({"kind": "expendable"})
         self.on_loss(transport.abort)
 
     def wait_for_loss(self, limit: float) -> Loss | None:
@@ -209,6 +210,9 @@ class ControlLink:
         match frame["kind"]:
             case "lost":
                 self._lost(Loss(**frame["loss"]))
+            case "died":
+                if self._transport is not None:
+                    self._transport.lose(Loss(**frame["loss"]).error())
             case "ask":
                 self._tell(frame["round"])
             case "look":

@@ -30,7 +30,7 @@ from minidist.comm.device import Device
 from minidist.comm.native import Native
 from minidist.comm.profile import Profile
 from minidist.comm.waits import Waits
-from minidist.errors import CommError, ConfigError
+from minidist.errors import CommError, ConfigError, PeerLostError
 
 META_LIMIT = 4096
 """Most bytes a message's `meta` may have."""
@@ -151,6 +151,13 @@ class Transport(ABC):
     @abstractmethod
     def abort(self, error: CommError) -> None:
         """Make every wait of this rank that is not yet satisfied, now or later, raise `error`. From any thread."""
+
+    def lose(self, error: PeerLostError) -> None:
+        """One rank is lost and the job goes on: waits for it, now or later, raise `error`. From any thread.
+
+        A transport that cannot go on without a rank aborts.
+        """
+        self.abort(error)
 
     @abstractmethod
     def close(self) -> None:

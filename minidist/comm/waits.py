@@ -143,6 +143,7 @@ class Waits:
                 program  -> the threads that run the rank's program; one that is in no wait may yet end everybody's
                 tell     called when a wait begins to last, and when it ends; None until somebody listens
                 table    (state) -> what all ranks wait for, in words; `state` is what this rank says of itself
+                spare    asks that this rank's death be reported, and not end the job; None until somebody listens
                 held     each says for whom messages are held back on their way out, one entry a message
                 ends     abort() of links that belong to the transport and tell their waits here
                 step     the training step that the program is in, if it says so
@@ -154,6 +155,7 @@ class Waits:
         self.program: Callable[[], set[int | None]] = _program
         self.tell: Callable[[], None] | None = None
         self.table: Callable[[State], str] | None = None
+        self.spare: Callable[[], None] | None = None
         self.step: int | None = None
         self.held: list[Callable[[], list[int]]] = []
         self.ends: list[Callable[[CommError], None]] = []

@@ -38,7 +38,8 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
 
     Args:    shared_memory: whether ranks of one node share memory on sockets; nodes: a number for each rank, equal on
              those that act as ranks of one node (left out: all are).
-    Returns: what each rank returned, in rank order: numbers, strings, NumPy arrays, and lists, tuples, dicts of them.
+    Returns: what each rank returned, in rank order: numbers, strings, NumPy arrays, and lists, tuples, dicts of them;
+             None of a rank that was lost and expendable.
     Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming who had not ended in `limit` s.
     """
     with contextlib.suppress(OSError, ValueError):
@@ -50,11 +51,11 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
         outcomes = job.collect(time.monotonic() + limit)
         if job.monitor.loss is not None:
             raise failures.first_failure(job.monitor.loss, outcomes.get(job.monitor.loss.world_rank))
-        late = sorted(set(range(size)) - set(outcomes))
+        late = sorted(set(range(size)) - set(outcomes) - set(job.monitor.spared))
         if late:
             raise TimeoutError(f"{len(late)} of {size} ranks had not ended after {limit:g} s: rank "
                                f"{', '.join(map(str, late))}\n{job.monitor.table()}")
-        return [outcomes[rank]["result"] for rank in range(size)]
+        return [outcomes.get(rank, {}).get("result") for rank in range(size)]
     finally:
         job.end()
 
@@ -106,6 +107,8 @@ class _Job:
                         selector.unregister(key.fileobj)
                         self.unheard.discard(key.data)
                         self._note(key.data, bytes(buffers[key.data]), outcomes)
+                if self.monitor.spared:
+                    self.monitor.end_frozen()
                 if self.monitor.loss is not None:
                     self.monitor.end_frozen()
                     deadline = min(deadline, time.monotonic() + GRACE)

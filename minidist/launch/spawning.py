@@ -63,6 +63,7 @@ class _Job:
         self.copiers: list[threading.Thread] = []
         self.monitor: Monitor | None = None
         self.stopped = False
+        self.missed: set[int] = set()                       # expendable ranks that have ended
         host, port = nodes.master_addr, nodes.master_port
         if nodes.rank == 0:
             self.monitor = Monitor(size * nodes.count, token, host=host, port=port, how=self.children.how)
@@ -115,23 +116,28 @@ class _Job:
         while True:
             running = self.children.running()
             for rank, process in self.processes.items():
-                if process.returncode:
-                    return self._failed(rank, process.returncode)
+                if process.returncode and rank not in self.missed:
+                    status = self._failed(rank, process.returncode)
+                    if status is not None:
+                        return status
+                    self.missed.add(rank)
             if self.monitor is not None and self.monitor.loss is not None:
                 return self._lost(self.monitor.loss)
             if not running:
                 return 0
             time.sleep(0.01)
 
-    def _failed(self, rank: int, code: int) -> int:
-        """A rank here ended with `code`, perhaps because another failed first."""
+    def _failed(self, rank: int, code: int) -> int | None:
+        """A rank here ended with `code`, perhaps because another failed first; None if it was expendable."""
         loss = Loss(rank, self.processes[rank].pid, os.uname().nodename, how_it_ended(code))
         if self.monitor is None:
             if code < 0:                                    # node 0's launcher sees its connection end, no more
                 print(f"minidist: {loss}; the job ends", file=sys.stderr, flush=True)
             return _status(code)
         self.monitor.lose(loss)
-        assert self.monitor.loss is not None
+        if self.monitor.loss is None:
+            print(f"minidist: {loss}; the job goes on without it", file=sys.stderr, flush=True)
+            return None
         return self._lost(self.monitor.loss)
 
     def _lost(self, loss: Loss) -> int:

@@ -25,7 +25,7 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.comm.transport import Accept, Handle, Reduce, Tag, Transport
-from minidist.errors import CommError, ConfigError, TimeoutError
+from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 
 
 @dataclass(eq=False)
@@ -103,6 +103,9 @@ class Delayed(Transport):
     def abort(self, error: CommError) -> None:
         self._drop(error)
         self.inner.abort(error)
+
+    def lose(self, error: PeerLostError) -> None:
+        self.inner.lose(error)
 
     def close(self) -> None:
         """Hand on what is still held, and end the port's thread; the transport below stays open, for others use it."""

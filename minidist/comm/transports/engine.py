@@ -67,6 +67,7 @@ class Engine(Transport):
         self.lock = threading.Lock()
         self.error: CommError | None = None         # what abort() was given
         self._aborted = threading.Event()
+        self.lost: dict[int, PeerLostError] = {}    # peers without whom the job goes on
         self.spins = spins
         self.waits = Waits(self.counts)
         self._turn = threading.Condition(self.lock)
@@ -185,9 +186,11 @@ class Engine(Transport):
             return error
         lost = error.world_rank
         if not self._aborted.is_set() and lost is not None:
+            deadline = time.monotonic() + _HEARSAY
             with self.waits.lasting(what, lambda: (lost,)):
-                self._aborted.wait(_HEARSAY)
-        error = self.error or error
+                while lost not in self.lost and time.monotonic() < deadline and not self._aborted.wait(_HEARSAY / 25):
+                    pass
+        error = self.error or self.lost.get(lost if lost is not None else self.world_rank) or error
         return self.waits.located(error, self.world_rank) if isinstance(error, PeerLostError) else error
 
     # --- the life of an operation: under the lock --------------------------------------------------------------------

@@ -78,6 +78,7 @@ class Mailbox(Transport):
         self.name = "threads-unbuffered" if unbuffered else "threads"
         self.world_rank, self.world_size, self.limit = world_rank, world_size, limit
         self.aborted: CommError | None = None
+        self.lost: dict[int, PeerLostError] = {}
         self.waits = Waits() if waits is None else waits
         self._peers, self._unbuffered = peers, unbuffered
         self._changed = threading.Condition(threading.Lock())
@@ -105,6 +106,12 @@ class Mailbox(Transport):
         for end in self.waits.ends:
             if end != self.abort:
                 end(error)
+
+    def lose(self, error: PeerLostError) -> None:
+        assert error.world_rank is not None
+        with self._changed:
+            self.lost[error.world_rank] = error
+            self._changed.notify_all()
 
     def close(self) -> None:
         self._arrived.clear()
@@ -154,6 +161,8 @@ class Mailbox(Transport):
                     raise self.aborted
                 if self._matched:
                     return self._matched.popleft()
+                if handle.peer in self.lost:
+                    raise self.waits.located(self.lost[handle.peer], self.world_rank)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None

@@ -222,6 +222,11 @@ class StreamTransport(Engine):
             for receive in list(peer.receives):
                 self._end(peer, receive, self._lost(peer, why))
 
+    def lose(self, error: PeerLostError) -> None:
+        assert error.world_rank is not None
+        self.lost[error.world_rank] = error
+        self._lose(self._peer(error.world_rank), str(error))
+
     # --- ending ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

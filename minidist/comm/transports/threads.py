@@ -52,6 +52,7 @@ class _Job:
             transport.profile = profile
         self.results: list[Any] = [None] * size
         self.failure: tuple[int, BaseException] | None = None
+        self.expendable: set[int] = set()       # ranks without which the run goes on
         self.running = set(range(size))
         self.changed = threading.Condition(threading.RLock())
         self.threads = [threading.Thread(target=self.run_rank, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -66,6 +67,7 @@ class _Job:
         waits.tell = lambda: self.note(rank)
         waits.table = lambda state: self.table({rank: state})
         waits.program = lambda: {self.threads[rank].ident}
+        waits.spare = lambda: self.expendable.add(rank)
 
     def run_rank(self, rank: int) -> None:
         """The body of a rank's thread."""
@@ -87,10 +89,11 @@ class _Job:
         with self.changed:
             if self.failure is not None:
                 return
-            self.failure = (rank, error)
+            if rank not in self.expendable:
+                self.failure = (rank, error)
         how = f"rank {rank} failed with {type(error).__name__}: {error} (at {source.raised_at(error)})"
         for transport in self.transports:
-            transport.abort(PeerLostError(how, world_rank=rank))
+            (transport.lose if rank in self.expendable else transport.abort)(PeerLostError(how, world_rank=rank))
 
     def wait(self) -> bool:
         """Whether all ranks ended, or one failed, within the limit. Meanwhile this thread is the arbiter's."""

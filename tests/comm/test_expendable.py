@@ -1,0 +1,78 @@
+"""A rank that said it is expendable dies, and the job goes on: who waits for it is told, and nobody else."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from helpers import run
+from leftovers import nothing_left
+
+from minidist.errors import PeerLostError
+
+ENDS = {"kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "exit": lambda: os._exit(3),
+        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP)}
+
+
+def one_dies(world, how):
+    """Rank 1 dies; rank 2 waits for it in vain, and then for rank 0, who hears nothing of it."""
+    if world.rank == 1:
+        world.expendable()
+    world.barrier()
+    if world.rank == 1:
+        if how == "raise":
+            raise ArithmeticError("on purpose")
+        ENDS[how]()
+    if world.rank == 0:
+        time.sleep(0.2)
+        world.send(np.arange(5.0), dst=2)
+        return world.recv(src=2)
+    began = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        world.recv(src=1)
+    assert caught.value.world_rank == 1 and time.monotonic() - began < 3.0
+    with pytest.raises(PeerLostError, match="rank 1"):          # later waits learn it at once
+        world.recv(src=1)
+    assert world.recv(src=0).sum() == 10.0
+    world.send(np.ones(2), dst=0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("transport", "how", "says"), [
+    ("threads", "raise", "ArithmeticError: on purpose"), ("threads-unbuffered", "raise", "on purpose"),
+    ("sockets", "kill", "was killed by SIGKILL"), ("shm", "kill", "was killed by SIGKILL"),
+    ("shm", "exit", "exited with status 3"), ("sockets", "raise", "on purpose"), ("shm", "stop", "is frozen")])
+def test_the_job_goes_on_without_it(transport, how, says):
+    with nothing_left(6.0):
+        first, lost, text = run(one_dies, how, size=3, transport=transport)
+    assert lost is None and list(first) == [1.0, 1.0]
+    assert "rank 1" in text and says in text and "rank 2 was in recv" in text, text
+
+
+@pytest.mark.parametrize("transport", ["threads", "sockets"])
+def test_who_did_not_say_so_still_ends_the_job(transport):
+    def job(world):
+        if world.rank == 1:
+            world.expendable()
+        world.barrier()
+        if world.rank == 2:
+            raise ArithmeticError("on purpose")
+        world.recv(src=0 if world.rank else 1)
+
+    with pytest.raises(ArithmeticError, match="rank 2"):
+        run(job, size=3, transport=transport)
+
+
+def test_under_our_launcher(tmp_path):
+    program = tmp_path / "job.py"
+    program.write_text("import os, signal\nimport minidist as md\nworld = md.init()\nif world.rank == 1:\n"
+                       "    world.expendable()\nworld.barrier()\nif world.rank == 1:\n"
+                       "    os.kill(os.getpid(), signal.SIGKILL)\ntry:\n    world.recv(src=1)\n"
+                       "except md.errors.PeerLostError as error:\n    print('told', error.world_rank)\n")
+    done = subprocess.run([sys.executable, "-m", "minidist", "launch", "-n", "3", str(program)], capture_output=True,
+                          text=True, timeout=30, check=False)
+    assert done.returncode == 0 and done.stdout.split() == ["told", "1"] * 2, done.stderr
+    assert "rank 1" in done.stderr and "the job goes on without it" in done.stderr
