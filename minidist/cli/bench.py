@@ -4,6 +4,7 @@
                                                             reduce-scatter, all-to-all
     minidist bench step                                     our training step beside PyTorch eager
     minidist bench overlap                                  an all-reduce hidden behind matrix products
+    minidist bench overlap-step --strategy zero2,zero3      a training step's communication behind its computation
     minidist bench calibrate                                what messages cost on this machine; auto goes by it
 
 A peer that is not installed is left out, and the table says so. Contenders take turns, rounds are repeated, medians are
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from minidist.cli import bench_calibrate, bench_collectives, bench_overlap, bench_step, bench_tables
+from minidist.cli import bench_calibrate, bench_collectives, bench_overlap, bench_overlap_step, bench_step, bench_tables
 from minidist.cli.common import counts, meant, number_of_bytes, positive, seconds, sizes, write_json
 from minidist.cli.machine import machine
 from minidist.comm.collectives.choose import choose
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         verb)
     _add_step(what.add_parser("step", help="tokens/s and peak memory of a training step"))
     _add_overlap(what.add_parser("overlap", help="how much of an all-reduce hides behind matrix products"))
+    _add_overlap_step(what.add_parser("overlap-step", help="how much of a step's communication lies under computation"))
     _add_calibrate(what.add_parser("calibrate", help="latency and bandwidth of each link class, for auto to choose by"))
     for command in what.choices.values():
         command.add_argument("--json", metavar="FILE", help="write the figures for machines")
@@ -68,20 +70,41 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=5, help="steps a turn (5)")
     parser.add_argument("--transport", choices=("sockets", "shm"), default="sockets",
                         help="ours, between ranks (sockets)")
-    for name, value in vars(bench_step.Model()).items():
-        what_it_is = "sequences a rank" if name == "batch" else f"the model's {name}"
-        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what_it_is} ({value})")
+    _add_model(parser, bench_step.Model())
 
 
 def _add_overlap(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
     parser.add_argument("--only", metavar="NAME,NAME", help="contenders, of " + ", ".join(bench_overlap.CONTENDERS))
     parser.add_argument("--bytes", type=number_of_bytes, default=4 << 20, metavar="SIZE", help="to all-reduce (4MiB)")
+    _add_links(parser, bandwidth=125 * 10**6)       # a gigabit network
+    parser.add_argument("--rounds", type=positive, default=5, help="turns each contender gets (5)")
+
+
+def _add_overlap_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--strategy", default=",".join(bench_overlap_step.STRATEGIES), metavar="NAME,NAME",
+                        help="of " + ", ".join(bench_overlap_step.STRATEGIES) + " (all)")
+    parser.add_argument("-n", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
+    parser.add_argument("--only", metavar="NAME,NAME", help="links, of " + ", ".join(bench_overlap_step.LINKS))
+    parser.add_argument("--bucket", type=number_of_bytes, default=512 << 10, metavar="SIZE",
+                        help="a bucket's most bytes (512KiB)")
+    _add_links(parser, bandwidth=500 * 10**6)
+    parser.add_argument("--rounds", type=positive, default=3, help="turns each contender gets (3)")
+    parser.add_argument("--steps", type=positive, default=5, help="steps a turn (5)")
+    _add_model(parser, bench_overlap_step.MODEL)
+
+
+def _add_links(parser: argparse.ArgumentParser, *, bandwidth: int) -> None:
     parser.add_argument("--alpha", type=seconds, default=50e-6, metavar="SECONDS",
                         help="latency of the delayed links (5e-5)")
-    parser.add_argument("--bandwidth", type=number_of_bytes, default=125 * 10**6, metavar="SIZE",
-                        help="bytes a second of the delayed links (125MB: a gigabit network)")
-    parser.add_argument("--rounds", type=positive, default=5, help="turns each contender gets (5)")
+    parser.add_argument("--bandwidth", type=number_of_bytes, default=bandwidth, metavar="SIZE",
+                        help=f"bytes a second of the delayed links ({bandwidth // 10**6}MB)")
+
+
+def _add_model(parser: argparse.ArgumentParser, model: bench_step.Model) -> None:
+    for name, value in vars(model).items():
+        what_it_is = "sequences a rank" if name == "batch" else f"the model's {name}"
+        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what_it_is} ({value})")
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
@@ -188,6 +211,23 @@ def _overlap(args: argparse.Namespace, progress: Progress) -> Result:
             "bandwidth": args.bandwidth, "rows": [row.as_json() for row in rows]}
 
 
+# ---------------------------------------------------------------- overlap-step
+
+
+def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
+    known, links = bench_overlap_step.STRATEGIES, bench_overlap_step.LINKS
+    chosen = bench_overlap_step.contenders(_known("overlap-step", args.strategy, known, list(known)),
+                                           _known("overlap-step", args.only, links, list(links)))
+    if args.ranks < 2 or not args.bandwidth or not args.bucket:
+        raise ConfigError("bench overlap-step: choose -n of at least 2, a --bandwidth and a --bucket above 0")
+    model = bench_step.Model(**{name: getattr(args, name) for name in vars(bench_step.Model())})
+    model.config()
+    rows = bench_overlap_step.measure_all(chosen, model, args.ranks, args.rounds, args.steps, args.bucket, args.alpha,
+                                          1 / args.bandwidth, progress)
+    return {"what": "overlap-step", "ranks": args.ranks, "model": vars(model), "bucket": args.bucket,
+            "alpha": args.alpha, "bandwidth": args.bandwidth, "rows": [asdict(row) for row in rows]}
+
+
 # ---------------------------------------------------------------- calibrate
 
 
@@ -227,6 +267,7 @@ def _known(what: str, only: str | None, known: tuple[str, ...], here: list[str])
 _BENCHES = {
     **dict.fromkeys(bench_collectives.VERBS, Bench(_collective, bench_tables.show_collective, _draw_collective)),
     "overlap": Bench(_overlap, bench_tables.show_overlap, bench_plots.draw_overlap),
+    "overlap-step": Bench(_overlap_step, bench_tables.show_overlap_step, bench_plots.draw_overlap_step),
     "calibrate": Bench(_calibrate, bench_tables.show_calibration, bench_plots.draw_calibration),
     "step": Bench(_step, bench_tables.show_step, lambda path, result: bench_plots.draw_steps(path, result["rows"])),
 }

@@ -85,6 +85,23 @@ def show_overlap(result: dict[str, Any], console: Console) -> None:
         console.print(f"gloo was left out: {INSTALL_GLOO}", style="dim", markup=False)
 
 
+def show_overlap_step(result: dict[str, Any], console: Console) -> None:
+    """A row for each contender: a step, its communication, and how much of that lies under computation."""
+    table = new_table(f"communication under computation in a training step, {result['ranks']} ranks (ms a step and "
+                      "rank): " + ", ".join(f"{name} {value}" for name, value in result["model"].items()))
+    for column in ("", "step", "communication", "of it hidden", "", "waited"):
+        table.add_column(column, justify="right")
+    table.columns[0].justify = "left"
+    for row in result["rows"]:
+        step, communication, hidden, waited = (f"{row[name] * 1e3:.1f}" for name in
+                                               ("step_seconds", "communication", "hidden", "waited"))
+        table.add_row(row["name"], step, communication, hidden, f"{row['share']:.0%}", waited)
+    console.print(table)
+    if any(row["link"] == "delayed" for row in result["rows"]):
+        console.print(f"delayed: sockets, each message held back {result['alpha'] * 1e6:.0f} µs and 1 s for "
+                      f"{result['bandwidth'] / 1e6:,.0f} MB; sockets: this machine as it is", style="dim")
+
+
 def show_calibration(result: dict[str, Any], console: Console) -> None:
     """A row for each link class and rank count, and where the profile went."""
     table = new_table("what messages cost: α + n·β")

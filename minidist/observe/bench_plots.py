@@ -73,6 +73,26 @@ def draw_overlap(path: Path, result: dict[str, Any]) -> None:
     figure.savefig(path, dpi=130)
 
 
+def draw_overlap_step(path: Path, result: dict[str, Any]) -> None:
+    """For each contender rank 0's last step as recorded: computing, and collectives. Raises OSError as above."""
+    from matplotlib.figure import Figure
+
+    from minidist.observe.overlap_plots import draw_step, legend, spans_of
+
+    rows = result["rows"]
+    figure = Figure(figsize=(11.0, 1.0 + 0.95 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
+    longest = 0.0
+    for panel, row in zip(panels, rows, strict=True):
+        longest = max(longest, draw_step(panel, spans_of(row["steps"][0])))
+        panel.set_title(f"{row['name']}: {row['share']:.0%} hidden", loc="left", fontsize=10)
+    for panel in panels:
+        panel.set_xlim(0, longest)
+    panels[-1].set_xlabel("ms")
+    legend(figure)
+    figure.savefig(path, dpi=130)
+
+
 def draw_calibration(path: Path, result: dict[str, Any]) -> None:
     """One panel a rank count: seconds of an exchange over its bytes, measured and fitted. Raises OSError as above."""
     from matplotlib.figure import Figure

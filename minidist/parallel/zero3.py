@@ -12,7 +12,8 @@ next one's weights are already on their way:
 Who holds what, Ψ parameters in float32 with Adam (K = 8) on P ranks:
 
                  DDP     ZeRO-2        ZeRO-3, each rank
-    parameters   4Ψ      4Ψ            4Ψ/P, and the units in flight: the one at work, and `ahead` fetched before it
+    parameters   4Ψ      4Ψ            4Ψ/P, and the units in flight: the one at work, and as much as `ahead` of the
+                                       largest, fetched before their turn
     gradients    4Ψ      4Ψ/P          4Ψ/P, and for a while two units: one fills, one is in flight
     optimizer    8Ψ      8Ψ/P          8Ψ/P
     together     16Ψ     4Ψ + 12Ψ/P    16Ψ/P: the only stage that stores nothing twice (N0:296), and has no lower limit
@@ -70,7 +71,7 @@ class Zero3:
              units: modules of the model, without a parameter in common and used through their calls alone (default: its
              children); the rest is the root.
              loss: of a part of the batch (default: `model.loss`).
-             ahead: how many units may be gathered before their turn; 0: none.
+             ahead: how much may be gathered before its turn, in units as large as the largest; 0: nothing.
              free_after_forward: or keep a unit until its backward, for memory instead of traffic.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
              precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
@@ -102,6 +103,7 @@ class Zero3:
             piece for flat, master, shard in zip(learning, self.masters, self.gradients.shards, strict=True)
             for piece in flat.pieces(master, shard)]
         self._reduced: set[int] = set()
+        self._largest = max((unit.nbytes for unit in self.units), default=0)
         for unit in self.units:
             self._watch(unit)
 
@@ -137,7 +139,7 @@ class Zero3:
         """Before a unit's forward: its weights come, and the next unit's set out."""
         unit.fetch()
         self._met.append(unit)
-        self._fetch_ahead(self.sequence, len(self._met))
+        self._fetch_ahead(unit, self.sequence[len(self._met):])
         unit.complete()
 
     def _leave(self, unit: Unit, result: object) -> None:
@@ -147,9 +149,14 @@ class Zero3:
         if self.free_after_forward or not unit.calls:
             unit.free()
 
-    def _fetch_ahead(self, sequence: Sequence[Unit], place: int) -> None:
-        for following in sequence[place:place + self.ahead]:
-            following.fetch()
+    def _fetch_ahead(self, unit: Unit, following: Sequence[Unit]) -> None:
+        """Begin to gather those whose turn comes after `unit`'s: with it, no more than 1 + ahead of the largest."""
+        room = (1 + self.ahead) * self._largest - unit.nbytes
+        for other in following if self.ahead else ():
+            room -= other.nbytes
+            if room < 0:
+                break
+            other.fetch()
 
     # -------------------------------------------------------------------------------------------------- backward
 
@@ -182,7 +189,7 @@ class Zero3:
         place = self._left.index(unit) + 1
         self._left = self._left[place:]
         if self.free_after_forward:
-            self._fetch_ahead(self._left, 0)
+            self._fetch_ahead(unit, self._left)
         unit.complete()
 
     def _leave_backward(self, unit: Unit) -> None:

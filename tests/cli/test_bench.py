@@ -72,6 +72,22 @@ def test_step_measures_ours(tmp_path):
     assert ours["tokens_per_second"] == pytest.approx(2 * 8 * 2 / ours["step_seconds"])
 
 
+def test_overlap_of_a_step(tmp_path, capsys):
+    """ZeRO-3 with prefetch off and on over delayed links: shares, and the step that the figure shows."""
+    file, picture = tmp_path / "step.json", tmp_path / "step.png"
+    assert main(["bench", "overlap-step", "--strategy", "zero3", "--only", "delayed", "--layers", "2", "--width", "16",
+                 "--context", "8", "--rounds", "1", "--steps", "1", "--json", str(file), "--figure", str(picture)]) == 0
+    result = json.loads(file.read_text())
+    assert [row["name"] for row in result["rows"]] == ["zero3, prefetch off, delayed", "zero3, prefetch on, delayed"]
+    for row in result["rows"]:
+        assert 0 <= row["share"] <= 1 and 0 < row["communication"] < row["step_seconds"]
+        for spans in row["steps"]:      # each rank's: six units, gathered twice
+            assert sum(span["details"].get("verb") == "all_gather" and span["details"]["axis"] != "control"
+                       for span in spans) == 2 * 6
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "prefetch off" in capsys.readouterr().out
+
+
 def test_overlap_measures_each_alone_and_both(tmp_path):
     """Over links that hold 64 KiB back for 20 ms and more, the products run meanwhile."""
     file, picture = tmp_path / "overlap.json", tmp_path / "overlap.png"
@@ -132,6 +148,8 @@ def test_calibrate_leaves_a_profile_that_jobs_use(tmp_path, monkeypatch, capsys)
     (["all-gather", "--only", "MPI_Allreduce"], "no contender 'MPI_Allreduce'"),
     (["all-gather", "--only", "shm:tree"], "no algorithm 'tree'"),
     (["overlap", "--only", "sox"], "no 'sox'; choose from delayed"),
+    (["overlap-step", "--strategy", "zero4"], "no 'zero4'; did you mean zero3?"),
+    (["overlap-step", "-n", "1"], "choose -n of at least 2"),
     (["overlap", "--bytes", "6"], "whole float32 numbers"),
     (["calibrate", "--only", "thread"], "did you mean threads?"),
     (["calibrate", "--sizes", "1KiB"], "two --sizes or more"),

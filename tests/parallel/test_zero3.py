@@ -207,6 +207,26 @@ def test_the_next_unit_is_on_its_way_while_one_computes(ahead: int) -> None:
         assert len(reduced) == len(set(reduced)) == 7
 
 
+def test_small_units_come_early_where_there_is_room() -> None:
+    """A block and what lies before and after it are less than two blocks: all may be on their way at once."""
+    def job(world: Any) -> list[str]:
+        model, book = GPT(tiny(layers=3)), Notebook()
+        model.initialize(0)
+        strategy = Zero3(model, world, recorder=book)
+        model.tokens.register_forward_pre_hook(lambda module, args: book.lines.append("forward tokens"))
+        model.head.register_backward_pre_hook(lambda module: book.lines.append("backward head"))
+        for step in range(2):
+            book.lines.clear()
+            strategy.step(global_batch(step, 4, tiny()), AdamW(strategy.parameters, 0.1))
+        return book.lines
+
+    for lines in md.run(job, size=2):
+        at = lines.index("forward tokens")
+        assert lines[:at] == [f"all_gather {name}" for name in ("tokens", "positions", "blocks.0")]
+        at = lines.index("backward head")
+        assert lines[at - 3:at] == [f"all_gather {name}" for name in ("head", "norm", "blocks.2")]
+
+
 # ---------------------------------------------------------------------------------------------------------- mistakes
 
 def test_mistakes_are_refused() -> None:

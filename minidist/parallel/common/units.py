@@ -40,6 +40,11 @@ class Unit:
         self._pending: list[tuple[Flat, Array, Pending]] = []
         self._whole = True
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameters."""
+        return sum(flat.nbytes for flat in self.flats)
+
     def shard_of(self, flat: Flat) -> Array:
         """This rank's chunk of one of the flats."""
         return self._shards[self.flats.index(flat)]
@@ -95,7 +100,7 @@ def make_units(model: Module, modules: Sequence[Module] | None, ahead: int, grou
     Raises:  ConfigError if two units share a parameter, a module is not the model's, or ahead is negative.
     """
     if ahead < 0:
-        raise ConfigError(f"ahead={ahead}: how many units are gathered before their turn; take 1, or 0 for none")
+        raise ConfigError(f"ahead={ahead}: how many units may be gathered before their turn; take 1, or 0 for none")
     paths = {id(module): path for path, module in model.named_modules()}
     chosen = [child for _, child in model.children()] if modules is None else list(modules)
     taken: set[int] = set()

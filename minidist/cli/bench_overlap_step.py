@@ -1,0 +1,181 @@
+"""`minidist bench overlap-step`: how much of a training step's communication lies under its computation.
+
+    delayed   over links that sleep α + n·β a message (comm/transports/delayed.py): what overlap is worth on a network
+    sockets   this machine as it is, where the cores that compute also carry the bytes
+
+ZeRO-3 is measured with its prefetch off and on. Contenders take turns round by round; each turn records its steps, and
+observe/overlap.py takes the share from what was recorded, over all ranks.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
+from minidist.cli.bench_step import Model, random_batch
+from minidist.launch.membership import limit_blas_threads
+from minidist.observe.overlap import Overlap, measure, together
+from minidist.observe.timeline import Timeline
+
+MODULE = "minidist.cli.bench_overlap_step"
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+LINKS = ("delayed", "sockets")
+MODEL = Model(layers=8, width=128, heads=4, context=128, batch=4)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A strategy over a kind of link; `ahead`: how many units ZeRO-3 gathers before their turn."""
+
+    strategy: str
+    link: str
+    ahead: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For the table: "zero3, prefetch off, delayed"."""
+        prefetch = {None: "", 0: ", prefetch off"}.get(self.ahead, ", prefetch on")
+        return f"{self.strategy}{prefetch}, {self.link}"
+
+    def arguments(self) -> list[str]:
+        """For the worker's command line."""
+        return [f"--link={self.link}", f"--ahead={1 if self.ahead is None else self.ahead}"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender, over all rounds, steps and ranks: seconds a step and rank, and the share that is hidden."""
+
+    name: str
+    strategy: str
+    link: str
+    ahead: int | None
+    step_seconds: float
+    communication: float
+    hidden: float
+    waited: float
+    share: float
+    steps: list[list[dict[str, Any]]] = field(default_factory=list)     # a step's spans, each rank's
+
+
+def contenders(strategies: list[str], links: list[str]) -> list[Contender]:
+    """Each strategy over each link; ZeRO-3 twice."""
+    return [Contender(name, link, ahead) for link in links for name in strategies
+            for ahead in ((0, 1) if name == "zero3" else (None,))]
+
+
+def measure_all(chosen: list[Contender], model: Model, ranks: int, rounds: int, steps: int, bucket_bytes: int,
+                alpha: float, beta: float, progress: Callable[[str], None]) -> list[Row]:
+    """A row for each contender; they take turns within every round."""
+    jobs: list[Job] = []
+    answers: dict[str, list[list[dict[str, Any]]]] = {contender.name: [] for contender in chosen}
+    try:
+        for contender in chosen:
+            progress(f"starting {contender.name}")
+            command = [*worker_command(MODULE, contender.strategy), *contender.arguments(), *model.arguments(),
+                       f"--bucket={bucket_bytes}", f"--alpha={alpha!r}", f"--beta={beta!r}"]
+            jobs.append(Job(contender.name, ranks, [sys.executable, "-m", "minidist", "launch", "-n", str(ranks),
+                                                    *command[1:]]))
+        for number in range(rounds):
+            for job in jobs:
+                progress(f"round {number + 1} of {rounds}: {job.name}")
+                answers[job.name].append(job.ask(steps=steps))
+    finally:
+        for job in jobs:
+            job.close()
+    return [_row(contender, answers[contender.name], steps) for contender in chosen]
+
+
+def _row(contender: Contender, rounds: list[list[dict[str, Any]]], steps: int) -> Row:
+    """The shares' median over rounds; the times are those of the round with the median share."""
+    jobs = [together([Overlap(**rank["overlap"]) for rank in ranks]) for ranks in rounds]
+    middle = sorted(range(len(jobs)), key=lambda index: jobs[index].share)[len(jobs) // 2]
+    each, overlap = steps * len(rounds[middle]), jobs[middle]
+    slowest = [max(times) for ranks in rounds for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+    return Row(contender.name, contender.strategy, contender.link, contender.ahead, statistics.median(slowest),
+               overlap.communication / each, overlap.hidden / each, overlap.waited / each, overlap.share,
+               [rank["spans"] for rank in rounds[middle]])
+
+
+# ---------------------------------------------------------------------------------------------- the ranks' side
+
+def make_strategy(name: str, model: Any, group: Any, *, bucket_bytes: int, ahead: int, recorder: Any) -> Any:
+    """The strategy that is called so."""
+    from minidist.parallel.ddp import DDP
+    from minidist.parallel.zero1 import Zero1
+    from minidist.parallel.zero2 import Zero2
+    from minidist.parallel.zero3 import Zero3
+
+    if name == "zero3":
+        return Zero3(model, group, ahead=ahead, recorder=recorder)
+    makers: dict[str, Any] = {"ddp": DDP, "zero1": Zero1, "zero2": Zero2}
+    return makers[name](model, group, bucket_bytes=bucket_bytes, recorder=recorder)
+
+
+def recorded_steps(group: Any, name: str, model: Model, bucket_bytes: int, ahead: int) -> Callable[..., Any]:
+    """A function that takes `steps` steps and tells their seconds, their overlap, and the spans of the last."""
+    from minidist.nn import GPT
+    from minidist.optim import AdamW
+
+    network = GPT(model.config())
+    network.initialize(0)
+    timeline = Timeline(group.rank)
+    timeline.follow(group.ledger)
+    strategy = make_strategy(name, network, group, bucket_bytes=bucket_bytes, ahead=ahead, recorder=timeline)
+    optimizer = AdamW(strategy.parameters, 1e-3)
+    batch = random_batch(model.vocab, model.batch * group.size, model.context)
+
+    def take(steps: int) -> dict[str, Any]:
+        timeline.spans.clear()
+        seconds = []
+        for step in range(steps + 1):       # one to get going: the first must gather what the last round updated
+            start = time.perf_counter()
+            with timeline.span("step", step=step):
+                strategy.step(batch, optimizer)
+            seconds.append(time.perf_counter() - start)
+        last = next(span for span in timeline.spans if span.name == "step" and span.details["step"] == steps)
+        spans = [asdict(span) for span in timeline.spans
+                 if span.row != "messages" and span.stop > last.start and span.start < last.stop]
+        return {"seconds": seconds[1:], "overlap": asdict(measure(timeline, steps=range(1, steps + 1))),
+                "spans": spans}
+
+    return take
+
+
+@contextmanager
+def linked(world: Any, link: str, alpha: float, beta: float) -> Iterator[Any]:
+    """The world's ranks over links of that kind."""
+    from minidist.comm.transports.delayed import delayed
+
+    if link == "delayed":
+        with delayed(world, alpha=alpha, beta=beta) as slow:
+            yield slow
+    else:
+        yield world
+
+
+def main() -> None:
+    """Run as one rank of a contender."""
+    import minidist as md
+
+    parser = worker_arguments()
+    parser.add_argument("--link", choices=LINKS, required=True)
+    for option, kind in (("bucket", int), ("ahead", int), ("alpha", float), ("beta", float)):
+        parser.add_argument(f"--{option}", type=kind, required=True)
+    for option, value in vars(Model()).items():
+        parser.add_argument(f"--{option}", type=int, default=value)
+    options = parser.parse_args()
+    model = Model(**{name: getattr(options, name) for name in vars(Model())})
+    limit_blas_threads(1, local_size=1)
+    world = md.init(transport="sockets", shared_memory=False, threads=1)
+    with linked(world, options.link, options.alpha, options.beta) as group:
+        answer(options.meet, world.rank,
+               recorded_steps(group, options.contender, model, options.bucket, options.ahead))
+
+
+if __name__ == "__main__":
+    main()
