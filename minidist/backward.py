@@ -4,6 +4,9 @@ backward() first looks through the nodes behind the loss and counts how many con
 visits them in descending order of creation, so that everything that used a result has run before the result's own node.
 It runs only the gradient functions that somebody needs, and drops what a node saved as soon as they ran. The order
 depends on the order of the forward alone: the same bits, run after run.
+
+Where it meets a Stretch (recompute.py), nodes are written first that forward left out; they are younger than all that
+is left, so they come next.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -14,6 +17,7 @@ import numpy as np
 from minidist import account
 from minidist.backend import Array, array_module, dtype_name
 from minidist.errors import GradientError
+from minidist.recompute import Stretch
 from minidist.tape import Edge, Node
 from minidist.tensor import Parameter, Tensor, no_grad
 
@@ -71,8 +75,8 @@ class _Walk:
         """After `survey`: ids of the leaves that will get a gradient; None if an op hides some of them."""
         return None if self._hidden else self._waiting.keys()
 
-    def survey(self, start: Node) -> list[Node]:
-        """All nodes behind `start`, oldest first; counts the contributions each leaf will get."""
+    def survey(self, start: Node, *, begin: int = -1) -> list[Node]:
+        """All nodes behind `start` younger than `begin`, oldest first; counts the contributions each leaf will get."""
         found, stack = {id(start): start}, [start]
         while stack:
             node = stack.pop()
@@ -84,16 +88,18 @@ class _Walk:
                 source = edge.source
                 if isinstance(source, Tensor):
                     self._waiting[id(source)] = self._waiting.get(id(source), 0) + 1
-                elif id(source) not in found:
+                elif source.order > begin and id(source) not in found:
                     found[id(source)] = source
                     stack.append(source)
         return sorted(found.values(), key=lambda node: node.order)
 
-    def visit(self, node: Node) -> None:
-        """Everything that used this node's outputs has run: hand their gradients on."""
+    def visit(self, node: Node) -> list[Node]:
+        """Everything that used this node's outputs has run: hand their gradients on. Returns nodes to visit next."""
         dys = [None if arrived is None else arrived.gradient for arrived in self._arrived.pop(id(node))]
         for index, hooks in node.hooks.items():
             dys[index] = _call_hooks(hooks, dys[index])
+        if isinstance(node, Stretch):
+            return self._retrace(node, dys[0])
         dy: Any = dys[0]
         if node.several:
             dy = tuple(d if d is not None else xp.zeros(shape, kind)
@@ -104,10 +110,23 @@ class _Walk:
                 self.run_gradient(node, edge, dy)
         if not later:
             node.release()
-            return
+            return []
         node.released = True  # a second backward must not start here, but the weights' gradients are still to run
         left = [len(later)]
         self.deferred += [WeightGradient(self, node, edge, dy, left) for edge in later]
+        return []
+
+    def _retrace(self, stretch: Stretch, dy: Array) -> list[Node]:
+        """The nodes that a stretch stands for; its result's gradient is theirs, and their leaves are counted anew."""
+        result = stretch.retrace()
+        assert result.node is not None
+        nodes = self.survey(result.node, begin=stretch.order)
+        for edge in stretch.edges:
+            if isinstance(edge.source, Tensor):
+                self._waiting[id(edge.source)] -= 1
+        stretch.release()
+        self.deliver(result.node, result.index, dy, False)
+        return nodes
 
     def run_gradient(self, node: Node, edge: Edge, dy: Any) -> None:
         """Run one gradient function and hand its result to where the argument came from."""
@@ -208,5 +227,5 @@ def backward(loss: Tensor, dy: Array | None = None, *, defer_weights: bool = Fal
     walk.deliver(loss.node, loss.index, dy, False)
     with no_grad():
         while nodes:
-            walk.visit(nodes.pop())
+            nodes += walk.visit(nodes.pop())
     return walk.deferred

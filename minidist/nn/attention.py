@@ -15,6 +15,8 @@ class CausalSelfAttention(Module):
     heads / kv_heads neighbouring query heads share one.
     """
 
+    keeps_scores = True         # or backward computes them again (parallel/activations.py)
+
     def __init__(self, config: GPTConfig, *, out_std: float) -> None:
         self.heads, self.key_heads, self.head_width = config.heads, config.key_heads, config.head_width
         self.rotary = config.positions == "rotary"
@@ -25,7 +27,7 @@ class CausalSelfAttention(Module):
     def forward(self, x: Tensor, positions: Array) -> Tensor:
         qkv = self.qkv(x)
         if self.key_heads == self.heads and not self.rotary:
-            return self.out(ops.causal_attention_packed(qkv, heads=self.heads))
+            return self.out(ops.causal_attention_packed(qkv, heads=self.heads, keep=self.keeps_scores))
         queries, keys = self.heads * self.head_width, self.key_heads * self.head_width
         q, k, v = ops.split(qkv, [queries, keys, keys], dim=-1)
         y = self.attend(self._by_head(q), self._by_head(k), self._by_head(v), positions)       # (B, H, T, D)
@@ -35,7 +37,7 @@ class CausalSelfAttention(Module):
         """(B, H, T, D), (B, H_kv, T, D) twice, global positions (T,) -> (B, H, T, D)."""
         if self.rotary:
             q, k = ops.rotary(q, positions), ops.rotary(k, positions)
-        return ops.causal_attention(q, k, v)
+        return ops.causal_attention(q, k, v, keep=self.keeps_scores)
 
     def _by_head(self, x: Tensor) -> Tensor:
         """(B, T, heads·D) -> (B, heads, T, D)"""

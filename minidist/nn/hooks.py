@@ -112,14 +112,14 @@ class _Passage:
 
 
 def call(module: Any, hooks: Hooks, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """module.forward with its hooks around it."""
+    """module.run with its hooks around it."""
     for hook in list(hooks.by_kind["forward_pre"]):
         replaced = hook(module, args)
         if replaced is not None:
             args = replaced if isinstance(replaced, tuple) else (replaced,)
     watched = is_grad_enabled() and (hooks.by_kind["backward_pre"] or hooks.by_kind["backward"])
     passage = _Passage(module, hooks) if watched else None
-    result = module.forward(*args, **options)
+    result = module.run(*args, **options)
     if passage is not None:
         result = passage.leave(result)
     for hook in list(hooks.by_kind["forward"]):

@@ -23,6 +23,7 @@ from minidist.errors import DataError
 from minidist.nn import hooks
 from minidist.nn.hooks import Handle, Hooks
 from minidist.nn.weights import Weight
+from minidist.recompute import recompute
 from minidist.tensor import Parameter
 
 M = TypeVar("M", bound="Module")
@@ -33,6 +34,7 @@ class Module(ABC):
 
     training = True
     path = ""                       # dotted place in the whole model, once assign_names or initialize ran on it
+    recomputed = False              # whether backward computes the inside again (parallel/activations.py)
     _hooks: Hooks | None = None     # made when the first hook is registered: a module without hooks costs nothing
 
     @abstractmethod
@@ -41,8 +43,12 @@ class Module(ABC):
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if self._hooks is None:
-            return self.forward(*args, **options)
+            return self.run(*args, **options)
         return hooks.call(self, self._hooks, args, options)
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        """forward, between the hooks."""
+        return recompute(self.forward, *args, **options) if self.recomputed else self.forward(*args, **options)
 
     # ------------------------------------------------------------------------------------------------- its parts
 

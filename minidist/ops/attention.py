@@ -69,10 +69,10 @@ def _highest(scores: Array) -> Array:
     return scores.max(axis=-2, keepdims=True)
 
 
-def _attend(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: list[Array]) -> None:
+def _attend(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: list[Array] | None) -> None:
     """Attention (…, T, D), written into y, and log(sum(exp(scores))) of each query into log_total (…, 1, T).
 
-    Appends each block's probabilities (…, K, Q) to `kept` if the sequence is short.
+    Appends each block's probabilities (…, K, Q) to `kept`, if given.
     """
     xp = array_module(q)
     q = q * q.dtype.type(q.shape[-1] ** -0.5)
@@ -85,7 +85,7 @@ def _attend(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: list
         p *= 1.0 / total
         matmul(_flip(p), v[..., keys, :], out=y[..., queries, :])
         xp.add(xp.log(total), top, out=log_total[..., queries])
-        if q.shape[-2] <= KEEP_UP_TO:
+        if kept is not None:
             kept.append(p)
 
 
@@ -125,13 +125,16 @@ def _shared(x: Array, heads: int) -> Array:
     return x if x.shape[-3] == heads else array_module(x).repeat(x, heads // x.shape[-3], axis=-3)
 
 
-def _forward(q: Array, k: Array, v: Array, y: Array) -> tuple[Array, list[Array]]:
-    """Attention of a batch into y; all (B, H or H_kv, T, D). Returns log(sum(exp(scores))) (B, H, 1, T) and `kept`."""
+def _forward(q: Array, k: Array, v: Array, y: Array, keep: bool) -> tuple[Array, list[Array]]:
+    """Attention of a batch into y; all (B, H or H_kv, T, D). Returns log(sum(exp(scores))) (B, H, 1, T), and what of
+    the probabilities is kept for backward: if sequences are short and `keep` allows it.
+    """
     xp, (b, heads, t, _) = array_module(q), q.shape
     log_total = xp.empty((b, heads, 1, t), q.dtype)
     kept: list[Array] = []
     for i in _sequences(q):
-        _attend(q[i], _shared(k[i], heads), _shared(v[i], heads), y[i], log_total[i], kept)
+        _attend(q[i], _shared(k[i], heads), _shared(v[i], heads), y[i], log_total[i],
+                kept if keep and t <= KEEP_UP_TO else None)
     return log_total, kept
 
 
@@ -160,17 +163,18 @@ def _check(q: Array, k: Array, v: Array) -> None:
 
 
 @op
-def causal_attention(q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
+def causal_attention(q: Array, k: Array, v: Array, *, keep: bool = True) -> tuple[Array, Saved]:
     """softmax(q kᵀ / sqrt(D)) v over the keys up to each query: (B, H, T, D), (B, H_kv, T, D) twice -> (B, H, T, D).
 
     With fewer key and value heads than query heads, H / H_kv query heads in a row share one (grouped-query attention).
-    Cost: 4·T²·D FLOPs a head forward, less what lies ahead; memory: B·H·T numbers beside q, k, v and the result.
+    Args:    keep: whether short sequences keep their probabilities, B·H·T² numbers, for backward.
+    Cost:    4·T²·D FLOPs a head forward, less what lies ahead; memory: B·H·T numbers beside q, k, v and the result.
     Source: Vaswani et al. 2017; Dao et al. 2022.
     """
     _check(q, k, v)
     q_wide, k_wide, v_wide = widen(q), widen(k), widen(v)
     y = array_module(q).empty(q.shape, q_wide.dtype)
-    log_total, kept = _forward(q_wide, k_wide, v_wide, y)
+    log_total, kept = _forward(q_wide, k_wide, v_wide, y, keep)
     y = y.astype(q.dtype, copy=False)
     return y, saved(q=q, k=k, v=v, y=y, log_total=log_total, kept=kept)
 
@@ -211,16 +215,17 @@ def _unpack(qkv: Array, heads: int) -> tuple[Array, Array, Array]:
 
 
 @op
-def causal_attention_packed(qkv: Array, *, heads: int) -> tuple[Array, Saved]:
+def causal_attention_packed(qkv: Array, *, heads: int, keep: bool = True) -> tuple[Array, Saved]:
     """Causal attention on the output of one linear that makes q, k and v: (B, T, 3·H·D) -> (B, T, H·D).
 
-    The last dim holds q of all heads, then k, then v. Computed on views: nothing is transposed in memory.
+    The last dim holds q of all heads, then k, then v. Computed on views: nothing is transposed in memory. `keep` as
+    causal_attention's.
     """
     if qkv.ndim != 3 or qkv.shape[-1] % (3 * heads):
         raise ShapeError(f"causal_attention_packed: qkv {qkv.shape} with {heads} heads; it needs (B, T, 3·heads·D)")
     wide = widen(qkv)
     y = array_module(qkv).empty((*qkv.shape[:2], qkv.shape[2] // 3), wide.dtype)
-    log_total, kept = _forward(*_unpack(wide, heads), _by_head(y, heads))
+    log_total, kept = _forward(*_unpack(wide, heads), _by_head(y, heads), keep)
     y = y.astype(qkv.dtype, copy=False)
     return y, saved(qkv=qkv, y=y, log_total=log_total, kept=kept)
 

@@ -1,0 +1,88 @@
+"""Chapter 19 · Activations: keep less of the forward, and compute it again when backward asks.
+
+The idea. What grows with batch and context is not the weights but what every op keeps for its backward. Most of it can
+be made again from little. Keep a block's input alone, forget the rest, and run the block's forward once more just
+before its backward:
+
+    forward     block 1 | block 2 | block 3 |
+    backward                                  block 3, backward 3 | block 2, backward 2 | block 1, backward 1
+    held        x1        x1 x2     x1 x2 x3  x1 x2 x3 + inside 3   x1 x2 + inside 2      x1 + inside 1
+
+Three ways, from which `--checkpoint-blocks` and `checkpoint_blocks` choose:
+
+    "none"      keep everything
+    "scores"    of attention, T × T numbers a head and sequence are computed again (selective recomputation). Sequences
+                of more than KEEP_UP_TO tokens never keep them
+    "all"       a block keeps its input; or numbers, "0,2,3": these blocks do
+
+What a rank holds at the most, L blocks, x bytes of a block's input (4·B·T·width in float32), a of all that a block
+keeps, s of its probabilities (4·B·heads·T²), e of embedding and output together:
+
+    "none"      L a + e
+    "scores"    L (a - s) + e
+    "all"       L x + a + e         of a, one block's at a time: the sawtooth of lesson 19
+    k blocks    (L - k) a + k x + a + e     (none of them left out: as "all")
+
+Cost: no message. "all" runs the forward of its blocks twice: a step of F + B with B = 2F becomes 4/3 as long, less
+where embedding and output count; "scores" adds one product of seven in attention. The same weights to the bit:
+what is computed again has the same bits, and dropout is drawn by (layer, seed, step, token), so it drops the same.
+
+Under ZeRO-3 nothing more is gathered: the unit's weights are there for its backward, and its forward runs then.
+
+notes:   N1 §2.2, N2 §10.4
+Source:  Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022, "Reducing
+         Activation Recomputation in Large Transformer Models".
+"""
+
+from collections.abc import Sequence
+
+from minidist.errors import PlanError
+from minidist.nn import GPT, Module
+
+NONE, SCORES, ALL = "none", "scores", "all"
+
+
+def checkpoint(modules: Sequence[Module]) -> None:
+    """From now on backward computes the inside of these modules again; each returns one Tensor.
+
+    Their forwards must depend on their arguments and weights alone, as with dropout keyed by token.
+    Cost:    of memory their arguments and results stay; their forwards run twice.
+    """
+    for module in modules:
+        module.recomputed = True
+
+
+def forget_scores(model: GPT) -> None:
+    """From now on backward computes attention's probabilities again.
+
+    Cost:    B·heads·T² numbers a block less, for one product more of those that backward has in attention, seven.
+    """
+    for block in model.blocks:
+        block.attention.keeps_scores = False
+
+
+def checkpoint_blocks(model: GPT, which: str) -> None:
+    """Do with a model's blocks what `which` says: "none", "scores", "all", or the numbers of some, "0,2,3".
+
+    Raises:  PlanError for anything else.
+    """
+    if which == SCORES:
+        forget_scores(model)
+    elif which != NONE:
+        checkpoint([model.blocks[number] for number in chosen(which, len(model.blocks))])
+
+
+def chosen(which: str, blocks: int) -> list[int]:
+    """The blocks that `which` wants computed again, of so many.
+
+    Raises:  PlanError for a word that is none of "none", "scores", "all", or numbers of blocks joined by commas.
+    """
+    if which in (NONE, SCORES):
+        return []
+    if which == ALL:
+        return list(range(blocks))
+    numbers = which.split(",")
+    if not all(number.isascii() and number.isdigit() and int(number) < blocks for number in numbers):
+        raise PlanError(f"checkpoint_blocks {which!r}: choose {NONE}, {SCORES}, {ALL}, or numbers of blocks "
+                        f"from 0 to {blocks - 1} joined by commas, like 0,{blocks - 1}")
+    return sorted({int(number) for number in numbers})
