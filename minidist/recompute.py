@@ -37,7 +37,8 @@ def recompute(function: Callable[..., Tensor], *args: Any, **options: Any) -> Te
     begin = Node(_STRETCH, [], {}, {}).order        # what is younger belongs to the stretch
     result = function(*args, **options)
     if not isinstance(result, Tensor):
-        raise GradientError(f"recompute: {_name(function)} returned a {type(result).__name__}; it must return one Tensor")
+        raise GradientError(f"recompute: {_name(function)} returned a {type(result).__name__}; "
+                            f"it must return one Tensor")
     if result.node is None or result.node.order < begin:
         return result
     stretch = Stretch(_edges_out(result.node, begin), function, args, options)

@@ -1,5 +1,6 @@
 """What the tests of training share: a model that trains in milliseconds, its batches, and the measure of equality."""
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,15 @@ def global_batch(step: int, sequences: int, config: GPTConfig) -> tuple[np.ndarr
 
 
 def train(world: Any, *, config: GPTConfig | None = None, steps: int = 3, sequences: int = 5,
-          bucket_bytes: int = SMALL_BUCKETS, zero: int = 0, accumulate: int = 1, **options: Any) -> dict[str, Any]:
-    """What a rank of `world` holds after `steps` steps on the data axis: weights, losses, digest, ledger, memory."""
+          bucket_bytes: int = SMALL_BUCKETS, **options: Any) -> dict[str, Any]:
+    """What a rank of `world` holds after `steps` steps on the data axis: weights, losses, digest, ledger, memory.
+
+    `options` are the plan's, by its fields' names, and the Trainer's.
+    """
     config = config or tiny()
     options = {"optimizer": "adamw", "lr": 1e-2, "clip": 0.5, "seed": 3, **options}
-    plan = Plan(dp=world.size, bucket_bytes=bucket_bytes, zero=zero, accumulate=accumulate)
+    of_plan = {field.name: options.pop(field.name) for field in fields(Plan) if field.name in options}
+    plan = Plan(dp=world.size, bucket_bytes=bucket_bytes, **of_plan)
     trainer = Trainer(plan, config, world, **options)
     losses = [trainer.step(global_batch(step, sequences, config)) for step in range(steps)]
     result = {"weights": {name: array.copy() for name, array in trainer.state_dict().items()}, "losses": losses,

@@ -12,12 +12,20 @@ from minidist.cli.common import fail, positive
 from minidist.data import text
 from minidist.launch.transports import PROCESSES
 from minidist.nn import GPTConfig
+from minidist.parallel.activations import chosen
 from minidist.parallel.common.update import Batch
 from minidist.parallel.hybrid import OPTIMIZERS, SCHEDULES, Plan
 from minidist.parallel.plan import ZERO_STAGES
 
 VALIDATION_ROWS = 512
 """Sequences of held-out text that the validation loss is taken over, at most."""
+
+PLAN_OPTIONS = (
+    "zero",
+    "accumulate",
+    "checkpoint_blocks",
+)
+"""Options that are fields of Plan."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too (default: 0)")
     job.add_argument("--accumulate", type=positive, default=1, metavar="A",
                      help="take each rank's sequences in A passes, for less activation memory (default: 1)")
+    job.add_argument("--checkpoint-blocks", nargs="?", const="all", default="none", metavar="WHICH",
+                     help="keep of blocks their inputs alone and compute the rest again in backward: all (default with "
+                          "the option), numbers as in 0,2, or of attention the scores")
     job.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
     job.add_argument("--threads", type=positive, metavar="N",
                      help="BLAS threads a rank (default: this machine's cores // ranks on it)")
@@ -121,7 +132,7 @@ class Settings:
     def plan(self, size: int) -> Plan:
         """The plan for a job of `size` ranks."""
         plan = Plan.parse(self.args.plan) if self.args.plan else Plan(dp=size)
-        return replace(plan, zero=self.args.zero, accumulate=self.args.accumulate)
+        return replace(plan, **{option: getattr(self.args, option) for option in PLAN_OPTIONS})
 
     def trainer_options(self) -> dict[str, Any]:
         """What Trainer takes beside plan, config and world."""
@@ -144,6 +155,7 @@ def check(args: argparse.Namespace) -> Settings:
     config = GPTConfig(vocabulary=args.vocab or len(data.symbols), context=args.context, layers=args.layers,
                        width=args.width, heads=args.heads, positions=args.positions, tied=args.tied,
                        dropout=args.dropout, dtype=args.dtype)
+    chosen(args.checkpoint_blocks, args.layers)
     out = Path(args.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     check_writable("--out", out / "metrics.json")
     if args.json:

@@ -6,7 +6,8 @@
 
 Every rank passes the same global batch and gets the same loss; which part of the batch, of the model and of the state
 a rank works on is the plan's affair. In this version the data axis can be cut (parallel/ddp.py, and with zero=1,
-2 or 3 parallel/zero1.py, zero2.py or zero3.py); one rank alone takes the step of parallel/single.py.
+2 or 3 parallel/zero1.py, zero2.py or zero3.py); one rank alone takes the step of parallel/single.py. With any of them
+blocks may be checkpointed (parallel/activations.py).
 """
 
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ from minidist.comm.group import Group
 from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
+from minidist.parallel.activations import checkpoint_blocks
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import weights_digest
@@ -77,6 +79,7 @@ class Trainer:
         self.seed, self.steps_done = seed, 0
         self.lr, self.lr_schedule, self.warmup, self.steps, self.clip = lr, lr_schedule, warmup, steps, clip
         self.precision, self.model = self._make_model()
+        checkpoint_blocks(self.model, plan.checkpoint_blocks)
         self.strategy: Strategy = self._make_strategy(device)
         self.optimizer = OPTIMIZERS[optimizer](self.strategy.parameters, lr, **(optimizer_options or {}))
 

@@ -26,6 +26,7 @@ class Plan:
                 zero          the ZeRO stage: 0 (DDP), 1, 2 or 3
                 accumulate    backward passes a step
                 precision     one of PRECISIONS
+                checkpoint_blocks   which blocks' insides backward computes again: "none", "scores", "all" or numbers
     Raises:     PlanError for an axis this version cannot cut, a size below 1, another stage or precision, or no pass.
     """
 
@@ -39,6 +40,7 @@ class Plan:
     zero: int = 0
     accumulate: int = 1
     precision: str = "fp32"
+    checkpoint_blocks: str = "none"
 
     def __post_init__(self) -> None:
         for axis, size in self.axes.items():

@@ -1,0 +1,108 @@
+"""Stretches of the tape that are written again in backward."""
+
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minidist import account, ops
+from minidist.errors import GradientError
+from minidist.recompute import Stretch, recompute
+from minidist.tensor import Parameter, Tensor, no_grad, tensor
+
+
+def weights(*shape: int, name: str = "w", seed: int = 0) -> Parameter:
+    return Parameter(np.random.default_rng(seed).normal(size=shape), name=name)
+
+
+def gradients(through: Any, *, defer: bool = False) -> tuple[list[np.ndarray], list[str]]:
+    """All gradients, and the order in which weights were final, of two layers and a weight used at both ends."""
+    x, first, shared = tensor(weights(3, 4, seed=1).data, requires_grad=True), weights(4, 4, name="first"), weights(
+        4, 4, name="shared", seed=2)
+    final: list[str] = []
+    for parameter in (first, shared):
+        parameter.hooks.append(lambda p: final.append(p.name))
+
+    def layer(h: Tensor, scale: float) -> Tensor:
+        return ops.gelu(ops.linear(ops.linear(h, first), shared)) * scale
+
+    h = through(layer, ops.linear(x, shared), 0.5)
+    h = through(layer, h, scale=2.0)
+    deferred = ops.linear(h, shared).sum().backward(defer_weights=defer)
+    for gradient in deferred:
+        gradient()
+    return [t.grad for t in (x, first, shared)], final
+
+
+def plainly(function: Any, *args: Any, **options: Any) -> Tensor:
+    return function(*args, **options)
+
+
+def within(function: Any, *args: Any, **options: Any) -> Tensor:
+    """A stretch inside a stretch."""
+    return recompute(lambda *inner: recompute(function, *inner, **options), *args)
+
+
+@pytest.mark.parametrize("through", [recompute, within])
+@pytest.mark.parametrize("defer", [False, True])
+def test_the_same_bits_and_each_weight_final_once(through: Any, defer: bool) -> None:
+    expected, order = gradients(plainly, defer=defer)
+    found, found_order = gradients(through, defer=defer)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert order == found_order == ["first", "shared"]
+
+
+def test_nothing_of_the_inside_stays() -> None:
+    inner: list[weakref.ref[np.ndarray]] = []
+
+    def square(h: Tensor) -> Tensor:
+        middle = h * h
+        inner.append(weakref.ref(middle.data))
+        return middle * middle
+
+    x = tensor(np.arange(3.0), requires_grad=True)
+    with account.use(account.MemoryAccount()) as memory:
+        y = recompute(square, x)
+        assert inner[0]() is None and memory.now["activations"] == x.data.nbytes + y.data.nbytes
+        assert isinstance(y.node, Stretch)
+        y.sum().backward()
+    np.testing.assert_array_equal(x.grad, 4 * np.arange(3.0) ** 3)
+    gc.collect()
+    assert len(inner) == 2 and inner[1]() is None
+
+
+def test_without_gradients_it_is_the_function() -> None:
+    x, calls = tensor(np.ones(2), requires_grad=True), itertools.count()
+
+    def count(h: Tensor) -> Tensor:
+        next(calls)
+        return h * 3.0
+
+    with no_grad():
+        assert recompute(count, x).node is None
+    assert recompute(count, x.detach()).node is None and next(calls) == 2
+    assert recompute(lambda h: h, x) is x
+
+
+def test_what_it_refuses() -> None:
+    x, w, calls = tensor(np.ones(2), requires_grad=True), weights(2, name="w"), itertools.count()
+    with pytest.raises(GradientError, match="returned a tuple; it must return one Tensor"):
+        recompute(lambda h: (h * 2.0, h), x)
+
+    def fickle(h: Tensor) -> Tensor:
+        return h * w if next(calls) == 0 else h * 2.0
+
+    with pytest.raises(GradientError, match="fickle used other weights the second time"):
+        recompute(fickle, x).sum().backward()
+
+
+def test_a_second_backward_says_what_to_do() -> None:
+    x = tensor(np.ones(2), requires_grad=True)
+    loss = recompute(lambda h: h * h, x).sum()
+    loss.backward()
+    with pytest.raises(GradientError, match="run the forward again"):
+        loss.backward()
