@@ -1,0 +1,189 @@
+"""Bounded staleness: which worker may go on, what was updated by whom, and the same again in one process.
+
+    staleness 1        step 0   step 1   step 2
+    fast worker        ######|  ######|  . . . . ######|       it may be one step ahead of the slowest, not two
+    slow worker        ################|  ################|
+
+An asynchronous server makes an update of each gradient as it comes. What the weights then are depends on the order of
+the updates, and on which weights each gradient was made from: its record. `replay` makes the same updates again.
+
+Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import numpy as np
+
+from minidist.backend import Array
+from minidist.errors import CommError, TimeoutError
+from minidist.nn import Module
+from minidist.optim import Optimizer, clip_scale, global_norm
+from minidist.parallel.common.flat import Piece
+from minidist.parallel.common.keys import Shard, assign
+from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of, zero_unused
+from minidist.tensor import Parameter
+
+
+class Update(NamedTuple):
+    """One update of a server, in its record.
+
+    Attributes: worker    whose gradient it was, of its step `step`
+                versions  for each server, how many updates it had made when the worker read the weights of that step
+                lr        the learning rate; NaN: the optimizer's own
+    """
+
+    worker: int
+    step: int
+    versions: tuple[int, ...]
+    lr: float
+
+
+class Clocks:
+    """How many steps each worker has done, as one server sees it. Every method is for the worker's own thread.
+
+    Args:    staleness: how many steps a worker may be ahead of the slowest; None: any number.
+             limit: seconds that it may have to wait.
+    """
+
+    def __init__(self, workers: int, staleness: int | None, limit: float) -> None:
+        self.done = [0] * workers
+        self.staleness, self.limit = staleness, limit
+        self.running = set(range(workers))
+        self.failure: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def lock(self) -> AbstractContextManager[object]:
+        """Held while weights change or are copied."""
+        return self._changed
+
+    def tick(self, worker: int) -> None:
+        """The worker has done a step."""
+        with self._changed:
+            self.done[worker] += 1
+            self._changed.notify_all()
+
+    def leave(self, worker: int) -> None:
+        """The worker has done all its steps, or is lost: nobody waits for it any more."""
+        with self._changed:
+            self.running.discard(worker)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """The server cannot go on: who waits raises that."""
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def wait_turn(self, worker: int) -> None:
+        """Return when the worker is no more than `staleness` steps ahead."""
+        self._wait(lambda: self.staleness is None or not self.running
+                   or self.done[worker] - min(self.done[other] for other in self.running) <= self.staleness, worker)
+
+    def wait_end(self, worker: int) -> None:
+        """Return when all workers have left."""
+        self._wait(lambda: not self.running, worker)
+
+    def _wait(self, ready: Callable[[], bool], worker: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: ready() or self.failure is not None, self.limit)
+            if self.failure is not None:
+                raise CommError(f"worker {worker} is not served any more: {self.failure}")
+            if not ready():
+                slowest = min(self.running, key=lambda other: self.done[other])
+                raise TimeoutError(f"worker {worker}, {self.done[worker]} steps done, waited {self.limit:g} s for "
+                                   f"worker {slowest}, {self.done[slowest]} done; raise the limit, or the staleness")
+
+
+def key_shards(model: Module, servers: int) -> list[list[Parameter]]:
+    """The keys of each server: the parameters that learn, by size."""
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [[learning[key] for key in share] for share in assign([p.data.nbytes for p in learning], servers)]
+
+
+def replay(model: Module, records: Sequence[Sequence[Update]], batch: Callable[[int], Batch],
+           make_optimizer: Callable[[list[Piece]], Optimizer], *, workers: int, loss: Loss | None = None,
+           clip: float | None = None) -> None:
+    """Make an asynchronous run's updates again, in this process; `model` starts as the run's and ends as its servers.
+
+    Args:    records: of each server; batch(step): the global batch; make_optimizer: as each server made its own.
+             loss, clip: the run's.
+    Cost:    a forward and a backward for each worker's step; keeps every version of the weights.
+    """
+    _Replay(model, records, make_optimizer).run(batch, workers, loss or loss_of(model), clip)
+
+
+class _Replay:
+    """The servers of a run, in one process, with all versions of their weights."""
+
+    def __init__(self, model: Module, records: Sequence[Sequence[Update]],
+                 make_optimizer: Callable[[list[Piece]], Optimizer]) -> None:
+        self.model, self.records = model, records
+        self.shards = [Shard(keys) for keys in key_shards(model, len(records))]
+        self.pieces = [shard.pieces() for shard in self.shards]
+        self.optimizers = [make_optimizer(pieces) for pieces in self.pieces]
+        self.versions = [[_copies(shard.weights)] for shard in self.shards]
+        self.gradients: dict[tuple[int, int], tuple[list[list[Array]], float]] = {}
+
+    def run(self, batch: Callable[[int], Batch], workers: int, loss: Loss, clip: float | None) -> None:
+        """Every server's updates, in its order, each as soon as the weights that its gradient was made from exist."""
+        left = sum(map(len, self.records))
+        while left:
+            before = left
+            for server, record in enumerate(self.records):
+                while (update := self._next(server, record)) is not None:
+                    if update[:2] not in self.gradients:
+                        part = part_of(batch(update.step), size=workers, rank=update.worker)
+                        self.gradients[update[:2]] = self._gradient(update, part, loss, clip)
+                    self._update(server, update)
+                    left -= 1
+            if left == before:
+                raise CommError(f"replay: {left} updates of the record were made from weights that it never makes; the "
+                                f"records of all servers belong together")
+        for shard, versions in zip(self.shards, self.versions, strict=True):
+            _restore(shard.weights, versions[-1])
+
+    def _next(self, server: int, record: Sequence[Update]) -> Update | None:
+        """The server's next update, if the weights that it was made from exist."""
+        done = len(self.versions[server]) - 1
+        if done == len(record):
+            return None
+        exist = all(version < len(versions) for version, versions in
+                    zip(record[done].versions, self.versions, strict=True))
+        return record[done] if exist else None
+
+    def _gradient(self, update: Update, part: Part, loss: Loss, clip: float | None) -> tuple[list[list[Array]], float]:
+        """A worker's gradient by server, and what it is scaled by."""
+        for shard, version, versions in zip(self.shards, update.versions, self.versions, strict=True):
+            _restore(shard.weights, versions[version])
+        self.model.zero_grad()
+        if len(part.inputs):
+            loss(part, part.targets.size).backward()
+        keys = [key for shard in self.shards for key in shard.keys]
+        scale = own_scale(keys, clip)
+        return [_copies(shard.gradients) for shard in self.shards], scale
+
+    def _update(self, server: int, update: Update) -> None:
+        shard, pieces = self.shards[server], self.pieces[server]
+        gradients, scale = self.gradients[update.worker, update.step]
+        _restore(shard.weights, self.versions[server][-1])
+        shard.point(pieces, gradients[server])
+        self.optimizers[server].step(None if np.isnan(update.lr) else update.lr, scale)
+        self.versions[server].append(_copies(shard.weights))
+
+
+def own_scale(keys: Sequence[Parameter], clip: float | None) -> float:
+    """What scales a worker's own gradient to a norm of at most `clip`; what backward did not reach becomes zero."""
+    zero_unused(keys)
+    return 1.0 if clip is None else clip_scale(global_norm(key.grad for key in keys), clip)
+
+
+def _copies(vectors: Sequence[Array]) -> list[Array]:
+    return [vector.copy() for vector in vectors]
+
+
+def _restore(vectors: Sequence[Array], values: Sequence[Array]) -> None:
+    for vector, value in zip(vectors, values, strict=True):
+        vector[...] = value

@@ -1,0 +1,262 @@
+"""Chapter 06 · The parameter server: workers make gradients, servers keep the weights and make the steps.
+
+The idea. Some ranks do nothing but keep the weights. A worker takes its part of the batch, pushes its gradients to the
+servers, and pulls new weights. A server adds up what comes, runs the optimizer, and gives the weights back. Workers
+know nothing of each other: one that is slow need not hold up the others, one that dies need not end the job. In return
+everything goes through the servers, and their links carry the more the more workers there are.
+
+                    gradients                        weights
+    worker 0..N-1  ----------->  server of key k  ------------->  worker 0..N-1
+                      push          sum, step         pull
+
+Ranks 0 to N-1 are workers, the last S are servers. A key is a parameter; keys are divided among servers by size
+(common/keys.py). Who holds what, Ψ parameters in float32 with Adam, N workers, S servers:
+
+                 each worker                    each server
+    batch        B/N sequences                  -
+    parameters   4Ψ                             about 4Ψ/S    its keys
+    gradients    4Ψ   own part's                4Ψ/S          their sum
+    optimizer    -                              8Ψ/S
+    in flight    -                              4Ψ/S; asynchronous, (N-1) × 4Ψ/S: a room a worker, one the gradients'
+
+Cost, a step, of keys of one dtype:
+
+    each worker         sends 4Ψ bytes and receives as many; S messages each way
+    all servers         2N × 4Ψ pass through them, N × 4Ψ each way; 2NS messages.  A ring moves 2(N-1)/N × 4Ψ in and out
+                        of each rank: the N ranks of a ring share what S servers have to carry
+    at the end          asynchronous workers get the last weights once more: N × 4Ψ
+    control             synchronous: the loss and, with clip, the squares of the gradient's norm; asynchronous: which
+                        step, which weights, which rate: 3 + S numbers a push, 1 a pull
+
+Synchronous: the servers wait for all workers, and the step is that of one process on the whole batch. Asynchronous:
+each gradient is an update by itself, of the mean loss of the worker's own part, as soon as it comes, made from weights
+that others may have updated meanwhile. A worker may be `staleness` steps ahead of the slowest, then it has to wait
+(common/stale.py). Each server keeps a record of its updates; `replay` makes the same updates in one process.
+
+N1:26 names a DP with a parameter server: that is data_parallel.py's device 0 as a rank of its own. N3:36 lets GPU
+workers and CPU servers share the work, with RMSProp or Adam on the server: any optimizer here. N3:35 says that
+all-reduce assumes equal nodes: it waits for the slowest, and so does a synchronous server.
+
+notes:   N1 DP, N3 §2
+Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from minidist.backend import to_host
+from minidist.comm.group import Group
+from minidist.errors import ConfigError, PeerLostError
+from minidist.nn import Module
+from minidist.optim import Optimizer
+from minidist.parallel.accumulation import micro_parts
+from minidist.parallel.common.flat import Piece, clip_and_update_shards, sum_in_order
+from minidist.parallel.common.keys import Shard, free
+from minidist.parallel.common.precision import Precision
+from minidist.parallel.common.recorder import Recorder, Silent
+from minidist.parallel.common.replicas import check_equal_replicas
+from minidist.parallel.common.serving import Service
+from minidist.parallel.common.stale import Update, key_shards, own_scale
+from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of, zero_unused
+from minidist.tensor import Parameter, Tensor
+
+NOBODY = -1.0
+"""The step that a worker names in its last push: it has done all of them."""
+
+
+class ParameterServer:
+    """A worker or a server, by rank. All ranks of the group make one with equal arguments, and call `step` in a loop.
+
+    Args:    model: equal on all ranks; a server keeps its keys alone.
+             servers: how many ranks are servers: the last.
+             asynchronous: update by each gradient as it comes; staleness: how many steps a worker may then be ahead of
+             the slowest (None: any number).
+             loss: of a part of the batch (default: `model.loss`); recorder: is told what runs when.
+    Attributes: parameters: what the optimizer is made of: a server's keys; on a worker, pieces without elements.
+             serves, workers; record: a server's updates; lost: workers that a server has lost, and how.
+    Raises:  ConfigError for a number of servers that cannot work; MismatchError if ranks do not start equal.
+    """
+
+    def __init__(self, model: Module, group: Group, *, servers: int = 1, asynchronous: bool = False,
+                 staleness: int | None = 2, loss: Loss | None = None, recorder: Recorder | None = None) -> None:
+        self.model, self.group, self.asynchronous, self.staleness = model, group, asynchronous, staleness
+        self.workers, self.servers = group.size - servers, servers
+        if self.workers < 1:
+            raise ConfigError(f"{servers} parameter servers in a job of {group.size} ranks leave no worker; start "
+                              f"more ranks, or take fewer servers")
+        if staleness is not None and staleness < 0:
+            raise ConfigError(f"staleness {staleness}: a worker is 0 or more steps ahead of the slowest, or None")
+        self.serves, self.loss, self.recorder = group.rank >= self.workers, loss or loss_of(model), recorder or Silent()
+        check_equal_replicas(model.parameters(), group, when="before the first step")
+        own = group.split(int(self.serves), axis=group.axis)
+        assert own is not None
+        self.peers = own                            # the workers, or the servers
+        shards = key_shards(model, servers)
+        if self.serves:
+            self.shards = [Shard(shards[group.rank - self.workers])]
+            free(p for p in model.parameters() if not any(p is key for key in self.shards[0].keys))
+        else:
+            self.shards = [Shard(keys) for keys in shards]
+        self.parameters = [piece for shard in self.shards for piece in shard.pieces()]
+        if not self.serves:
+            self.parameters = [_nothing_of(piece) for piece in self.parameters]
+        self._rooms = self.shards[0].rooms("communication") if self.serves and not asynchronous else []
+        self._service = None if not (self.serves and asynchronous) else Service(
+            group, self.workers, self.shards[0], self.parameters, staleness=staleness, recorder=self.recorder)
+        self._versions, self._steps, self._finished = [0] * servers, 0, False
+        if asynchronous and not self.serves:
+            group.expendable()
+        group.barrier()
+
+    @property
+    def record(self) -> list[Update]:
+        """An asynchronous server's updates, in their order."""
+        return [] if self._service is None else self._service.record
+
+    @property
+    def lost(self) -> dict[int, PeerLostError]:
+        """The workers that an asynchronous server has lost, by number, and how."""
+        return {} if self._service is None else self._service.lost
+
+    # ------------------------------------------------------------------------------------------------- partition
+
+    def part_of(self, batch: Batch) -> Part:
+        """This worker's rows of a global batch; views, and perhaps none."""
+        return part_of(batch, size=self.workers, rank=self.group.rank)
+
+    # ------------------------------------------------------------------------------------------ forward, backward
+
+    def forward(self, part: Part, *, divisor: int) -> Tensor | None:
+        """The sum of the part's losses over `divisor`; None without a row."""
+        return self.loss(part, divisor) if len(part.inputs) else None
+
+    def gradients(self, batch: Batch, accumulate: int) -> float:
+        """Forward and backward of this worker's part; its loss, or when synchronous its share of the global one."""
+        part, total = self.part_of(batch), 0.0
+        divisor = part.targets.size if self.asynchronous else batch[1].size
+        self.model.zero_grad()
+        for micro in micro_parts(part, accumulate):
+            with self.recorder.span("forward", rows=len(micro.inputs)):
+                share = self.forward(micro, divisor=divisor)
+            if share is not None:
+                total += float(share.item())
+                with self.recorder.span("backward"):
+                    share.backward()
+        return total
+
+    # -------------------------------------------------------------------------------------------- push and pull
+
+    def push(self) -> None:
+        """This worker's gradients, to the servers of their keys. Cost: a message a server, all gradients' bytes."""
+        for shard in self.shards:
+            zero_unused(shard.keys)
+        with self.recorder.span("push", "communication"), self._naming_servers():
+            for pending in [self.group.start_send(vector, self.workers + server)
+                            for server, shard in enumerate(self.shards) for vector in shard.gradients]:
+                pending.wait()
+
+    def pull(self) -> None:
+        """New weights from the servers, in place. Cost: a message from each server, all weights' bytes."""
+        with self.recorder.span("pull", "communication"), self._naming_servers():
+            for server, shard in enumerate(self.shards):
+                for vector in shard.weights:
+                    self.group.recv(self.workers + server, out=vector)
+
+    def collect(self) -> None:
+        """On a server: the sum of all workers' gradients, in the workers' order. Cost: N shards come."""
+        with self.recorder.span("collect", "communication"):
+            for total, room in zip(self.shards[0].gradients, self._rooms, strict=True):
+                self.group.recv(0, out=total)
+                for worker in range(1, self.workers):
+                    self.group.recv(worker, out=room)
+                    total += room
+
+    def give_back(self) -> None:
+        """On a server: its weights, to every worker. Cost: N messages of a shard."""
+        with self.recorder.span("give back", "communication"):
+            for pending in [self.group.start_send(vector, worker) for worker in range(self.workers)
+                            for vector in self.shards[0].weights]:
+                pending.wait()
+
+    # ------------------------------------------------------------------------------------------------------ step
+
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
+        """One step on the *global* batch.
+
+        Args:    optimizer: made of `self.parameters`; a worker's has nothing to do. lr: this step's learning rate
+                 (None: the optimizer's own). accumulate: in how many passes a worker takes its rows.
+                 clip: bound of the gradient's norm: of the sum when synchronous, else of each worker's own.
+        Returns: synchronous: the batch's mean loss, the same on every rank. Asynchronous: the mean loss of the worker's
+                 own part; a server's first call serves until all workers have finished, its later ones do nothing.
+        Raises:  PeerLostError naming the server that was lost.
+        """
+        if self._service is not None:
+            self._service.serve(optimizer)
+            return float("nan")
+        if self.asynchronous:
+            loss = self.gradients(batch, accumulate)
+            scale = own_scale([key for shard in self.shards for key in shard.keys], clip)
+            self._push_and_pull([float(self._steps), float("nan") if lr is None else lr, scale])
+            self._steps += 1
+            return loss
+        share = 0.0
+        if self.serves:
+            self.collect()
+            with self.recorder.span("optimizer"):
+                clip_and_update_shards(optimizer, self.parameters, Precision(), self.peers, lr=lr, clip=clip)
+            self.give_back()
+        else:
+            share = self.gradients(batch, accumulate)
+            self.push()
+            self.pull()
+        with self.recorder.span("loss", "communication"):
+            return sum_in_order(self.group, share)
+
+    def finish(self) -> None:
+        """After the last step: an asynchronous worker waits for the others, and gets the servers' last weights.
+
+        Every rank may call it at any time after; it does nothing on servers, and when synchronous.
+        """
+        if self.asynchronous and not self.serves and not self._finished:
+            self._finished = True
+            self._push_and_pull([NOBODY, float("nan"), 1.0])
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of the weights on the host: on a worker all, as the servers have them; on a server its keys."""
+        self.finish()
+        keys = {id(key) for key in self.shards[0].keys}
+        return {name: np.array(to_host(parameter.data)) for name, parameter in self.model.named_parameters()
+                if not self.serves or id(parameter) in keys}
+
+    def _push_and_pull(self, header: list[float]) -> None:
+        """Say which step this is, made from which weights; push, unless it is the end; pull, and note which weights."""
+        ledger, ranks = self.group.ledger, [self.workers + server for server in range(self.servers)]
+        with self._naming_servers(), ledger.control():
+            for rank in ranks:
+                self.group.send(np.array([*header, *self._versions]), rank)
+        if header[0] != NOBODY:
+            self.push()
+        with self._naming_servers(), ledger.control():
+            self._versions = [int(self.group.recv(rank)[0]) for rank in ranks]
+        self.pull()
+
+    @contextmanager
+    def _naming_servers(self) -> Iterator[None]:
+        """A lost rank that is a server is called one."""
+        try:
+            yield
+        except PeerLostError as error:
+            ranks = self.group.world_ranks[self.workers:]
+            if error.world_rank not in ranks:
+                raise
+            raise PeerLostError(f"parameter server {ranks.index(error.world_rank)} of {self.servers} is lost, and with "
+                                f"it its keys: {error}", error.world_rank) from error
+
+
+def _nothing_of(piece: Piece) -> Piece:
+    """A piece of the same parameter without elements."""
+    stand_in = Parameter(piece.data, name=piece.name, requires_grad=False)
+    return Piece(stand_in, piece.data.reshape(-1)[:0], piece.data.reshape(-1)[:0])
