@@ -212,7 +212,7 @@ class ParameterServer:
             share = self.gradients(batch, accumulate)
             self.push()
             self.pull()
-        with self.recorder.span("loss", "communication"):
+        with self.recorder.span("loss", "communication"), self._naming_servers():
             return sum_in_order(self.group, share)
 
     def finish(self) -> None:
