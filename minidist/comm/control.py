@@ -12,16 +12,15 @@ no data.
     waits    round (0: unasked), state               ask      round: say what you wait for
     table    own state                               table    what all ranks wait for, in words
                                                      verdict  error, text: raise that
-    stopped  pids                                    look     pids: which of these, on your host, are stopped?
     goodbye  state                                   lost     loss        (who, process id, host, how, traceback)
 
 A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process is stopped
-(frozen.py). The first loss is the job's; it goes to every other rank, also to those that connect later. What
-ranks wait for goes to the arbiter (arbiter.py), which sees deadlocks and disagreements. Who is let in: door.py.
+(frozen.py), and a host of which nothing is heard. The first loss is the job's; it goes to every other rank, also to
+those that connect later. What ranks wait for goes to the arbiter (arbiter.py), which sees deadlocks and disagreements.
+Who is let in: door.py. A host that the monitor is not on has a lookout, which it asks (lookout.py).
 """
 
 import dataclasses
-import os
 import queue
 import selectors
 import socket
@@ -31,8 +30,8 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.door import Door, Seat
-from minidist.comm.frozen import kill_stopped
+from minidist.comm.door import Door, Post, Seat
+from minidist.comm.frozen import kill_stopped, this_system
 from minidist.comm.link import ControlLink
 from minidist.comm.loss import Loss
 from minidist.comm.waits import State
@@ -51,7 +50,8 @@ class Monitor:
     Args:
         size: ranks of the job.                 token: the job's secret.
         host, port: where to listen; port 0 takes a free one. `address` says which.
-        how: what the launcher knows of a rank's end (`how(rank) -> "was killed by SIGKILL"`), None if nothing.
+        how: what the launcher knows of the end of a rank of this system (`how(seat) -> "was killed by SIGKILL"`), None
+            if nothing.
     Attributes:
         loss: the first rank that did not end well, or None.
         spared: expendable ranks that did not end well, by world rank; the job goes on without them.
@@ -91,9 +91,10 @@ class Monitor:
         self._deaths.put(None)
         for thread in threads:
             thread.join(2.0)
+        self.end_frozen()
         for seat in self._seats.values():
             seat.sock.close()
-        self.end_frozen()
+        self._watch.hang_up()
         self._door.listener.close()
 
     def close_in_child(self) -> None:
@@ -113,7 +114,7 @@ class Monitor:
                 self.loss = loss
             others = [seat for seat in self._seats.values() if seat.world_rank != loss.world_rank and not seat.left]
             self._changed.notify_all()
-        for seat in others:
+        for seat in [*others, *self._watch.posts()]:
             seat.send("died" if expendable else "lost", loss=dataclasses.asdict(loss))
         return True
 
@@ -123,6 +124,11 @@ class Monitor:
             self._changed.wait_for(lambda: self.loss is not None or self._all_left(), limit)
             return self.loss is None and self._all_left()
 
+    def deserted(self) -> bool:
+        """Whether every rank that ever came has gone."""
+        with self._changed:
+            return all(seat.left for seat in self._seats.values())
+
     def wait_until_stopped(self, limit: float) -> bool:
         """After a loss: wait until every rank but the lost one has hung up."""
         lost = self.loss.world_rank if self.loss is not None else None
@@ -131,10 +137,12 @@ class Monitor:
                                                       for seat in self._seats.values()), limit)
 
     def end_frozen(self) -> None:
-        """Kill a process of this host that was lost since it is stopped: it cannot end by itself."""
+        """Kill a process that was lost since it is stopped: it cannot end by itself."""
         for seat in list(self._seats.values()):
-            if seat.frozen and seat.host == os.uname().nodename:
+            if seat.frozen and seat.system == this_system():
                 kill_stopped(seat.pid)
+            elif seat.frozen:
+                self._watch.end_stopped(seat)
 
     def table(self) -> str:
         """What every rank waits for, a line each; those that do not wait get a moment to say what they do."""
@@ -170,8 +178,13 @@ class Monitor:
         """After the handshake: the questions a rightful rank answers rightly."""
         peer = wire.address_of(sock)
         match hello:
-            case {"world_rank": int(rank), "world_size": int(size), "pid": int(pid), "host": str(host)}:
-                seat = Seat(rank, pid, host, sock)
+            case {"world_rank": int(rank), "world_size": int(size), "pid": int(pid), "host": str(host),
+                  "system": str(system)}:
+                seat = Seat(rank, pid, host, sock, system=system)
+            case {"lookout": [*ranks], "pid": int(pid), "host": str(host), "system": str(system)} if all(
+                    isinstance(rank, int) for rank in ranks):
+                self._admit_lookout(Post(-1, pid, host, sock, system=system, ranks=tuple(ranks)))
+                return
             case _:
                 raise HandshakeError(f"{peer} was refused: it belongs to this job but is no rank: {sorted(hello)}")
         reason = None
@@ -187,18 +200,34 @@ class Monitor:
             wire.send_frame(sock, {"kind": "refused", "reason": reason} if reason else {"kind": "welcome"}, 1.0)
         if reason is not None:
             raise HandshakeError(f"{peer} was refused: {reason}")
+        self._hear_from(seat)
+
+    def _admit_lookout(self, post: Post) -> None:
+        wire.send_frame(post.sock, {"kind": "welcome"}, 1.0)
+        self._watch.add(post)
+        self._hear_from(post)
+
+    def _hear_from(self, seat: Seat) -> None:
+        """From now on; and tell it of a loss that was before."""
         if self.loss is not None:
             seat.send("lost", loss=dataclasses.asdict(self.loss))
         with self._changed:
             if not self._closed:
-                self._selector.register(sock, selectors.EVENT_READ, seat)
+                self._selector.register(seat.sock, selectors.EVENT_READ, seat)
 
     def _hear(self, seat: Seat) -> None:
         try:
-            self._take(seat, wire.recv_frame(seat.sock, FRAME_LIMIT))
+            frame = wire.recv_frame(seat.sock, FRAME_LIMIT)
+            if isinstance(seat, Post):
+                self._watch.heard_lookout(seat, frame)
+            else:
+                self._take(seat, frame)
         except (CommError, OSError, KeyError, TypeError, ValueError) as error:
             self._selector.unregister(seat.sock)
-            if seat.left:
+            if isinstance(seat, Post):
+                self._watch.lose_lookout(seat, error)
+                seat.sock.close()
+            elif seat.left:
                 seat.sock.close()
             else:
                 self._deaths.put((seat, error))
@@ -208,14 +237,19 @@ class Monitor:
         while (death := self._deaths.get()) is not None:
             seat, error = death
             if self.loss is None:
-                how = self._how(seat) or (f"ended without a word ({error})" if isinstance(error, CommError) else
-                                          f"sent what no rank sends ({error!r})")
+                how = self._how_it_ended(seat) or (
+                    f"ended without a word ({error})" if isinstance(error, CommError | OSError) else
+                    f"sent what no rank sends ({error!r})")
                 self.lose(Loss(seat.world_rank, seat.pid, seat.host, how))
             with seat.sending:
                 seat.sock.close()
             with self._changed:
                 seat.left = True
                 self._changed.notify_all()
+
+    def _how_it_ended(self, seat: Seat) -> str | None:
+        here = seat.system == this_system()
+        return (self._how(seat) if here else None) or self._watch.how_it_ended(seat, far=not here)
 
     def _take(self, seat: Seat, frame: dict[str, Any]) -> None:
         match frame["kind"]:
@@ -237,8 +271,6 @@ class Monitor:
                 self._watch.heard(seat, State.unpacked(frame["state"]), int(frame["round"]))
             case "table":
                 self._watch.asked(seat, State.unpacked(frame["state"]))
-            case "stopped":
-                self._watch.saw_stopped(seat, set(frame["pids"]))
             case "goodbye":
                 self._watch.left(seat, State.unpacked(frame["state"]))
                 with self._changed:

@@ -1,4 +1,4 @@
-"""Where ranks come in, and strangers do not: the monitor's listening socket, and the handshake with whoever calls.
+"""Where ranks come in, and strangers do not: the monitor's listening socket, how to knock there, and who is let in.
 
 Whoever does not pass the handshake (wire.py) within a few seconds, claims a rank that is taken, or comes with another
 job size is refused and its address logged. At most PENDING connections may be unproven at a time; the oldest goes
@@ -15,17 +15,18 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
-from minidist.errors import CommError, LaunchError
+from minidist.errors import CommError, HandshakeError, LaunchError, TimeoutError
 
 PENDING = 64              # connections that have not proven themselves yet
 HANDSHAKE_LIMIT = 10.0    # seconds a connection gets for that
+SILENCE = 5.0             # seconds after which a host of which nothing is heard is lost
 
 log = logging.getLogger("minidist.control")
 
 
 @dataclasses.dataclass
 class Seat:
-    """A rank's place at the monitor."""
+    """A rank's place at the monitor. `system` names the table of processes that its pid belongs to (frozen.py)."""
 
     world_rank: int
     pid: int
@@ -34,12 +35,29 @@ class Seat:
     left: bool = False
     frozen: bool = False
     expendable: bool = False
+    system: str = ""
     sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def send(self, kind: str, **content: Any) -> None:
         """Send one frame; a rank that does not take it is about to be noticed as lost by its own thread."""
         with self.sending, contextlib.suppress(CommError, OSError, ValueError):
             wire.send_frame(self.sock, {"kind": kind, **content}, 1.0)
+
+
+@dataclasses.dataclass
+class Post(Seat):
+    """A lookout's place at the monitor (lookout.py): it is there for `ranks`, or, if there are none, for its system.
+
+    `unanswered` looks were sent since it last spoke; `told` is how ranks ended, "" where it does not know.
+    """
+
+    ranks: tuple[int, ...] = ()
+    unanswered: int = 0
+    told: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def covers(self, seat: Seat) -> bool:
+        """Whether it looks after that rank."""
+        return seat.world_rank in self.ranks if self.ranks else seat.system == self.system
 
 
 class Door:
@@ -92,7 +110,7 @@ class Door:
     def _receive(self, sock: socket.socket) -> None:
         try:
             sock.setblocking(True)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _set_up(sock)
             self._enter(sock, wire.admit(sock, self._token, HANDSHAKE_LIMIT))
         except (CommError, OSError) as error:
             sock.close()
@@ -101,6 +119,48 @@ class Door:
         finally:
             with self._lock:
                 self.strangers.pop(sock, None)
+
+
+def knock(address: tuple[str, int], token: bytes, hello: dict[str, Any], who: str, limit: float) -> socket.socket:
+    """The caller's side: a connection to the monitor, tried again until it listens; `who` is for messages.
+
+    Raises: HandshakeError if it refuses us; TimeoutError naming the address after `limit` seconds.
+    """
+    deadline = time.monotonic() + limit
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            sock = socket.create_connection(address, timeout=max(left, 0.1))
+            break
+        except OSError as error:
+            if left <= 0:
+                raise TimeoutError(f"{who} could not reach the job's monitor at {address[0]}:{address[1]} within "
+                                   f"{limit:g} s ({error})") from error
+            time.sleep(min(0.05, left))
+    try:
+        sock.settimeout(None)
+        _set_up(sock)
+        wire.greet(sock, token, hello, max(deadline - time.monotonic(), 1.0))
+        welcome = wire.recv_frame(sock, max(deadline - time.monotonic(), 1.0))
+        if welcome.get("kind") != "welcome":
+            raise HandshakeError(f"the monitor at {address[0]}:{address[1]} refused {who}: {welcome.get('reason')}")
+    except (CommError, OSError):
+        sock.close()
+        raise
+    return sock
+
+
+def _set_up(sock: socket.socket) -> None:
+    """Send at once, and end the connection SILENCE seconds after the other host fell silent.
+
+    The kernels see to that, whatever the processes do: each asks the other, by empty packets, while nothing is sent.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", int(SILENCE) - 1),
+                        ("TCP_USER_TIMEOUT", int(1000 * SILENCE))):
+        if hasattr(socket, name):                           # not every system has them
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def hang_up(sock: socket.socket) -> None:

@@ -1,11 +1,10 @@
-"""Processes of this host that were stopped (SIGSTOP, Ctrl-Z, a debugger) and do not come back.
+"""What the kernel says of processes: which were stopped (SIGSTOP, Ctrl-Z, a debugger) for good, and how one ended.
 
 A stopped process says nothing and loses no connection, just as one that computes in a single long call. The kernel
 knows the difference: the state of the first is T, of the second R or S. A process that is stopped at two looks running
 is frozen. Where the looks themselves lay far apart, we were stopped too (Ctrl-Z stops a whole job), and begin anew.
 
-On another host a rank of the job looks at its neighbours for us (link.py), each in turn: one that computes, or is
-frozen itself, does not answer. A rank that is alone on its host, away from the monitor, has nobody who would look.
+On another host that host's lookout looks (lookout.py).
 """
 
 import contextlib
@@ -13,7 +12,10 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
+
+from minidist.comm.loss import how_it_ended
 
 LOOK = 0.4      # seconds between two looks
 _LATE = 3       # times LOOK: so long between two looks that this process did not run either
@@ -52,3 +54,26 @@ def kill_stopped(pid: int) -> None:
     if stopped({pid}):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
+
+
+def exit_of(pid: int) -> str | None:
+    """How a process of this host that is not our child ended, if its parent has not cleared it away yet."""
+    for _ in range(50):
+        try:
+            state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return "was killed, or ended without goodbye"
+        if state == "Z":
+            return how_it_ended(os.waitstatus_to_exitcode(int(rest[-1])))
+        time.sleep(0.002)
+    return None
+
+
+@lru_cache(maxsize=1)
+def this_system() -> str:
+    """A name for the running system, and for the processes that are seen from here: a container may have its own."""
+    parts = [os.uname().nodename]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(Path("/proc/self/ns/pid").readlink().name)
+    return " ".join(parts)

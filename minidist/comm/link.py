@@ -16,17 +16,17 @@ import platform
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from minidist import errors
 from minidist.comm import wire
-from minidist.comm.frozen import stopped
+from minidist.comm.door import knock
+from minidist.comm.frozen import this_system
 from minidist.comm.loss import Loss, how_it_ended, monitor_gone
 from minidist.comm.transport import Transport
 from minidist.comm.waits import State
-from minidist.errors import CommError, HandshakeError, PeerLostError, TimeoutError
+from minidist.errors import CommError, PeerLostError, TimeoutError
 
 __all__ = ["ControlLink", "Loss", "how_it_ended", "monitor_gone"]
 
@@ -40,6 +40,7 @@ class ControlLink:
 
     Attributes: world_rank, world_size
                 limit        seconds that a meeting may last
+                address      the monitor's
                 local_host   the address under which this process reached the monitor; peers reach this rank there too
                 loss         the Loss that ended the job, or None
     """
@@ -49,6 +50,7 @@ class ControlLink:
         """Over an admitted connection; `end(message)` ends a process that is still busy `grace` s after a failure."""
         self.world_rank, self.world_size = world_rank, world_size
         self.limit = CONNECT_LIMIT
+        self.address: tuple[str, int] = sock.getpeername()[:2]
         self.local_host: str = sock.getsockname()[0]
         self.loss: Loss | None = None
         self._sock, self._grace, self._end = sock, grace, end or end_process
@@ -71,29 +73,9 @@ class ControlLink:
 
         Raises: HandshakeError if it refuses us; TimeoutError naming the address after `limit` seconds.
         """
-        deadline = time.monotonic() + limit
-        hello = {"world_rank": world_rank, "world_size": world_size, "pid": os.getpid(), "host": platform.node()}
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                sock = socket.create_connection(address, timeout=max(left, 0.1))
-                break
-            except OSError as error:
-                if left <= 0:
-                    raise TimeoutError(f"rank {world_rank} could not reach the job's monitor at {address[0]}:"
-                                       f"{address[1]} within {limit:g} s ({error})") from error
-                time.sleep(min(0.05, left))
-        try:
-            sock.settimeout(None)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            wire.greet(sock, token, hello, max(deadline - time.monotonic(), 1.0))
-            welcome = wire.recv_frame(sock, max(deadline - time.monotonic(), 1.0))
-            if welcome.get("kind") != "welcome":
-                raise HandshakeError(f"the monitor at {address[0]}:{address[1]} refused rank {world_rank}: "
-                                     f"{welcome.get('reason')}")
-        except (CommError, OSError):
-            sock.close()
-            raise
+        hello = {"world_rank": world_rank, "world_size": world_size, "pid": os.getpid(), "host": platform.node(),
+                 "system": this_system()}
+        sock = knock(address, token, hello, f"rank {world_rank}", limit)
         return cls(sock, world_rank, world_size, grace=grace, end=end)
 
     def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
@@ -215,8 +197,6 @@ class ControlLink:
                     self._transport.lose(Loss(**frame["loss"]).error())
             case "ask":
                 self._tell(frame["round"])
-            case "look":
-                self._send({"kind": "stopped", "pids": sorted(stopped(frame["pids"]))})
             case "verdict":
                 if self._transport is not None:
                     self._transport.abort(getattr(errors, frame["error"])(frame["text"]))

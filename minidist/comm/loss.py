@@ -62,4 +62,4 @@ def how_it_ended(code: int) -> str:
 def monitor_gone(world_rank: int) -> Loss:
     """What a rank makes of a control connection that ends without a word."""
     return Loss(world_rank, os.getpid(), platform.node(),
-                "lost its connection to the job's monitor: the launcher, or rank 0's host, is gone")
+                "lost its connection to the job's monitor: the launcher, or rank 0's host, is gone or out of reach")

@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 
 from minidist.comm import wire
-from minidist.comm.control import Monitor, Seat
-from minidist.comm.link import ControlLink, how_it_ended
+from minidist.comm.control import Monitor
+from minidist.comm.frozen import exit_of
+from minidist.comm.link import ControlLink
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
 
 MONITOR_START = 30.0      # seconds a monitor process gets to start: it imports NumPy
@@ -113,7 +114,7 @@ def _monitor_main(size: int, host: str, port: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)                # Ctrl-C ends the ranks; we end after them
     token = sys.stdin.buffer.readline().strip()
     try:
-        monitor = Monitor(size, token, host=host, port=port, how=exit_of)
+        monitor = Monitor(size, token, host=host, port=port, how=lambda seat: exit_of(seat.pid))
     except LaunchError as error:
         print(f"error {error}", flush=True)
         return
@@ -129,21 +130,6 @@ def _monitor_main(size: int, host: str, port: int) -> None:
             print(f"minidist: {monitor.loss}; the job ends", file=sys.stderr, flush=True)
         monitor.wait_until_stopped(10.0)
     monitor.close()
-
-
-def exit_of(seat: Seat) -> str | None:
-    """How a process of this host that is not our child ended, if its parent has not cleared it away yet."""
-    if seat.host != os.uname().nodename:
-        return None
-    for _ in range(50):
-        try:
-            state, *rest = Path(f"/proc/{seat.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return "was killed, or ended without goodbye"
-        if state == "Z":
-            return how_it_ended(os.waitstatus_to_exitcode(int(rest[-1])))
-        time.sleep(0.002)
-    return None
 
 
 # --- under mpirun ----------------------------------------------------------------------------------------------------

@@ -2,27 +2,30 @@
 
 What ranks say of their lasting waits goes to the arbiter (arbiter.py), whose verdicts go out to the ranks concerned. A
 rank whose wait has reached its limit asks for the table of all waits; those that do not wait are then asked where they
-are. All processes are looked at now and then (frozen.py).
+are. All processes are looked at now and then (frozen.py): those of this system from here, the others by their lookouts
+(lookout.py).
 """
 
-import os
+import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from minidist.comm import deadlock
 from minidist.comm.arbiter import Arbiter
 from minidist.comm.deadlock import Verdict
-from minidist.comm.door import Seat
-from minidist.comm.frozen import LOOK, Stopped
+from minidist.comm.door import SILENCE, Post, Seat
+from minidist.comm.frozen import LOOK, Stopped, this_system
 from minidist.comm.loss import Loss
 from minidist.comm.waits import State
+from minidist.errors import CommError
 
 TABLE_WAIT = 0.3          # seconds that ranks get to say what they do, when another's wait has reached its limit
+LOOKOUT_WAIT = 1.0        # seconds that a lookout gets to come, when a rank of its host has ended, and again to say how
 
 
 class Watch:
-    """Belongs to the monitor's one thread that hears the ranks; final_table() alone is for any.
+    """Belongs to the monitor's one thread that hears the ranks; final_table() and what concerns lookouts is for any.
 
     Args: size: ranks of the job. present() -> the seats of those that are there, by world rank.
           lose(loss): end the job for this reason.
@@ -31,8 +34,9 @@ class Watch:
     def __init__(self, size: int, present: Callable[[], dict[int, Seat]], lose: Callable[[Loss], bool]) -> None:
         self._size, self._present, self._lose = size, present, lose
         self._arbiter = Arbiter(self._ask, self._tell)
-        self._stopped, self._looked, self._looks = Stopped(), time.monotonic(), 0
-        self._far: dict[str, set[int]] = {}                   # by host: what was stopped there when last looked at
+        self._stopped, self._looked = Stopped(), time.monotonic()
+        self._posts: list[Post] = []                          # of all lookouts that ever came
+        self._news = threading.Condition()                    # of lookouts, and what they say
         self._curious: list[tuple[float, Seat, State]] = []   # when to answer whom, and what it waited for
 
     def heard(self, seat: Seat, state: State, number: int) -> None:
@@ -89,22 +93,19 @@ class Watch:
             if rank in seats:
                 seats[rank].send("verdict", error=verdict.error, text=verdict.text)
 
-    def _look_for_frozen(self) -> None:
-        """Look at the processes of this host; have one rank of each other host look at its neighbours."""
-        self._looked, self._looks = time.monotonic(), self._looks + 1
-        hosts: defaultdict[str, list[Seat]] = defaultdict(list)
-        for seat in self._present().values():
-            hosts[seat.host].append(seat)
-        here = hosts.pop(os.uname().nodename, [])
-        self._freeze(here, self._stopped.frozen({seat.pid for seat in here}))
-        for seats in hosts.values():
-            looker = seats[self._looks % len(seats)]
-            looker.send("look", pids=[seat.pid for seat in seats if seat is not looker])
+    # --- processes ---------------------------------------------------------------------------------------------------
 
-    def saw_stopped(self, looker: Seat, pids: set[int]) -> None:
-        """A rank of another host has looked: these are stopped. Twice running is frozen."""
-        frozen, self._far[looker.host] = pids & self._far.get(looker.host, set()), pids
-        self._freeze([seat for seat in self._present().values() if seat.host == looker.host], frozen)
+    def _look_for_frozen(self) -> None:
+        """Look at the processes of this system, and ask the lookouts of others; one that does not answer is lost."""
+        self._looked = time.monotonic()
+        here = [seat for seat in self._present().values() if seat.system == this_system()]
+        self._freeze(here, self._stopped.frozen({seat.pid for seat in here}))
+        for post in self.posts():
+            if post.unanswered * LOOK >= SILENCE:
+                self.lose_lookout(post, None)
+            else:
+                post.unanswered += 1
+                post.send("look", pids=[seat.pid for seat in self._covered(post)])
 
     def _freeze(self, seats: list[Seat], pids: set[int]) -> None:
         """The ranks of these processes are lost."""
@@ -112,3 +113,95 @@ class Watch:
             if seat.pid in pids:
                 seat.frozen = True
                 self._lose(Loss(seat.world_rank, seat.pid, seat.host, "is frozen (stopped)"))
+
+    # --- lookouts of other hosts -------------------------------------------------------------------------------------
+
+    def posts(self) -> list[Post]:
+        """The lookouts that are there."""
+        with self._news:
+            return [post for post in self._posts if not post.left]
+
+    def hang_up(self) -> None:
+        """Close the connections of all lookouts."""
+        for post in self._posts:
+            post.sock.close()
+
+    def add(self, post: Post) -> None:
+        """A lookout has come."""
+        with self._news:
+            self._posts.append(post)
+            self._news.notify_all()
+
+    def heard_lookout(self, post: Post, frame: dict[str, Any]) -> None:
+        """A lookout has said something; see lookout.py for what. Raises CommError for what no lookout says."""
+        post.unanswered = 0
+        match frame["kind"]:
+            case "seen":
+                self._freeze(self._covered(post), set(frame["pids"]))
+            case "how":
+                self._note(post, int(frame["rank"]), str(frame["text"]))
+            case "ended":
+                loss = Loss(**frame["loss"])
+                self._note(post, loss.world_rank, loss.how)
+                self._lose(loss)
+            case "goodbye":
+                self._remove(post)
+            case kind:
+                raise CommError(f"unknown frame {kind!r}")
+
+    def lose_lookout(self, post: Post, error: Exception | None) -> None:
+        """A lookout's connection ended with `error`, or it is silent; its ranks are lost, unless it said goodbye."""
+        covered = self._covered(post)
+        if self._remove(post) and covered:
+            first, silent = covered[0], error is None or not isinstance(error, CommError)
+            why = f"nothing was heard of it for {SILENCE:g} s" if silent else \
+                f"its lookout (process {post.pid}) is gone ({error})"
+            self._lose(Loss(first.world_rank, first.pid, first.host, _out_of_reach(covered, why)))
+
+    def how_it_ended(self, seat: Seat, *, far: bool) -> str | None:
+        """How the process at this seat ended, as its lookout says; None if there is none, or it does not know.
+
+        Waits for a lookout to come only if the seat is `far`, on another system.
+        """
+        def its_post() -> Post | None:
+            return next((post for post in self._posts if post.covers(seat) and not post.left), None)
+
+        with self._news:
+            self._news.wait_for(its_post, LOOKOUT_WAIT if far else 0.0)
+            post = its_post()
+        if post is None:
+            return None
+        post.send("how", rank=seat.world_rank, pid=seat.pid)
+        with self._news:
+            self._news.wait_for(lambda: seat.world_rank in post.told or post.left, LOOKOUT_WAIT)
+            if seat.world_rank in post.told:
+                return post.told[seat.world_rank] or None
+        return _out_of_reach(self._covered(post), "its lookout does not answer")
+
+    def end_stopped(self, seat: Seat) -> None:
+        """Have a stopped process of another host killed."""
+        for post in self.posts():
+            if post.covers(seat):
+                post.send("end", pids=[seat.pid])
+
+    def _note(self, post: Post, rank: int, how: str) -> None:
+        with self._news:
+            post.told[rank] = how
+            self._news.notify_all()
+
+    def _remove(self, post: Post) -> bool:
+        """Whether it was still there."""
+        with self._news:
+            if post.left:
+                return False
+            post.left = True
+            self._news.notify_all()
+            return True
+
+    def _covered(self, post: Post) -> list[Seat]:
+        return [seat for _, seat in sorted(self._present().items()) if post.covers(seat)]
+
+
+def _out_of_reach(seats: list[Seat], why: str) -> str:
+    ranks = ", ".join(str(seat.world_rank) for seat in seats)
+    return f"is out of reach with its whole host (rank{'s' if len(seats) > 1 else ''} {ranks}): {why}"

@@ -75,7 +75,11 @@ class Children:
 
     def how(self, seat: Seat) -> str | None:
         """How the process at this monitor's seat ended, for a connection that ended just now."""
-        code = self.code(seat.world_rank, REAP_LIMIT)
+        return self.how_rank(seat.world_rank)
+
+    def how_rank(self, world_rank: int) -> str | None:
+        """How a rank ended that is just ending; None if it still runs, or is not ours."""
+        code = self.code(world_rank, REAP_LIMIT)
         return None if code is None else how_it_ended(code)
 
     def code(self, world_rank: int, limit: float) -> int | None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from minidist.comm import wire
 from minidist.comm.link import ControlLink
+from minidist.comm.lookout import LookoutProcess
 from minidist.comm.rendezvous import (
     MonitorProcess,
     Place,
@@ -20,12 +21,16 @@ from minidist.launch.launchers import Launch
 
 @dataclass
 class Joined:
-    """What a rank holds of its job; `monitor` and `file` are rank 0's, where it started the monitor."""
+    """What a rank holds of its job; `monitor` and `file` are rank 0's, where it started the monitor.
+
+    `lookout` is held by the first rank of each other host, unless a launcher of ours is there.
+    """
 
     link: ControlLink
     token: bytes
     monitor: MonitorProcess | None = None
     file: TokenFile | None = None
+    lookout: LookoutProcess | None = None
 
     def forget_file(self) -> None:
         """Every rank has met: nobody will read the token again."""
@@ -41,9 +46,10 @@ def find_monitor(launch: Launch, limit: float) -> Joined:
     place = place_from_environment()
     if place is not None:
         return _connect(launch, place, limit)
-    if launch.by_mpirun:
-        return _by_mpi(launch, limit)
-    return _by_address(launch, limit)
+    joined = _by_mpi(launch, limit) if launch.by_mpirun else _by_address(launch, limit)
+    if launch.local_rank == 0 and launch.world_rank != 0 and not launch.one_host:
+        joined.lookout = LookoutProcess(joined.link.address, joined.token)
+    return joined
 
 
 def _connect(launch: Launch, place: Place, limit: float) -> Joined:

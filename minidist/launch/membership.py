@@ -134,6 +134,8 @@ class Membership:
             _abort_mpi(self.status or 1)
         if self.joined is not None and self.joined.monitor is not None:
             self.joined.monitor.close()
+        if self.joined is not None and self.joined.lookout is not None:
+            self.joined.lookout.close()
 
     def _hang_up(self, joined: Joined, victim: bool) -> None:
         if not self.failed and not victim:

@@ -19,7 +19,8 @@ from typing import Any
 
 from minidist.comm import wire
 from minidist.comm.control import Monitor
-from minidist.comm.rendezvous import Place, exit_of
+from minidist.comm.frozen import exit_of
+from minidist.comm.rendezvous import Place
 from minidist.errors import LaunchError, TimeoutError
 from minidist.launch import failures
 from minidist.launch.launchers import clean_environment
@@ -77,7 +78,7 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
     """
     mpirun, where = find_mpirun(), _name_of(fn, transport)
     token = wire.new_token()
-    monitor = Monitor(size, token, how=exit_of)
+    monitor = Monitor(size, token, how=lambda seat: exit_of(seat.pid))
     with tempfile.TemporaryDirectory(prefix="minidist-run-") as folder, open(Path(folder, "stderr"), "w+b") as said:
         Path(folder, "task").write_bytes(wire.pack({**where, "args": list(args), "path": sys.path, "limit": limit,
                                                      "transport": transport}))

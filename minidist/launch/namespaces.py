@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a link of a chosen bandwidth. For root, on Linux.
+"""Two hosts on one machine: namespaces joined by a link of a chosen bandwidth. For root, on Linux.
 
     with joined_hosts("200mbit") as hosts:
         subprocess.Popen([*hosts[1].enter, "minidist", "launch", "--nnodes", "2", "--node-rank", "1", ...])
@@ -6,8 +6,9 @@
     namespace 0                        namespace 1
     10.213.0.1  [ tc: 200 Mbit/s ] ==== [ tc: 200 Mbit/s ]  10.213.0.2
 
-Each has a network of its own, where only the other answers; processes and memory they share, so ranks of one see those
-of the other die as on two hosts, but die faster. Nothing of this is left when the block ends.
+Each has a network of its own, where only the other answers, a name of its own, and for each command a table of
+processes of its own, in which the other's have no number. Memory and files they share. Nothing of this is left when the
+block ends.
 """
 
 import contextlib
@@ -29,19 +30,29 @@ class Host:
 
     name: str
     address: str
+    device: str     # its end of the link
 
     @property
     def enter(self) -> list[str]:
-        """For the front of a command."""
-        return ["ip", "netns", "exec", self.name]
+        """For the front of a command. Its processes end when it does."""
+        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc",
+                "sh", "-c", f'echo {self.name} > /proc/sys/kernel/hostname; exec "$0" "$@"']
+
+    def cut(self) -> None:
+        """Unplug the link at this end."""
+        _do("ip", "-n", self.name, "link", "set", self.device, "down")
+
+    def mend(self) -> None:
+        """Plug it in again."""
+        _do("ip", "-n", self.name, "link", "set", self.device, "up")
 
 
 def missing() -> str | None:
     """Why this machine cannot play two hosts, in a few words; None if it can try."""
     if getattr(os, "geteuid", lambda: 1)() != 0:
         return "network namespaces are made by root"
-    absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    return f"{' and '.join(absent)} of iproute2 not installed" if absent else None
+    absent = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
+    return f"{' and '.join(absent)} of iproute2 and util-linux not installed" if absent else None
 
 
 @contextlib.contextmanager
@@ -54,18 +65,18 @@ def joined_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
     if why is not None:
         raise LaunchError(f"no two hosts on this machine: {why}")
     mark = uuid.uuid4().hex[:8]
-    hosts = Host(f"minidist-{mark}-0", "10.213.0.1"), Host(f"minidist-{mark}-1", "10.213.0.2")
-    ends = [f"md{mark}{number}" for number in (0, 1)]
+    hosts = (Host(f"minidist-{mark}-0", "10.213.0.1", f"md{mark}0"),
+             Host(f"minidist-{mark}-1", "10.213.0.2", f"md{mark}1"))
     try:
         for host in hosts:
             _do("ip", "netns", "add", host.name)
-        _do("ip", "link", "add", ends[0], "netns", hosts[0].name, "type", "veth",
-            "peer", "name", ends[1], "netns", hosts[1].name)
-        for host, end in zip(hosts, ends, strict=True):
-            _do("ip", "-n", host.name, "address", "add", f"{host.address}/30", "dev", end)
-            _do("tc", "-n", host.name, "qdisc", "add", "dev", end, "root", "tbf", "rate", rate, "burst", BURST,
+        _do("ip", "link", "add", hosts[0].device, "netns", hosts[0].name, "type", "veth",
+            "peer", "name", hosts[1].device, "netns", hosts[1].name)
+        for host in hosts:
+            _do("ip", "-n", host.name, "address", "add", f"{host.address}/30", "dev", host.device)
+            _do("tc", "-n", host.name, "qdisc", "add", "dev", host.device, "root", "tbf", "rate", rate, "burst", BURST,
                 "latency", "100ms")
-            for device in ("lo", end):
+            for device in ("lo", host.device):
                 _do("ip", "-n", host.name, "link", "set", device, "up")
         yield hosts
     finally:

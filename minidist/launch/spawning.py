@@ -11,14 +11,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from minidist.comm import wire
 from minidist.comm.control import Monitor
 from minidist.comm.link import Loss, how_it_ended
+from minidist.comm.lookout import Lookout
 from minidist.comm.rendezvous import Place, token_from_environment
 from minidist.errors import LaunchError
 from minidist.launch.children import Children
@@ -54,13 +55,13 @@ def spawn(command: Sequence[str], size: int, *, nodes: Nodes | None = None, toke
 
 
 class _Job:
-    """The ranks of one node, and on node 0 the job's monitor."""
+    """The ranks of one node, and on node 0 the job's monitor; on others the node's lookout."""
 
     def __init__(self, command: list[str], size: int, nodes: Nodes, token: bytes) -> None:
         self.command, self.size, self.nodes = command, size, nodes
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.children = Children(self.processes)
-        self.copiers: list[threading.Thread] = []
+        self.helpers: list[threading.Thread] = []
         self.monitor: Monitor | None = None
         self.stopped = False
         self.missed: set[int] = set()                       # expendable ranks that have ended
@@ -69,6 +70,7 @@ class _Job:
             self.monitor = Monitor(size * nodes.count, token, host=host, port=port, how=self.children.how)
             port = self.monitor.address[1]
         self.place = Place(host, port, token)
+        self.lookout = Lookout(range(nodes.rank * size, (nodes.rank + 1) * size), self.children.how_rank)
 
     def run(self) -> int:
         """Start, wait, clean up; the exit status."""
@@ -89,6 +91,8 @@ class _Job:
     def _start(self) -> None:
         if self.monitor is not None:
             self.monitor.start()
+        else:
+            self.helpers.append(_thread(self.lookout.serve, self.place.address, self.place.token))
         for local_rank in range(self.size):
             rank = self.nodes.rank * self.size + local_rank
             try:
@@ -99,9 +103,7 @@ class _Job:
                 raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
             self.processes[rank] = process
             if process.stderr is not None:
-                copier = threading.Thread(target=_copy, args=(process.stderr, rank), name=f"stderr {rank}", daemon=True)
-                copier.start()
-                self.copiers.append(copier)
+                self.helpers.append(_thread(_copy, process.stderr, rank))
 
     def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
         nodes, place = self.nodes, self.place
@@ -112,7 +114,7 @@ class _Job:
                 "MASTER_ADDR": place.host, "MASTER_PORT": str(place.port)}
 
     def _wait(self) -> int:
-        """Until every rank here has ended well, or one anywhere has not."""
+        """Until every rank here has ended well, and on node 0 every rank anywhere; or until one has not."""
         while True:
             running = self.children.running()
             for rank, process in self.processes.items():
@@ -121,9 +123,10 @@ class _Job:
                     if status is not None:
                         return status
                     self.missed.add(rank)
-            if self.monitor is not None and self.monitor.loss is not None:
-                return self._lost(self.monitor.loss)
-            if not running:
+            loss = (self.monitor or self.lookout).loss
+            if loss is not None:
+                return self._lost(loss)
+            if not running and (self.monitor is None or self.monitor.deserted()):
                 return 0
             time.sleep(0.01)
 
@@ -131,14 +134,18 @@ class _Job:
         """A rank here ended with `code`, perhaps because another failed first; None if it was expendable."""
         loss = Loss(rank, self.processes[rank].pid, os.uname().nodename, how_it_ended(code))
         if self.monitor is None:
-            if code < 0:                                    # node 0's launcher sees its connection end, no more
-                print(f"minidist: {loss}; the job ends", file=sys.stderr, flush=True)
-            return _status(code)
-        self.monitor.lose(loss)
-        if self.monitor.loss is None:
+            self.lookout.tell(loss)
+        else:
+            self.monitor.lose(loss)
+        told = self.monitor or self.lookout
+        if told.loss is None and rank in told.spared:
             print(f"minidist: {loss}; the job goes on without it", file=sys.stderr, flush=True)
             return None
-        return self._lost(self.monitor.loss)
+        if self.monitor is not None and self.monitor.loss is not None:
+            return self._lost(self.monitor.loss)
+        if code < 0:
+            print(f"minidist: {loss}; the job ends", file=sys.stderr, flush=True)
+        return _status(code)
 
     def _lost(self, loss: Loss) -> int:
         if not loss.traceback and loss.status != 130:       # it could not speak for itself
@@ -152,8 +159,15 @@ class _Job:
         self.children.end(STOP if self.stopped else GRACE)
         if self.monitor is not None:
             self.monitor.close()
-        for copier in self.copiers:
-            copier.join(1.0)                                # a grandchild may hold the pipe: do not wait for that
+        self.lookout.close()
+        for helper in self.helpers:
+            helper.join(1.0)                                # a grandchild may hold the pipe: do not wait for that
+
+
+def _thread(target: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, name="minidist launcher", daemon=True)
+    thread.start()
+    return thread
 
 
 def _copy(pipe: IO[bytes], rank: int) -> None:

@@ -5,10 +5,7 @@ import functools
 import logging
 import os
 import platform
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -135,28 +132,6 @@ def test_a_reported_exception_arrives_with_its_traceback():
         assert not noted[1]
         assert not links[0].report(ValueError("second")), "only the first failure is the job's"
         assert links[0].loss.status == 1
-
-
-def test_on_another_host_a_neighbour_looks(monkeypatch):
-    """Ranks 1 and 2 say that they are far away; the process that rank 2 names is stopped."""
-    monkeypatch.setattr("minidist.comm.watch.LOOK", 0.05)
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        with job(3, present=[0]) as (monitor, links):
-            monkeypatch.setattr("minidist.comm.link.platform.node", lambda: "far")
-            links.append(ControlLink.connect(monitor.address, TOKEN, 1, 3, grace=60))
-            monkeypatch.setattr("minidist.comm.link.os.getpid", lambda: process.pid)
-            links.append(ControlLink.connect(monitor.address, TOKEN, 2, 3, grace=60))
-            time.sleep(0.3)
-            assert monitor.loss is None
-            links[2]._take = lambda frame: None             # as a process does that is stopped
-            process.send_signal(signal.SIGSTOP)
-            wait_for(lambda: links[0].loss and links[1].loss, 2.5)
-            assert str(links[0].loss) == f"rank 2 (process {process.pid} on far) is frozen (stopped)"
-        assert process.poll() is None, "a process of another host is not ours to kill"
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_a_monitor_that_hangs_up_on_who_has_failed_is_no_news():

@@ -14,7 +14,6 @@ from helpers import run
 from leftovers import nothing_left
 
 from minidist import errors
-from minidist.comm import frozen
 from minidist.errors import MismatchError, PeerLostError
 
 RING, SENDS, MESSAGE, MISSING = "a ring of receives", "a ring of sends", "one rank in a message", "one rank not calling"
@@ -120,19 +119,3 @@ def holds_the_interpreter(world):
 
 def test_a_rank_that_computes_in_one_long_call_is_not_frozen():
     assert run(holds_the_interpreter, size=2, transport="sockets") == [2.0, 2.0]
-
-
-def test_frozen_at_two_looks_running_unless_we_did_not_run_either(monkeypatch):
-    now, state = [0.0], ["T"]
-    monkeypatch.setattr(frozen.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(frozen, "state_of", lambda pid: state[0])
-    looks = frozen.Stopped()
-
-    def look(after, letter):
-        now[0], state[0] = now[0] + after, letter
-        return looks.frozen({7})
-
-    assert [look(0.4, letter) for letter in "TRTST"] == [set()] * 5
-    assert look(0.4, "T") == {7}
-    assert look(5.0, "T") == set(), "Ctrl-Z and fg: the whole job slept"
-    assert look(0.4, "R") == set()

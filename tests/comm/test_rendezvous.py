@@ -1,6 +1,5 @@
 """rendezvous: the monitor as a process of its own, and the token's way to the ranks."""
 
-import os
 import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -145,15 +144,6 @@ def test_places_in_the_environment(monkeypatch):
 
 def test_this_host_as_others_see_it():
     assert rendezvous.outward_address().count(".") == 3
-
-
-def test_how_a_stranger_to_us_ended():
-    seat = rendezvous.Seat(0, os.getpid(), "another host", None)
-    assert rendezvous.exit_of(seat) is None
-    assert "killed" in rendezvous.exit_of(rendezvous.Seat(0, 2**22 + 1, os.uname().nodename, None))
-    pid = os.posix_spawn("/bin/sh", ["sh", "-c", "kill -9 $$"], {})
-    assert rendezvous.exit_of(rendezvous.Seat(0, pid, os.uname().nodename, None)) == "was killed by SIGKILL"
-    os.waitpid(pid, 0)
 
 
 def test_losses_read_well():

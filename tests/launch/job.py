@@ -28,6 +28,8 @@ def misbehave(mode: str) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "cut":                                     # the link, by the test, while this rank is awaited
+            time.sleep(60)
         case "interrupt":
             raise KeyboardInterrupt
 
@@ -43,7 +45,7 @@ def main() -> None:
         transport = ["sockets", "shm"][int(os.environ["RANK"]) % 2]
     world = md.init(transport=transport, limit=20)
     assert md.init() is world
-    if mode in ("sleep", "stubborn"):
+    if mode in ("sleep", "stubborn", "cut"):
         membership.current().joined.link._grace = 0.5   # a test has no 5 seconds
     total = world.all_reduce(np.arange(3.0) + world.rank)
     np.testing.assert_array_equal(total, world.size * np.arange(3.0) + sum(range(world.size)))
@@ -54,8 +56,8 @@ def main() -> None:
         time.sleep(60)
     if mode == "busy" and world.rank == 1:              # computes, and will not hear of anything for a while
         time.sleep(60)
-    if world.rank == 2:
-        misbehave({"stubborn": "kill", "busy": "raise"}.get(mode, mode))
+    if world.rank == 2 or (mode == "stop all" and world.rank > 2):
+        misbehave({"stop all": "stop", "stubborn": "kill", "busy": "raise"}.get(mode, mode))
     if mode == "all config":
         misbehave("config")
     world.all_reduce(total)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import JOB, finish, start
+from jobs import JOB, finish, start, torchrun
 from leftovers import nothing_left
 
 from minidist.errors import LaunchError
@@ -17,6 +17,7 @@ from minidist.launch.namespaces import joined_hosts
 
 HOSTS_JOB = str(Path(__file__).parent / "hosts_job.py")
 PORT = "29500"      # of a namespace of our own
+WHO = r"rank 2 \(process \d+ on minidist-\w+-1\)"
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +32,21 @@ def hosts():
         pytest.skip(str(error))
 
 
-def launched(environment, hosts, *program):
+def launch(environment, hosts, *program):
     """`minidist launch --nnodes 2` on each host, two ranks each; the second host first."""
-    nodes = [start([*hosts[rank].enter, sys.executable, "-m", "minidist", "launch", "-n", "2", "--nnodes", "2",
+    return [start([*hosts[rank].enter, sys.executable, "-m", "minidist", "launch", "-n", "2", "--nnodes", "2",
                     "--node-rank", str(rank), "--master-addr", hosts[0].address, "--master-port", PORT, *program],
-                   environment, MINIDIST_TOKEN="s" * 32) for rank in (1, 0)]
+                  environment, MINIDIST_TOKEN="s" * 32) for rank in (1, 0)]
+
+
+def ended(nodes):
+    """How the launcher of the first host ended, and that of the second."""
     return [finish(node) for node in reversed(nodes)]
 
 
 def test_two_hosts_meet_and_only_leaders_use_the_link_between(hosts):
     with nothing_left() as environment:
-        done = launched(environment, hosts, HOSTS_JOB)
+        done = ended(launch(environment, hosts, HOSTS_JOB))
     assert [node.returncode for node in done] == [0, 0], done
     told = json.loads(done[0].stdout)
     assert told["nodes"] == [0, 0, 2, 2]
@@ -53,22 +58,63 @@ def test_two_hosts_meet_and_only_leaders_use_the_link_between(hosts):
     assert told["seconds"]["hierarchical"] < 0.85 * told["seconds"]["ring"], told["seconds"]    # 2/3 of its bytes cross
 
 
-@pytest.mark.soak       # tests/comm/transports/test_processes.py has a kill across nodes for every run
-@pytest.mark.parametrize(("mode", "how"), [("kill", "ended without a word"), ("stop", "is frozen"),
-                                           ("raise", "failed with ValueError: boom")])
+@pytest.mark.soak       # tests/comm/test_lookout.py has these without namespaces for every run
+@pytest.mark.parametrize(("mode", "how"), [
+    ("kill", "was killed by SIGKILL"), ("_exit", "exited with status 3 without goodbye"),
+    ("stop", r"is frozen \(stopped\)"), ("stop all", r"is frozen \(stopped\)"),
+    ("raise", "failed with ValueError: boom")])
 def test_a_rank_of_the_other_host_that_dies_is_named_on_both(hosts, mode, how):
     with nothing_left() as environment:
         started = time.monotonic()
-        done = launched(environment, hosts, JOB, mode)
+        done = ended(launch(environment, hosts, JOB, mode))
     assert time.monotonic() - started < 10
     assert all(node.returncode for node in done), done
     said = done[0].stderr + done[1].stderr
     if mode == "kill":
-        line = r"^minidist: rank 2 \(process \d+ on \S+\) was killed by SIGKILL; the job ends$"
-        assert re.search(line, done[1].stderr, re.M), done[1].stderr
-    for rank in (0, 1, 3):
-        line = rf"minidist: rank {rank} stops: PeerLostError: rank 2 \(process \d+ on \S+\) .*{how}"
-        assert re.search(line, said), said
+        for node in done:
+            assert re.search(rf"^minidist: {WHO} {how}; the job ends$", node.stderr, re.M), node.stderr
+    for rank in (0, 1) if mode == "stop all" else (0, 1, 3):
+        assert re.search(rf"minidist: rank {rank} stops: PeerLostError: {WHO} {how}", said), said
+
+
+@pytest.mark.soak
+def test_under_torchrun_the_first_rank_of_a_host_starts_its_lookout(hosts):
+    """Ranks 0 and 1 on the first host, rank 2 alone on the second, where it stops."""
+    with nothing_left() as environment:
+        ranks = [start([*hosts[rank // 2].enter, "sh", "-c", '"$0" "$@"; exit $?', sys.executable, JOB, "stop"],
+                       environment, MINIDIST_TOKEN="s" * 32, **{
+                           **torchrun(rank, port=PORT), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                           "GROUP_RANK": str(rank), "MASTER_ADDR": hosts[0].address}) for rank in range(3)]
+        done = [finish(rank) for rank in ranks]
+    assert [rank.returncode for rank in done] == [1, 1, 137], done
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} stops: PeerLostError: {WHO} is frozen \(stopped\)", done[rank].stderr), done
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("what", ["link", "launcher"])
+def test_a_host_that_is_lost_is_named_with_its_ranks(hosts, what):
+    with nothing_left() as environment:
+        nodes = launch(environment, hosts, JOB, "cut")
+        for node in nodes:
+            for _ in range(2):
+                node.stdout.readline()                  # they have met
+        started = time.monotonic()
+        if what == "link":
+            hosts[1].cut()
+        else:
+            nodes[0].kill()
+        try:
+            done = ended(nodes)
+        finally:
+            hosts[1].mend()
+    assert time.monotonic() - started < (8 if what == "link" else 3)    # 5 s of silence, and the time to end
+    how = {"link": r"nothing was heard of it for 5 s", "launcher": r"its lookout \(process \d+\) is gone \(.*\)"}[what]
+    for rank in (0, 1):
+        line = rf"rank {rank} stops: PeerLostError: {WHO} is out of reach with its whole host \(ranks 2, 3\): {how}"
+        assert re.search(line, done[0].stderr), done[0].stderr
+    if what == "link":
+        assert re.search(r"PeerLostError: rank 3 .* lost its connection to the job's monitor", done[1].stderr)
 
 
 def test_nothing_of_two_hosts_is_left():
@@ -83,7 +129,7 @@ def test_nothing_of_two_hosts_is_left():
 def test_why_this_machine_cannot(monkeypatch):
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 0)
     monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None)
-    assert namespaces.missing() == "ip and tc of iproute2 not installed"
+    assert namespaces.missing() == "ip and tc and unshare of iproute2 and util-linux not installed"
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
     with pytest.raises(LaunchError, match="no two hosts on this machine: network namespaces are made by root"), \
             joined_hosts("1gbit"):

@@ -1,0 +1,147 @@
+"""A lookout on each host that the monitor is not on: what becomes of processes, only their own system can tell.
+
+    monitor -> lookout                                  lookout -> monitor
+    look     pids: which of these are frozen?           seen     pids
+    how      rank, pid: how did that end?               how      rank, text; "" if nobody knows
+    end      pids: kill those of them that are stopped  ended    loss: a rank here ended, and not well
+    lost     loss: the job is over, and why             goodbye
+    died     loss: of a rank without which it goes on
+
+The monitor's looks are the job's heartbeat between hosts (watch.py): every LOOK seconds one, each answered. No rank has
+a part in it, so a rank may compute as long as it likes, in one call that holds the interpreter. A frozen rank is found
+as on one host, within 2 s; a host that is silent for SILENCE seconds is lost with all its ranks. The other way round, a
+rank learns by the kernel's keep-alives that the monitor's host is out of reach (door.py).
+
+Our own launcher is the lookout of its node, and knows its ranks' exit codes. Under mpirun, torchrun and srun it is a
+child of the node's first rank.
+"""
+
+import contextlib
+import dataclasses
+import os
+import platform
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minidist.comm import wire
+from minidist.comm.door import knock
+from minidist.comm.frozen import Stopped, exit_of, kill_stopped, this_system
+from minidist.comm.loss import Loss
+from minidist.errors import CommError, HandshakeError
+
+CONNECT_LIMIT = 60.0    # seconds until the monitor must listen
+ANSWER_LIMIT = 1.0      # seconds the monitor gets to say what it makes of a death
+_TRY = 2.0              # seconds of one attempt
+
+
+class Lookout:
+    """This host's end. `serve` runs in a thread or process of its own.
+
+    Args:       ranks: those that it is there for; none: every rank of this system.
+                how(rank): what the caller knows of that rank's end; None if nothing.
+    Attributes: loss    why the job is over, once the monitor has said so
+                spared  how expendable ranks ended, by world rank; the job goes on without them
+    """
+
+    def __init__(self, ranks: Sequence[int] = (), how: Callable[[int], str | None] | None = None) -> None:
+        self.loss: Loss | None = None
+        self.spared: dict[int, Loss] = {}
+        self._ranks, self._how = list(ranks), how or (lambda rank: None)
+        self._stopped = Stopped()
+        self._sock: socket.socket | None = None
+        self._changed, self._sending = threading.Condition(), threading.Lock()
+        self._closed = False
+
+    def serve(self, address: tuple[str, int], token: bytes) -> None:
+        """Answer the monitor until it hangs up, or close() is called."""
+        sock = self._connect(address, token)
+        if sock is None:
+            return                                          # its ranks cannot reach it either, and say so
+        with sock:
+            with self._changed:
+                self._sock = sock
+                self._changed.notify_all()
+            with contextlib.suppress(CommError, OSError, ValueError):
+                while not self._closed:
+                    self._take(wire.recv_frame(sock, None))
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def tell(self, loss: Loss) -> None:
+        """A rank here did not end well. Returns when the monitor has said what it makes of that, or does not say."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._sock is not None or self._closed, _TRY)
+        self._send("ended", loss=dataclasses.asdict(loss))
+        with self._changed:
+            self._changed.wait_for(lambda: self.loss is not None or loss.world_rank in self.spared or self._closed,
+                                   ANSWER_LIMIT)
+
+    def close(self) -> None:
+        """No rank is here any more."""
+        self._send("goodbye")
+        with self._changed:
+            self._closed = True
+            if self._sock is not None:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _connect(self, address: tuple[str, int], token: bytes) -> socket.socket | None:
+        hello = {"lookout": self._ranks, "pid": os.getpid(), "host": platform.node(), "system": this_system()}
+        deadline = time.monotonic() + CONNECT_LIMIT
+        while not self._closed and time.monotonic() < deadline:
+            try:
+                return knock(address, token, hello, f"the lookout of {platform.node()}", _TRY)
+            except HandshakeError:
+                return None
+            except (CommError, OSError):
+                continue
+        return None
+
+    def _send(self, kind: str, **content: Any) -> None:
+        with self._sending, contextlib.suppress(CommError, OSError, ValueError):
+            if self._sock is not None and not self._closed:
+                wire.send_frame(self._sock, {"kind": kind, **content}, 1.0)
+
+    def _take(self, frame: dict[str, Any]) -> None:
+        match frame["kind"]:
+            case "look":
+                self._send("seen", pids=sorted(self._stopped.frozen(set(frame["pids"]))))
+            case "how":
+                self._send("how", rank=frame["rank"], text=self._how(frame["rank"]) or exit_of(frame["pid"]) or "")
+            case "end":
+                for pid in frame["pids"]:
+                    kill_stopped(pid)
+            case "lost" | "died" as kind:
+                loss = Loss(**frame["loss"])
+                with self._changed:
+                    if kind == "lost":
+                        self.loss = loss
+                    else:
+                        self.spared[loss.world_rank] = loss
+                    self._changed.notify_all()
+
+
+class LookoutProcess:
+    """A lookout for every rank of this host, in a child process that ends when the monitor does."""
+
+    def __init__(self, address: tuple[str, int], token: bytes) -> None:
+        command = [sys.executable, "-m", "minidist.comm.lookout", address[0], str(address[1])]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                                         start_new_session=True)
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(token + b"\n")
+
+    def close(self) -> None:
+        """Wait until it has ended: its host's last rank to go is the first one, as rank 0 is in the whole job."""
+        self._process.wait()
+
+
+if __name__ == "__main__":
+    Lookout().serve((sys.argv[1], int(sys.argv[2])), sys.stdin.buffer.readline().strip())

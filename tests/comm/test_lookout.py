@@ -1,0 +1,182 @@
+"""lookout: what becomes of the ranks of another host, and of the host itself; threads of this process play it."""
+
+import contextlib
+import os
+import platform
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from leftovers import nothing_left
+
+from minidist.comm import door, wire
+from minidist.comm.control import ControlLink, Loss, Monitor
+from minidist.comm.frozen import this_system
+from minidist.comm.lookout import Lookout, LookoutProcess
+
+TOKEN = wire.new_token()
+
+
+@pytest.fixture
+def far(monkeypatch):
+    """From here on ranks and lookouts say that they are on another system; the monitor stays where it is."""
+    for module in ("link", "lookout"):
+        monkeypatch.setattr(f"minidist.comm.{module}.this_system", lambda: "far")
+    monkeypatch.setattr("minidist.comm.watch.LOOK", 0.05)
+
+
+@pytest.fixture
+def process():
+    """A process to be watched."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as sleeper:
+        yield sleeper
+        sleeper.kill()
+
+
+@contextlib.contextmanager
+def job(lookout, *, pid=None):
+    """Rank 0 here; ranks 1 and 2 far away, with their lookout; rank 2 is process `pid`. Gives monitor and links."""
+    with nothing_left(), pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        monitor = Monitor(3, TOKEN)
+        monitor.start()
+        stack.callback(monitor.close)
+        patch.setattr("minidist.comm.link.platform.node", lambda: "far")
+        links = []
+        with pytest.MonkeyPatch.context() as here:
+            here.setattr("minidist.comm.link.this_system", this_system)
+            links.append(ControlLink.connect(monitor.address, TOKEN, 0, 3, grace=60))
+        links.append(ControlLink.connect(monitor.address, TOKEN, 1, 3, grace=60))
+        patch.setattr("minidist.comm.link.os.getpid", lambda: pid or 4711)
+        links.append(ControlLink.connect(monitor.address, TOKEN, 2, 3, grace=60))
+        for link in links:
+            stack.callback(link.goodbye)
+        threading.Thread(target=lookout.serve, args=(monitor.address, TOKEN), daemon=True).start()
+        stack.callback(lookout.close)
+        wait_for(monitor._watch.posts)
+        yield monitor, links
+
+
+def wait_for(condition, limit=2.0):
+    deadline = time.monotonic() + limit
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert condition()
+
+
+def vanish(link):
+    """As a process does that dies."""
+    link._closed = True
+    link._sock.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_frozen_rank_alone_on_its_host_is_found_and_ended(far, process):
+    lookout = Lookout([2])
+    with job(lookout, pid=process.pid) as (monitor, links):
+        time.sleep(0.15)
+        assert monitor.loss is None
+        process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: links[0].loss and links[1].loss and lookout.loss)
+        assert str(links[0].loss) == str(lookout.loss) == f"rank 2 (process {process.pid} on far) is frozen (stopped)"
+        monitor.end_frozen()
+        assert process.wait(2.0) == -signal.SIGKILL
+
+
+def test_how_a_far_rank_ended_is_known_everywhere(far):
+    with job(Lookout([1, 2], {1: "never", 2: "was killed by SIGSEGV"}.get)) as (_, links):
+        vanish(links[2])
+        wait_for(lambda: links[0].loss and links[1].loss)
+        assert str(links[0].loss) == str(links[1].loss) == "rank 2 (process 4711 on far) was killed by SIGSEGV"
+
+
+def test_a_lookout_of_a_whole_system_looks_for_the_process_itself(far, process):
+    with job(Lookout(), pid=process.pid) as (_, links):
+        process.kill()
+        vanish(links[2])
+        wait_for(lambda: links[0].loss)
+        assert str(links[0].loss) == f"rank 2 (process {process.pid} on far) was killed by SIGKILL"
+
+
+def test_a_rank_that_ends_before_it_joins_is_told_by_its_lookout(far):
+    lookout = Lookout([1, 2])
+    with job(lookout) as (_, links):
+        loss = Loss(2, 4711, "far", "exited with status 3 without goodbye")
+        lookout.tell(loss)
+        assert lookout.loss == loss
+        wait_for(lambda: links[0].loss)
+        assert links[0].loss == links[1].loss == loss
+
+
+def test_the_death_of_an_expendable_rank_is_told_as_such(far):
+    lookout = Lookout([1, 2])
+    with job(lookout) as (monitor, links):
+        links[2]._send({"kind": "expendable"})
+        wait_for(lambda: monitor._seats[2].expendable)
+        loss = Loss(2, 4711, "far", "was killed by SIGKILL")
+        lookout.tell(loss)
+        assert (lookout.loss, lookout.spared, monitor.loss) == (None, {2: loss}, None)
+
+
+def test_a_host_of_which_nothing_is_heard_is_lost_with_its_ranks(far, monkeypatch):
+    monkeypatch.setattr("minidist.comm.watch.SILENCE", 0.3)
+    lookout, pid = Lookout([1, 2]), os.getpid()
+    with job(lookout) as (_, links):
+        time.sleep(0.5)
+        assert links[0].loss is None, "it answers"
+        lookout._take = lambda frame: None
+        wait_for(lambda: links[0].loss)
+        assert str(links[0].loss) == (f"rank 1 (process {pid} on far) is out of reach with its whole host "
+                                      "(ranks 1, 2): nothing was heard of it for 0.3 s")
+
+
+def test_a_lookout_that_is_gone_takes_its_ranks_along_unless_it_said_goodbye(far):
+    lookout = Lookout([2])
+    with job(lookout) as (monitor, links):
+        lookout.close()
+        wait_for(lambda: not monitor._watch.posts())
+        assert monitor.loss is None
+        second = Lookout([2])
+        threading.Thread(target=second.serve, args=(monitor.address, TOKEN), daemon=True).start()
+        wait_for(monitor._watch.posts)
+        second._sock.shutdown(socket.SHUT_RDWR)
+        wait_for(lambda: links[0].loss)
+        assert re.fullmatch(rf"rank 2 \(process 4711 on far\) is out of reach with its whole host \(rank 2\): its "
+                            rf"lookout \(process {os.getpid()}\) is gone \(.* closed the connection\)",
+                            str(links[0].loss))
+
+
+def test_the_kernels_ask_whether_the_other_host_is_there(far):
+    with job(Lookout()) as (monitor, links):
+        for sock in (links[0]._sock, monitor._seats[0].sock, monitor._watch.posts()[0].sock):
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * door.SILENCE
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) + 1 == door.SILENCE
+
+
+def test_a_lookout_as_a_process_ends_with_the_monitor():
+    with nothing_left():
+        monitor = Monitor(1, TOKEN)
+        monitor.start()
+        child = LookoutProcess(monitor.address, TOKEN)
+        wait_for(monitor._watch.posts, 10.0)
+        [post] = monitor._watch.posts()
+        assert (post.host, post.pid, post.ranks) == (platform.node(), child._process.pid, ())
+        assert TOKEN not in Path(f"/proc/{post.pid}/cmdline").read_bytes()
+        monitor.close()
+        child.close()
+
+
+def test_a_lookout_that_nobody_lets_in_gives_up():
+    monitor = Monitor(1, TOKEN)
+    monitor.start()
+    try:
+        Lookout().serve(monitor.address, wire.new_token())
+        assert not monitor._watch.posts()
+    finally:
+        monitor.close()
