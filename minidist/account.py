@@ -7,6 +7,7 @@ nobody has to say "freed"). Telling costs about a microsecond.
     memory = account.current()                         # the calling thread's account: each rank has its own
     memory.hold(weights, "parameters")
     memory.now["parameters"], memory.peak["total"]     # bytes; the total's peak is the peak of the sum
+    memory.limit = 64 << 20                            # from here on what does not fit raises MemoryLimitError
 
 notes: N2 显存占用分析, N4 §4
 """
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from minidist.backend import Array, is_array
-from minidist.errors import ConfigError
+from minidist.errors import ConfigError, MemoryLimitError
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "workspace")
 
@@ -42,9 +43,14 @@ class _Held(weakref.ref):
 
 
 class MemoryAccount:
-    """Bytes of the distinct live buffers it was told of, by category. Safe to use from several threads."""
+    """Bytes of the distinct live buffers it was told of, by category. Safe to use from several threads.
 
-    def __init__(self) -> None:
+    Attributes: limit    the most bytes of all categories together, or None
+                whose    for errors: the memory of what
+    """
+
+    def __init__(self, *, limit: int | None = None, whose: str = "device memory") -> None:
+        self.limit, self.whose = limit, whose
         self._lock = threading.Lock()
         self._held: dict[int, _Held] = {}
         self._freed: deque[_Held] = deque()
@@ -54,7 +60,8 @@ class MemoryAccount:
     def hold(self, array: Array, category: str) -> Array:
         """Count the buffer that owns `array` under `category` until it is garbage; returns `array` itself.
 
-        Raises: ConfigError for a category that is not one of CATEGORIES.
+        Raises: ConfigError for a category that is not one of CATEGORIES; MemoryLimitError for a buffer that passes the
+                limit, which is then not counted.
         """
         owner = array if array.base is None else owner_of(array)
         key = id(owner)
@@ -62,15 +69,22 @@ class MemoryAccount:
             return array
         if category not in CATEGORIES:
             raise ConfigError(f"memory account: no category {category!r}; choose one of {', '.join(CATEGORIES)}")
-        held = _Held(owner, self._released)
-        held.key, held.category, held.nbytes = key, category, owner.nbytes
         with self._lock:
             if key in self._held:  # another thread was faster
                 return array
             self._settle()
+            if self.limit is not None and self._now["total"] + owner.nbytes > self.limit:
+                raise MemoryLimitError(self._too_much(category, owner.nbytes, self.limit))
+            held = _Held(owner, self._released)
+            held.key, held.category, held.nbytes = key, category, owner.nbytes
             self._held[key] = held
             self._add(category, held.nbytes)
         return array
+
+    def _too_much(self, category: str, nbytes: int, limit: int) -> str:
+        held = ", ".join(f"{name} {self._now[name]:,}" for name in CATEGORIES if self._now[name]) or "nothing"
+        return (f"{self.whose}: {nbytes:,} bytes more for {category} do not fit under the limit of {limit:,}: held are "
+                f"{self._now['total']:,} ({held}); raise the limit, take fewer sequences a step, or offload more")
 
     @property
     def now(self) -> dict[str, int]:

@@ -4,7 +4,9 @@
     ├── ConfigError (ValueError)      a value somebody chose does not work; the command line exits with status 2
     │   ├── DataError                 a text or file is missing, too short or malformed
     │   ├── DeviceError               the device asked for is not on this machine
+    │   ├── DiskError                 a folder for offloading is missing, cannot be written or is full
     │   ├── LaunchError               the launcher's variables are absent, foreign or contradict each other
+    │   ├── MemoryLimitError (MemoryError)   an array that does not fit under the limit of a memory account
     │   ├── PlanError                 a parallel plan that cannot work
     │   └── ShardError                a size that does not divide as the strategy needs
     ├── ShapeError (ValueError)       arrays whose shapes do not fit an operation
@@ -39,8 +41,16 @@ class DeviceError(ConfigError):
     """The device asked for is not on this machine."""
 
 
+class DiskError(ConfigError):
+    """A folder for offloading is missing, cannot be written or is full."""
+
+
 class LaunchError(ConfigError):
     """The launcher's variables are absent, foreign or contradict each other."""
+
+
+class MemoryLimitError(ConfigError, MemoryError):
+    """An array that does not fit under the limit of a memory account."""
 
 
 class PlanError(ConfigError):

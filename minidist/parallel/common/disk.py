@@ -1,0 +1,321 @@
+"""Records on disk, and the few buffers through which they are read and written behind computation.
+
+A record is a raw file of regions, one behind the other, each an array of one dtype that begins on a page:
+
+    blocks.0    | weights | gradients | m | v |
+
+    disk = Disk(folder, who="rank 0", buffers=4, ...)
+    record = disk.record("blocks.0")
+    record.add("weights", np.float32, 1000)
+    with disk.start_read(record, ["weights"]) as loan:  # begun; at once if a buffer is free, else when one is
+        loan.arrays["weights"]                          # waits for the read
+    disk.start_write(loan, ["weights"])                 # begun; gives the buffer back when it is written
+
+Nothing is left behind, however the process ends: a file loses its name as soon as it is open, so the system frees it
+with the last descriptor. Nor does a disk run full in the middle of a run: a region's blocks are reserved when it is
+added. A write that fails all the same is told by the next read, write or wait of any kind.
+"""
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidist.account import MemoryAccount
+from minidist.backend import Array, to_host, wire_view
+from minidist.errors import DiskError, TimeoutError
+from minidist.parallel.common.moves import LIMIT, Lane, Move, Pace, Traffic
+from minidist.parallel.common.recorder import Recorder
+
+PAGE = 4096
+"""Regions and buffers begin at multiples of it, in bytes."""
+
+
+def pages(nbytes: int) -> int:
+    """`nbytes`, up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+@dataclass(frozen=True)
+class Region:
+    """An array's place in a record."""
+
+    offset: int
+    dtype: np.dtype
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+
+class Record:
+    """A file of regions, zero until they are written.
+
+    Attributes: regions by name; nbytes: of the file
+    """
+
+    def __init__(self, name: str, fd: int) -> None:
+        self.name, self.fd, self.nbytes = name, fd, 0
+        self.regions: dict[str, Region] = {}
+        self.writing: list[Move] = []           # a read waits for the writes that were begun before it
+
+    def add(self, key: str, dtype: Any, count: int) -> None:
+        """A region of `count` numbers, behind the others; its space is reserved.
+
+        Raises:  DiskError if the disk has no room, or files may not be so large.
+        """
+        region = Region(self.nbytes, np.dtype(dtype), count)
+        if region.nbytes:
+            with told(self.name, f"reserve {region.nbytes:,} bytes for {key}"):
+                os.posix_fallocate(self.fd, region.offset, pages(region.nbytes))
+        self.regions[key] = region
+        self.nbytes += pages(region.nbytes)
+
+
+class told:  # noqa: N801 - used as a function
+    """Context: an OSError inside becomes a DiskError that names the file and what was asked of it."""
+
+    def __init__(self, name: str, what: str) -> None:
+        self.name, self.what = name, what
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError) and not isinstance(error, DiskError):
+            advice = {errno.ENOSPC: "make room, or name another folder with --offload-dir",
+                      errno.EFBIG: "raise the limit of file sizes (ulimit -f)"}.get(error.errno or 0, "see to the disk")
+            raise DiskError(f"offload: {self.name}: cannot {self.what}: {error.strerror or error}; {advice}") from error
+
+
+class Loan:
+    """A buffer lent for one record. `arrays[key]` is a region's place in it, filled once wait() has returned."""
+
+    def __init__(self, record: Record, buffer: np.ndarray, give_back: Callable[[np.ndarray], None]) -> None:
+        self.record, self.buffer, self._give_back = record, buffer, give_back
+        self.move: Move | None = None
+        self.ended = False
+        self.arrays = {key: buffer[region.offset:region.offset + region.nbytes].view(region.dtype)
+                       for key, region in record.regions.items()}
+
+    def wait(self) -> "Loan":
+        """Return when what was asked to be read is there."""
+        if self.move is not None:
+            self.move.wait()
+        return self
+
+    def end(self) -> None:
+        """Give the buffer back; when it is being read into, once that has ended."""
+        if self.move is not None:
+            self.move.wait()
+        if not self.ended:
+            self.ended, self.arrays = True, {}
+            self._give_back(self.buffer)
+
+
+class Pool:
+    """A fixed number of buffers: their number bounds what is in flight, and so the host memory that offloading takes.
+
+    Args:    make(nbytes): a buffer of bytes; memory: the host's account.
+    """
+
+    def __init__(self, count: int, nbytes: int, make: Callable[[int], np.ndarray], memory: MemoryAccount) -> None:
+        self.count, self.nbytes = count, nbytes
+        self._free = deque(memory.hold(make(nbytes), "workspace") for _ in range(count))
+        self._changed = threading.Condition(threading.Lock())
+
+    def take(self, *, spare: int = 0, limit: float = LIMIT) -> np.ndarray | None:
+        """A buffer: waits until one is free. With `spare`, None unless so many others are free at this moment.
+
+        Raises:  TimeoutError after `limit` seconds.
+        """
+        with self._changed:
+            if spare:
+                return self._free.popleft() if len(self._free) > spare else None
+            if not self._changed.wait_for(lambda: self._free, limit):
+                raise TimeoutError(f"offload: none of {self.count} buffers came free in {limit:g} s; is the disk "
+                                   f"still there?")
+            return self._free.popleft()
+
+    def give(self, buffer: np.ndarray) -> None:
+        """Take a buffer back."""
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all buffers are here."""
+        with self._changed:
+            return len(self._free) == self.count
+
+
+def aligned(nbytes: int) -> np.ndarray:
+    """Bytes that begin on a page."""
+    room = np.empty(nbytes + PAGE, np.uint8)
+    start = -room.ctypes.data % PAGE
+    return room[start:start + nbytes]
+
+
+class Disk:
+    """One rank's records, a lane that reads, a lane that writes, and the buffers between them.
+
+    Args:    folder: where files are made (None: where the system keeps temporary ones); who: the rank, for errors.
+             buffers: how many are in flight at most, each as large as the largest record.
+             make: how a buffer is made (pinned memory for a GPU); memory: the host's account.
+             paces: of reading and of writing.
+    Raises:  DiskError if the folder is missing or cannot be written.
+    """
+
+    def __init__(self, folder: Path | None, traffic: Traffic, *, who: str, buffers: int, recorder: Recorder,
+                 memory: MemoryAccount, make: Callable[[int], np.ndarray] = aligned,
+                 paces: tuple[Pace | None, Pace | None] = (None, None)) -> None:
+        self.folder, self.who, self.buffers, self.make, self.memory = writable(folder), who, buffers, make, memory
+        self.records: list[Record] = []
+        self._pool: Pool | None = None
+        self.reads = Lane("disk", "host", traffic, recorder=recorder, pace=paces[0])
+        self.writes = Lane("host", "disk", traffic, recorder=recorder, pace=paces[1])
+
+    def require(self, nbytes: int) -> None:
+        """Raise DiskError unless so many bytes are free in the folder."""
+        free = shutil.disk_usage(self.folder).free
+        if free < nbytes:
+            raise DiskError(f"offload: {self.who} needs {nbytes:,} bytes in {self.folder}, and {free:,} are free; make "
+                            f"room, or name another folder with --offload-dir")
+
+    def record(self, name: str) -> Record:
+        """A new file without a region. It has no name in the folder once this returns."""
+        label = f"{self.who}, {name} in {self.folder}"
+        with told(label, "make a file"):
+            fd, path = tempfile.mkstemp(prefix="minidist-", dir=self.folder)
+            os.unlink(path)
+        self.records.append(Record(label, fd))
+        return self.records[-1]
+
+    def put(self, record: Record, key: str, array: Array) -> None:
+        """Write a region at once, without a buffer: before training."""
+        data, region = wire_view(np.ascontiguousarray(to_host(array))), record.regions[key]
+        with told(record.name, f"write {data.nbytes:,} bytes of {key}"):
+            _transfer(os.pwritev, record, region.offset, data)
+
+    # ------------------------------------------------------------------------------------------ behind computation
+
+    def lend(self, record: Record, *, spare: int = 0) -> Loan | None:
+        """A buffer for a record, nothing in it; None if `spare` others must stay free, and do not."""
+        self.check()
+        pool = self._pool_now()
+        buffer = pool.take(spare=spare)
+        return None if buffer is None else Loan(record, buffer, pool.give)
+
+    def start_read(self, record: Record, keys: Sequence[str], *, spare: int = 0) -> Loan | None:
+        """Begin to read regions into a buffer, behind the writes of the record that were begun before."""
+        loan = self.lend(record, spare=spare)
+        if loan is not None:
+            before, buffer = list(record.writing), loan.buffer
+            loan.move = self.reads.start(f"read {short(record)}", _total(record, keys),
+                                         lambda: self._read(record, keys, buffer, before))
+        return loan
+
+    def start_write(self, loan: Loan, keys: Sequence[str], *, first: Callable[[], Any] | None = None) -> None:
+        """Begin to write regions from a buffer (after `first()`, on the same thread), then give the buffer back."""
+        record = loan.record
+        move = self.writes.start(f"write {short(record)}", _total(record, keys),
+                                 lambda: self._write(loan, keys, first))
+        record.writing = [*(earlier for earlier in record.writing if not earlier.done()), move]
+
+    def _read(self, record: Record, keys: Iterable[str], buffer: np.ndarray, before: Sequence[Move]) -> None:
+        for move in before:
+            move.wait()
+        for key in keys:
+            region = record.regions[key]
+            with told(record.name, f"read {region.nbytes:,} bytes of {key}"):
+                _transfer(os.preadv, record, region.offset, buffer[region.offset:region.offset + region.nbytes])
+
+    def _write(self, loan: Loan, keys: Iterable[str], first: Callable[[], Any] | None) -> None:
+        record, buffer = loan.record, loan.buffer
+        try:
+            if first is not None:
+                first()
+            for key in keys:
+                region = record.regions[key]
+                with told(record.name, f"write {region.nbytes:,} bytes of {key}"):
+                    _transfer(os.pwritev, record, region.offset, buffer[region.offset:region.offset + region.nbytes])
+        finally:
+            loan.end()
+
+    def check(self) -> None:
+        """Raise what a write that has ended raised."""
+        for record in self.records:
+            for move in record.writing:
+                if move.done():
+                    move.wait()
+
+    def settle(self) -> None:
+        """Return when all writes have ended; raises what one of them raised."""
+        for record in self.records:
+            for move in record.writing:
+                move.wait()
+
+    def _pool_now(self) -> Pool:
+        """The buffers, made anew when records have grown."""
+        nbytes = max(PAGE, *(record.nbytes for record in self.records))
+        if self._pool is None or self._pool.nbytes < nbytes:
+            if self._pool is not None:
+                self.settle()
+                assert self._pool.idle, "records grow only while nothing is in flight"
+            self._pool = None                   # first let go of the old ones
+            self._pool = Pool(self.buffers, nbytes, self.make, self.memory)
+        return self._pool
+
+    def close(self) -> None:
+        """End the lanes and give the files' space back."""
+        self.reads.close()
+        self.writes.close()
+        while self.records:
+            os.close(self.records.pop().fd)
+
+
+def writable(folder: Path | None) -> Path:
+    """The folder, or the system's for temporary files.
+
+    Raises:  DiskError if it is not there, is none, or cannot be written.
+    """
+    chosen = Path(tempfile.gettempdir() if folder is None else folder)
+    if not chosen.is_dir():
+        raise DiskError(f"offload: {chosen} is {'not a folder' if chosen.exists() else 'not there'}; make it, or name "
+                        f"another folder with --offload-dir")
+    try:
+        with tempfile.TemporaryFile(dir=chosen):
+            pass
+    except OSError as error:
+        raise DiskError(f"offload: cannot write in {chosen}: {error.strerror or error}; name another folder with "
+                        f"--offload-dir") from error
+    return chosen
+
+
+def short(record: Record) -> str:
+    """The record's name for the timeline: without rank and folder."""
+    return record.name.split(", ", 1)[-1].split(" in ", 1)[0]
+
+
+def _total(record: Record, keys: Iterable[str]) -> int:
+    return sum(record.regions[key].nbytes for key in keys)
+
+
+def _transfer(call: Callable[[int, list[Any], int], int], record: Record, offset: int, data: np.ndarray) -> None:
+    """os.preadv or os.pwritev, until all is done."""
+    done = 0
+    while done < data.nbytes:
+        moved = call(record.fd, [data[done:].data], offset + done)
+        if not moved:
+            raise OSError(errno.EIO, f"the file ends after {done:,} bytes")
+        done += moved

@@ -1,0 +1,125 @@
+"""Moves between memories: device, host, disk. Each lane is a thread, so what moves hides behind what computes.
+
+    lane = Lane("to disk", "host", "disk", traffic, recorder=timeline)
+    move = lane.start("write blocks.0", nbytes, lambda: ...)       # begun, in the order of the starts
+    move.wait()                                                    # its result, or its error
+
+A lane is to memories what a link is to ranks: it carries one thing at a time, and a `Pace` makes it as slow as a bus or
+a disk that one does not have. On one machine a copy costs the processor the time it takes; a slow lane sleeps instead,
+which is how two cores can show a move hidden behind computation.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from minidist.errors import ConfigError, TimeoutError
+from minidist.parallel.common.recorder import Recorder
+
+LIMIT = 300.0
+"""Seconds that a wait for one move may take: a disk that is slower than that is taken for lost."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A lane's least time: `latency` seconds a move, and `per_byte` seconds a byte.
+
+    Raises:  ConfigError if one of them is negative or no number.
+    """
+
+    latency: float = 0.0
+    per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("latency", self.latency), ("per_byte", self.per_byte)):
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"pace of a lane: {name} is {value!r}; choose a number of seconds from 0 up")
+
+    def seconds(self, nbytes: int) -> float:
+        """What a move of `nbytes` takes at least."""
+        return self.latency + nbytes * self.per_byte
+
+
+class Traffic:
+    """Bytes moved between memories, by direction ("host to disk"); those of training steps apart from the rest.
+
+    Attributes: step, other: direction -> bytes
+    """
+
+    def __init__(self) -> None:
+        self.step: dict[str, int] = {}
+        self.other: dict[str, int] = {}
+        self._counted = self.other
+
+    def count(self, source: str, target: str, nbytes: int) -> None:
+        """`nbytes` set out from one memory to the other."""
+        way = f"{source} to {target}"
+        self._counted[way] = self._counted.get(way, 0) + nbytes
+
+    @contextmanager
+    def during_step(self) -> Iterator[None]:
+        """What sets out inside belongs to a training step."""
+        before, self._counted = self._counted, self.step
+        try:
+            yield
+        finally:
+            self._counted = before
+
+
+class Move:
+    """A move under way."""
+
+    def __init__(self, what: str, future: "Future[Any]") -> None:
+        self.what, self._future = what, future
+
+    def wait(self) -> Any:
+        """The work's result, or what it raised. May be called again, and from any thread.
+
+        Raises:  TimeoutError after LIMIT seconds.
+        """
+        try:
+            return self._future.result(LIMIT)
+        except FutureTimeout as error:
+            if self._future.done():
+                raise
+            raise TimeoutError(f"{self.what}: not done after {LIMIT:g} s; is the disk still there?") from error
+
+    def done(self) -> bool:
+        """Whether wait() would return or raise at once."""
+        return self._future.done()
+
+
+class Lane:
+    """Carries moves out one after the other, in the order they were started.
+
+    Args:    source, target: "device", "host" or "disk", for the traffic and the recorder.
+             pace: how slow it is at least.
+    """
+
+    def __init__(self, source: str, target: str, traffic: Traffic, *, recorder: Recorder,
+                 pace: Pace | None = None) -> None:
+        self.source, self.target, self.traffic, self.recorder = source, target, traffic, recorder
+        self.pace = pace or Pace()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{source} to {target}")
+
+    def start(self, what: str, nbytes: int, work: Callable[[], Any]) -> Move:
+        """Begin `work()`, which moves `nbytes`; they are counted now."""
+        self.traffic.count(self.source, self.target, nbytes)
+        return Move(what, self._thread.submit(self._carry_out, what, nbytes, work))
+
+    def _carry_out(self, what: str, nbytes: int, work: Callable[[], Any]) -> Any:
+        with self.recorder.span(what, "moves", bytes=nbytes, way=f"{self.source} to {self.target}"):
+            due = time.monotonic() + self.pace.seconds(nbytes)
+            result = work()
+            left = due - time.monotonic()
+            if left > 0:
+                time.sleep(left)
+            return result
+
+    def close(self) -> None:
+        """Carry out what was started, and end the thread. What failed unnoticed stays so: wait() tells."""
+        self._thread.shutdown(wait=True)
