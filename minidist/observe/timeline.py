@@ -8,7 +8,8 @@
     write_perfetto("trace.json", timelines)            # open it at https://ui.perfetto.dev
 
 One process of the trace is one rank. Its rows are `compute` (forward, backward, optimizer), `communication` (each
-collective as it ran, on whichever thread) and `messages` (each message it sent). Overlap is what one sees when a
+collective as it ran, on whichever thread), `messages` (each message it sent) and `moves` (between device, host and
+disk, where a strategy offloads). Overlap is what one sees when a
 bucket's all-reduce on the second row starts before `backward` on the first row ends.
 
 Times are `time.perf_counter()` seconds: one clock for all processes of a host. `clock_offset` aligns hosts.
@@ -29,7 +30,7 @@ from minidist.comm.group import Group
 from minidist.comm.ledger import Event, Ledger
 from minidist.observe.records import gather_records
 
-ROWS = ("compute", "communication", "messages")
+ROWS = ("compute", "communication", "messages", "moves")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Timeline:
     @contextmanager
     def span(self, name: str, category: str = "compute", **details: Any) -> Iterator[None]:
         """Record the time spent inside; a `step` among the details also marks the collectives that run meanwhile."""
-        self.step = details.get("step", self.step)
+        if "step" in details:
+            self.step = details["step"]
         start = time.perf_counter()
         try:
             yield

@@ -19,13 +19,18 @@ _DEVICE_BLOCK = 1 << 24
 
 def sum_of_squares(gradients: Iterable[Array | None]) -> float:
     """Sum of the squares of all elements, in float64. None counts as zero."""
-    sums = [block for gradient in gradients if gradient is not None for block in _block_sums(gradient)]
-    partial = [float(block) for block in sums]          # a GPU is waited for here, when it has all of them to do
+    sums = [block for gradient in gradients if gradient is not None for block in block_sums(gradient)]
+    return add_exactly(float(block) for block in sums)  # a GPU is waited for here, when it has all of them to do
+
+
+def add_exactly(sums: Iterable[float]) -> float:
+    """Sum of the blocks' sums of squares: the same bits in whatever order they come."""
+    partial = list(sums)
     return math.fsum(partial) if np.isfinite(partial).all() else float(np.sum(partial))
 
 
-def _block_sums(gradient: Array) -> Iterator[Array]:
-    """The sum of squares of each block."""
+def block_sums(gradient: Array) -> Iterator[Array]:
+    """The sum of squares of each block of one tensor: float64, no dims."""
     xp = array_module(gradient)
     flat, size = gradient.reshape(-1), _BLOCK if xp is np else _DEVICE_BLOCK
     scratch = xp.empty(min(size, flat.size), np.float64)

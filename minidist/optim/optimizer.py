@@ -8,7 +8,7 @@ What is optimized is anything with `.data` and `.grad`: a Parameter, or a flat s
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,7 +23,10 @@ DEVICE_BLOCK = 1 << 22  # on a GPU a launch costs more than a trip to memory
 
 
 class Optimizable(Protocol):
-    """Weights and their gradient: arrays of one shape, data contiguous; grad is None where there is none."""
+    """Weights and their gradient: arrays of one shape, data contiguous; grad is None where there is none.
+
+    An attribute `home`, where there is one, is the Home of all tensors of an optimizer.
+    """
 
     @property
     def data(self) -> Array: ...
@@ -46,6 +49,21 @@ class Slot:
     decays: bool
     state: dict[str, Array]
     steps: int = 0
+
+
+class Home(Protocol):
+    """Where tensors and their state lie between updates, if not beside each other (offloading)."""
+
+    def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
+        """Zero state arrays of one tensor, by name; read and written only inside walk()."""
+        ...
+
+    def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:
+        """Each slot in turn, its arrays there from when it is yielded until the next is asked for.
+
+        With `changes` what is written into them lasts.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -90,6 +108,7 @@ class Optimizer(ABC):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"{type(self).__name__}: two tensors are called {twice!r}; each needs a name of its own")
+        self._home: Home | None = getattr(self.slots[0].weights, "home", None)
         self._scratch: dict[tuple[str, np.dtype], Array] = {}
 
     def _slot(self, index: int, weights: Optimizable, decay: Callable[[Optimizable], bool]) -> Slot:
@@ -98,9 +117,16 @@ class Optimizer(ABC):
         if data.dtype in LOW_PRECISION or data.dtype.kind != "f":
             raise DtypeError(f"{type(self).__name__}: {name} is {dtype_name(data.dtype)}; "
                              f"optimize float32 or float64 master weights instead")
+        home: Home | None = getattr(weights, "home", None)
+        if home is not None:
+            return Slot(weights, name, bool(decay(weights)), home.make_state(weights, self.state_names))
         xp, memory = array_module(data), account.current()
         state = {key: memory.hold(xp.zeros(data.shape, data.dtype), "optimizer") for key in self.state_names}
         return Slot(weights, name, bool(decay(weights)), state)
+
+    def _walk(self, *, changes: bool = True) -> Iterator[Slot]:
+        """The slots, each with its arrays there."""
+        return iter(self.slots) if self._home is None else self._home.walk(self.slots, changes=changes)
 
     # ------------------------------------------------------------------------------------------------ the update
 
@@ -111,7 +137,7 @@ class Optimizer(ABC):
         Raises:  ShapeError if a gradient does not fit; ConfigError if weights are not contiguous.
         """
         shared: dict[Any, Step] = {}         # tensors of one kind share their constants
-        for slot in self.slots:
+        for slot in self._walk():
             data, gradient = slot.weights.data, slot.weights.grad
             if gradient is None:
                 continue
@@ -160,12 +186,13 @@ class Optimizer(ABC):
     # --------------------------------------------------------------------------------------------------- saving
 
     def state_arrays(self) -> dict[str, Array]:
-        """The live state arrays (no copies), "<tensor>/<state>" -> array."""
+        """The live state arrays (no copies), "<tensor>/<state>" -> array; offloaded ones have a shape, and no values."""
         return {f"{slot.name}/{key}": array for slot in self.slots for key, array in slot.state.items()}
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies on the host of all state arrays, and "<tensor>/steps" (int64, no dims): what a checkpoint needs."""
-        arrays = {name: np.array(to_host(array)) for name, array in self.state_arrays().items()}
+        arrays = {f"{slot.name}/{key}": np.array(to_host(array)) for slot in self._walk(changes=False)
+                  for key, array in slot.state.items()}
         return arrays | {f"{slot.name}/steps": np.asarray(slot.steps, np.int64) for slot in self.slots}
 
     def load_state_dict(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -184,8 +211,9 @@ class Optimizer(ABC):
             if saved.shape != target.shape or saved.dtype != target.dtype:
                 raise DataError(f"{type(self).__name__}: saved {name} is {saved.dtype} {saved.shape}, "
                                 f"expected {target.dtype} {target.shape}")
-        for name, target in live.items():
-            target[...] = to_device(arrays[name], device_of(target))
+        for slot in self._walk():
+            for key, target in slot.state.items():
+                target[...] = to_device(arrays[f"{slot.name}/{key}"], device_of(target))
         for name, slot in steps.items():
             slot.steps = int(arrays[name])
 

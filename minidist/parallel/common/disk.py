@@ -20,10 +20,7 @@ import errno
 import os
 import shutil
 import tempfile
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,139 +28,10 @@ import numpy as np
 
 from minidist.account import MemoryAccount
 from minidist.backend import Array, to_host, wire_view
-from minidist.errors import DiskError, TimeoutError
-from minidist.parallel.common.moves import LIMIT, Lane, Move, Pace, Traffic
+from minidist.errors import DiskError
+from minidist.parallel.common.moves import Lane, Move, Pace, Traffic
 from minidist.parallel.common.recorder import Recorder
-
-PAGE = 4096
-"""Regions and buffers begin at multiples of it, in bytes."""
-
-
-def pages(nbytes: int) -> int:
-    """`nbytes`, up to whole pages."""
-    return -(-nbytes // PAGE) * PAGE
-
-
-@dataclass(frozen=True)
-class Region:
-    """An array's place in a record."""
-
-    offset: int
-    dtype: np.dtype
-    count: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.dtype.itemsize
-
-
-class Record:
-    """A file of regions, zero until they are written.
-
-    Attributes: regions by name; nbytes: of the file
-    """
-
-    def __init__(self, name: str, fd: int) -> None:
-        self.name, self.fd, self.nbytes = name, fd, 0
-        self.regions: dict[str, Region] = {}
-        self.writing: list[Move] = []           # a read waits for the writes that were begun before it
-
-    def add(self, key: str, dtype: Any, count: int) -> None:
-        """A region of `count` numbers, behind the others; its space is reserved.
-
-        Raises:  DiskError if the disk has no room, or files may not be so large.
-        """
-        region = Region(self.nbytes, np.dtype(dtype), count)
-        if region.nbytes:
-            with told(self.name, f"reserve {region.nbytes:,} bytes for {key}"):
-                os.posix_fallocate(self.fd, region.offset, pages(region.nbytes))
-        self.regions[key] = region
-        self.nbytes += pages(region.nbytes)
-
-
-class told:  # noqa: N801 - used as a function
-    """Context: an OSError inside becomes a DiskError that names the file and what was asked of it."""
-
-    def __init__(self, name: str, what: str) -> None:
-        self.name, self.what = name, what
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError) and not isinstance(error, DiskError):
-            advice = {errno.ENOSPC: "make room, or name another folder with --offload-dir",
-                      errno.EFBIG: "raise the limit of file sizes (ulimit -f)"}.get(error.errno or 0, "see to the disk")
-            raise DiskError(f"offload: {self.name}: cannot {self.what}: {error.strerror or error}; {advice}") from error
-
-
-class Loan:
-    """A buffer lent for one record. `arrays[key]` is a region's place in it, filled once wait() has returned."""
-
-    def __init__(self, record: Record, buffer: np.ndarray, give_back: Callable[[np.ndarray], None]) -> None:
-        self.record, self.buffer, self._give_back = record, buffer, give_back
-        self.move: Move | None = None
-        self.ended = False
-        self.arrays = {key: buffer[region.offset:region.offset + region.nbytes].view(region.dtype)
-                       for key, region in record.regions.items()}
-
-    def wait(self) -> "Loan":
-        """Return when what was asked to be read is there."""
-        if self.move is not None:
-            self.move.wait()
-        return self
-
-    def end(self) -> None:
-        """Give the buffer back; when it is being read into, once that has ended."""
-        if self.move is not None:
-            self.move.wait()
-        if not self.ended:
-            self.ended, self.arrays = True, {}
-            self._give_back(self.buffer)
-
-
-class Pool:
-    """A fixed number of buffers: their number bounds what is in flight, and so the host memory that offloading takes.
-
-    Args:    make(nbytes): a buffer of bytes; memory: the host's account.
-    """
-
-    def __init__(self, count: int, nbytes: int, make: Callable[[int], np.ndarray], memory: MemoryAccount) -> None:
-        self.count, self.nbytes = count, nbytes
-        self._free = deque(memory.hold(make(nbytes), "workspace") for _ in range(count))
-        self._changed = threading.Condition(threading.Lock())
-
-    def take(self, *, spare: int = 0, limit: float = LIMIT) -> np.ndarray | None:
-        """A buffer: waits until one is free. With `spare`, None unless so many others are free at this moment.
-
-        Raises:  TimeoutError after `limit` seconds.
-        """
-        with self._changed:
-            if spare:
-                return self._free.popleft() if len(self._free) > spare else None
-            if not self._changed.wait_for(lambda: self._free, limit):
-                raise TimeoutError(f"offload: none of {self.count} buffers came free in {limit:g} s; is the disk "
-                                   f"still there?")
-            return self._free.popleft()
-
-    def give(self, buffer: np.ndarray) -> None:
-        """Take a buffer back."""
-        with self._changed:
-            self._free.append(buffer)
-            self._changed.notify()
-
-    @property
-    def idle(self) -> bool:
-        """Whether all buffers are here."""
-        with self._changed:
-            return len(self._free) == self.count
-
-
-def aligned(nbytes: int) -> np.ndarray:
-    """Bytes that begin on a page."""
-    room = np.empty(nbytes + PAGE, np.uint8)
-    start = -room.ctypes.data % PAGE
-    return room[start:start + nbytes]
+from minidist.parallel.common.records import PAGE, Loan, Pool, Record, told
 
 
 class Disk:
@@ -171,15 +39,15 @@ class Disk:
 
     Args:    folder: where files are made (None: where the system keeps temporary ones); who: the rank, for errors.
              buffers: how many are in flight at most, each as large as the largest record.
-             make: how a buffer is made (pinned memory for a GPU); memory: the host's account.
+             device: "cuda" for buffers in pinned memory; memory: the host's account.
              paces: of reading and of writing.
     Raises:  DiskError if the folder is missing or cannot be written.
     """
 
-    def __init__(self, folder: Path | None, traffic: Traffic, *, who: str, buffers: int, recorder: Recorder,
-                 memory: MemoryAccount, make: Callable[[int], np.ndarray] = aligned,
+    def __init__(self, folder: Path | None, traffic: Traffic, *, buffers: int, recorder: Recorder,
+                 memory: MemoryAccount, device: str = "cpu", who: str = "rank 0",
                  paces: tuple[Pace | None, Pace | None] = (None, None)) -> None:
-        self.folder, self.who, self.buffers, self.make, self.memory = writable(folder), who, buffers, make, memory
+        self.folder, self.who, self.buffers, self.device, self.memory = writable(folder), who, buffers, device, memory
         self.records: list[Record] = []
         self._pool: Pool | None = None
         self.reads = Lane("disk", "host", traffic, recorder=recorder, pace=paces[0])
@@ -225,11 +93,11 @@ class Disk:
                                          lambda: self._read(record, keys, buffer, before))
         return loan
 
-    def start_write(self, loan: Loan, keys: Sequence[str], *, first: Callable[[], Any] | None = None) -> None:
-        """Begin to write regions from a buffer (after `first()`, on the same thread), then give the buffer back."""
+    def start_write(self, loan: Loan, keys: Sequence[str], *, after: Move | None = None) -> None:
+        """Begin to write regions from a buffer, `after` what fills it; then the buffer is given back."""
         record = loan.record
         move = self.writes.start(f"write {short(record)}", _total(record, keys),
-                                 lambda: self._write(loan, keys, first))
+                                 lambda: self._write(loan, keys, after))
         record.writing = [*(earlier for earlier in record.writing if not earlier.done()), move]
 
     def _read(self, record: Record, keys: Iterable[str], buffer: np.ndarray, before: Sequence[Move]) -> None:
@@ -240,11 +108,11 @@ class Disk:
             with told(record.name, f"read {region.nbytes:,} bytes of {key}"):
                 _transfer(os.preadv, record, region.offset, buffer[region.offset:region.offset + region.nbytes])
 
-    def _write(self, loan: Loan, keys: Iterable[str], first: Callable[[], Any] | None) -> None:
+    def _write(self, loan: Loan, keys: Iterable[str], after: Move | None) -> None:
         record, buffer = loan.record, loan.buffer
         try:
-            if first is not None:
-                first()
+            if after is not None:
+                after.wait()
             for key in keys:
                 region = record.regions[key]
                 with told(record.name, f"write {region.nbytes:,} bytes of {key}"):
@@ -273,7 +141,7 @@ class Disk:
                 self.settle()
                 assert self._pool.idle, "records grow only while nothing is in flight"
             self._pool = None                   # first let go of the old ones
-            self._pool = Pool(self.buffers, nbytes, self.make, self.memory)
+            self._pool = Pool(self.buffers, nbytes, self.device, self.memory)
         return self._pool
 
     def close(self) -> None:
