@@ -186,7 +186,7 @@ class Optimizer(ABC):
     # --------------------------------------------------------------------------------------------------- saving
 
     def state_arrays(self) -> dict[str, Array]:
-        """The live state arrays (no copies), "<tensor>/<state>" -> array; offloaded ones have a shape, and no values."""
+        """The live state arrays (no copies), "<tensor>/<state>" -> array; offloaded ones have no values here."""
         return {f"{slot.name}/{key}": array for slot in self.slots for key, array in slot.state.items()}
 
     def state_dict(self) -> dict[str, np.ndarray]:

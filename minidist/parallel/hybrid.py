@@ -12,6 +12,7 @@ blocks may be checkpointed (parallel/activations.py).
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from minidist.parallel.common.update import Batch, Part, part_of
 from minidist.parallel.ddp import DDP
 from minidist.parallel.mesh import Mesh
 from minidist.parallel.mixed_precision import MixedPrecision
+from minidist.parallel.offload import make_home, require_memory
 from minidist.parallel.plan import AXES, Plan
 from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1
@@ -58,6 +60,7 @@ class Trainer:
              clip: bound of the gradients' global norm, or None.
              device: "cpu" or "cuda".
              recorder: is told what runs when (an observe.Timeline, say).
+             offload_dir: where the plan's offload=all puts its files (None: with the system's temporary ones).
     Attributes: model, optimizer, mesh, plan, precision; steps_done, updates_done; account: this rank's memory.
     Raises:  PlanError, ConfigError, DeviceError for what cannot work; MismatchError if replicas do not start equal.
     """
@@ -65,7 +68,7 @@ class Trainer:
     def __init__(self, plan: Plan, config: GPTConfig, world: Group, *, seed: int = 0, optimizer: str = "adamw",
                  lr: float = 1e-3, optimizer_options: dict[str, Any] | None = None, lr_schedule: str = "constant",
                  warmup: int = 0, steps: int | None = None, clip: float | None = 1.0, device: str = "cpu",
-                 recorder: Recorder | None = None) -> None:
+                 recorder: Recorder | None = None, offload_dir: str | Path | None = None) -> None:
         plan.require(world.size)
         if optimizer not in OPTIMIZERS:
             raise ConfigError(f"unknown optimizer {optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
@@ -76,12 +79,20 @@ class Trainer:
         self.mesh = Mesh(world, **plan.axes)
         self.recorder = recorder or Silent()
         self.account: MemoryAccount = current_account()
+        self.account.limit = plan.device_memory
         self.seed, self.steps_done = seed, 0
         self.lr, self.lr_schedule, self.warmup, self.steps, self.clip = lr, lr_schedule, warmup, steps, clip
         self.precision, self.model = self._make_model()
         checkpoint_blocks(self.model, plan.checkpoint_blocks)
-        self.strategy: Strategy = self._make_strategy(device)
-        self.optimizer = OPTIMIZERS[optimizer](self.strategy.parameters, lr, **(optimizer_options or {}))
+        self.home = make_home(plan.offload, offload_dir, device=device, recorder=self.recorder)
+        try:
+            self.strategy: Strategy = self._make_strategy(device)
+            if isinstance(self.strategy, Zero3):
+                require_memory(plan.device_memory, self.strategy.units, self.strategy.root)
+            self.optimizer = OPTIMIZERS[optimizer](self.strategy.parameters, lr, **(optimizer_options or {}))
+        except BaseException:
+            self.home.close()
+            raise
 
     def _make_model(self) -> tuple[Precision, GPT]:
         """The plan's precision, and the model in it, not yet drawn."""
@@ -99,13 +110,15 @@ class Trainer:
             tied = self.model.tokens if self.config.tied else None      # used at both ends: held all step
             return Zero3(self.model, self.mesh["dp"], units=[c for _, c in self.model.children() if c is not tied],
                          loss=self._loss, algorithm=self.plan.algorithm, seed=self.seed, device=device,
-                         precision=self.precision, recorder=self.recorder)
+                         precision=self.precision, home=self.home, recorder=self.recorder)
         self.model.initialize(self.seed, device=device)
-        if self.plan.dp == 1 and not self.plan.zero:
+        stage = self.plan.zero or (2 if self.plan.offload == "optimizer" else 0)    # on one rank: gradients by buckets
+        if self.plan.dp == 1 and not stage:
             return Single(self.model, loss=self._loss, precision=self.precision, recorder=self.recorder)
-        return _OF_STAGE[self.plan.zero](self.model, self.mesh["dp"], loss=self._loss, precision=self.precision,
-                                         recorder=self.recorder, bucket_bytes=self.plan.bucket_bytes,
-                                         algorithm=self.plan.algorithm)
+        homes: dict[str, Any] = {"home": self.home} if stage else {}
+        return _OF_STAGE[stage](self.model, self.mesh["dp"], loss=self._loss, precision=self.precision,
+                                recorder=self.recorder, bucket_bytes=self.plan.bucket_bytes,
+                                algorithm=self.plan.algorithm, **homes)
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
         """The model's loss of a part; dropout is keyed by step and global token, so that it does not see the split."""
@@ -160,8 +173,10 @@ class Trainer:
         return weights_digest(self.state_dict())
 
     def close(self) -> None:
-        """End the mesh's worker threads; the world stays open."""
+        """End the mesh's worker threads and the home's, and lift the memory's limit; the world stays open."""
+        self.home.close()
         self.mesh.close()
+        self.account.limit = None
 
     def step(self, batch: Batch) -> float:
         """One optimizer step on the *global* batch: (inputs, targets), each (sequences, tokens), equal on all ranks.
@@ -170,7 +185,8 @@ class Trainer:
         Cost:    as the strategy's docstring says; counted in the ledger's phase "step".
         """
         self.world.tell_step(self.steps_done)
-        with self.world.ledger.during("step"), self.recorder.span("step", step=self.steps_done):
+        with (self.world.ledger.during("step"), self.home.traffic.during_step(),
+              self.recorder.span("step", step=self.steps_done)):
             loss = self.strategy.step(batch, self.optimizer, lr=self.learning_rate(self.updates_done), clip=self.clip,
                                       accumulate=self.plan.accumulate)
         self.steps_done += 1

@@ -1,8 +1,8 @@
 """Chapter 20 · Offload: what does not fit on the device lies on the host or on disk, and comes when it is needed.
 
-The idea. Of a parameter's 16 bytes a device computes with few at any moment. The optimizer's state is touched once a
-step; the weights of a layer twice. So each byte lies where it is cheap to keep, and moves while the device computes with
-others. What a device must hold shrinks to what is at work, and what moves is known to the byte:
+The idea. Of a parameter's 16 bytes a device computes with few at any moment: the optimizer's state is touched once a
+step, the weights of a layer twice. So each byte lies where it is cheap to keep, and moves while the device computes
+with others. What a device must hold shrinks to what is at work, and what moves is known to the byte:
 
     OnHost  (ZeRO-Offload)      device   weights | forward, backward            | wait |              |
                                          gradients of a bucket go down -->
@@ -51,7 +51,7 @@ Source:  Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Train
          "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning".
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ import numpy as np
 
 from minidist import account
 from minidist.backend import LOW_PRECISION, Array, device_of, to_host, widen
+from minidist.errors import MemoryLimitError
 from minidist.optim.clip import add_exactly, block_sums
 from minidist.optim.optimizer import Slot
 from minidist.parallel.common.copies import copy, host_bytes, mark
@@ -69,9 +70,7 @@ from minidist.parallel.common.home import Home
 from minidist.parallel.common.moves import Lane, Move, Pace
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
-
-MODES = ("none", "optimizer", "all")
-"""What a plan's `offload` may be: nothing; the optimizer's state and its update (OnHost); all that lasts (OnDisk)."""
+from minidist.parallel.common.units import Unit
 
 
 class Lodger(Piece):
@@ -106,6 +105,7 @@ class Offload(Home):
             piece = Lodger(parameter, weights[place], gradients[place])
             piece.home, piece.flat, piece.place = self, flat, place
             pieces.append(piece)
+        self._pieces += pieces
         return pieces
 
     def room(self, flat: Flat) -> Array | None:
@@ -302,7 +302,7 @@ class OnDisk(Offload):
         while self._coming:
             self._coming.popitem()[1].end()
 
-    def squares(self, pieces: Iterable[Piece]) -> float:
+    def squares(self) -> float:
         """From the sums that were taken as gradients passed: the same bits as from the gradients."""
         return add_exactly(block for sums in self._sums.values() for block in sums)
 
@@ -390,3 +390,34 @@ def _move_in(slot: Slot, loan: Loan, master: str) -> None:
     slot.state = {key: loan.arrays[key][piece.place].reshape(shape) for key in slot.state}
     piece.data = loan.arrays[master][piece.place].reshape(shape)
     piece.grad = loan.arrays["gradients"][piece.place].reshape(shape)
+
+
+# --------------------------------------------------------------------------------------------------- choosing a home
+
+def make_home(offload: str, folder: str | Path | None = None, *, device: str = "cpu",
+              recorder: Recorder | None = None) -> Home:
+    """The home that a plan's `offload` names: "none", "optimizer" or "all"; `folder` for the last.
+
+    Raises:  DiskError, as OnDisk.
+    """
+    if offload == "all":
+        return OnDisk(folder, device=device, recorder=recorder)
+    return OnHost(recorder=recorder) if offload == "optimizer" else Home()
+
+
+def require_memory(limit: int | None, units: Sequence[Unit], root: Unit) -> None:
+    """Raise MemoryLimitError, before training, if units cannot fit: two whole ones, a unit's gradients, and the root.
+
+    Activations, which nobody knows beforehand, come on top.
+    """
+    if limit is None or not units:
+        return
+    pairs = [(one, other) for one, other in zip(units, [*units[1:], units[-1]], strict=True)]
+    one, other = max(pairs, key=lambda pair: pair[0].nbytes + pair[1].nbytes)
+    weights = one.nbytes + other.nbytes * (one is not other)
+    gradients = max(unit.nbytes for unit in units)
+    need = weights + gradients + 2 * root.nbytes
+    if need > limit:
+        raise MemoryLimitError(f"device memory: two units at work ({one.name}, {other.name}: {weights:,} bytes), the "
+                               f"gradients of one ({gradients:,}) and the root with its own ({2 * root.nbytes:,}) need "
+                               f"{need:,} bytes and the limit is {limit:,}; raise it, or make the model narrower")

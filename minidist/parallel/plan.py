@@ -12,6 +12,9 @@ ZERO_STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16", "fp16")
 """How weights and gradients are kept: as the model's dtype says, or in two bytes beside float32 master weights."""
 
+OFFLOADS = ("none", "optimizer", "all")
+"""What leaves the device: nothing; optimizer state and update, to the host; all that lasts, to disk."""
+
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
 
@@ -27,7 +30,10 @@ class Plan:
                 accumulate    backward passes a step
                 precision     one of PRECISIONS
                 checkpoint_blocks   which blocks' insides backward computes again: "none", "scores", "all" or numbers
-    Raises:     PlanError for an axis this version cannot cut, a size below 1, another stage or precision, or no pass.
+                offload       one of OFFLOADS
+                device_memory the most bytes that a rank's device may hold (None: no limit)
+    Raises:     PlanError for an axis this version cannot cut, a size below 1, another stage, precision or offload, no
+                pass, and for stages that an offload does not go with.
     """
 
     dp: int = 1
@@ -41,6 +47,8 @@ class Plan:
     accumulate: int = 1
     precision: str = "fp32"
     checkpoint_blocks: str = "none"
+    offload: str = "none"
+    device_memory: int | None = None
 
     def __post_init__(self) -> None:
         for axis, size in self.axes.items():
@@ -56,6 +64,19 @@ class Plan:
             raise PlanError(f"plan accumulate={self.accumulate!r}: a step has at least one backward pass")
         if self.precision not in PRECISIONS:
             raise PlanError(f"plan precision={self.precision!r}: choose one of {', '.join(PRECISIONS)}")
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        if self.offload not in OFFLOADS:
+            raise PlanError(f"plan offload={self.offload!r}: choose one of {', '.join(OFFLOADS)}")
+        if self.offload == "all" and self.zero != 3:
+            raise PlanError(f"plan offload=all streams the units of ZeRO-3, and the plan has zero={self.zero}; use "
+                            f"zero=3, on one rank too")
+        if self.offload == "optimizer" and not self.zero and self.dp > 1:
+            raise PlanError(f"plan offload=optimizer with zero=0 would keep and update the same state {self.dp} times; "
+                            f"use zero=1, 2 or 3")
+        if self.device_memory is not None and self.device_memory < 1:
+            raise PlanError(f"plan device_memory={self.device_memory}: a device has at least one byte; write 64MiB")
 
     @property
     def axes(self) -> dict[str, int]:
@@ -95,6 +116,6 @@ class Plan:
             sizes[axis] = int(value)
         return cls(**sizes)
 
-    def as_dict(self) -> dict[str, int | str]:
+    def as_dict(self) -> dict[str, int | str | None]:
         """Every field by name, for metrics.json."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -54,6 +54,7 @@ from minidist.parallel.common.flat import (
     sum_in_order,
     trainable,
 )
+from minidist.parallel.common.home import Home
 from minidist.parallel.common.order import InOrder
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
@@ -70,13 +71,14 @@ class Zero1:
              loss: of a part of the batch (default: `model.loss`).
              bucket_bytes: a bucket's most bytes.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
-             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
+             precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
+             recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
     Raises:  MismatchError if the replicas do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 algorithm: str = "ring", precision: Precision | None = None,
+                 algorithm: str = "ring", precision: Precision | None = None, home: Home | None = None,
                  recorder: Recorder | None = None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss = loss or loss_of(model)
@@ -86,10 +88,12 @@ class Zero1:
         self.buckets = make_buckets(trainable(model.parameters()), bucket_bytes)
         self.flats = [Flat(bucket.parameters, group) for bucket in self.buckets]
         self.weights = [flat.join() for flat in self.flats]
-        self.masters = [self.precision.master(weights[flat.own])
-                        for flat, weights in zip(self.flats, self.weights, strict=True)]
-        self.parameters = [piece for flat, master, bucket in zip(self.flats, self.masters, self.buckets, strict=True)
-                           for piece in flat.pieces(master, bucket.data[flat.own])]
+        self.home = home or Home()
+        self.home.begin(f"rank {group.rank}")
+        for flat, weights, bucket in zip(self.flats, self.weights, self.buckets, strict=True):
+            self.home.keep(flat, weights[flat.own], f"bucket {bucket.index}")
+            self.home.keep_gradients(flat, bucket.data[flat.own])
+        self.parameters = [piece for flat in self.flats for piece in self.home.pieces(flat, self.precision)]
         self._pending: list[Pending] = []
         self.arrivals = Arrivals(self.flats, self.weights, group, algorithm=algorithm, recorder=self.recorder)
         self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce,
@@ -120,8 +124,12 @@ class Zero1:
                 self.precision.backward(share, surveyed=self._order.expect)
             self._order.finish()
         with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
-            for pending in self._pending:
+            for index, pending in enumerate(self._pending):
                 pending.wait()
+                flat = self.flats[index]
+                if self.home.room(flat) is None:
+                    self.home.add(flat, self.buckets[index].data[flat.own], first=True)
+            self.home.settle()
         self._pending = []
 
     def _start_reduce(self, index: int) -> None:
@@ -137,7 +145,8 @@ class Zero1:
 
         Cost:    one all-gather a bucket, counted under `control`.
         """
-        return gather_state(self.model, self.flats, self.masters, self.group, algorithm=self.algorithm)
+        return gather_state(self.model, self.flats, map(self.home.master, self.flats), self.group,
+                            algorithm=self.algorithm)
 
     # ------------------------------------------------------------------------------------------------------ step
 
@@ -159,6 +168,6 @@ class Zero1:
             loss = sum_in_order(self.group, total)
         self.arrivals.settle()
         with self.recorder.span("optimizer", notes="ZeRO-1 3"):
-            clip_and_update_shards(optimizer, self.parameters, self.precision, self.group, lr=lr, clip=clip)
+            clip_and_update_shards(optimizer, self.home.squares, self.precision, self.group, lr=lr, clip=clip)
         self.arrivals.start()
         return loss

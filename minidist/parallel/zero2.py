@@ -53,6 +53,7 @@ from minidist.parallel.common.flat import (
     sum_in_order,
     trainable,
 )
+from minidist.parallel.common.home import Home
 from minidist.parallel.common.order import InOrder
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
@@ -70,13 +71,14 @@ class Zero2:
              loss: of a part of the batch (default: `model.loss`).
              bucket_bytes: a bucket's most bytes, and so half of what gradients take beside the shard.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
-             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
+             precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
+             recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
     Raises:  MismatchError if the replicas do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 algorithm: str = "ring", precision: Precision | None = None,
+                 algorithm: str = "ring", precision: Precision | None = None, home: Home | None = None,
                  recorder: Recorder | None = None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss = loss or loss_of(model)
@@ -85,12 +87,13 @@ class Zero2:
         check_equal_replicas(model.parameters(), group, when="before the first step")
         self.flats = [Flat(run, group) for run in cut(trainable(model.parameters()), bucket_bytes)]
         self.weights = [flat.join() for flat in self.flats]
-        self.masters = [self.precision.master(weights[flat.own])
-                        for flat, weights in zip(self.flats, self.weights, strict=True)]
-        self.gradients = Scattered(self.flats, group, algorithm=algorithm, recorder=self.recorder, what="bucket")
-        self.parameters = [
-            piece for flat, master, shard in zip(self.flats, self.masters, self.gradients.shards, strict=True)
-            for piece in flat.pieces(master, shard)]
+        self.home = home or Home()
+        self.home.begin(f"rank {group.rank}")
+        for index, (flat, weights) in enumerate(zip(self.flats, self.weights, strict=True)):
+            self.home.keep(flat, weights[flat.own], f"bucket {index}")
+        self.gradients = Scattered(self.flats, group, home=self.home, algorithm=algorithm, recorder=self.recorder,
+                                   what="bucket")
+        self.parameters = [piece for flat in self.flats for piece in self.home.pieces(flat, self.precision)]
         self.arrivals = Arrivals(self.flats, self.weights, group, algorithm=algorithm, recorder=self.recorder)
         self._order = InOrder([flat.parameters for flat in self.flats], self.gradients.start,
                               who=f"ZeRO-2 rank {group.rank} of {group.size}", by="Zero2.backward")
@@ -121,6 +124,7 @@ class Zero2:
             self._order.finish()
         with self.recorder.span("wait for gradients", notes="ZeRO-2 1b"):
             self.gradients.settle()
+            self.home.settle()
 
     # ---------------------------------------------------------------------------------------------------- weights
 
@@ -129,7 +133,8 @@ class Zero2:
 
         Cost:    one all-gather a bucket, counted under `control`.
         """
-        return gather_state(self.model, self.flats, self.masters, self.group, algorithm=self.algorithm)
+        return gather_state(self.model, self.flats, map(self.home.master, self.flats), self.group,
+                            algorithm=self.algorithm)
 
     # ------------------------------------------------------------------------------------------------------ step
 
@@ -151,6 +156,6 @@ class Zero2:
             loss = sum_in_order(self.group, total)
         self.arrivals.settle()
         with self.recorder.span("optimizer", notes="ZeRO-2 2"):
-            clip_and_update_shards(optimizer, self.parameters, self.precision, self.group, lr=lr, clip=clip)
+            clip_and_update_shards(optimizer, self.home.squares, self.precision, self.group, lr=lr, clip=clip)
         self.arrivals.start()
         return loss

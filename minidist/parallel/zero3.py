@@ -55,6 +55,7 @@ from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.flat import clip_and_update_shards, gather_state, sum_in_order, trainable
+from minidist.parallel.common.home import Home
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.scattered import Scattered
@@ -74,14 +75,15 @@ class Zero3:
              ahead: how much may be gathered before its turn, in units as large as the largest; 0: nothing.
              free_after_forward: or keep a unit until its backward, for memory instead of traffic.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
-             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
+             precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
+             recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
     Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, units: Sequence[Module] | None = None, loss: Loss | None = None,
                  ahead: int = 1, free_after_forward: bool = True, algorithm: str = "ring", seed: int | None = None,
-                 device: str = "cpu", precision: Precision | None = None,
+                 device: str = "cpu", precision: Precision | None = None, home: Home | None = None,
                  recorder: Recorder | None = None) -> None:
         self.model, self.group, self.ahead, self.free_after_forward = model, group, ahead, free_after_forward
         self.algorithm = algorithm
@@ -89,19 +91,19 @@ class Zero3:
         self.precision = precision or Precision()
         self.recorder = recorder or Silent()
         trainable(model.parameters())
-        self.units, self.root = make_units(model, units, ahead, group, algorithm=algorithm, recorder=self.recorder,
-                                           seed=seed, device=device)
+        self.home = home or Home()
+        self.home.begin(f"rank {group.rank}")
+        self.units, self.root = make_units(model, units, ahead, group, home=self.home, algorithm=algorithm,
+                                           recorder=self.recorder, seed=seed, device=device)
         self.sequence: list[Unit] = []      # units as the first forward met them
         self._met: list[Unit] = []          # those that this forward has met
         self._left: list[Unit] = []         # those that this backward has still to meet
         everything = [*self.units, self.root]
         learning = [flat for unit in everything for flat in unit.learning]
-        self.gradients = Scattered(learning, group, algorithm=algorithm, recorder=self.recorder, what="unit part")
+        self.gradients = Scattered(learning, group, home=self.home, algorithm=algorithm, recorder=self.recorder,
+                                   what="unit part")
         self._index = {id(flat): index for index, flat in enumerate(learning)}
-        self.masters = [self.precision.master(unit.shard_of(flat)) for unit in everything for flat in unit.learning]
-        self.parameters = [
-            piece for flat, master, shard in zip(learning, self.masters, self.gradients.shards, strict=True)
-            for piece in flat.pieces(master, shard)]
+        self.parameters = [piece for flat in learning for piece in self.home.pieces(flat, self.precision)]
         self._reduced: set[int] = set()
         self._largest = max((unit.nbytes for unit in self.units), default=0)
         for unit in self.units:
@@ -150,11 +152,15 @@ class Zero3:
             unit.free()
 
     def _fetch_ahead(self, unit: Unit, following: Sequence[Unit]) -> None:
-        """Begin to gather those whose turn comes after `unit`'s: with it, no more than 1 + ahead of the largest."""
+        """Begin to gather those whose turn comes after `unit`'s: with it, no more than 1 + ahead of the largest.
+
+        The first that must wait is read ahead, where it does not lie on the device.
+        """
         room = (1 + self.ahead) * self._largest - unit.nbytes
-        for other in following if self.ahead else ():
+        for other in following:
             room -= other.nbytes
-            if room < 0:
+            if room < 0 or not self.ahead:
+                other.prefetch()
                 break
             other.fetch()
 
@@ -179,6 +185,7 @@ class Zero3:
                 self._reduce(unit)
         with self.recorder.span("wait for gradients", notes="ZeRO-3 backward 3"):
             self.gradients.settle()
+            self.home.settle()
         for unit in self.units:
             unit.calls = 0
             unit.free()
@@ -214,9 +221,8 @@ class Zero3:
 
         Cost:    one all-gather a unit, counted under `control`; a unit at a time.
         """
-        chunks = {flat: unit.shard_of(flat) for unit in (*self.units, self.root) for flat in unit.flats}
-        chunks.update(zip(self.gradients.flats, self.masters, strict=True))
-        return gather_state(self.model, list(chunks), list(chunks.values()), self.group, algorithm=self.algorithm)
+        flats = [flat for unit in (*self.units, self.root) for flat in unit.flats]
+        return gather_state(self.model, flats, map(self.home.master, flats), self.group, algorithm=self.algorithm)
 
     # ------------------------------------------------------------------------------------------------------ step
 
@@ -236,6 +242,6 @@ class Zero3:
             total += float(share.item())
         self.root.free()
         with self.recorder.span("optimizer"):
-            clip_and_update_shards(optimizer, self.parameters, self.precision, self.group, lr=lr, clip=clip)
+            clip_and_update_shards(optimizer, self.home.squares, self.precision, self.group, lr=lr, clip=clip)
         with self.recorder.span("loss", "communication"):
             return sum_in_order(self.group, total)

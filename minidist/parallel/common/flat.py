@@ -7,7 +7,7 @@ A chunk's edges fall anywhere, also inside a parameter, so shards differ by at m
 What an optimizer is given are the pieces of parameters that lie in the chunk.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from minidist.comm.collectives.chunks import bounds
 from minidist.comm.group import Group
 from minidist.errors import ConfigError
 from minidist.nn import Module
-from minidist.optim import Optimizer, sum_of_squares
+from minidist.optim import Optimizer
 from minidist.parallel.common.precision import Precision
 from minidist.tensor import Parameter
 
@@ -107,7 +107,7 @@ def trainable(parameters: Iterable[Parameter]) -> list[Parameter]:
     return chosen
 
 
-def gather_state(model: Module, flats: Sequence[Flat], chunks: Sequence[Array], group: Group, *,
+def gather_state(model: Module, flats: Iterable[Flat], chunks: Iterable[Array], group: Group, *,
                  algorithm: str) -> dict[str, np.ndarray]:
     """Copies of a model's weights, whole, on the host, by dotted path; of each flat this rank has one of the `chunks`.
 
@@ -130,11 +130,11 @@ def sum_in_order(group: Group, value: float) -> float:
         return float(np.sum(group.all_gather(np.array([value], dtype=np.float64), algorithm="ring")))
 
 
-def clip_and_update_shards(optimizer: Optimizer, pieces: Iterable[Piece], precision: Precision, group: Group, *,
+def clip_and_update_shards(optimizer: Optimizer, squares: Callable[[], float], precision: Precision, group: Group, *,
                            lr: float | None, clip: float | None) -> None:
     """The optimizer's step on this rank's pieces; the whole model's gradient is scaled to a norm of at most `clip`.
 
+    Args:    squares: finds the sum of the squares of this rank's gradients.
     Cost:    one all-gather of one float64 a rank, under `control` (none without clip, unless the loss is scaled).
     """
-    precision.update(optimizer, lambda: sum_in_order(group, sum_of_squares(piece.grad for piece in pieces)),
-                     lr=lr, clip=clip)
+    precision.update(optimizer, lambda: sum_in_order(group, squares()), lr=lr, clip=clip)

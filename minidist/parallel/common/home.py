@@ -12,8 +12,6 @@ host's memory and the disk.
     master                            for a checkpoint
 """
 
-from collections.abc import Iterable
-
 from minidist import account
 from minidist.account import MemoryAccount
 from minidist.backend import Array, array_module
@@ -38,6 +36,7 @@ class Home:
         self._weights: dict[int, Array] = {}        # by id(flat), as all below
         self._gradients: dict[int, Array] = {}
         self._masters: dict[int, Array] = {}
+        self._pieces: list[Piece] = []
 
     # ------------------------------------------------------------------------------------------------------ once
 
@@ -59,7 +58,9 @@ class Home:
     def pieces(self, flat: Flat, precision: Precision) -> list[Piece]:
         """What the optimizer is made of: a piece of each parameter of a run, for this rank's chunk."""
         self._masters[id(flat)] = precision.master(self._weights[id(flat)])
-        return flat.pieces(self._masters[id(flat)], self._gradients[id(flat)])
+        pieces = flat.pieces(self._masters[id(flat)], self._gradients[id(flat)])
+        self._pieces += pieces
+        return pieces
 
     # --------------------------------------------------------------------------------------------- while computing
 
@@ -84,9 +85,9 @@ class Home:
     def settle(self) -> None:
         """A backward is over: return when the gradients are where they belong."""
 
-    def squares(self, pieces: Iterable[Piece]) -> float:
-        """Sum of the squares of all gradients of the pieces, in float64."""
-        return sum_of_squares(piece.grad for piece in pieces)
+    def squares(self) -> float:
+        """Sum of the squares of this rank's gradients, in float64."""
+        return sum_of_squares(piece.grad for piece in self._pieces)
 
     # ---------------------------------------------------------------------------------------------------- the rest
 

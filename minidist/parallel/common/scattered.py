@@ -5,17 +5,18 @@
     settle()     the last one is waited for
 
 So at most two buffers live beside the shards: one that fills and one in flight (and those of runs that are in use all
-along, as a tied weight's, or that wait for their turn).
+along, as a tied weight's, or that wait for their turn). Where shards lie is a home's affair (home.py); one that is not
+the device holds a third buffer, while its sum is on the way there.
 """
 
 from collections.abc import Sequence
 from functools import partial
 
-from minidist import account
-from minidist.backend import Array, array_module
+from minidist.backend import Array
 from minidist.comm.group import Group
 from minidist.comm.pending import Pending
 from minidist.parallel.common.flat import Flat, empty_like
+from minidist.parallel.common.home import Home
 from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.update import zero_unused
 from minidist.tensor import Parameter
@@ -25,25 +26,21 @@ class Scattered:
     """The gradients of some runs of parameters, of which this rank keeps its chunks.
 
     Args:    flats: the runs; their parameters' gradients are lent from here on.
+             home: keeps for each run its chunk's sum over the ranks and over the backwards since `forget`.
              algorithm: of the reduce-scatter; what: "bucket" or "unit", for the recorder.
-    Attributes: shards: for each run its chunk's sum over the ranks and over the backwards since `forget`
     """
 
-    def __init__(self, flats: Sequence[Flat], group: Group, *, algorithm: str, recorder: Recorder, what: str) -> None:
-        self.flats, self.group, self.algorithm = flats, group, algorithm
+    def __init__(self, flats: Sequence[Flat], group: Group, *, home: Home, algorithm: str, recorder: Recorder,
+                 what: str) -> None:
+        self.flats, self.group, self.home, self.algorithm = flats, group, home, algorithm
         self.recorder, self.what = recorder, what
-        self.shards = [self._zeros(flat) for flat in flats]
         self._empty = [True] * len(flats)               # nothing has been added to the shard yet
         self._buffers: dict[int, Array] = {}
-        self._in_flight: tuple[int, Pending] | None = None
+        self._in_flight: tuple[int, Pending, bool] | None = None    # the last: whether its sum must still be added
         for index, flat in enumerate(flats):
+            home.keep_gradients(flat)
             for parameter in flat.parameters:
                 parameter.lender = partial(self._lend, index)
-
-    @staticmethod
-    def _zeros(flat: Flat) -> Array:
-        data = flat.parameters[0].data
-        return account.current().hold(array_module(data).zeros(flat.owned, data.dtype), "gradients")
 
     def forget(self) -> None:
         """A step begins: the next sums replace the shards."""
@@ -66,22 +63,23 @@ class Scattered:
         flat = self.flats[index]
         zero_unused(flat.parameters)
         buffer = self._buffers[index]
-        out = self.shards[index] if self._empty[index] else buffer[flat.own]
+        room = self.home.room(flat) if self._empty[index] else None
+        out = buffer[flat.own] if room is None else room
         self.recorder.announce(self.group.axis, f"reduce_scatter {self.what} {index}")
         pending = self.group.start_reduce_scatter(buffer, out=out, algorithm=self.algorithm)
         self.settle()
-        self._in_flight = index, pending
+        self._in_flight = index, pending, room is None
 
     def settle(self) -> None:
         """Wait for the run in flight, add its sum to the shard, and free its buffer."""
         if self._in_flight is None:
             return
-        (index, pending), self._in_flight = self._in_flight, None
+        (index, pending, apart), self._in_flight = self._in_flight, None
         with self.recorder.span(f"wait for {self.what} {index}"):
             pending.wait()
         buffer, flat = self._buffers.pop(index), self.flats[index]
-        if not self._empty[index]:
-            self.shards[index] += buffer[flat.own]
+        if apart:
+            self.home.add(flat, buffer[flat.own], first=self._empty[index])
         self._empty[index] = False
         for parameter in flat.parameters:
             parameter.bind_gradient(None)

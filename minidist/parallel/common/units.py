@@ -1,4 +1,4 @@
-"""Units: parameters that are gathered and freed together, of which this rank keeps its chunks.
+"""Units: parameters that are gathered and freed together, of which this rank keeps its chunks, in a home (home.py).
 
 A freed parameter has its shape and dtype and nothing else: it reads as NaN, so that a use outside its unit cannot pass
 unnoticed, and takes one element for all of them.
@@ -7,13 +7,14 @@ unnoticed, and takes one element for all of them.
 from collections.abc import Sequence
 
 from minidist import account
-from minidist.backend import Array, array_module, module_for
+from minidist.backend import Array, module_for
 from minidist.comm.group import Group
 from minidist.comm.pending import Pending
 from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.nn.weights import Weight
-from minidist.parallel.common.flat import Flat, empty_like
+from minidist.parallel.common.flat import Flat
+from minidist.parallel.common.home import Home
 from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.tensor import Parameter
@@ -27,46 +28,54 @@ class Unit:
                 calls     calls of the module whose backward is still to come
     """
 
-    def __init__(self, name: str, module: Module | None, parameters: Sequence[Parameter], group: Group, *,
+    def __init__(self, name: str, module: Module | None, parameters: Sequence[Parameter], group: Group, *, home: Home,
                  algorithm: str, recorder: Recorder) -> None:
         self.name, self.module, self.group, self.algorithm, self.recorder = name, module, group, algorithm, recorder
+        self.home = home
         kinds: dict[tuple[str, bool], list[Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.dtype.name, parameter.requires_grad), []).append(parameter)
         self.flats = [Flat(run, group) for run in kinds.values()]
         self.learning = [flat for flat in self.flats if flat.parameters[0].requires_grad]
         self.calls = 0
-        self._shards: list[Array] = []
+        self.device = "cpu"
         self._pending: list[tuple[Flat, Array, Pending]] = []
         self._whole = True
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameters."""
+        """Bytes of the whole unit."""
         return sum(flat.nbytes for flat in self.flats)
 
-    def shard_of(self, flat: Flat) -> Array:
-        """This rank's chunk of one of the flats."""
-        return self._shards[self.flats.index(flat)]
-
     def shard(self, seed: int | None, device: str) -> None:
-        """Keep this rank's chunks alone: drawn, where weights were not yet, else cut out."""
-        for flat in self.flats:
-            chunk = account.current().hold(module_for(device).empty(flat.owned, flat.dtype), "parameters")
+        """Hand this rank's chunks to the home: drawn, where weights were not yet, else cut out."""
+        self.device = device
+        for number, flat in enumerate(self.flats):
+            chunk = self._empty(flat.owned, flat)
             for parameter, place, positions in flat.owned_spans():
                 if seed is not None and isinstance(parameter, Weight) and not parameter.drawn:
                     chunk[place] = parameter.draw(seed, positions, device=device)
                 else:
                     chunk[place] = parameter.data.reshape(-1)[positions.start:positions.stop]
-            self._shards.append(chunk)
+            self.home.keep(flat, chunk, f"{self.name} {number}" if number else self.name)
         self.free()
+
+    def _empty(self, size: int, flat: Flat) -> Array:
+        return account.current().hold(module_for(self.device).empty(size, flat.dtype), "parameters")
+
+    def prefetch(self) -> None:
+        """Tell the home that fetch will come soon."""
+        if not self._whole and not self._pending:
+            for flat in self.flats:
+                self.home.prefetch(flat)
 
     def fetch(self) -> None:
         """Begin to gather, unless that was begun: one all-gather a flat."""
         if self._whole or self._pending:
             return
-        for flat, chunk in zip(self.flats, self._shards, strict=True):
-            vector = empty_like(chunk, flat.size, "parameters")
+        for flat in self.flats:
+            vector = self._empty(flat.size, flat)
+            chunk = self.home.weights(flat, vector[flat.own])
             self.recorder.announce(self.group.axis, f"all_gather {self.name}")
             self._pending.append((flat, vector, self.group.start_all_gather(chunk, out=vector,
                                                                             algorithm=self.algorithm)))
@@ -85,16 +94,16 @@ class Unit:
         """Forget the whole parameters; what is still on its way is waited for."""
         while self._pending:
             self._pending.pop()[2].wait()
-        for flat, chunk in zip(self.flats, self._shards, strict=True):
-            xp = array_module(chunk)
+        xp = module_for(self.device)
+        for flat in self.flats:
             nothing = xp.full((), xp.nan, flat.dtype)
             for parameter in flat.parameters:
                 parameter.data = xp.broadcast_to(nothing, parameter.shape)
         self._whole = False
 
 
-def make_units(model: Module, modules: Sequence[Module] | None, ahead: int, group: Group, *, algorithm: str,
-               recorder: Recorder, seed: int | None, device: str) -> tuple[list[Unit], Unit]:
+def make_units(model: Module, modules: Sequence[Module] | None, ahead: int, group: Group, *, home: Home,
+               algorithm: str, recorder: Recorder, seed: int | None, device: str) -> tuple[list[Unit], Unit]:
     """The units of `modules` (None: the model's children) and the root with the rest, each cut down to its shards.
 
     Raises:  ConfigError if two units share a parameter, a module is not the model's, or ahead is negative.
@@ -117,9 +126,10 @@ def make_units(model: Module, modules: Sequence[Module] | None, ahead: int, grou
             raise ConfigError(f"units: {twice[0]!r} belongs to two units; leave the modules that share it to the root")
         taken.update(map(id, parameters))
         if parameters:
-            units.append(Unit(paths[id(module)], module, parameters, group, algorithm=algorithm, recorder=recorder))
+            units.append(Unit(paths[id(module)], module, parameters, group, home=home, algorithm=algorithm,
+                              recorder=recorder))
     rest = [p for p in model.parameters() if id(p) not in taken]
-    root = Unit("root", None, rest, group, algorithm=algorithm, recorder=recorder)
+    root = Unit("root", None, rest, group, home=home, algorithm=algorithm, recorder=recorder)
     for unit in (*units, root):
         unit.shard(seed, device)
     return units, root
