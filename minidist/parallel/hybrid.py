@@ -32,7 +32,7 @@ from minidist.parallel.common.update import Batch, Part, part_of
 from minidist.parallel.ddp import DDP
 from minidist.parallel.mesh import Mesh
 from minidist.parallel.mixed_precision import MixedPrecision
-from minidist.parallel.offload import make_home, require_memory
+from minidist.parallel.offload_costs import make_home, require_memory
 from minidist.parallel.plan import AXES, Plan
 from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1

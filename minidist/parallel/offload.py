@@ -51,8 +51,7 @@ Source:  Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Train
          "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning".
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,83 +59,16 @@ import numpy as np
 
 from minidist import account
 from minidist.backend import LOW_PRECISION, Array, device_of, to_host, widen
-from minidist.errors import MemoryLimitError
 from minidist.optim.clip import add_exactly, block_sums
 from minidist.optim.optimizer import Slot
 from minidist.parallel.common.copies import copy, host_bytes, mark
-from minidist.parallel.common.disk import Disk, Loan, Record
+from minidist.parallel.common.disk import Disk
 from minidist.parallel.common.flat import Flat, Piece
-from minidist.parallel.common.home import Home
-from minidist.parallel.common.moves import Lane, Move, Pace
+from minidist.parallel.common.lodging import Offload, by_run, move_in, nothing
+from minidist.parallel.common.moves import Move, Pace
 from minidist.parallel.common.precision import Precision
-from minidist.parallel.common.recorder import Recorder, Silent
-from minidist.parallel.common.units import Unit
-
-
-class Lodger(Piece):
-    """A piece whose arrays its home brings.
-
-    Attributes: home; flat: the run; place: where in the rank's chunk
-    """
-
-    home: "Offload"
-    flat: Flat
-    place: slice
-
-
-class Offload(Home):
-    """What both homes share: the lanes between device and host, and the walk by runs.
-
-    Args:    recorder: is told what moves when; down, up: how slow a bus to imagine, device to host and back.
-    """
-
-    def __init__(self, *, recorder: Recorder | None = None, down: Pace | None = None, up: Pace | None = None) -> None:
-        super().__init__()
-        self.recorder = recorder or Silent()
-        self.down = Lane("device", "host", self.traffic, recorder=self.recorder, pace=down)
-        self.up = Lane("host", "device", self.traffic, recorder=self.recorder, pace=up)
-        self._names: dict[int, str] = {}
-        self._going: Move | None = None         # the gradients that are on their way down
-
-    def lodge(self, flat: Flat, weights: Array, gradients: Array) -> list[Piece]:
-        """flat.pieces whose home is this one."""
-        pieces: list[Piece] = []
-        for parameter, place, _ in flat.owned_spans():
-            piece = Lodger(parameter, weights[place], gradients[place])
-            piece.home, piece.flat, piece.place = self, flat, place
-            pieces.append(piece)
-        self._pieces += pieces
-        return pieces
-
-    def room(self, flat: Flat) -> Array | None:
-        """None: sums are to pass through add."""
-        return None
-
-    def go_down(self, flat: Flat, chunk: Array, work: Callable[[], Any]) -> Move:
-        """Begin to take gradients down, once those before are: at most one buffer waits for the bus."""
-        if self._going is not None:
-            self._going.wait()
-        self._going = self.down.start(f"gradients {self._names[id(flat)]} down", chunk.nbytes, work)
-        return self._going
-
-    def settle(self) -> None:
-        """Return when the last gradients have left the device."""
-        if self._going is not None:
-            self._going.wait()
-            self._going = None
-
-    def close(self) -> None:
-        """End the lanes."""
-        self.down.close()
-        self.up.close()
-
-
-def by_run(slots: Sequence[Slot]) -> Iterator[tuple[Flat, list[Slot]]]:
-    """Slots in their order, by the run that their pieces belong to."""
-    for _, run in groupby(slots, key=lambda slot: id(slot.weights.flat)):   # type: ignore[attr-defined]
-        chosen = list(run)
-        yield chosen[0].weights.flat, chosen                                # type: ignore[attr-defined]
-
+from minidist.parallel.common.recorder import Recorder
+from minidist.parallel.common.records import Loan, Record
 
 # ------------------------------------------------------------------------------------------------ on the host (Offload)
 
@@ -330,7 +262,7 @@ class OnDisk(Offload):
                     loan.wait()
                 empty = [(slot.weights.data, slot.weights.grad, slot.state) for slot in run]
                 for slot in run:
-                    _move_in(slot, loan, _master(record))
+                    move_in(slot, loan.arrays, _master(record))
                 yield from run
                 for slot, (data, grad, state) in zip(run, empty, strict=True):
                     slot.weights.data, slot.weights.grad, slot.state = data, grad, state    # type: ignore[misc]
@@ -369,11 +301,6 @@ class OnDisk(Offload):
         self.disk.close()
 
 
-def nothing(dtype: Any, count: int) -> np.ndarray:
-    """(count,) of NaN that take one element: what is not there reads so, and cannot pass unnoticed."""
-    return np.broadcast_to(np.dtype(dtype).type(np.nan), (count,))
-
-
 def _master(record: Record) -> str:
     return "master" if "master" in record.regions else "weights"
 
@@ -381,43 +308,3 @@ def _master(record: Record) -> str:
 def _needed(record: Record) -> list[str]:
     """What an update reads: all, but weights that are a rounding of their masters."""
     return [key for key in record.regions if key != "weights" or "master" not in record.regions]
-
-
-def _move_in(slot: Slot, loan: Loan, master: str) -> None:
-    """The slot's arrays become views of the loan's."""
-    piece: Any = slot.weights
-    shape = piece.data.shape
-    slot.state = {key: loan.arrays[key][piece.place].reshape(shape) for key in slot.state}
-    piece.data = loan.arrays[master][piece.place].reshape(shape)
-    piece.grad = loan.arrays["gradients"][piece.place].reshape(shape)
-
-
-# --------------------------------------------------------------------------------------------------- choosing a home
-
-def make_home(offload: str, folder: str | Path | None = None, *, device: str = "cpu",
-              recorder: Recorder | None = None) -> Home:
-    """The home that a plan's `offload` names: "none", "optimizer" or "all"; `folder` for the last.
-
-    Raises:  DiskError, as OnDisk.
-    """
-    if offload == "all":
-        return OnDisk(folder, device=device, recorder=recorder)
-    return OnHost(recorder=recorder) if offload == "optimizer" else Home()
-
-
-def require_memory(limit: int | None, units: Sequence[Unit], root: Unit) -> None:
-    """Raise MemoryLimitError, before training, if units cannot fit: two whole ones, a unit's gradients, and the root.
-
-    Activations, which nobody knows beforehand, come on top.
-    """
-    if limit is None or not units:
-        return
-    pairs = [(one, other) for one, other in zip(units, [*units[1:], units[-1]], strict=True)]
-    one, other = max(pairs, key=lambda pair: pair[0].nbytes + pair[1].nbytes)
-    weights = one.nbytes + other.nbytes * (one is not other)
-    gradients = max(unit.nbytes for unit in units)
-    need = weights + gradients + 2 * root.nbytes
-    if need > limit:
-        raise MemoryLimitError(f"device memory: two units at work ({one.name}, {other.name}: {weights:,} bytes), the "
-                               f"gradients of one ({gradients:,}) and the root with its own ({2 * root.nbytes:,}) need "
-                               f"{need:,} bytes and the limit is {limit:,}; raise it, or make the model narrower")

@@ -50,7 +50,7 @@ from minidist.backend import to_host
 from minidist.comm.group import Group
 from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import Module
-from minidist.optim import Optimizer
+from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.flat import Piece, clip_and_update_shards, sum_in_order
 from minidist.parallel.common.keys import Shard, free
@@ -206,7 +206,8 @@ class ParameterServer:
         if self.serves:
             self.collect()
             with self.recorder.span("optimizer"):
-                clip_and_update_shards(optimizer, self.parameters, Precision(), self.peers, lr=lr, clip=clip)
+                clip_and_update_shards(optimizer, lambda: sum_of_squares(piece.grad for piece in self.parameters),
+                                       Precision(), self.peers, lr=lr, clip=clip)
             self.give_back()
         else:
             share = self.gradients(batch, accumulate)
