@@ -20,8 +20,9 @@ keeps, s of its probabilities (4·B·heads·T²), e of embedding and output toge
 
     "none"      L a + e
     "scores"    L (a - s) + e
-    "all"       L x + a + e         of a, one block's at a time: the sawtooth of lesson 19
-    k blocks    (L - k) a + k x + a + e     (none of them left out: as "all")
+    "all"       (L - 1) x + a + e       one block's inside at a time: the sawtooth of lesson 19
+    k blocks    (L - k) a + k x + e     and a - x more if the last one is among them: backward begins with it, when all
+                                        the others' are still there, so to leave it out gains nothing
 
 Cost: no message. "all" runs the forward of its blocks twice: a step of F + B with B = 2F becomes 4/3 as long, less
 where embedding and output count; "scores" adds one product of seven in attention. The same weights to the bit:

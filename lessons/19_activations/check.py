@@ -1,0 +1,105 @@
+"""Grades exercise 19: formulas beside the best there is, gradients beside a plain backward, memory beside the account."""
+
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import numpy as np
+
+from minidist import account, ops
+from minidist.observe.page import size_text
+from minidist.teaching import Result, expect
+from minidist.tensor import Parameter, Tensor, tensor
+
+LAYERS, ROWS, WIDTH = 6, 64, 32
+SIZES = (1, 2, 3)
+Block = Callable[[Tensor], Tensor]
+
+
+def grade(exercise: ModuleType) -> Iterator[Result]:
+    """The formula, the best size, then memory and gradients of real stacks."""
+    yield from _formula(exercise)
+    for size in SIZES:
+        yield from _memory(exercise, size)
+    for size in SIZES:
+        yield from _gradients(exercise, size)
+
+
+def _formula(exercise: ModuleType) -> Iterator[Result]:
+    for layers, size, x, a in ((12, 3, 10, 100), (16, 4, 1, 4), (6, 6, 5, 50), (6, 1, 5, 50)):
+        target, measured = (layers // size - 1) * x + size * a, exercise.peak(layers, size, x, a)
+        known = {target + x: "the segment's own input counted twice", layers // size * x: "nothing is made again",
+                 layers * x + a: "that keeps every block's input", layers * a: "that is everything kept",
+                 (layers // size - 1) * x + a: "one block is made again, and not one segment"}
+        yield expect(f"peak of {layers} blocks in segments of {size}", target, measured,
+                     known.get(measured, "another number"), "(segments - 1) inputs and one segment's insides: section "
+                                                            "3 (hole 1)")
+    for layers, x, a in ((16, 1, 1), (36, 2, 2), (12, 10, 100)):
+        sizes = [size for size in range(1, layers + 1) if layers % size == 0]
+        target = min(sizes, key=lambda size: exercise.peak(layers, size, x, a))
+        yield expect(f"best size for {layers} blocks, x = {x}, a = {a}", target, exercise.best_size(layers, x, a),
+                     "another size has a lower peak", "min(sizes, key=...) of your own peak (hole 2)")
+
+
+def _stack() -> tuple[list[Parameter], list[Block], Tensor]:
+    """Weights, blocks of one weight each, and an input."""
+    draw = np.random.default_rng(3)
+    weights = [Parameter(draw.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, name=f"w{i}") for i in range(LAYERS)]
+
+    def block(weight: Parameter) -> Block:
+        return lambda x: ops.gelu(ops.linear(x, weight))
+
+    return weights, [block(weight) for weight in weights], tensor(draw.normal(size=(ROWS, WIDTH)))
+
+
+def _memory(exercise: ModuleType, size: int) -> Iterator[Result]:
+    """What is alive when forward is over: an input a segment, and the result."""
+    each = ROWS * WIDTH * 8
+    with account.use(account.MemoryAccount()) as memory:
+        weights, blocks, x = _stack()
+        result, kept = exercise.forward(blocks, x, size)
+        alive = memory.now["activations"]
+        x_counted = any(tensor_.data is x.data for tensor_ in kept)
+        del result
+    segments = LAYERS // size
+    yield expect(f"inputs kept, segments of {size}", segments, len(kept), "one a segment",
+                 "append x before the segment runs: section 1 (hole 3)")
+    most = (segments + 1) * each
+    yield Result(f"alive after forward, segments of {size}", alive <= most and x_counted, size_text(most),
+                 size_text(alive), "the first input is not the stack's" if alive <= most else "the tape was kept",
+                 "run the segment in `with no_grad():`, and keep its input from before: section 1 (holes 3, 4)")
+
+
+def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
+    """Beside a plain backward, to the bit."""
+    weights, blocks, x = _stack()
+    dy = np.random.default_rng(4).normal(size=(ROWS, WIDTH))
+    y = start = tensor(x.data, requires_grad=True)
+    for block in blocks:
+        y = block(y)
+    target_value = y.data
+    y.backward(dy)
+    targets = [weight.grad.copy() for weight in weights]
+    for weight in weights:
+        weight.zero_grad()
+    result, kept = exercise.forward(blocks, x, size)
+    yield Result(f"result, segments of {size}", np.array_equal(result.data, target_value), f"{target_value[0, 0]:.6f}",
+                 f"{result.data[0, 0]:.6f}", "another result", "each block once, in order (hole 4)")
+    dx = exercise.backward(blocks, list(kept), size, dy)
+    right = sum(weight.grad is not None and np.array_equal(weight.grad, target)
+                for weight, target in zip(weights, targets, strict=True))
+    last = LAYERS - size
+    mistake = ("the gradient does not reach the segment before" if right == size else
+               "a segment starts from another's input" if weights[last].grad is not None else "no weight got one")
+    yield expect(f"weights with the right gradient, segments of {size}", LAYERS, right, mistake,
+                 "take the last kept input, y.backward(dy), hand on again.grad: section 1 (holes 5, 6)")
+    same = isinstance(dx, np.ndarray) and np.array_equal(dx, start.grad)
+    yield Result(f"gradient of the input, segments of {size}", same, "that of a plain backward",
+                 "equal" if same else "another", "what backward returns is not the first segment's",
+                 "return the last dy (hole 6)")
+
+
+if __name__ == "__main__":
+    from minidist.cli import main
+
+    raise SystemExit(main(["check", "19", *sys.argv[1:]]))
