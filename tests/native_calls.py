@@ -1,12 +1,13 @@
 """What ranks of mpi do in tests/comm/collectives/test_native.py: in a module of its own, so that they can import it."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from minidist.comm.group import Group
-from minidist.errors import ConfigError, TimeoutError
+from minidist.errors import CommError, ConfigError, TimeoutError
 
 
 def in_many_groups(world: Group) -> list[Any]:
@@ -33,14 +34,52 @@ def refused(world: Group) -> list[str]:
     return texts
 
 
-def disagree(world: Group, kind: str) -> Any:
-    """Rank 1 means something else than the others."""
-    odd = world.rank == 1
-    if kind == "op":
-        return world.all_reduce(np.ones(4), op="max" if odd else "sum", algorithm="native")
-    if kind == "root":
-        return world.broadcast(np.ones(4), root=int(odd), algorithm="native")
-    return world.all_gather(np.ones(4), algorithm="ring" if odd else "native")
+ONES = np.ones(6, np.float32)
+HERE = r"\S*native_calls\.py:\d+"
+
+
+def reduced(world: Group, x: np.ndarray = ONES, *, op: str = "sum", algorithm: str = "native") -> Any:
+    return world.all_reduce(x, op=op, algorithm=algorithm)
+
+
+def gathered(world: Group) -> Any:
+    return world.all_gather(ONES, algorithm="native")
+
+
+def in_groups(world: Group, *order: int) -> None:
+    """A call in each of two groups of all ranks."""
+    both = world.split(0), world.split(0)
+    for which in order:
+        group = both[which]
+        assert group is not None
+        reduced(group)
+
+
+WAYS = {                        # what all ranks but one do, and what that one does
+    "verb": (reduced, lambda w: w.reduce_scatter(ONES, algorithm="native")),
+    "shape": (reduced, lambda w: reduced(w, ONES.reshape(2, 3))),
+    "dtype": (reduced, lambda w: reduced(w, ONES.view(np.int32))),
+    "op": (reduced, lambda w: reduced(w, op="max")),
+    "root": (lambda w: w.broadcast(ONES, root=0, algorithm="native"),
+             lambda w: w.broadcast(ONES, root=1, algorithm="native")),
+    "algorithm": (reduced, lambda w: reduced(w, algorithm="ring")),
+    "group": (lambda w: in_groups(w, 0, 1), lambda w: in_groups(w, 1, 0)),
+    "order": (lambda w: (reduced(w), gathered(w)), lambda w: (gathered(w), reduced(w))),
+    "not calling": (reduced, lambda w: None),
+}
+
+
+def disagree(world: Group, kind: str, odd: int, folder: str) -> None:
+    """Rank `odd` goes another way than the others; each leaves in a file what it raises."""
+    usual, other = WAYS[kind]
+    try:
+        (other if world.rank == odd else usual)(world)
+        text = "returned"
+    except CommError as error:
+        text = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        Path(folder, str(world.rank)).write_text(text)
 
 
 def left_waiting(world: Group) -> float:

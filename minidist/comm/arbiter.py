@@ -51,6 +51,11 @@ class Arbiter:
         elif not number:
             self._look()
 
+    def disagreed(self, found: Verdict) -> None:
+        """A rank has met a disagreement by itself, in a message's header."""
+        if not self.told:
+            self._decide(found)
+
     def left(self, rank: int, state: State) -> None:
         """A rank has ended well, and said this at last."""
         self.states.pop(rank, None)

@@ -107,8 +107,9 @@ class Call(Purpose):
             if not meta.startswith(key):
                 self._compare(unpack(meta)[0], src)
             if nbytes != into.nbytes:
-                raise MismatchError(f"rank {self.world_ranks[self.rank]} in {self.signature.describe()} expects "
-                                    f"{into.nbytes} bytes from rank {self.world_ranks[src]}, which sent {nbytes}")
+                raise self._refusal(MismatchError(
+                    f"rank {self.world_ranks[self.rank]} in {self.signature.describe()} expects {into.nbytes} bytes "
+                    f"from rank {self.world_ranks[src]}, which sent {nbytes}"))
             return into
 
         return self._transport.start_recv(self.world_ranks[src], self._tag, accept, reduce)
@@ -239,7 +240,7 @@ class Call(Purpose):
             if not meta.startswith(self._key):
                 self._compare(theirs, src)
             if block is None:
-                raise mismatch(self.signature, self.world_ranks[self.rank], theirs, self.world_ranks[src])
+                raise self._mismatch(theirs, src)
             self.device, self.origin = self.device or block.device, block.device
             arrived.append(place(block.shape, block.dtype))
             return arrived[0].reshape(-1)
@@ -248,7 +249,16 @@ class Call(Purpose):
 
     def _compare(self, theirs: Signature, src: int) -> None:
         if not theirs.agrees(self.signature):
-            raise mismatch(self.signature, self.world_ranks[self.rank], theirs, self.world_ranks[src])
+            raise self._mismatch(theirs, src)
+
+    def _mismatch(self, theirs: Signature, src: int) -> MismatchError:
+        return self._refusal(mismatch(self.signature, self.world_ranks[self.rank], theirs, self.world_ranks[src]))
+
+    def _refusal(self, error: MismatchError) -> MismatchError:
+        """`error`, of which every other rank of the group has been told: it may hear from no rank that disagrees."""
+        if self._transport.waits.disagree is not None:
+            self._transport.waits.disagree(str(error), self.world_ranks)
+        return error
 
     def _publish(self, kind: str, start: float, details: dict[str, Any]) -> None:
         details = {"axis": self.axis, "verb": self.verb, "algorithm": self.algorithm, **details}

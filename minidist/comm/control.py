@@ -11,7 +11,7 @@ no data.
     expendable  (let the job go on without me)       died     loss of a rank that was expendable
     waits    round (0: unasked), state               ask      round: say what you wait for
     table    own state                               table    what all ranks wait for, in words
-                                                     verdict  error, text: raise that
+    mismatch text, ranks of the group                verdict  error, text: raise that
     goodbye  state                                   lost     loss        (who, process id, host, how, traceback)
 
 A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process is stopped
@@ -25,7 +25,6 @@ import queue
 import selectors
 import socket
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +33,7 @@ from minidist.comm.door import Door, Post, Seat
 from minidist.comm.frozen import kill_stopped, this_system
 from minidist.comm.link import ControlLink
 from minidist.comm.loss import Loss
+from minidist.comm.meetings import Meetings
 from minidist.comm.waits import State
 from minidist.comm.watch import Watch
 from minidist.errors import CommError, HandshakeError
@@ -50,8 +50,7 @@ class Monitor:
     Args:
         size: ranks of the job.                 token: the job's secret.
         host, port: where to listen; port 0 takes a free one. `address` says which.
-        how: what the launcher knows of the end of a rank of this system (`how(seat) -> "was killed by SIGKILL"`), None
-            if nothing.
+        how: what the launcher knows of a rank's end on this system (`how(seat) -> "was killed by SIGKILL"`), or None.
     Attributes:
         loss: the first rank that did not end well, or None.
         spared: expendable ranks that did not end well, by world rank; the job goes on without them.
@@ -68,7 +67,7 @@ class Monitor:
         self.spared: dict[int, Loss] = {}
         self._changed = threading.Condition()
         self._seats: dict[int, Seat] = {}
-        self._rounds: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        self._meetings = Meetings(size)
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
         self._closed = False
@@ -256,9 +255,7 @@ class Monitor:
             case "meet":
                 self._meet(seat, frame["round"], frame["info"])
             case "missing":
-                with self._changed:
-                    missing = sorted(set(range(self.size)) - set(self._rounds[frame["round"]]))
-                seat.send("missing", round=frame["round"], value=missing)
+                seat.send("missing", round=frame["round"], value=self._meetings.missing(frame["round"]))
             case "failed":
                 loss = Loss(**frame["loss"])
                 if frame["blames"] is None:
@@ -269,6 +266,8 @@ class Monitor:
                 seat.expendable = True
             case "waits":
                 self._watch.heard(seat, State.unpacked(frame["state"]), int(frame["round"]))
+            case "mismatch":
+                self._watch.disagreed(str(frame["text"]), [int(rank) for rank in frame["ranks"]])
             case "table":
                 self._watch.asked(seat, State.unpacked(frame["state"]))
             case "goodbye":
@@ -285,14 +284,13 @@ class Monitor:
             return {rank: seat for rank, seat in self._seats.items() if not seat.left}
 
     def _meet(self, seat: Seat, number: int, info: Any) -> None:
+        infos = self._meetings.come(number, seat.world_rank, info)
+        if infos is None:
+            return
         with self._changed:
-            self._rounds[number][seat.world_rank] = info
-            if len(self._rounds[number]) < self.size:
-                return
-            infos = self._rounds.pop(number)
             seats = list(self._seats.values())
         for each in seats:
-            each.send("met", round=number, value=[infos[rank] for rank in range(self.size)])
+            each.send("met", round=number, value=infos)
 
     def _fail_late(self, seat: Seat, loss: Loss) -> None:
         """A rank fails since it saw a peer go: that peer's end is the cause, of which we shall hear ourselves."""

@@ -107,6 +107,7 @@ class ControlLink:
         self._transport = transport
         transport.waits.tell = self._tell
         transport.waits.table = self._table
+        transport.waits.disagree = self._disagree
         transport.waits.spare = lambda: self._send({"kind": "expendable"})
         self.on_loss(transport.abort)
 
@@ -212,6 +213,11 @@ class ControlLink:
 
     def _state(self) -> list[Any]:
         return (State() if self._transport is None else self._transport.waits.state()).packed()
+
+    def _disagree(self, text: str, world_ranks: tuple[int, ...]) -> None:
+        """Have every other rank of a group raise MismatchError, too."""
+        with contextlib.suppress(CommError, OSError):
+            self._send({"kind": "mismatch", "text": text, "ranks": list(world_ranks)})
 
     def _table(self, state: State) -> str:
         """What all ranks wait for, in words; nothing if the monitor does not say."""

@@ -143,6 +143,7 @@ class Waits:
                 program  -> the threads that run the rank's program; one that is in no wait may yet end everybody's
                 tell     called when a wait begins to last, and when it ends; None until somebody listens
                 table    (state) -> what all ranks wait for, in words; `state` is what this rank says of itself
+                disagree (text, world ranks) tells every rank of a group that their calls do not match; None as tell
                 spare    asks that this rank's death be reported, and not end the job; None until somebody listens
                 held     each says for whom messages are held back on their way out, one entry a message
                 ends     abort() of links that belong to the transport and tell their waits here
@@ -155,6 +156,7 @@ class Waits:
         self.program: Callable[[], set[int | None]] = _program
         self.tell: Callable[[], None] | None = None
         self.table: Callable[[State], str] | None = None
+        self.disagree: Callable[[str, tuple[int, ...]], None] | None = None
         self.spare: Callable[[], None] | None = None
         self.step: int | None = None
         self.held: list[Callable[[], list[int]]] = []

@@ -43,6 +43,10 @@ class Watch:
         """A rank has said what it waits for, in answer to question `number`, or unasked (0)."""
         self._arbiter.heard(seat.world_rank, state, number)
 
+    def disagreed(self, text: str, ranks: list[int]) -> None:
+        """A rank has met another call than its own: every rank of the group hears of it."""
+        self._arbiter.disagreed(Verdict("MismatchError", text, ranks))
+
     def left(self, seat: Seat, state: State) -> None:
         """A rank has said goodbye."""
         self._arbiter.left(seat.world_rank, state)

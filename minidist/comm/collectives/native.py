@@ -2,8 +2,9 @@
 
 A library does not look whether the ranks mean the same. So every call begins with dissemination's barrier, whose
 messages carry the call's signature: rank r leaves it only when the news of all ranks have reached it, each step checked
-by its receiver. Who disagrees, and every rank that would have heard from it, raises MismatchError before the library is
-called; nobody waits there for a rank that will not come.
+by its receiver. Who meets another call than its own raises MismatchError before it calls the library, and has every
+other rank of the group raise that, over the control connection, which ranks that agree do not use: nobody waits in the
+library for a rank that will not come.
 
 The ledger cannot look into the library either. It counts the messages of this module, and what a rank hands to the
 library as one message of that length. In the costs below A = P ceil(log2 P), the barrier's messages (of 0 bytes). A

@@ -67,6 +67,7 @@ class _Job:
         waits.tell = lambda: self.note(rank)
         waits.table = lambda state: self.table({rank: state})
         waits.program = lambda: {self.threads[rank].ident}
+        waits.disagree = lambda text, ranks: self.tell(Verdict("MismatchError", text, list(ranks)))
         waits.spare = lambda: self.expendable.add(rank)
 
     def run_rank(self, rank: int) -> None:

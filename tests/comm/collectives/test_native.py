@@ -1,11 +1,14 @@
 """MPI's own collectives: results and costs are tests/comm/test_conformance.py's; here is what is special of them."""
 
+import re
+
 import native_calls
 import numpy as np
 import pytest
 from helpers import run
 
-from minidist.errors import ConfigError, MismatchError
+from minidist.comm.transports.mailbox import Mailbox
+from minidist.errors import CommError, ConfigError
 
 
 def test_groups_keep_apart():
@@ -19,11 +22,39 @@ def test_what_mpi_does_not_know_is_refused():
             "sum of float16", "sum of >f4", "max of complex64", "sum of bool"]
 
 
-@pytest.mark.parametrize("kind", ["op", pytest.param("root", marks=pytest.mark.soak),
-                                  pytest.param("algorithm", marks=pytest.mark.soak)])
-def test_who_disagrees_is_named(kind):
-    with pytest.raises(MismatchError, match=f"ranks disagree in {kind}"):
-        run(native_calls.disagree, kind, size=4, transport="mpi")
+class Uncalled:
+    """A library of collectives that nobody may reach while ranks disagree."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"the library's {name} was called")
+
+
+def check_disagreement(kind, odd, folder, **job):
+    """Every rank raises MismatchError with two calls and where they are; or DeadlockError, if one does not call."""
+    with pytest.raises(CommError):
+        run(native_calls.disagree, kind, odd, str(folder), **job)
+    call = rf"rank \d calls .*, at {native_calls.HERE}.*\n"
+    for rank in range(job["size"]):
+        said = (folder / str(rank)).read_text()
+        if kind == "not calling":
+            assert re.match("returned" if rank == odd else rf"DeadlockError: .*, rank {odd} has ended", said), said
+        else:
+            assert re.match(rf"MismatchError: ranks disagree in .*{kind if kind != 'order' else 'verb'}.*:\n  {call}  "
+                            + call, said), said
+
+
+@pytest.mark.parametrize(("size", "odd"), [(2, 1), (5, 3)])
+@pytest.mark.parametrize("kind", native_calls.WAYS)
+def test_every_rank_learns_who_disagrees_before_the_library_is_called(kind, size, odd, tmp_path, monkeypatch):
+    monkeypatch.setattr(Mailbox, "check_native", lambda self, op, dtype: None)
+    monkeypatch.setattr(Mailbox, "native", lambda self, group, world_ranks: Uncalled())
+    check_disagreement(kind, odd, tmp_path, size=size)
+
+
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=() if kind == "op" else pytest.mark.soak) for kind in native_calls.WAYS])
+def test_the_same_over_mpi(kind, tmp_path):
+    check_disagreement(kind, 2, tmp_path, size=4, transport="mpi")
 
 
 def test_a_wait_keeps_the_limit_and_yields_its_core():
