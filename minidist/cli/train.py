@@ -24,9 +24,8 @@ from minidist.comm.group import Group
 from minidist.launch import detect, init, spawn
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPT
-from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline
-from minidist.parallel.common.replicas import check_equal_replicas, weights_digest
+from minidist.parallel.common.replicas import weights_digest
 from minidist.parallel.hybrid import Trainer
 
 TRACE_SPANS = 5000
@@ -70,16 +69,16 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
         announce(console, settings, world)
     report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else Silence()
     losses, seconds, early = train_steps(trainer, settings, report)
-    if trainer.plan.zero < 3:       # else there are no replicas
-        check_equal_replicas(trainer.model.parameters(), world, when="after the last step")
+    trainer.check_replicas()
     validation_loss = trainer.evaluate(settings.validation_batches())
-    records = gather_records(world, train_report.rank_record(trainer, world))
+    records = train_report.rank_records(trainer, world)
     weights = trainer.state_dict()
     timelines = timeline.collect(world)
     step_seconds, tokens_per_second = train_report.median_rate(seconds, args.batch * args.context)
     metrics = {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name,
                "threads": threads, "device": args.device, **train_report.parameter_counts(trainer),
-               "formula": train_report.gradient_formula(trainer), "optimizer_moments": train_report.moments(trainer),
+               "formula": train_report.gradient_formula(trainer, settings.training_batch(0)),
+               "optimizer_moments": train_report.moments(trainer),
                "losses": losses, "validation_loss": validation_loss, "step_seconds": step_seconds,
                "tokens_per_second": tokens_per_second, "weights_sha256": weights_digest(weights),
                "config": asdict(settings.config), "options": options_of(args), "versions": versions(), "ranks": records}

@@ -15,7 +15,7 @@ from minidist.nn import GPTConfig
 from minidist.parallel.activations import chosen
 from minidist.parallel.common.update import Batch
 from minidist.parallel.hybrid import OPTIMIZERS, SCHEDULES, Plan
-from minidist.parallel.plan import ZERO_STAGES
+from minidist.parallel.plan import STRATEGIES, ZERO_STAGES
 
 VALIDATION_ROWS = 512
 """Sequences of held-out text that the validation loss is taken over, at most."""
@@ -23,6 +23,9 @@ VALIDATION_ROWS = 512
 PLAN_OPTIONS = (
     "zero",
     "accumulate",
+    "strategy",
+    "servers",
+    "asynchronous",
     "checkpoint_blocks",
 )
 """Options that are fields of Plan."""
@@ -38,6 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--plan", metavar="dp=N", help="how the job is cut (default: all ranks on the data axis)")
     job.add_argument("--zero", type=int, choices=ZERO_STAGES, default=0,
                      help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too (default: 0)")
+    job.add_argument("--strategy", choices=STRATEGIES, default="ddp",
+                     help="ddp: equal ranks; data-parallel: one process, a thread a replica; parameter-server: the "
+                          "last ranks keep the weights for the others (default: ddp)")
+    job.add_argument("--replicas", type=positive, metavar="R", help="of data-parallel: its devices (default: 2)")
+    job.add_argument("--servers", type=positive, default=1, metavar="S",
+                     help="of parameter-server: ranks that are servers (default: 1)")
+    job.add_argument("--asynchronous", action="store_true",
+                     help="of parameter-server: update by each worker's gradient as it comes")
+    job.add_argument("--staleness", type=int, default=2, metavar="K",
+                     help="how many steps an asynchronous worker may be ahead; below 0: any number (default: 2)")
     job.add_argument("--accumulate", type=positive, default=1, metavar="A",
                      help="take each rank's sequences in A passes, for less activation memory (default: 1)")
     job.add_argument("--checkpoint-blocks", nargs="?", const="all", default="none", metavar="WHICH",
@@ -132,7 +145,10 @@ class Settings:
     def plan(self, size: int) -> Plan:
         """The plan for a job of `size` ranks."""
         plan = Plan.parse(self.args.plan) if self.args.plan else Plan(dp=size)
-        return replace(plan, **{option: getattr(self.args, option) for option in PLAN_OPTIONS})
+        args = self.args
+        return replace(plan, replicas=args.replicas or 1 + (args.strategy == "data-parallel"),
+                       staleness=None if args.staleness < 0 else args.staleness,
+                       **{option: getattr(args, option) for option in PLAN_OPTIONS})
 
     def trainer_options(self) -> dict[str, Any]:
         """What Trainer takes beside plan, config and world."""
@@ -156,6 +172,8 @@ def check(args: argparse.Namespace) -> Settings:
                        width=args.width, heads=args.heads, positions=args.positions, tied=args.tied,
                        dropout=args.dropout, dtype=args.dtype)
     chosen(args.checkpoint_blocks, args.layers)
+    if args.asynchronous and args.verify:
+        fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
     out = Path(args.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     check_writable("--out", out / "metrics.json")
     if args.json:

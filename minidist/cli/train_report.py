@@ -12,15 +12,20 @@ from rich.table import Table
 
 import minidist
 from minidist.backend import Array
+from minidist.cli import train_central
 from minidist.cli.common import write_json
 from minidist.comm.costs import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.errors import ConfigError
 from minidist.observe.plots import draw_loss
+from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline, write_perfetto
 from minidist.parallel.common.memory import STATE, Each, state_bytes
+from minidist.parallel.common.update import Batch
+from minidist.parallel.data_parallel import DataParallel
 from minidist.parallel.ddp import DDP
 from minidist.parallel.hybrid import Trainer
+from minidist.parallel.parameter_server import ParameterServer
 from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
@@ -37,11 +42,20 @@ def rank_record(trainer: Trainer, world: Group) -> dict[str, Any]:
             "memory": trainer.account.snapshot()}
 
 
-def gradient_formula(trainer: Trainer) -> dict[str, int]:
+def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
+    """Every rank's record on rank 0, or, of one process that drives several devices, every device's."""
+    if isinstance(trainer.strategy, DataParallel):
+        return train_central.device_records(trainer.strategy)
+    return gather_records(world, rank_record(trainer, world))
+
+
+def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     """Bytes and messages that all ranks together should have sent for gradients, and with ZeRO for weights, in all
-    steps: the sum over buckets, or with ZeRO-3 over collectives.
+    steps: the sum over buckets, or with ZeRO-3 over collectives. Args: batch: like those of the run.
     """
     strategy = trainer.strategy
+    if isinstance(strategy, (DataParallel, ParameterServer)):
+        return train_central.formula(trainer, strategy, batch)
     if isinstance(strategy, Single):
         return {"sent_bytes": 0, "messages": 0, "buckets": 0}
     calls = collectives(strategy, trainer.plan.accumulate)
@@ -126,7 +140,11 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
                   f"{metrics['transport']}, {plural(metrics['threads'], 'BLAS thread')} each\n", markup=False)
     console.rule("a sample: lines it has not seen, and how it goes on (▸)", style="dim", align="left")
     console.print(f"{sample}\n", markup=False, soft_wrap=True)
-    if metrics["size"] > 1:
+    if metrics["plan"]["strategy"] != "ddp":
+        console.rule("what each sent in a step, in bytes and messages, measured and by formula", style="dim",
+                     align="left")
+        console.print(train_central.traffic_table(metrics))
+    elif metrics["size"] > 1:
         what = "gradients and weights" if metrics["plan"]["zero"] else "gradients"
         console.rule(f"what each rank sent for {what} in a step, in bytes and messages, measured and by formula",
                      style="dim", align="left")
@@ -156,6 +174,7 @@ def bytes_a_parameter(metrics: Metrics) -> dict[str, float]:
     each = Each.of(metrics["parameter_bytes"] // metrics["parameters"], moments=metrics["optimizer_moments"],
                    masters=plan["precision"] != "fp32")
     held = state_bytes(1, each, zero=plan["zero"], ranks=plan["dp"])
+    held["optimizer"] *= train_central.optimizer_share(plan)
     return {category: held[category] for category in STATE}
 
 

@@ -218,6 +218,10 @@ class DataParallel:
             zero_unused(bucket.parameters)
             device.group.reduce(bucket.data, out=bucket.data, algorithm="naive")
 
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of device 0's weights on the host, by dotted path."""
+        return self.model.state_dict()
+
     # ------------------------------------------------------------------------------------------------------ step
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,

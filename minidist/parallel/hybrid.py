@@ -6,7 +6,8 @@
 
 Every rank passes the same global batch and gets the same loss; which part of the batch, of the model and of the state
 a rank works on is the plan's affair. In this version the data axis can be cut (parallel/ddp.py, and with zero=1,
-2 or 3 parallel/zero1.py, zero2.py or zero3.py); one rank alone takes the step of parallel/single.py. With any of them
+2 or 3 parallel/zero1.py, zero2.py or zero3.py; with strategy= parallel/parameter_server.py); one rank alone takes the
+step of parallel/single.py, or drives several devices (parallel/data_parallel.py). With any of them
 blocks may be checkpointed (parallel/activations.py).
 """
 
@@ -20,19 +21,22 @@ import numpy as np
 from minidist import backend
 from minidist.account import MemoryAccount
 from minidist.account import current as current_account
+from minidist.backend import Array
 from minidist.comm.group import Group
 from minidist.errors import ConfigError
-from minidist.nn import GPT, DropoutKey, GPTConfig
+from minidist.nn import GPT, DropoutKey, GPTConfig, Module
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
 from minidist.parallel.activations import checkpoint_blocks
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
-from minidist.parallel.common.replicas import weights_digest
+from minidist.parallel.common.replicas import check_equal_replicas, weights_digest
 from minidist.parallel.common.update import Batch, Part, part_of
+from minidist.parallel.data_parallel import DataParallel
 from minidist.parallel.ddp import DDP
 from minidist.parallel.mesh import Mesh
 from minidist.parallel.mixed_precision import MixedPrecision
 from minidist.parallel.offload_costs import make_home, require_memory
+from minidist.parallel.parameter_server import ParameterServer
 from minidist.parallel.plan import AXES, Plan
 from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1
@@ -45,7 +49,7 @@ __all__ = ["AXES", "OPTIMIZERS", "SCHEDULES", "Mesh", "Plan", "Trainer"]
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "adam": Adam, "rmsprop": RMSProp, "sgd": SGD}
 SCHEDULES = ("constant", "cosine")
 
-Strategy = Single | DDP | Zero1 | Zero2 | Zero3
+Strategy = Single | DDP | Zero1 | Zero2 | Zero3 | DataParallel | ParameterServer
 _OF_STAGE: dict[int, type[DDP] | type[Zero1] | type[Zero2]] = {0: DDP, 1: Zero1, 2: Zero2}
 
 
@@ -112,6 +116,13 @@ class Trainer:
                          loss=self._loss, algorithm=self.plan.algorithm, seed=self.seed, device=device,
                          precision=self.precision, home=self.home, recorder=self.recorder)
         self.model.initialize(self.seed, device=device)
+        if self.plan.strategy == "data-parallel":
+            return DataParallel(self.model, self.plan.replicas, forward=self._forward,
+                                recorders=[self.recorder, *(Silent() for _ in range(self.plan.replicas - 1))])
+        if self.plan.strategy == "parameter-server":
+            return ParameterServer(self.model, self.mesh["dp"], servers=self.plan.servers, loss=self._loss,
+                                   asynchronous=self.plan.asynchronous, staleness=self.plan.staleness,
+                                   recorder=self.recorder)
         stage = self.plan.zero or (2 if self.plan.offload == "optimizer" else 0)    # on one rank: gradients by buckets
         if self.plan.dp == 1 and not stage:
             return Single(self.model, loss=self._loss, precision=self.precision, recorder=self.recorder)
@@ -122,10 +133,16 @@ class Trainer:
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
         """The model's loss of a part; dropout is keyed by step and global token, so that it does not see the split."""
-        key = None
-        if self.config.dropout:
-            key = DropoutKey.of_sequences(self.seed, self.steps_done, part.first, *part.inputs.shape)
-        return self.model.loss(part.inputs, part.targets, divisor, key=key)
+        return self.model.loss(part.inputs, part.targets, divisor, key=self._key(part.inputs, part.first))
+
+    def _forward(self, replica: Module, inputs: Array, first: int) -> Tensor:
+        """The logits of one replica of several; dropout as above."""
+        return replica(inputs, key=self._key(inputs, first))    # type: ignore[no-any-return]
+
+    def _key(self, inputs: Array, first: int) -> DropoutKey | None:
+        if not self.config.dropout:
+            return None
+        return DropoutKey.of_sequences(self.seed, self.steps_done, first, *inputs.shape)
 
     @property
     def updates_done(self) -> int:
@@ -145,10 +162,12 @@ class Trainer:
         Cost:    one all-gather of two float64 a rank, counted under `control`.
         """
         total, tokens, group = 0.0, 0, self.mesh["dp"]
+        if isinstance(self.strategy, ParameterServer):
+            self.strategy.finish()
         self.model.eval()
         with no_grad(), self.recorder.span("evaluate"):
             for batch in batches:
-                part = part_of(batch, size=group.size, rank=group.rank)
+                part = part_of(batch, size=self.plan.workers, rank=group.rank)      # a server has no row
                 if isinstance(self.strategy, Zero3):
                     total += float(self.strategy.forward(part, divisor=1, spare=batch).item())
                 elif len(part.inputs):
@@ -164,6 +183,18 @@ class Trainer:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all master weights, whole, on the host, by dotted path. Every rank calls it: ZeRO gathers them."""
         return self.strategy.state_dict()
+
+    def check_replicas(self) -> None:
+        """Compare a digest of the weights over the ranks that hold them whole. Every rank calls it.
+
+        Raises:  MismatchError naming the ranks that differ.
+        """
+        group = self.world
+        if isinstance(self.strategy, ParameterServer):
+            self.strategy.finish()
+            group = self.strategy.peers
+        if self.plan.zero < 3 and self.world.rank < self.plan.workers:      # else it holds a part
+            check_equal_replicas(self.model.parameters(), group, when="after the last step")
 
     def weights_sha256(self) -> str:
         """Digest of the master weights in the serial layout, in the order of their names, little-endian.

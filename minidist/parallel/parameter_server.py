@@ -196,6 +196,9 @@ class ParameterServer:
         if self._service is not None:
             self._service.serve(optimizer)
             return float("nan")
+        if self._finished:
+            raise ConfigError(f"worker {self.group.rank} of {self.workers} has finished and makes no more steps; "
+                              f"evaluate and take the weights of an asynchronous run after its last step")
         if self.asynchronous:
             loss = self.gradients(batch, accumulate)
             scale = own_scale([key for shard in self.shards for key in shard.keys], clip)

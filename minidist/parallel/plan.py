@@ -15,6 +15,9 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 OFFLOADS = ("none", "optimizer", "all")
 """What leaves the device: nothing; optimizer state and update, to the host; all that lasts, to disk."""
 
+STRATEGIES = ("ddp", "data-parallel", "parameter-server")
+"""How the data axis is trained: replicas that are equals (with zero: divided), one process, workers and servers."""
+
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
 
@@ -31,6 +34,11 @@ class Plan:
                 precision     one of PRECISIONS
                 checkpoint_blocks   which blocks' insides backward computes again: "none", "scores", "all" or numbers
                 offload       one of OFFLOADS
+                strategy      one of STRATEGIES
+                replicas      of data-parallel: devices of the one process
+                servers       of parameter-server: how many ranks of the data axis, the last
+                asynchronous, staleness   of parameter-server: update by each gradient as it comes; how many steps a
+                              worker may be ahead of the slowest (None: any number)
                 device_memory the most bytes that a rank's device may hold (None: no limit)
     Raises:     PlanError for an axis this version cannot cut, a size below 1, another stage, precision or offload, no
                 pass, and for stages that an offload does not go with.
@@ -49,6 +57,11 @@ class Plan:
     checkpoint_blocks: str = "none"
     offload: str = "none"
     device_memory: int | None = None
+    strategy: str = "ddp"
+    replicas: int = 1
+    servers: int = 1
+    asynchronous: bool = False
+    staleness: int | None = 2
 
     def __post_init__(self) -> None:
         for axis, size in self.axes.items():
@@ -65,6 +78,29 @@ class Plan:
         if self.precision not in PRECISIONS:
             raise PlanError(f"plan precision={self.precision!r}: choose one of {', '.join(PRECISIONS)}")
         self._check_offload()
+        self._check_strategy()
+
+    def _check_strategy(self) -> None:
+        """What the strategies that are not DDP and ZeRO ask, and what is theirs alone."""
+        if self.strategy not in STRATEGIES:
+            raise PlanError(f"plan strategy={self.strategy!r}: choose one of {', '.join(STRATEGIES)}")
+        others = (self.zero, self.precision, self.offload, self.device_memory)
+        if self.strategy != "ddp" and others != (0, "fp32", "none", None):
+            raise PlanError(f"plan strategy={self.strategy}: zero, precision, offload and device_memory are for "
+                            f"strategy ddp; leave them out")
+        if self.strategy != "data-parallel" and self.replicas != 1:
+            raise PlanError(f"plan replicas={self.replicas}: devices of one process are for strategy data-parallel")
+        if self.strategy != "parameter-server" and (self.servers != 1 or self.asynchronous):
+            raise PlanError(f"plan servers={self.servers}, asynchronous={self.asynchronous}: these are for strategy "
+                            f"parameter-server")
+        if self.strategy == "data-parallel" and (self.size > 1 or self.replicas < 1):
+            raise PlanError(f"plan strategy=data-parallel is one process with a thread for each of its replicas; start "
+                            f"one rank instead of {self.size}, and take replicas={max(self.size, 2)}")
+        if self.strategy == "parameter-server" and not 1 <= self.servers < self.dp:
+            raise PlanError(f"plan servers={self.servers}: of {self.dp} rank{'s' * (self.dp > 1)} on the data axis, at "
+                            f"least one is a server and one a worker; start {max(2, self.servers + 1)} or more")
+        if self.staleness is not None and self.staleness < 0:
+            raise PlanError(f"plan staleness={self.staleness}: a worker is 0 or more steps ahead of the slowest")
 
     def _check_offload(self) -> None:
         if self.offload not in OFFLOADS:
@@ -77,6 +113,11 @@ class Plan:
                             f"use zero=1, 2 or 3")
         if self.device_memory is not None and self.device_memory < 1:
             raise PlanError(f"plan device_memory={self.device_memory}: a device has at least one byte; write 64MiB")
+
+    @property
+    def workers(self) -> int:
+        """Ranks of the data axis that take a part of the batch."""
+        return self.dp - self.servers if self.strategy == "parameter-server" else self.dp
 
     @property
     def axes(self) -> dict[str, int]:

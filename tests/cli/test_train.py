@@ -129,6 +129,25 @@ def test_zero(stage: int, options: list[str], says: str, book: Path, tmp_path: P
     assert says in done.stdout
 
 
+@pytest.mark.parametrize(("options", "who"), [
+    (["--strategy", "data-parallel", "--replicas", "3", "--verify"], ["device 0", "device 2"]),
+    (["-n", "4", "--strategy", "parameter-server", "--servers", "2", "--verify"], ["worker 1", "server 1"]),
+    (["-n", "3", "--strategy", "parameter-server", "--asynchronous", "--staleness=-1"], ["worker 1", "server 0"])])
+def test_one_place_that_everything_passes(options: list[str], who: list[str], book: Path, tmp_path: Path) -> None:
+    """data-parallel and parameter-server: who sent what is the formula, device by device or rank by rank."""
+    done = execute([*MINIDIST, "train", *TINY, *options, "--data", str(book), "--out", "run"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert len(metrics["losses"]) == 4 and metrics["losses"][-1] < metrics["losses"][0]
+    assert "--asynchronous" in options or metrics["verify"]["largest"] <= 1e-10
+    for rank, expected in zip(metrics["ranks"], metrics["formula"]["by_rank"], strict=True):
+        assert [sum(rank[kind].get("dp", {}).values()) for kind in ("sent_bytes", "messages")] == expected
+    for words in (*who, "what each sent in a step"):
+        assert words in done.stdout
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    assert weights_digest(weights) == metrics["weights_sha256"] and np.isfinite(metrics["validation_loss"])
+
+
 def test_quiet_prints_nothing(book: Path, tmp_path: Path) -> None:
     done = execute([*MINIDIST, "train", *TINY, "--steps", "1", "--data", str(book), "--quiet", "--tied",
                     "--positions", "rotary", "--dropout", "0.1", "--optimizer", "sgd", "--clip", "0",
@@ -152,6 +171,13 @@ def refusals() -> list[tuple[list[str], str]]:
         (["--plan", "tp=2"], "this version has the data axis"),
         (["--plan", "dp=3"], "use dp=1"),
         (["-n", "2", "--plan", "dp=3"], "use dp=2"),
+        (["--strategy", "parameter-server"], "start 2 or more"),
+        (["-n", "2", "--strategy", "parameter-server", "--servers", "2"], "start 3 or more"),
+        (["-n", "2", "--strategy", "parameter-server", "--zero", "1"], "are for strategy ddp"),
+        (["-n", "4", "--strategy", "data-parallel"], "take replicas=4"),
+        (["--replicas", "2"], "are for strategy data-parallel"),
+        (["--asynchronous"], "are for strategy parameter-server"),
+        (["-n", "2", "--strategy", "parameter-server", "--asynchronous", "--verify"], "equals no run of one process"),
         (["--optimizer", "adamx"], "did you mean adam"),
         (["--dtype", "float16"], "float32"),
         (["--lr", "0"], "--lr"),
