@@ -30,7 +30,7 @@ def test_table_figure_and_json(title, tmp_path, capsys):
     assert all(seconds > 0 for times in result["seconds"]["2"].values() for seconds in times.values())
     assert result["machine"]["command"].startswith("minidist") and result["machine"]["date"]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "bus bandwidth" in capsys.readouterr().out
+    assert "bus bandwidth" in " ".join(capsys.readouterr().out.split())     # the title is broken to the table's width
 
 
 def measured(world, verb, run, nbytes=60):
