@@ -4,6 +4,9 @@ float16, bfloat16 and the float8s combine in float32 and are rounded once: once 
 (ring, tree, halving and doubling), once altogether where one rank sees every value (naive, direct). Every other dtype
 combines in itself, as NumPy's ufuncs do: integers wrap round, bool's sum and max are "or", its prod and min "and", NaN
 wins in max and min.
+
+What overflows becomes inf, and inf - inf NaN, silently, as in MPI and NCCL, whatever numpy.errstate says: which rank
+adds what, and so who would be warned, is the algorithm's affair. The results are on all ranks to be looked at.
 """
 
 from collections.abc import Iterable
@@ -21,6 +24,11 @@ from minidist.errors import ConfigError, DtypeError
 UFUNCS: dict[str, np.ufunc] = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 
 
+def _apply(ufunc: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray, loop: np.dtype | None) -> None:
+    with np.errstate(all="ignore"):
+        ufunc(a, b, out=out, dtype=loop, casting="same_kind")
+
+
 class Reduction(NamedTuple):
     """One op on one dtype over `size` ranks.
 
@@ -36,7 +44,7 @@ class Reduction(NamedTuple):
 
     def combine(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
         """out = a (op) b, all of one length; `out` may be `a` or `b`. Rounds to out's dtype."""
-        UFUNCS[self.op](a, b, out=out, dtype=self.loop, casting="same_kind")
+        _apply(UFUNCS[self.op], a, b, out, self.loop)
 
     def into(self, source: np.ndarray) -> Reduce:
         """The Reduce that writes target = source (op) what arrives; `source` may be the target itself."""
@@ -44,7 +52,7 @@ class Reduction(NamedTuple):
 
         def reduce(target: np.ndarray, start: int, piece: np.ndarray) -> None:
             stop = start + len(piece)
-            ufunc(source[start:stop], piece, out=target[start:stop], dtype=loop, casting="same_kind")
+            _apply(ufunc, source[start:stop], piece, target[start:stop], loop)
 
         return reduce
 
@@ -55,7 +63,7 @@ class Reduction(NamedTuple):
 
         def reduce(target: np.ndarray, start: int, piece: np.ndarray) -> None:
             stop = start + len(piece)
-            ufunc(piece, source[start:stop], out=target[start:stop], dtype=loop, casting="same_kind")
+            _apply(ufunc, piece, source[start:stop], target[start:stop], loop)
 
         return reduce
 
@@ -67,14 +75,20 @@ class Reduction(NamedTuple):
 
         return reduce
 
+    def pass_on(self, total: np.ndarray, out: np.ndarray) -> None:
+        """Round a partial result to the dtype in which it travels."""
+        with np.errstate(all="ignore"):
+            out[...] = total
+
     def finish(self, total: np.ndarray, out: np.ndarray) -> None:
         """Write the result, given all ranks' values combined: a mean is divided here, once. `out` may be `total`."""
-        if self.op == "mean" and not isinstance(total, np.ndarray):
-            out[...] = widen(total) / self.size             # on a GPU
-        elif self.op == "mean":
-            np.divide(total, self.size, out=out, dtype=self.loop, casting="same_kind")
-        elif out is not total:
-            out[...] = total
+        with np.errstate(all="ignore"):
+            if self.op == "mean" and not isinstance(total, np.ndarray):
+                out[...] = widen(total) / self.size             # on a GPU
+            elif self.op == "mean":
+                np.divide(total, self.size, out=out, dtype=self.loop, casting="same_kind")
+            elif out is not total:
+                self.pass_on(total, out)
 
 
 @lru_cache(maxsize=512)

@@ -79,7 +79,7 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
         op.finish(total, partial)
         return
     if total is not partial:
-        partial[...] = total
+        op.pass_on(total, partial)
     call.send(parent, partial, step=_reduce_step(call, root))
 
 

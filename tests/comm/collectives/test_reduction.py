@@ -33,6 +33,24 @@ def test_the_test_above_sees_accumulation_in_low_precision(algorithm, monkeypatc
     assert summed(algorithm) == [2048.0, 9.0]
 
 
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("algorithm", ["naive", "tree", "ring", "direct", "pairwise", "doubling", "halving-doubling"])
+def test_overflow_is_inf_and_nobody_is_warned(algorithm, dtype):
+    """Warnings are errors here, in all ranks' threads; errors, too, are what the ranks ask NumPy for."""
+    def ranks(world):
+        most, infinite = ml_dtypes.finfo(dtype).max, np.inf if world.rank % 2 else -np.inf
+        x = np.array([most, -most, infinite, 1], dtype)
+        with np.errstate(all="raise"):
+            mean = world.all_reduce(x, op="mean", algorithm=algorithm)[3]
+            if algorithm in ("naive", "tree"):
+                world.reduce(x, algorithm=algorithm)
+            return world.all_reduce(x, algorithm=algorithm).tolist(), mean
+
+    for total, mean in run(ranks, size=4):
+        np.testing.assert_array_equal(total, [np.inf, -np.inf, np.nan, 4.0])
+        assert mean == 1
+
+
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_a_ring_rounds_once_a_hop(dtype):
     """Each hop: both operands to float32, one addition, one rounding."""
