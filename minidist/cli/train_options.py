@@ -22,6 +22,8 @@ VALIDATION_ROWS = 512
 
 PLAN_OPTIONS = (
     "zero",
+    "shard",
+    "keep_gathered",
     "accumulate",
     "strategy",
     "servers",
@@ -41,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--plan", metavar="dp=N", help="how the job is cut (default: all ranks on the data axis)")
     job.add_argument("--zero", type=int, choices=ZERO_STAGES, default=0,
                      help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too (default: 0)")
+    job.add_argument("--shard", type=positive, metavar="N",
+                     help="with --zero: N neighbours share one copy of the state, and every N others have a copy of "
+                          "their own: hybrid sharding (default: all ranks share one)")
+    job.add_argument("--keep-gathered", action="store_true",
+                     help="with --zero 3: keep weights from forward to backward, a third less traffic for more memory")
     job.add_argument("--strategy", choices=STRATEGIES, default="ddp",
                      help="ddp: equal ranks; data-parallel: one process, a thread a replica; parameter-server: the "
                           "last ranks keep the weights for the others (default: ddp)")

@@ -3,6 +3,7 @@
 import json
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import minidist
 from minidist.backend import Array
 from minidist.cli import train_central
 from minidist.cli.common import write_json
+from minidist.comm.collectives.chunks import bounds
 from minidist.comm.costs import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.errors import ConfigError
@@ -51,26 +53,32 @@ def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
 
 def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     """Bytes and messages that all ranks together should have sent for gradients, and with ZeRO for weights, in all
-    steps: the sum over buckets, or with ZeRO-3 over collectives. Args: batch: like those of the run.
+    steps: the sum over buckets, or with ZeRO-2 and 3 over collectives. Args: batch: like those of the run.
     """
-    strategy = trainer.strategy
+    strategy, plan = trainer.strategy, trainer.plan
     if isinstance(strategy, (DataParallel, ParameterServer)):
         return train_central.formula(trainer, strategy, batch)
     if isinstance(strategy, Single):
         return {"sent_bytes": 0, "messages": 0, "buckets": 0}
-    calls = collectives(strategy, trainer.plan.accumulate)
-    pairs = [(FORMULAS[verb, trainer.plan.algorithm],      # what all ranks send does not depend on who owns how much
-              Case(size=trainer.plan.dp, nbytes=nbytes, blocks=[nbytes] + [0] * (trainer.plan.dp - 1)))
+    calls = collectives(strategy, plan.accumulate)
+    size = plan.shard or plan.dp        # of a group that shares a copy; there are dp / size of them
+    pairs = [(FORMULAS[verb, plan.algorithm],      # what all ranks send does not depend on who owns how much
+              Case(size=size, nbytes=nbytes, blocks=[nbytes] + [0] * (size - 1)), plan.dp // size)
              for verb, nbytes in calls]
-    return {"sent_bytes": trainer.steps_done * sum(formula.bytes_of(case) for formula, case in pairs),
-            "messages": trainer.steps_done * sum(formula.messages_of(case) for formula, case in pairs),
+    pairs += [(FORMULAS["all_reduce", plan.algorithm], Case(size=plan.dp // size, nbytes=nbytes), 1)
+              for nbytes in shards(strategy) if size < plan.dp]
+    return {"sent_bytes": trainer.steps_done * sum(times * formula.bytes_of(case) for formula, case, times in pairs),
+            "messages": trainer.steps_done * sum(times * formula.messages_of(case) for formula, case, times in pairs),
             "buckets": len(calls if isinstance(strategy, (Zero2, Zero3)) else buckets_of(strategy))}
 
 
 def collectives(strategy: DDP | Zero1 | Zero2 | Zero3, accumulate: int) -> list[tuple[str, int]]:
-    """(verb, bytes of the whole array) of each collective in a step of `accumulate` passes, scalars apart."""
+    """(verb, bytes of the whole array) of each collective in a step of `accumulate` passes, within one copy of the
+    state, scalars apart.
+    """
     if isinstance(strategy, Zero3):
-        gathered = [(flat, 2 * accumulate) for unit in strategy.units for flat in unit.flats]
+        times = 2 if strategy.free_after_forward else 1
+        gathered = [(flat, times * accumulate) for unit in strategy.units for flat in unit.flats]
         gathered += [(flat, 1) for flat in strategy.root.flats]         # held all step
         return ([("all_gather", flat.nbytes) for flat, times in gathered for _ in range(times)]
                 + [("reduce_scatter", flat.nbytes) for flat in strategy.gradients.flats for _ in range(accumulate)])
@@ -78,6 +86,15 @@ def collectives(strategy: DDP | Zero1 | Zero2 | Zero3, accumulate: int) -> list[
     if isinstance(strategy, Zero2):
         verbs = ["reduce_scatter"] * accumulate + ["all_gather"]
     return [(verb, array.nbytes) for verb in verbs for array in buckets_of(strategy)]
+
+
+def shards(strategy: DDP | Zero1 | Zero2 | Zero3) -> list[int]:
+    """Bytes of every shard of one copy: each is summed over the copies, once a step."""
+    if isinstance(strategy, DDP):
+        return []
+    flats = strategy.gradients.flats if isinstance(strategy, Zero3) else strategy.flats
+    return [(stop - start) * flat.dtype.itemsize for flat in flats
+            for start, stop in pairwise(bounds(flat.size, strategy.sharing.shard.size))]
 
 
 def buckets_of(strategy: DDP | Zero1 | Zero2) -> list[Array]:
@@ -173,24 +190,32 @@ def bytes_a_parameter(metrics: Metrics) -> dict[str, float]:
     plan = metrics["plan"]
     each = Each.of(metrics["parameter_bytes"] // metrics["parameters"], moments=metrics["optimizer_moments"],
                    masters=plan["precision"] != "fp32")
-    held = state_bytes(1, each, zero=plan["zero"], ranks=plan["dp"])
+    held = state_bytes(1, each, zero=plan["zero"], ranks=plan["dp"], shard=plan["shard"])
     held["optimizer"] *= train_central.optimizer_share(plan)
     return {category: held[category] for category in STATE}
+
+
+def traffic_header(metrics: Metrics) -> tuple[str, str]:
+    """What a rank should send in a step, bytes and messages, as formulas."""
+    size, plan, formula = metrics["size"], metrics["plan"], metrics["formula"]
+    whole = formula["sent_bytes"] // len(metrics["losses"]) // (size - 1)     # gathered or reduced: at least 2Ψ
+    if plan["shard"] not in (None, size):
+        copies = f"{size // plan['shard']} copies of {plan['shard']} ranks"
+        return f"by formula, {copies}", f"by formula, {copies}"
+    if plan["zero"] >= 2:
+        return f"(P-1)/P × {whole:,}", f"(P-1) × {formula['buckets']} collectives"
+    return f"2(P-1)/P × {whole // 2:,}", f"2(P-1) × {formula['buckets']} buckets"
 
 
 def traffic_table(metrics: Metrics) -> Table:
     """Each rank's bytes and messages a step beside the formula, scalars apart; all ranks' together are exact."""
     size, steps, formula = metrics["size"], len(metrics["losses"]), metrics["formula"]
-    share = formula["sent_bytes"] / steps / size
-    whole = formula["sent_bytes"] // steps // (size - 1)     # gathered or reduced in a step: at least 2Ψ
-    by_formula = (f"2(P-1)/P × {whole // 2:,}", f"2(P-1) × {formula['buckets']} buckets")
-    if metrics["plan"]["zero"] >= 2:
-        by_formula = (f"(P-1)/P × {whole:,}", f"(P-1) × {formula['buckets']} collectives")
+    share, by_formula = formula["sent_bytes"] / steps / size, traffic_header(metrics)
     table = Table(header_style="bold")
     for column in ("rank", "bytes", by_formula[0], "messages", by_formula[1]):
         table.add_column(column, justify="right")
-    sent, messages = ([sum(rank[kind].get("dp", {}).values()) // steps for rank in metrics["ranks"]]
-                      for kind in ("sent_bytes", "messages"))
+    sent, messages = ([sum(count for axis, verbs in rank[kind].items() if axis != "control" for count in verbs.values())
+                       // steps for rank in metrics["ranks"]] for kind in ("sent_bytes", "messages"))
     for rank in range(size):
         table.add_row(str(rank), f"{sent[rank]:,}", exactly(share), f"{messages[rank]:,}",
                       exactly(formula["messages"] / steps / size), end_section=rank == size - 1)

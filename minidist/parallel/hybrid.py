@@ -114,6 +114,7 @@ class Trainer:
             tied = self.model.tokens if self.config.tied else None      # used at both ends: held all step
             return Zero3(self.model, self.mesh["dp"], units=[c for _, c in self.model.children() if c is not tied],
                          loss=self._loss, algorithm=self.plan.algorithm, seed=self.seed, device=device,
+                         shard=self.plan.shard, free_after_forward=not self.plan.keep_gathered,
                          precision=self.precision, home=self.home, recorder=self.recorder)
         self.model.initialize(self.seed, device=device)
         if self.plan.strategy == "data-parallel":
@@ -126,7 +127,7 @@ class Trainer:
         stage = self.plan.zero or (2 if self.plan.offload == "optimizer" else 0)    # on one rank: gradients by buckets
         if self.plan.dp == 1 and not stage:
             return Single(self.model, loss=self._loss, precision=self.precision, recorder=self.recorder)
-        homes: dict[str, Any] = {"home": self.home} if stage else {}
+        homes: dict[str, Any] = {"home": self.home, "shard": self.plan.shard} if stage else {}
         return _OF_STAGE[stage](self.model, self.mesh["dp"], loss=self._loss, precision=self.precision,
                                 recorder=self.recorder, bucket_bytes=self.plan.bucket_bytes,
                                 algorithm=self.plan.algorithm, **homes)

@@ -5,6 +5,7 @@ from typing import Any
 
 from minidist.errors import PlanError
 from minidist.parallel.common.buckets import BUCKET_BYTES
+from minidist.parallel.common.sharing import divisors
 
 ZERO_STAGES = (0, 1, 2, 3)
 """What the data axis divides among its ranks: nothing, the optimizer, the gradients too, the parameters too."""
@@ -30,6 +31,8 @@ class Plan:
                 bucket_bytes  a gradient bucket's most bytes
                 algorithm     of the gradients' collectives: pinned, so that the same plan gives the same bits
                 zero          the ZeRO stage: 0 (DDP), 1, 2 or 3
+                shard         ZeRO: how many neighbours share one copy of the state (None: the whole data axis)
+                keep_gathered ZeRO-3: units stay gathered from forward to backward, for memory instead of traffic
                 accumulate    backward passes a step
                 precision     one of PRECISIONS
                 checkpoint_blocks   which blocks' insides backward computes again: "none", "scores", "all" or numbers
@@ -41,7 +44,7 @@ class Plan:
                               worker may be ahead of the slowest (None: any number)
                 device_memory the most bytes that a rank's device may hold (None: no limit)
     Raises:     PlanError for an axis this version cannot cut, a size below 1, another stage, precision or offload, no
-                pass, and for stages that an offload does not go with.
+                pass, and for options that the stage or each other do not go with.
     """
 
     dp: int = 1
@@ -52,6 +55,8 @@ class Plan:
     bucket_bytes: int = BUCKET_BYTES
     algorithm: str = "ring"
     zero: int = 0
+    shard: int | None = None
+    keep_gathered: bool = False
     accumulate: int = 1
     precision: str = "fp32"
     checkpoint_blocks: str = "none"
@@ -73,6 +78,10 @@ class Plan:
             raise PlanError(f"plan bucket_bytes={self.bucket_bytes}: a bucket holds at least one byte")
         if self.zero not in ZERO_STAGES:
             raise PlanError(f"plan zero={self.zero!r}: choose a stage of {', '.join(map(str, ZERO_STAGES))}")
+        if self.shard is not None:
+            self._check_shard()
+        if self.keep_gathered and self.zero != 3:
+            raise PlanError(f"plan keep_gathered with zero={self.zero}: only ZeRO-3 gathers units; choose zero=3")
         if not isinstance(self.accumulate, int) or self.accumulate < 1:
             raise PlanError(f"plan accumulate={self.accumulate!r}: a step has at least one backward pass")
         if self.precision not in PRECISIONS:
@@ -113,6 +122,18 @@ class Plan:
                             f"use zero=1, 2 or 3")
         if self.device_memory is not None and self.device_memory < 1:
             raise PlanError(f"plan device_memory={self.device_memory}: a device has at least one byte; write 64MiB")
+
+    def _check_shard(self) -> None:
+        fits = divisors(self.dp)
+        if self.shard not in fits:
+            raise PlanError(f"plan shard={self.shard!r}: the {self.dp} ranks of dp cannot be cut into copies of so "
+                            f"many; choose one of {', '.join(map(str, fits))}")
+        if not self.zero:
+            raise PlanError(f"plan shard={self.shard} with zero=0: nothing is divided among ranks; choose zero=1, 2 "
+                            f"or 3")
+        if self.shard < self.dp and self.offload != "none":
+            raise PlanError(f"plan shard={self.shard} of dp={self.dp} with offload={self.offload}: copies sum their "
+                            f"gradients on the device; leave one of the two out")
 
     @property
     def workers(self) -> int:

@@ -38,6 +38,8 @@ notes:   N0 ZeRO1, N4 §5
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
+from collections import deque
+
 import numpy as np
 
 from minidist.comm.group import Group
@@ -59,6 +61,7 @@ from minidist.parallel.common.order import InOrder
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
+from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
 from minidist.tensor import Tensor
 
@@ -71,6 +74,7 @@ class Zero1:
              loss: of a part of the batch (default: `model.loss`).
              bucket_bytes: a bucket's most bytes.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
+             shard: how many neighbours share one copy of the state (default: all; common/sharing.py).
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
@@ -78,15 +82,16 @@ class Zero1:
     """
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 algorithm: str = "ring", precision: Precision | None = None, home: Home | None = None,
-                 recorder: Recorder | None = None) -> None:
+                 algorithm: str = "ring", shard: int | None = None, precision: Precision | None = None,
+                 home: Home | None = None, recorder: Recorder | None = None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss = loss or loss_of(model)
         self.precision = precision or Precision()
         self.recorder = recorder or Silent()
+        self.sharing = Sharing(group, shard, algorithm=algorithm, recorder=self.recorder)
         check_equal_replicas(model.parameters(), group, when="before the first step")
         self.buckets = make_buckets(trainable(model.parameters()), bucket_bytes)
-        self.flats = [Flat(bucket.parameters, group) for bucket in self.buckets]
+        self.flats = [Flat(bucket.parameters, self.sharing.shard) for bucket in self.buckets]
         self.weights = [flat.join() for flat in self.flats]
         self.home = home or Home()
         self.home.begin(f"rank {group.rank}")
@@ -94,8 +99,10 @@ class Zero1:
             self.home.keep(flat, weights[flat.own], f"bucket {bucket.index}")
             self.home.keep_gradients(flat, bucket.data[flat.own])
         self.parameters = [piece for flat in self.flats for piece in self.home.pieces(flat, self.precision)]
-        self._pending: list[Pending] = []
-        self.arrivals = Arrivals(self.flats, self.weights, group, algorithm=algorithm, recorder=self.recorder)
+        self.sharing.require_room(self.home.room(flat) is not None for flat in self.flats)
+        self._pending: deque[tuple[int, Pending]] = deque()     # buckets on their way within the copy
+        self.arrivals = Arrivals(self.flats, self.weights, self.sharing.shard, algorithm=algorithm,
+                                 recorder=self.recorder)
         self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce,
                               who=f"ZeRO-1 rank {group.rank} of {group.size}", by="Zero1.backward")
 
@@ -124,19 +131,27 @@ class Zero1:
                 self.precision.backward(share, surveyed=self._order.expect)
             self._order.finish()
         with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
-            for index, pending in enumerate(self._pending):
-                pending.wait()
-                flat = self.flats[index]
-                if self.home.room(flat) is None:
-                    self.home.add(flat, self.buckets[index].data[flat.own], first=True)
+            self._take_sums(wait=True)
+            self.sharing.settle()
             self.home.settle()
-        self._pending = []
 
     def _start_reduce(self, index: int) -> None:
         """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps this rank's own."""
-        gradients, own = self.buckets[index].data, self.flats[index].own
-        self.recorder.announce(self.group.axis, f"reduce_scatter bucket {index}")
-        self._pending.append(self.group.start_reduce_scatter(gradients, out=gradients[own], algorithm=self.algorithm))
+        gradients, own, group = self.buckets[index].data, self.flats[index].own, self.sharing.shard
+        self.recorder.announce(group.axis, f"reduce_scatter bucket {index}")
+        pending = group.start_reduce_scatter(gradients, out=gradients[own], algorithm=self.algorithm)
+        self._pending.append((index, pending))
+        self._take_sums(wait=False)
+
+    def _take_sums(self, *, wait: bool) -> None:
+        """Chunks whose sum is there go home, or on to the other copies; `wait`: all of them."""
+        while self._pending and (wait or self._pending[0][1].done()):
+            index, pending = self._pending.popleft()
+            pending.wait()
+            flat, gradients = self.flats[index], self.buckets[index].data
+            if self.home.room(flat) is None:
+                self.home.add(flat, gradients[flat.own], first=True)
+            self.sharing.start_sum(gradients[flat.own], f"bucket {index}")
 
     # ---------------------------------------------------------------------------------------------------- weights
 
@@ -145,7 +160,7 @@ class Zero1:
 
         Cost:    one all-gather a bucket, counted under `control`.
         """
-        return gather_state(self.model, self.flats, map(self.home.master, self.flats), self.group,
+        return gather_state(self.model, self.flats, map(self.home.master, self.flats), self.sharing.shard,
                             algorithm=self.algorithm)
 
     # ------------------------------------------------------------------------------------------------------ step
@@ -168,6 +183,7 @@ class Zero1:
             loss = sum_in_order(self.group, total)
         self.arrivals.settle()
         with self.recorder.span("optimizer", notes="ZeRO-1 3"):
-            clip_and_update_shards(optimizer, self.home.squares, self.precision, self.group, lr=lr, clip=clip)
+            clip_and_update_shards(optimizer, self.home.squares, self.precision, self.sharing.shard, lr=lr,
+                                   clip=clip)
         self.arrivals.start()
         return loss

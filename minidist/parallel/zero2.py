@@ -59,6 +59,7 @@ from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.scattered import Scattered
+from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
 from minidist.tensor import Tensor
 
@@ -71,6 +72,7 @@ class Zero2:
              loss: of a part of the batch (default: `model.loss`).
              bucket_bytes: a bucket's most bytes, and so half of what gradients take beside the shard.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
+             shard: how many neighbours share one copy of the state (default: all; common/sharing.py).
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
@@ -78,23 +80,25 @@ class Zero2:
     """
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 algorithm: str = "ring", precision: Precision | None = None, home: Home | None = None,
-                 recorder: Recorder | None = None) -> None:
+                 algorithm: str = "ring", shard: int | None = None, precision: Precision | None = None,
+                 home: Home | None = None, recorder: Recorder | None = None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss = loss or loss_of(model)
         self.precision = precision or Precision()
         self.recorder = recorder or Silent()
+        self.sharing = Sharing(group, shard, algorithm=algorithm, recorder=self.recorder)
         check_equal_replicas(model.parameters(), group, when="before the first step")
-        self.flats = [Flat(run, group) for run in cut(trainable(model.parameters()), bucket_bytes)]
+        self.flats = [Flat(run, self.sharing.shard) for run in cut(trainable(model.parameters()), bucket_bytes)]
         self.weights = [flat.join() for flat in self.flats]
         self.home = home or Home()
         self.home.begin(f"rank {group.rank}")
         for index, (flat, weights) in enumerate(zip(self.flats, self.weights, strict=True)):
             self.home.keep(flat, weights[flat.own], f"bucket {index}")
-        self.gradients = Scattered(self.flats, group, home=self.home, algorithm=algorithm, recorder=self.recorder,
-                                   what="bucket")
+        self.gradients = Scattered(self.flats, self.sharing, home=self.home, algorithm=algorithm,
+                                   recorder=self.recorder, what="bucket")
         self.parameters = [piece for flat in self.flats for piece in self.home.pieces(flat, self.precision)]
-        self.arrivals = Arrivals(self.flats, self.weights, group, algorithm=algorithm, recorder=self.recorder)
+        self.arrivals = Arrivals(self.flats, self.weights, self.sharing.shard, algorithm=algorithm,
+                                 recorder=self.recorder)
         self._order = InOrder([flat.parameters for flat in self.flats], self.gradients.start,
                               who=f"ZeRO-2 rank {group.rank} of {group.size}", by="Zero2.backward")
 
@@ -112,19 +116,19 @@ class Zero2:
 
     # -------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, share: Tensor | None) -> None:
-        """Add the sums of the gradients over all ranks to the shards.
+    def backward(self, share: Tensor | None, *, last: bool = True) -> None:
+        """Add the sums of the gradients over the ranks of this copy to the shards; the `last` adds the other copies'.
 
         Cost:    one reduce-scatter a bucket, begun during backward; returns when all have ended.
         """
         self._order.begin()
+        self.gradients.begin(last=last)
         with self.recorder.span("backward", notes="ZeRO-2 1a"):
             if share is not None:
                 self.precision.backward(share, surveyed=self._order.expect)
             self._order.finish()
         with self.recorder.span("wait for gradients", notes="ZeRO-2 1b"):
-            self.gradients.settle()
-            self.home.settle()
+            self.gradients.finish()
 
     # ---------------------------------------------------------------------------------------------------- weights
 
@@ -133,7 +137,7 @@ class Zero2:
 
         Cost:    one all-gather a bucket, counted under `control`.
         """
-        return gather_state(self.model, self.flats, map(self.home.master, self.flats), self.group,
+        return gather_state(self.model, self.flats, map(self.home.master, self.flats), self.sharing.shard,
                             algorithm=self.algorithm)
 
     # ------------------------------------------------------------------------------------------------------ step
@@ -147,15 +151,16 @@ class Zero2:
         """
         self.gradients.forget()
         total = 0.0
-        for part in micro_parts(self.part_of(batch), accumulate):
+        for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
             with self.recorder.span("forward", rows=len(part.inputs)):
                 share = self.forward(part, divisor=batch[1].size)
-            self.backward(share)
+            self.backward(share, last=number == accumulate)
             total += 0.0 if share is None else float(share.item())
         with self.recorder.span("loss", "communication"):
             loss = sum_in_order(self.group, total)
         self.arrivals.settle()
         with self.recorder.span("optimizer", notes="ZeRO-2 2"):
-            clip_and_update_shards(optimizer, self.home.squares, self.precision, self.group, lr=lr, clip=clip)
+            clip_and_update_shards(optimizer, self.home.squares, self.precision, self.sharing.shard, lr=lr,
+                                   clip=clip)
         self.arrivals.start()
         return loss

@@ -58,7 +58,9 @@ from minidist.parallel.common.flat import clip_and_update_shards, gather_state, 
 from minidist.parallel.common.home import Home
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
+from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.scattered import Scattered
+from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.units import Unit, make_units
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
 from minidist.tensor import Tensor
@@ -75,6 +77,7 @@ class Zero3:
              ahead: how much may be gathered before its turn, in units as large as the largest; 0: nothing.
              free_after_forward: or keep a unit until its backward, for memory instead of traffic.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
+             shard: how many neighbours share one copy of the state (default: all; common/sharing.py).
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
@@ -83,25 +86,28 @@ class Zero3:
 
     def __init__(self, model: Module, group: Group, *, units: Sequence[Module] | None = None, loss: Loss | None = None,
                  ahead: int = 1, free_after_forward: bool = True, algorithm: str = "ring", seed: int | None = None,
-                 device: str = "cpu", precision: Precision | None = None, home: Home | None = None,
-                 recorder: Recorder | None = None) -> None:
+                 device: str = "cpu", shard: int | None = None, precision: Precision | None = None,
+                 home: Home | None = None, recorder: Recorder | None = None) -> None:
         self.model, self.group, self.ahead, self.free_after_forward = model, group, ahead, free_after_forward
         self.algorithm = algorithm
         self.loss = loss or loss_of(model)
         self.precision = precision or Precision()
         self.recorder = recorder or Silent()
         trainable(model.parameters())
+        self.sharing = Sharing(group, shard, algorithm=algorithm, recorder=self.recorder)
+        if seed is None:
+            check_equal_replicas(model.parameters(), group, when="before the first step")
         self.home = home or Home()
         self.home.begin(f"rank {group.rank}")
-        self.units, self.root = make_units(model, units, ahead, group, home=self.home, algorithm=algorithm,
-                                           recorder=self.recorder, seed=seed, device=device)
+        self.units, self.root = make_units(model, units, ahead, self.sharing.shard, home=self.home,
+                                           algorithm=algorithm, recorder=self.recorder, seed=seed, device=device)
         self.sequence: list[Unit] = []      # units as the first forward met them
         self._met: list[Unit] = []          # those that this forward has met
         self._left: list[Unit] = []         # those that this backward has still to meet
         everything = [*self.units, self.root]
         learning = [flat for unit in everything for flat in unit.learning]
-        self.gradients = Scattered(learning, group, home=self.home, algorithm=algorithm, recorder=self.recorder,
-                                   what="unit part")
+        self.gradients = Scattered(learning, self.sharing, home=self.home, algorithm=algorithm,
+                                   recorder=self.recorder, what="unit part")
         self._index = {id(flat): index for index, flat in enumerate(learning)}
         self.parameters = [piece for flat in learning for piece in self.home.pieces(flat, self.precision)]
         self._reduced: set[int] = set()
@@ -166,8 +172,8 @@ class Zero3:
 
     # -------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, share: Tensor) -> None:
-        """Add the sums of the gradients over all ranks to the shards.
+    def backward(self, share: Tensor, *, last: bool = True) -> None:
+        """Add the sums of the gradients over the ranks of this copy to the shards; the `last` adds the other copies'.
 
         Cost:    an all-gather and a reduce-scatter a unit, begun during backward; returns when all have ended.
         Raises:  GradientError if the first loss is NaN, as it is where a freed weight was used.
@@ -179,13 +185,13 @@ class Zero3:
             self.sequence = list(self._met)
         self._left = [unit for unit in reversed(self._met) if unit.calls]
         self._reduced = set()
+        self.gradients.begin(last=last)
         with self.recorder.span("backward", notes="ZeRO-3 backward 2"):
             self.precision.backward(share)
             for unit in (*reversed(self.units), self.root):
                 self._reduce(unit)
         with self.recorder.span("wait for gradients", notes="ZeRO-3 backward 3"):
-            self.gradients.settle()
-            self.home.settle()
+            self.gradients.finish()
         for unit in self.units:
             unit.calls = 0
             unit.free()
@@ -222,7 +228,8 @@ class Zero3:
         Cost:    one all-gather a unit, counted under `control`; a unit at a time.
         """
         flats = [flat for unit in (*self.units, self.root) for flat in unit.flats]
-        return gather_state(self.model, flats, map(self.home.master, flats), self.group, algorithm=self.algorithm)
+        return gather_state(self.model, flats, map(self.home.master, flats), self.sharing.shard,
+                            algorithm=self.algorithm)
 
     # ------------------------------------------------------------------------------------------------------ step
 
@@ -235,13 +242,14 @@ class Zero3:
         """
         self.gradients.forget()
         total = 0.0
-        for part in micro_parts(self.part_of(batch), accumulate):
+        for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
             with self.recorder.span("forward", rows=len(part.inputs)):
                 share = self.forward(part, divisor=batch[1].size, spare=batch)
-            self.backward(share)
+            self.backward(share, last=number == accumulate)
             total += float(share.item())
         self.root.free()
         with self.recorder.span("optimizer"):
-            clip_and_update_shards(optimizer, self.home.squares, self.precision, self.group, lr=lr, clip=clip)
+            clip_and_update_shards(optimizer, self.home.squares, self.precision, self.sharing.shard, lr=lr,
+                                   clip=clip)
         with self.recorder.span("loss", "communication"):
             return sum_in_order(self.group, total)

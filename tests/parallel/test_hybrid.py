@@ -32,6 +32,16 @@ def test_plan_refuses_in_one_line(text: str, says: str) -> None:
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("options", "says"), [
+    ({"dp": 6, "zero": 3, "shard": 4}, "cannot be cut into copies of so many; choose one of 1, 2, 3, 6"),
+    ({"dp": 4, "zero": 3, "shard": 0}, "choose one of 1, 2, 4"), ({"dp": 4, "shard": 2}, "nothing is divided among"),
+    ({"dp": 2, "zero": 2, "keep_gathered": True}, "only ZeRO-3 gathers units"),
+    ({"dp": 4, "zero": 2, "shard": 2, "offload": "optimizer"}, "leave one of the two out")])
+def test_plan_refuses_what_zero_cannot(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Plan(**options)
+
+
 # --------------------------------------------------------------------------------------------------------------- mesh
 
 @given(sizes=st.lists(st.integers(1, 3), min_size=5, max_size=5).filter(lambda sizes: np.prod(sizes) <= 8),

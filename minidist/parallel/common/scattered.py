@@ -2,7 +2,7 @@
 
     lend         the first gradient of a run comes: the run gets a buffer, its parameters views of it
     start(i)     the run's gradients are final: reduce-scatter begins; the run started before is waited for, and freed
-    settle()     the last one is waited for
+    finish()     the last one is waited for, and in the last backward of a step the sums over other copies
 
 So at most two buffers live beside the shards: one that fills and one in flight (and those of runs that are in use all
 along, as a tied weight's, or that wait for their turn). Where shards lie is a home's affair (home.py); one that is not
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from minidist.backend import Array
-from minidist.comm.group import Group
 from minidist.comm.pending import Pending
 from minidist.parallel.common.flat import Flat, empty_like
 from minidist.parallel.common.home import Home
 from minidist.parallel.common.recorder import Recorder
+from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import zero_unused
 from minidist.tensor import Parameter
 
@@ -25,15 +25,17 @@ from minidist.tensor import Parameter
 class Scattered:
     """The gradients of some runs of parameters, of which this rank keeps its chunks.
 
-    Args:    flats: the runs; their parameters' gradients are lent from here on.
+    Args:    flats: the runs; their parameters' gradients are lent from here on; sharing: with whom.
              home: keeps for each run its chunk's sum over the ranks and over the backwards since `forget`.
              algorithm: of the reduce-scatter; what: "bucket" or "unit", for the recorder.
+    Raises:  ConfigError for several copies whose gradients have their home off the device.
     """
 
-    def __init__(self, flats: Sequence[Flat], group: Group, *, home: Home, algorithm: str, recorder: Recorder,
+    def __init__(self, flats: Sequence[Flat], sharing: Sharing, *, home: Home, algorithm: str, recorder: Recorder,
                  what: str) -> None:
-        self.flats, self.group, self.home, self.algorithm = flats, group, home, algorithm
+        self.flats, self.sharing, self.home, self.algorithm = flats, sharing, home, algorithm
         self.recorder, self.what = recorder, what
+        self._last = True                               # this is the step's last backward
         self._empty = [True] * len(flats)               # nothing has been added to the shard yet
         self._buffers: dict[int, Array] = {}
         self._in_flight: tuple[int, Pending, bool] | None = None    # the last: whether its sum must still be added
@@ -41,10 +43,15 @@ class Scattered:
             home.keep_gradients(flat)
             for parameter in flat.parameters:
                 parameter.lender = partial(self._lend, index)
+        sharing.require_room(home.room(flat) is not None for flat in flats)
 
     def forget(self) -> None:
         """A step begins: the next sums replace the shards."""
         self._empty = [True] * len(self.flats)
+
+    def begin(self, *, last: bool = True) -> None:
+        """A backward begins; in the `last` of a step shards are summed over the copies too."""
+        self._last = last
 
     def _lend(self, index: int, parameter: Parameter) -> Array:
         """The parameter's view of its run's buffer, which is made when the run's first gradient comes."""
@@ -65,10 +72,17 @@ class Scattered:
         buffer = self._buffers[index]
         room = self.home.room(flat) if self._empty[index] else None
         out = buffer[flat.own] if room is None else room
-        self.recorder.announce(self.group.axis, f"reduce_scatter {self.what} {index}")
-        pending = self.group.start_reduce_scatter(buffer, out=out, algorithm=self.algorithm)
+        group = self.sharing.shard
+        self.recorder.announce(group.axis, f"reduce_scatter {self.what} {index}")
+        pending = group.start_reduce_scatter(buffer, out=out, algorithm=self.algorithm)
         self.settle()
         self._in_flight = index, pending, room is None
+
+    def finish(self) -> None:
+        """Backward is over: return when the shards have their sums, wherever their home is."""
+        self.settle()
+        self.sharing.settle()
+        self.home.settle()
 
     def settle(self) -> None:
         """Wait for the run in flight, add its sum to the shard, and free its buffer."""
@@ -83,3 +97,6 @@ class Scattered:
         self._empty[index] = False
         for parameter in flat.parameters:
             parameter.bind_gradient(None)
+        shard = self.home.room(flat)
+        if self._last and shard is not None:
+            self.sharing.start_sum(shard, f"{self.what} {index}")

@@ -16,7 +16,6 @@ from minidist.nn.weights import Weight
 from minidist.parallel.common.flat import Flat
 from minidist.parallel.common.home import Home
 from minidist.parallel.common.recorder import Recorder
-from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.tensor import Parameter
 
 
@@ -114,8 +113,6 @@ def make_units(model: Module, modules: Sequence[Module] | None, ahead: int, grou
     chosen = [child for _, child in model.children()] if modules is None else list(modules)
     taken: set[int] = set()
     units: list[Unit] = []
-    if seed is None:
-        check_equal_replicas(model.parameters(), group, when="before the first step")
     model.assign_names()
     for module in chosen:
         if id(module) not in paths:

@@ -1,0 +1,138 @@
+"""Hybrid sharding: equal to one process; what travels within a copy and between copies; what a rank holds."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training import global_batch, tiny
+from zero import check_equal, train
+
+import minidist as md
+from minidist.cli import train_report
+from minidist.errors import ConfigError
+from minidist.parallel.common import flat
+from minidist.parallel.common.flat import sum_in_order
+from minidist.parallel.common.memory import SINGLE, state_bytes
+from minidist.parallel.common.recorder import Silent
+from minidist.parallel.common.scattered import Scattered
+from minidist.parallel.common.sharing import Sharing, divisors
+from minidist.parallel.hybrid import Plan, Trainer
+
+any_shard = given(
+    stage=st.sampled_from([1, 2, 3]), size=st.sampled_from([2, 4, 6]), choice=st.integers(0, 3),
+    accumulate=st.integers(1, 3), options=st.fixed_dictionaries({
+        "sequences": st.integers(1, 9), "optimizer": st.sampled_from(["adamw", "sgd"]),
+        "clip": st.sampled_from([None, 0.1]), "frozen": st.sampled_from([(), ("tokens.weight", "norm.bias")]),
+        "changes": st.fixed_dictionaries({"tied": st.booleans(), "layers": st.just(1)})}))
+
+
+def check(stage: int, size: int, choice: int, accumulate: int, options: dict[str, Any]) -> None:
+    """Any divisor as the number of ranks that share a copy."""
+    fits = divisors(size)
+    check_equal(stage, size, steps=2, step_options={"accumulate": accumulate},
+                strategy_options={"shard": fits[choice % len(fits)]}, **options)
+
+
+@settings(max_examples=8)
+@any_shard
+def test_equals_one_process(stage: int, size: int, choice: int, accumulate: int, options: dict[str, Any]) -> None:
+    check(stage, size, choice, accumulate, options)
+
+
+@pytest.mark.soak
+@settings(max_examples=200)
+@any_shard
+def test_equals_one_process_often(stage: int, size: int, choice: int, accumulate: int, options: dict[str, Any]) -> None:
+    check(stage, size, choice, accumulate, options)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_equals_one_process_after_twenty_steps(stage: int, transport: str) -> None:
+    check_equal(stage, 4, {"context": 16, "width": 16, "layers": 3}, transport=transport, steps=20, sequences=9,
+                strategy_options={"shard": 2})
+
+
+@pytest.mark.parametrize("bug", ["copies are forgotten", "every pass is summed", "the norm counts copies"])
+def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bug == "copies are forgotten":
+        monkeypatch.setattr(Sharing, "start_sum", lambda self, chunk, what: None)
+    elif bug == "every pass is summed":
+        monkeypatch.setattr(Scattered, "begin", lambda self, last: None)
+    else:
+        monkeypatch.setattr(flat, "sum_in_order", lambda group, value: 2 * sum_in_order(group, value))
+    with pytest.raises(AssertionError):
+        check_equal(2, 4, optimizer="sgd", clip=0.1, step_options={"accumulate": 2}, strategy_options={"shard": 2})
+
+
+# -------------------------------------------------------------------------------------------------------- what it costs
+
+@pytest.mark.parametrize(("stage", "size", "shard", "accumulate"), [
+    (1, 4, 2, 2), (2, 6, 3, 2), (3, 6, 2, 2), (3, 4, 1, 1)])
+def test_bytes_by_axis(stage: int, size: int, shard: int, accumulate: int) -> None:
+    """(S-1)/S of what is gathered and reduced within a copy; 2(R-1)/R of a shard between copies, once a step."""
+    steps, copies = 2, size // shard
+    ranks = md.run(lambda world: train(world, stage, steps=steps, sequences=7, shard=shard,
+                                       step_options={"accumulate": accumulate}), size=size)
+    nbytes = ranks[0]["nbytes"]
+    reduced = {1: 1, 2: accumulate, 3: accumulate}[stage]
+    gathered = {1: 1, 2: 1, 3: 2 * accumulate}[stage]
+    sent: dict[tuple[str, str], int] = {}
+    for rank in ranks:
+        for axis, verbs in rank["sent"].items():
+            for verb, count in verbs.items():
+                sent[axis, verb] = sent.get((axis, verb), 0) + count
+    del sent["control", "all_gather"]
+    inside = steps * copies * (shard - 1) * nbytes
+    assert sent == {("world.shard", "reduce_scatter"): reduced * inside,
+                    ("world.shard", "all_gather"): gathered * inside,
+                    ("world.replicas", "all_reduce"): steps * 2 * (copies - 1) * nbytes}
+
+
+@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 2, "accumulate": 2}, {"zero": 3, "keep_gathered": True},
+                                     {"zero": 3, "accumulate": 2, "precision": "bf16"}])
+def test_through_the_trainer(options: dict[str, Any]) -> None:
+    """What the command line's table holds measured traffic against; and evaluation."""
+    config = tiny(dtype="float32", tied=options["zero"] == 3)
+
+    def job(world: Any) -> tuple[Any, ...]:
+        trainer = Trainer(Plan(dp=4, shard=2, **options), config, world, lr=0.01)
+        batch = global_batch(0, 3, config)
+        before = trainer.evaluate([batch])
+        losses = [trainer.step(batch) for _ in range(2)]
+        formula, digest = train_report.gradient_formula(trainer, batch), trainer.weights_sha256()
+        trainer.close()
+        tables = world.ledger.sent_bytes("step"), world.ledger.messages("step")
+        bytes_and_messages = [sum(sum(verbs.values()) for axis, verbs in table.items() if axis != "control")
+                              for table in tables]
+        assert losses[0] == pytest.approx(before, rel=1e-5) and losses[1] < losses[0]
+        return formula, *bytes_and_messages, digest
+
+    ranks = md.run(job, size=4)
+    assert ranks[0][0]["sent_bytes"] == sum(rank[1] for rank in ranks)
+    assert ranks[0][0]["messages"] == sum(rank[2] for rank in ranks)
+    assert len({rank[3] for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_holds_the_share_of_its_copy(stage: int) -> None:
+    changes = {"dtype": "float32", "width": 32, "vocabulary": 50}
+    for rank in md.run(lambda world: train(world, stage, changes, optimizer="adam", shard=2), size=4):
+        held = state_bytes(rank["nbytes"] // 4, SINGLE, zero=stage, ranks=4, shard=2)
+        for category in ("parameters", "gradients", "optimizer"):
+            assert rank["memory"][category]["now"] == pytest.approx(held[category], rel=0.01, abs=200)
+
+
+def test_one_copy_is_the_group_itself() -> None:
+    def job(world: Any) -> None:
+        for shard in (None, world.size):
+            sharing = Sharing(world, shard, algorithm="ring", recorder=Silent())
+            assert sharing.shard is world and sharing.copies == 1
+        sharing = Sharing(world, 2, algorithm="ring", recorder=Silent())
+        assert sharing.shard.world_ranks == ((0, 1), (2, 3))[world.rank // 2] and sharing.copies == 2
+        with pytest.raises(ConfigError, match="4 ranks cannot be cut into copies of 3; choose one of 1, 2, 4"):
+            Sharing(world, 3, algorithm="ring", recorder=Silent())
+
+    md.run(job, size=4)
