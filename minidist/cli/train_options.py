@@ -15,7 +15,8 @@ from minidist.nn import GPTConfig
 from minidist.parallel.activations import chosen
 from minidist.parallel.common.update import Batch
 from minidist.parallel.hybrid import OPTIMIZERS, SCHEDULES, Plan
-from minidist.parallel.plan import STRATEGIES, ZERO_STAGES
+from minidist.parallel.mixed_precision import check_dtype
+from minidist.parallel.plan import PRECISIONS, STRATEGIES, ZERO_STAGES
 
 VALIDATION_ROWS = 512
 """Sequences of held-out text that the validation loss is taken over, at most."""
@@ -25,6 +26,7 @@ PLAN_OPTIONS = (
     "shard",
     "keep_gathered",
     "accumulate",
+    "precision",
     "strategy",
     "servers",
     "asynchronous",
@@ -84,6 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--tied", action="store_true", help="one matrix for embedding and output")
     model.add_argument("--dropout", type=fraction, default=0.0, metavar="RATE", help="(default: 0)")
     model.add_argument("--dtype", choices=["float64", "float32"], default="float32", help="(default: float32)")
+    model.add_argument("--precision", choices=PRECISIONS, default="fp32",
+                       help="weights and gradients as --dtype says (fp32), or in bf16 or fp16 beside float32 master "
+                       "weights; fp16 with a loss scale (default: fp32)")
     training = parser.add_argument_group("the training")
     training.add_argument("--steps", type=positive, default=500, metavar="K", help="optimizer steps (default: 500)")
     training.add_argument("--seed", type=int, default=0, metavar="S", help="of weights and batches (default: 0)")
@@ -179,6 +184,7 @@ def check(args: argparse.Namespace) -> Settings:
                        width=args.width, heads=args.heads, positions=args.positions, tied=args.tied,
                        dropout=args.dropout, dtype=args.dtype)
     chosen(args.checkpoint_blocks, args.layers)
+    check_dtype(args.precision, args.dtype)
     if args.asynchronous and args.verify:
         fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
     out = Path(args.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))

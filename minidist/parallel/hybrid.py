@@ -34,7 +34,7 @@ from minidist.parallel.common.update import Batch, Part, part_of
 from minidist.parallel.data_parallel import DataParallel
 from minidist.parallel.ddp import DDP
 from minidist.parallel.mesh import Mesh
-from minidist.parallel.mixed_precision import MixedPrecision
+from minidist.parallel.mixed_precision import MixedPrecision, check_dtype
 from minidist.parallel.offload_costs import make_home, require_memory
 from minidist.parallel.parameter_server import ParameterServer
 from minidist.parallel.plan import AXES, Plan
@@ -102,9 +102,7 @@ class Trainer:
         """The plan's precision, and the model in it, not yet drawn."""
         if self.plan.precision == "fp32":
             return Precision(), GPT(self.config)
-        if self.config.dtype != "float32":
-            raise ConfigError(f"precision {self.plan.precision} keeps float32 master weights, and the model asks for "
-                              f"{self.config.dtype}; choose dtype float32, or precision fp32, which follows the dtype")
+        check_dtype(self.plan.precision, self.config.dtype)
         precision = MixedPrecision(self.plan.precision)
         return precision, GPT(replace(self.config, dtype=backend.dtype_name(precision.dtype)))
 
@@ -195,7 +193,8 @@ class Trainer:
             self.strategy.finish()
             group = self.strategy.peers
         if self.plan.zero < 3 and self.world.rank < self.plan.workers:      # else it holds a part
-            check_equal_replicas(self.model.parameters(), group, when="after the last step")
+            replicas: Iterable[Any] = self.model.parameters() if self.plan.zero else self.strategy.parameters
+            check_equal_replicas(replicas, group, when="after the last step")
 
     def weights_sha256(self) -> str:
         """Digest of the master weights in the serial layout, in the order of their names, little-endian.

@@ -51,6 +51,16 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 """The dtype of weights and gradients under each name that a plan may give."""
 
 
+def check_dtype(precision: str, dtype: str) -> None:
+    """A model declared in `dtype` can have `precision`.
+
+    Raises:  ConfigError for master weights other than float32.
+    """
+    if precision != "fp32" and dtype != "float32":
+        raise ConfigError(f"precision {precision} keeps float32 master weights, and the model asks for {dtype}; choose "
+                          f"dtype float32, or precision fp32, which follows the dtype")
+
+
 class Master:
     """The float32 master of one parameter, for the optimizer; its gradient is the parameter's."""
 

@@ -257,3 +257,23 @@ def test_a_terminal_gets_a_bar() -> None:
         report.step(step, 2.5, 1234.0, 1 << 20)
     report.close()
     assert "3/3" in screen.getvalue() and "loss 2.5000" in screen.getvalue() and "1,234 tokens/s" in screen.getvalue()
+
+
+def test_precision(book: Path, tmp_path: Path) -> None:
+    """bf16 under ZeRO-2: held and sent is what the formula says, in 2 and 12 bytes; masters are saved."""
+    options = ["--dtype", "float32", "--precision", "bf16", "--zero", "2", "--out", "run", "--verify"]
+    done = execute([*MINIDIST, "train", *TINY, "-n", "2", "--data", str(book), *options], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 + 1 + 6 = 9 bytes a parameter" in done.stdout
+    assert "of the way that training went apart; the bound is 5e-02 in bf16" in done.stdout
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    count = metrics["parameters"]
+    assert metrics["plan"]["precision"] == "bf16" and metrics["parameter_bytes"] == 2 * count
+    for rank in metrics["ranks"]:
+        assert rank["memory"]["optimizer"]["now"] == pytest.approx(12 * count / 2, rel=0.01)
+    sent = sum(nbytes for rank in metrics["ranks"] for nbytes in rank["sent_bytes"]["dp"].values())
+    assert sent == metrics["formula"]["sent_bytes"] == 4 * 2 * 2 * count
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    assert {array.dtype for array in weights.values()} == {np.dtype("float32")}
+    refused = execute([*MINIDIST, "train", *TINY, "--precision", "fp16", "--data", str(book)], tmp_path)
+    assert refused.returncode == 2 and "keeps float32 master weights" in refused.stderr
