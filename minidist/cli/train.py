@@ -8,7 +8,6 @@
 import argparse
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path

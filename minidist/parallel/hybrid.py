@@ -193,8 +193,8 @@ class Trainer:
             self.strategy.finish()
             group = self.strategy.peers
         if self.plan.zero < 3 and self.world.rank < self.plan.workers:      # else it holds a part
-            replicas: Iterable[Any] = self.model.parameters() if self.plan.zero else self.strategy.parameters
-            check_equal_replicas(replicas, group, when="after the last step")
+            masters: Iterable[Any] = self.strategy.parameters if isinstance(self.strategy, DDP) else ()
+            check_equal_replicas((*self.model.parameters(), *masters), group, when="after the last step")
 
     def weights_sha256(self) -> str:
         """Digest of the master weights in the serial layout, in the order of their names, little-endian.
