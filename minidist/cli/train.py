@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from minidist import account
 from minidist.cli import train_options, train_report
 from minidist.cli.common import fail, write_json
 from minidist.cli.train_progress import Report, Silence, make_console, make_report
@@ -91,7 +92,8 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
         if args.json:
             write_json(args.json, metrics)
         if speaks:
-            written = sample(whole_model(trainer, weights), settings.text, seed=args.seed)
+            with account.use(account.MemoryAccount()):      # the run is over, and its limit
+                written = sample(whole_model(trainer, weights), settings.text, seed=args.seed)
             train_report.print_report(console, metrics, written, settings.out)
     trainer.close()
     world.barrier()      # nobody leaves, and ends the job for the others, before rank 0 has written

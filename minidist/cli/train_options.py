@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from minidist.backend import module_for
-from minidist.cli.common import fail, positive
+from minidist.cli.common import fail, number_of_bytes, positive
 from minidist.data import text
 from minidist.launch.transports import PROCESSES
 from minidist.nn import GPTConfig
 from minidist.parallel.activations import chosen
+from minidist.parallel.common.disk import writable
 from minidist.parallel.common.update import Batch
 from minidist.parallel.hybrid import OPTIMIZERS, SCHEDULES, Plan
 from minidist.parallel.mixed_precision import check_dtype
-from minidist.parallel.plan import PRECISIONS, STRATEGIES, ZERO_STAGES
+from minidist.parallel.plan import OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
 
 VALIDATION_ROWS = 512
 """Sequences of held-out text that the validation loss is taken over, at most."""
@@ -31,6 +32,8 @@ PLAN_OPTIONS = (
     "servers",
     "asynchronous",
     "checkpoint_blocks",
+    "offload",
+    "device_memory",
 )
 """Options that are fields of Plan."""
 
@@ -43,8 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--transport", choices=PROCESSES,
                      help="how ranks exchange bytes (default: mpi under mpirun, else sockets)")
     job.add_argument("--plan", metavar="dp=N", help="how the job is cut (default: all ranks on the data axis)")
-    job.add_argument("--zero", type=int, choices=ZERO_STAGES, default=0,
-                     help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too (default: 0)")
+    job.add_argument("--zero", type=int, choices=ZERO_STAGES,
+                     help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too (default: 0; "
+                          "with --offload all 3)")
     job.add_argument("--shard", type=positive, metavar="N",
                      help="with --zero: N neighbours share one copy of the state, and every N others have a copy of "
                           "their own: hybrid sharding (default: all ranks share one)")
@@ -65,6 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--checkpoint-blocks", nargs="?", const="all", default="none", metavar="WHICH",
                      help="keep of blocks their inputs alone and compute the rest again in backward: all (default with "
                           "the option), numbers as in 0,2, or of attention the scores")
+    job.add_argument("--offload", choices=OFFLOADS, default="none",
+                     help="keep off the device: the optimizer's state and update, on the host; or all that lasts, on "
+                          "disk (default: none)")
+    job.add_argument("--offload-dir", metavar="DIR",
+                     help="where --offload all puts its files, which vanish with the run (default: with the system's "
+                          "temporary files)")
+    job.add_argument("--device-memory", type=number_of_bytes, metavar="SIZE",
+                     help="the most that a rank's device may hold, as 64MiB; what passes it is an error (default: no "
+                          "limit)")
     job.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
     job.add_argument("--threads", type=positive, metavar="N",
                      help="BLAS threads a rank (default: this machine's cores // ranks on it)")
@@ -158,16 +171,18 @@ class Settings:
         """The plan for a job of `size` ranks."""
         plan = Plan.parse(self.args.plan) if self.args.plan else Plan(dp=size)
         args = self.args
+        chosen = {option: getattr(args, option) for option in PLAN_OPTIONS}
+        if args.zero is None:
+            chosen["zero"] = 3 if args.offload == "all" else 0
         return replace(plan, replicas=args.replicas or 1 + (args.strategy == "data-parallel"),
-                       staleness=None if args.staleness < 0 else args.staleness,
-                       **{option: getattr(args, option) for option in PLAN_OPTIONS})
+                       staleness=None if args.staleness < 0 else args.staleness, **chosen)
 
     def trainer_options(self) -> dict[str, Any]:
         """What Trainer takes beside plan, config and world."""
         args = self.args
         return {"seed": args.seed, "optimizer": args.optimizer, "lr": args.lr, "lr_schedule": args.lr_schedule,
                 "warmup": -(-args.steps // 20), "steps": args.steps, "clip": args.clip or None,
-                "device": args.device}
+                "device": args.device, "offload_dir": args.offload_dir}
 
 
 def check(args: argparse.Namespace) -> Settings:
@@ -187,6 +202,8 @@ def check(args: argparse.Namespace) -> Settings:
     check_dtype(args.precision, args.dtype)
     if args.asynchronous and args.verify:
         fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
+    if args.offload == "all":
+        writable(args.offload_dir)
     out = Path(args.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     check_writable("--out", out / "metrics.json")
     if args.json:

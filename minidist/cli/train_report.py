@@ -15,6 +15,7 @@ import minidist
 from minidist.backend import Array
 from minidist.cli import train_central
 from minidist.cli.common import write_json
+from minidist.cli.train_offload import offload_record, on_device, print_offload
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.costs import FORMULAS, Case
 from minidist.comm.group import Group
@@ -41,7 +42,7 @@ def rank_record(trainer: Trainer, world: Group) -> dict[str, Any]:
     return {"rank": world.rank, "coordinates": {axis: place for axis, place in trainer.mesh.coordinates.items()
                                                 if axis == "dp" or trainer.mesh.shape[axis] > 1},
             "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
-            "memory": trainer.account.snapshot()}
+            "memory": trainer.account.snapshot(), **offload_record(trainer)}
 
 
 def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
@@ -171,6 +172,8 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
     each = bytes_a_parameter(metrics)
     console.print(f"parameters + gradients + optimizer: {' + '.join(map(short, each.values()))} = "
                   f"{short(sum(each.values()))} bytes a parameter\n", markup=False)
+    if metrics["plan"]["offload"] != "none":
+        print_offload(console, metrics)
     console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), loss.png, model.safetensors",
                   markup=False, soft_wrap=True)
 
@@ -191,6 +194,7 @@ def bytes_a_parameter(metrics: Metrics) -> dict[str, float]:
     each = Each.of(metrics["parameter_bytes"] // metrics["parameters"], moments=metrics["optimizer_moments"],
                    masters=plan["precision"] != "fp32")
     held = state_bytes(1, each, zero=plan["zero"], ranks=plan["dp"], shard=plan["shard"])
+    held = on_device(held, plan["offload"], plan["zero"])
     held["optimizer"] *= train_central.optimizer_share(plan)
     return {category: held[category] for category in STATE}
 

@@ -15,6 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from minidist import account
 from minidist.cli.train_options import Settings
 from minidist.cli.train_report import plural
 from minidist.comm.group import Group
@@ -64,11 +65,12 @@ def verify(early: Weights, settings: Settings, world: Group, metrics: dict[str, 
 
 def train_alone(settings: Settings, alone: Group) -> tuple[Weights, Weights]:
     """The weights before the first and after the same steps on one process."""
-    serial = Trainer(Plan(precision=settings.args.precision), settings.config, alone, **settings.trainer_options())
-    start = serial.state_dict()
-    for step in range(min(STEPS, settings.args.steps)):
-        serial.step(settings.training_batch(step))
-    return start, serial.state_dict()
+    with account.use(account.MemoryAccount()):      # this one may hold what it likes
+        serial = Trainer(Plan(precision=settings.args.precision), settings.config, alone, **settings.trainer_options())
+        start = serial.state_dict()
+        for step in range(min(STEPS, settings.args.steps)):
+            serial.step(settings.training_batch(step))
+        return start, serial.state_dict()
 
 
 def arithmetic_of(settings: Settings) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from minidist.errors import MemoryLimitError
 from minidist.parallel.common.home import Home
+from minidist.parallel.common.memory import Each
 from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.units import Unit
 from minidist.parallel.offload import OnDisk, OnHost
@@ -22,6 +23,30 @@ def make_home(offload: str, folder: str | Path | None = None, *, device: str = "
     if offload == "all":
         return OnDisk(folder, device=device, recorder=recorder)
     return OnHost(recorder=recorder) if offload == "optimizer" else Home()
+
+
+def moved_to_host(learning: int, each: Each, *, passes: int = 1) -> dict[str, int]:
+    """Bytes a step that a rank moves with OnHost, by direction.
+
+    Args:    learning: how many of the parameters that are not frozen are the rank's, Ψ/P.
+             passes: backwards of a step whose gradients are reduced: A, and 1 with ZeRO-1.
+    """
+    return {"device to host": passes * learning * each.gradients, "host to device": learning * each.parameters}
+
+
+def moved_to_disk(units: int, root: int, learning: int, each: Each, *, masters: bool = False,
+                  passes: int = 1) -> dict[str, int]:
+    """Bytes a step that a rank moves with OnDisk, by direction.
+
+    Args:    units, root: the rank's numbers in units, fetched twice a pass, and in the root, fetched once a step.
+             learning: as above; masters: whether weights have masters beside them, counted in each.optimizer.
+    """
+    fetched = (2 * passes * units + root) * each.parameters
+    update = each.optimizer + (0 if masters else each.parameters)
+    return {"disk to host": fetched + learning * (passes * each.gradients + update),
+            "host to device": fetched,
+            "device to host": passes * learning * each.gradients,
+            "host to disk": learning * (passes * each.gradients + each.parameters + each.optimizer)}
 
 
 def require_memory(limit: int | None, units: Sequence[Unit], root: Unit) -> None:

@@ -52,7 +52,6 @@ from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
 from minidist.parallel.common.flat import (
     Flat,
     clip_and_update_shards,
-    gather_state,
     sum_in_order,
     trainable,
 )
@@ -160,8 +159,7 @@ class Zero1:
 
         Cost:    one all-gather a bucket, counted under `control`.
         """
-        return gather_state(self.model, self.flats, map(self.home.master, self.flats), self.sharing.shard,
-                            algorithm=self.algorithm)
+        return self.home.state(self.model, self.flats, self.sharing.shard, algorithm=self.algorithm)
 
     # ------------------------------------------------------------------------------------------------------ step
 

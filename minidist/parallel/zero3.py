@@ -54,7 +54,7 @@ from minidist.errors import GradientError
 from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.accumulation import micro_parts
-from minidist.parallel.common.flat import clip_and_update_shards, gather_state, sum_in_order, trainable
+from minidist.parallel.common.flat import clip_and_update_shards, sum_in_order, trainable
 from minidist.parallel.common.home import Home
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
@@ -228,8 +228,7 @@ class Zero3:
         Cost:    one all-gather a unit, counted under `control`; a unit at a time.
         """
         flats = [flat for unit in (*self.units, self.root) for flat in unit.flats]
-        return gather_state(self.model, flats, map(self.home.master, flats), self.sharing.shard,
-                            algorithm=self.algorithm)
+        return self.home.state(self.model, flats, self.sharing.shard, algorithm=self.algorithm)
 
     # ------------------------------------------------------------------------------------------------------ step
 

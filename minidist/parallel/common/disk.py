@@ -152,7 +152,7 @@ class Disk:
             os.close(self.records.pop().fd)
 
 
-def writable(folder: Path | None) -> Path:
+def writable(folder: str | Path | None) -> Path:
     """The folder, or the system's for temporary files.
 
     Raises:  DiskError if it is not there, is none, or cannot be written.

@@ -9,14 +9,20 @@ host's memory and the disk.
     prefetch, weights                 before a unit computes (ZeRO-3): its weights will be wanted; are wanted now
     room, add, settle                 when a run's gradients are final
     walk                              the optimizer takes one tensor after the other (optim/optimizer.py)
-    master                            for a checkpoint
+    state                             for a checkpoint
 """
+
+from collections.abc import Sequence
+
+import numpy as np
 
 from minidist import account
 from minidist.account import MemoryAccount
 from minidist.backend import Array, array_module
+from minidist.comm.group import Group
+from minidist.nn import Module
 from minidist.optim.clip import sum_of_squares
-from minidist.parallel.common.flat import Flat, Piece
+from minidist.parallel.common.flat import Flat, Piece, gather_state
 from minidist.parallel.common.moves import Traffic
 from minidist.parallel.common.precision import Precision
 
@@ -90,6 +96,10 @@ class Home:
         return sum_of_squares(piece.grad for piece in self._pieces)
 
     # ---------------------------------------------------------------------------------------------------- the rest
+
+    def state(self, model: Module, flats: Sequence[Flat], group: Group, *, algorithm: str) -> dict[str, np.ndarray]:
+        """Copies of a model's master weights, whole, on the host; every rank calls it. Cost: as gather_state."""
+        return gather_state(model, flats, map(self.master, flats), group, algorithm=algorithm)
 
     def master(self, flat: Flat) -> Array:
         """The chunk's master weights, on the device or the host; of a frozen run its weights."""

@@ -6,7 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from minidist import account
 from minidist.backend import Array
+from minidist.comm.group import Group
+from minidist.nn import Module
 from minidist.optim.optimizer import Slot
 from minidist.parallel.common.flat import Flat, Piece
 from minidist.parallel.common.home import Home
@@ -65,6 +68,11 @@ class Offload(Home):
         if self._going is not None:
             self._going.wait()
             self._going = None
+
+    def state(self, model: Module, flats: Sequence[Flat], group: Group, *, algorithm: str) -> dict[str, np.ndarray]:
+        """Masters come from the host or the disk, and nothing of it touches the device."""
+        with account.use(self.host):
+            return super().state(model, flats, group, algorithm=algorithm)
 
     def close(self) -> None:
         """End the lanes."""

@@ -1,0 +1,66 @@
+"""What `minidist train` tells of offloading: what fills host and disk, and what moved, beside the formulas."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from minidist.parallel.common.memory import Each
+from minidist.parallel.hybrid import Trainer
+from minidist.parallel.offload_costs import moved_to_disk, moved_to_host
+from minidist.parallel.zero1 import Zero1
+from minidist.parallel.zero2 import Zero2
+from minidist.parallel.zero3 import Zero3
+
+
+def offload_record(trainer: Trainer) -> dict[str, Any]:
+    """One rank's host memory, disk and moves in training steps; nothing where the plan offloads nothing."""
+    if trainer.plan.offload == "none":
+        return {}
+    return {"host_memory": trainer.home.host.snapshot(), "disk_bytes": trainer.home.disk_bytes(),
+            "moved_bytes": dict(trainer.home.traffic.step),
+            "moved_formula": {way: trainer.steps_done * nbytes for way, nbytes in moved_formula(trainer).items()}}
+
+
+def moved_formula(trainer: Trainer) -> dict[str, int]:
+    """What this rank should move in a step."""
+    strategy, plan = trainer.strategy, trainer.plan
+    assert isinstance(strategy, (Zero1, Zero2, Zero3))
+    each = bytes_each(trainer)
+    flats = strategy.gradients.flats if isinstance(strategy, Zero3) else strategy.flats
+    learning = sum(flat.owned for flat in flats)
+    if plan.offload == "optimizer":
+        return moved_to_host(learning, each, passes=1 if isinstance(strategy, Zero1) else plan.accumulate)
+    assert isinstance(strategy, Zero3)
+    units = sum(flat.owned for unit in strategy.units for flat in unit.flats)
+    return moved_to_disk(units, sum(flat.owned for flat in strategy.root.flats), learning, each,
+                         masters=plan.precision != "fp32", passes=plan.accumulate)
+
+
+def bytes_each(trainer: Trainer) -> Each:
+    """Bytes a parameter of the trainer's weights, gradients and optimizer."""
+    weights = next(trainer.model.parameters())
+    return Each.of(weights.dtype.itemsize, moments=len(trainer.optimizer.state_names),
+                   masters=trainer.plan.precision != "fp32")
+
+
+def on_device(held: dict[str, float], offload: str, zero: int) -> dict[str, float]:
+    """Of the bytes by category that a rank holds, those that its plan's offload leaves on the device."""
+    gone = {"none": (), "optimizer": ("optimizer",) if zero == 1 else ("optimizer", "gradients"),
+            "all": ("optimizer", "gradients", "parameters")}[offload]
+    return {category: 0 if category in gone else nbytes for category, nbytes in held.items()}
+
+
+def print_offload(console: Console, metrics: dict[str, Any]) -> None:
+    """The table of moves, and what lies on rank 0's host and disk."""
+    first, steps = metrics["ranks"][0], len(metrics["losses"])
+    console.rule("what rank 0 moved in a step, in bytes, measured and by formula", style="dim", align="left")
+    table = Table(header_style="bold")
+    for column in ("way", "bytes", "formula"):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    for way, nbytes in sorted(first["moved_formula"].items()):
+        table.add_row(way, f"{first['moved_bytes'].get(way, 0) // steps:,}", f"{nbytes // steps:,}")
+    console.print(table)
+    held = {name: now["peak"] for name, now in first["host_memory"].items() if now["peak"]}
+    told = ", ".join(f"{name} {nbytes:,}" for name, nbytes in held.items())
+    console.print(f"host memory of rank 0 at its peak: {told} bytes; on disk: {first['disk_bytes']:,}\n", markup=False)
