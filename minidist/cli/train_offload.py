@@ -34,7 +34,7 @@ def moved_formula(trainer: Trainer) -> dict[str, int]:
     assert isinstance(strategy, Zero3)
     units = sum(flat.owned for unit in strategy.units for flat in unit.flats)
     return moved_to_disk(units, sum(flat.owned for flat in strategy.root.flats), learning, each,
-                         masters=plan.precision != "fp32", passes=plan.accumulate)
+                         masters=plan.precision != "fp32", passes=plan.accumulate, keeps=plan.keep_gathered)
 
 
 def bytes_each(trainer: Trainer) -> Each:

@@ -35,13 +35,14 @@ def moved_to_host(learning: int, each: Each, *, passes: int = 1) -> dict[str, in
 
 
 def moved_to_disk(units: int, root: int, learning: int, each: Each, *, masters: bool = False,
-                  passes: int = 1) -> dict[str, int]:
+                  passes: int = 1, keeps: bool = False) -> dict[str, int]:
     """Bytes a step that a rank moves with OnDisk, by direction.
 
-    Args:    units, root: the rank's numbers in units, fetched twice a pass, and in the root, fetched once a step.
+    Args:    units, root: the rank's numbers in units, fetched twice a pass (once if a unit `keeps` its weights from
+             forward to backward), and in the root, fetched once a step.
              learning: as above; masters: whether weights have masters beside them, counted in each.optimizer.
     """
-    fetched = (2 * passes * units + root) * each.parameters
+    fetched = ((1 if keeps else 2) * passes * units + root) * each.parameters
     update = each.optimizer + (0 if masters else each.parameters)
     return {"disk to host": fetched + learning * (passes * each.gradients + update),
             "host to device": fetched,
