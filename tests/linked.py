@@ -1,6 +1,7 @@
 """Two ranks in one process, joined by real links: for tests that look inside a transport, or break a link."""
 
 import mmap
+import os
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,19 +55,21 @@ def linked(kind: str, *, limit: float = 10.0, spins: int = 0) -> Iterator[tuple[
         one.close()
 
 
-def shm_transports(size: int, limit: float = 10.0) -> list[ShmTransport]:
-    """The transports of all ranks of a job over shared memory, in this process."""
+def shm_transports(size: int, limit: float = 10.0, lends: bool = True) -> list[ShmTransport]:
+    """The transports of all ranks of a job over shared memory, in this process; `lends`: they read its memory."""
     links: list[dict[int, ShmLink]] = [{} for _ in range(size)]
     for low in range(size):
         for high in range(low + 1, size):
             links[low][high], links[high][low] = shm_links()
     arenas = {rank: memoryview(mmap.mmap(-1, ARENA_BYTES)) for rank in range(size)}
-    return [ShmTransport(rank, limit, links[rank], dict(arenas)) for rank in range(size)]
+    processes = dict.fromkeys(range(size), os.getpid()) if lends else None
+    return [ShmTransport(rank, limit, links[rank], dict(arenas), processes=processes) for rank in range(size)]
 
 
-def run_shm(fn: Callable[..., Any], *args: Any, size: int, limit: float = 10.0, **_: Any) -> list[Any]:
+def run_shm(fn: Callable[..., Any], *args: Any, size: int, limit: float = 10.0, lends: bool = True,
+            **_: Any) -> list[Any]:
     """helpers.run over these transports, a thread a rank; raises what the first of the ranks raised."""
-    transports = shm_transports(size, limit)
+    transports = shm_transports(size, limit, lends)
     groups = [Group(transport, Ledger(transport.world_rank), range(size)) for transport in transports]
     try:
         with ThreadPoolExecutor(size) as pool:

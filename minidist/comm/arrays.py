@@ -52,10 +52,11 @@ def apart(array: np.ndarray, out: Any, part: np.ndarray | None = None) -> np.nda
 
 
 def _same_elements(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.shape == b.shape and a.strides == b.strides and _address(a) == _address(b)
+    return a.shape == b.shape and a.strides == b.strides and address_of(a) == address_of(b)
 
 
-def _address(array: Any) -> int:
+def address_of(array: Any) -> int:
+    """Where an array begins, in the memory of its device."""
     return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
 
 

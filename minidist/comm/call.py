@@ -18,7 +18,7 @@ import numpy as np
 
 from minidist import account
 from minidist.comm import source
-from minidist.comm.arrays import Place
+from minidist.comm.arrays import Place, address_of
 from minidist.comm.device import Side
 from minidist.comm.ledger import Event
 from minidist.comm.native import Native
@@ -172,30 +172,46 @@ class Call(Purpose):
             received.wait()
             sent.wait()
 
-    def show(self, *arrays: np.ndarray) -> list[np.ndarray]:
+    @property
+    def lends(self) -> bool:
+        """Whether the ranks may read each other's memory: the same on all of them."""
+        return self.board is not None and self.board.lends
+
+    def show(self, *arrays: np.ndarray, lent: Sequence[np.ndarray] = ()) -> list[np.ndarray]:
         """Show contiguous 1-D arrays of one dtype to all ranks of the group, in memory they share; and look.
 
-        Together they have at most SHOWN_BYTES. Counted as one message.
+        Together they have at most SHOWN_BYTES. Of arrays that are `lent` only the addresses are shown, behind the
+        others, 8 bytes each. Counted as one message, of the arrays' bytes, also of those lent.
 
         Returns: what each rank shows, joined: arrays of that dtype in shared memory, only to be read, and only until
-                 the next show().
+                 the next show(), to which all come before what was lent may change.
         Raises:  MismatchError if a rank is in another call.
         """
         dtype = arrays[0].dtype
-        return [octets.view(dtype) for _, octets in self._show(b"" if self._messages else self._meta, arrays)]
+        meta = b"" if self._messages else self._meta
+        return [octets.view(dtype) for _, octets in self._show(meta, arrays, lent)]
 
-    def show_block(self, block: np.ndarray | None, octets: np.ndarray) -> list[tuple[Block | None, np.ndarray]]:
-        """The first show() of a call whose ranks do not know each other's shapes: `octets` are the first of `block`."""
+    def show_block(self, block: np.ndarray | None, *arrays: np.ndarray, lent: Sequence[np.ndarray] = (),
+                   ) -> list[tuple[Block | None, np.ndarray]]:
+        """The first show() of a call whose ranks do not know each other's shapes: of bytes of `block`, or lent."""
         header = b"" if block is None else pack_block(block.dtype, block.shape, self.device or "cpu")
-        told = [(unpack(theirs)[1], shown) for theirs, shown in self._show(self._meta + header, [octets])]
+        told = [(unpack(theirs)[1], shown) for theirs, shown in self._show(self._meta + header, arrays, lent)]
         self.device = self.device or next((theirs.device for theirs, _ in told if theirs is not None), None)
         return told
 
-    def _show(self, meta: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
+    def read(self, src: int, address: int, into: np.ndarray) -> None:
+        """Fill a contiguous array from where rank `src` has shown that what it lends lies."""
+        assert self.board is not None, "it lends"
+        self.board.read(src, address, into)
+
+    def _show(self, meta: bytes, arrays: Sequence[np.ndarray],
+              lent: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
         assert self.board is not None, "choose() has seen to that"
-        for array in arrays:
+        for array in (*arrays, *lent):
             self._nbytes += array.nbytes
         self._messages += 1
+        if lent:
+            arrays = [*arrays, np.array([address_of(array) for array in lent], np.uint64)]
         shown = self.board.show(meta, arrays)
         if meta:  # said once a call
             for rank, (theirs, _) in enumerate(shown):

@@ -28,6 +28,7 @@ class Case:
                 dims    how many dims each part has
                 nodes   the machine each rank is on; empty: one machine
                 root    of the verbs that have one
+                lends   whether the ranks may read each other's memory (shared.py)
     """
 
     size: int
@@ -37,6 +38,7 @@ class Case:
     dims: int = 1
     nodes: Sequence[int] = ()
     root: int = 0
+    lends: bool = False
 
     @property
     def others(self) -> int:
@@ -166,14 +168,22 @@ def _piece(case: Case) -> int:
     return SHOWN_BYTES // max(case.others, 1) & -64
 
 
-def _shown(case: Case, nbytes: int, piece: int = SHOWN_BYTES) -> int:
-    """Messages of all ranks that show `nbytes` in pieces, one at least."""
-    return _unless_alone(case, case.size * max(1, -(-nbytes // piece)))
+def _shown(case: Case, nbytes: int, piece: int | None = None) -> int:
+    """Messages of all ranks that show `nbytes` in pieces (of SHOWN_BYTES), one at least."""
+    return _unless_alone(case, case.size * max(1, -(-nbytes // (piece or SHOWN_BYTES))))
+
+
+def _shown_blocks(case: Case) -> int:
+    longest = max(case.blocks, default=0)
+    return _shown(case, min(longest, 2 * SHOWN_BYTES) if case.lends else longest)
 
 
 def _shown_parts(case: Case) -> int:
-    leaving = [sum(row) - row[rank] for rank, row in enumerate(case.parts)]
-    return _unless_alone(case, case.size * (1 - (-max(leaving, default=0) // SHOWN_BYTES)))
+    """With their labels, if they fit; else by themselves."""
+    leaving = [[part for dst, part in enumerate(row) if dst != src] for src, row in enumerate(case.parts)]
+    longest = max((max(parts) for parts in leaving if sum(parts) + case.others * (8 + 8 * case.dims) > SHOWN_BYTES),
+                  default=0) if case.others else 0
+    return _unless_alone(case, case.size * (1 + (min(longest, 1) if case.lends else -(-longest // _piece(case)))))
 
 
 def _shown_sums(case: Case) -> int:
@@ -271,14 +281,15 @@ FORMULAS: dict[tuple[str, str], Formula] = {
         "P ceil(ceil(n/P) / (2 MiB / (P-1)))", lambda case: _shown(case, max(case.blocks), _piece(case)), "(P-1)n",
         lambda case: case.others * case.nbytes, "ceil(ceil(n/P) / (2 MiB / (P-1)))"),
     ("all_gather", "shared"): Formula(
-        "P ceil(max b_r / 2 MiB)", lambda case: _shown(case, max(case.blocks)), "N",
-        lambda case: _unless_alone(case, sum(case.blocks)), "ceil(max b_r / 2 MiB)"),
+        "P ceil(max b_r / 2 MiB), at most 2P if ranks lend", _shown_blocks, "N",
+        lambda case: _unless_alone(case, sum(case.blocks)), "ceil(max b_r / 2 MiB), at most 2 if ranks lend"),
     ("broadcast", "shared"): Formula(
         "P ceil(n / 2 MiB)", lambda case: _shown(case, case.nbytes), "n",
         lambda case: _unless_alone(case, case.nbytes), "ceil(n / 2 MiB)"),
     ("all_to_all", "shared"): Formula(
-        "P + P ceil(max over r of the sum of p_rd / 2 MiB)", _shown_parts, "sum of p_rd + 8 + 8 dims over r != d",
-        lambda case: _leaving(case) + case.size * case.others * (8 + 8 * case.dims), "1 + ceil(... / 2 MiB)"),
+        "P; if any rank's parts exceed 2 MiB: 2P if ranks lend, else P + P ceil(max p_rd / (2 MiB / (P-1)))",
+        _shown_parts, "sum of p_rd + 8 + 8 dims over r != d",
+        lambda case: _leaving(case) + case.size * case.others * (8 + 8 * case.dims), "1; 2; 1 + ceil(...)"),
     ("barrier", "shared"): Formula("P", lambda case: _unless_alone(case, case.size), *_NO_BYTES, "1"),
     ("barrier", "native"): _native("P", lambda case: case.size, *_NO_BYTES),
 }

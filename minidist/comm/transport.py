@@ -76,7 +76,12 @@ class Handle(ABC):
 
 
 class Board(ABC):
-    """Memory where every rank of a group shows what it has, and all look. One thread at a time."""
+    """Memory where every rank of a group shows what it has, and all look. One thread at a time.
+
+    Attributes: lends   whether the ranks may also read() each other's own memory; the same on all of them
+    """
+
+    lends: bool = False
 
     @abstractmethod
     def show(self, meta: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
@@ -85,6 +90,15 @@ class Board(ABC):
         Returns: for each rank its meta, and its arrays one after the other as uint8, where they lie: only to be read,
                  and only until the next show() or close().
         Raises:  PeerLostError, TimeoutError, what `abort` was given.
+        """
+
+    @abstractmethod
+    def read(self, rank: int, address: int, target: np.ndarray) -> None:
+        """Fill a contiguous array with the bytes at `address` of the memory of another rank, which showed it.
+
+        That rank must leave them as they are until all have come to the next show(). Only where `lends`.
+
+        Raises: PeerLostError, what `abort` was given.
         """
 
     @abstractmethod

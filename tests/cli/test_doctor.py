@@ -7,6 +7,7 @@ import pytest
 from minidist.cli import doctor, main
 from minidist.cli.machine import machine
 from minidist.comm.profile import LinkCost, Profile, profile_path, save_profile
+from minidist.comm.transports import cross_memory
 from minidist.errors import LaunchError, MinidistError
 from minidist.launch import mpirun
 
@@ -53,6 +54,13 @@ def test_a_transport_that_fails_is_a_finding(monkeypatch, name, state):
     monkeypatch.setattr("minidist.launch.run", fail)
     assert doctor._transport(name) == doctor.Finding(f"transport {name}", state, "no way",
                                                      "see mpirun above" if name == "mpi" else "")
+
+
+def test_where_ranks_may_not_read_each_others_memory_it_says_how_to_let_them(monkeypatch):
+    monkeypatch.setattr(cross_memory, "_readv", None)
+    finding = doctor._transport("shm")
+    assert finding.state == "ok" and "long arrays are copied twice" in finding.found
+    assert "ptrace_scope" in finding.advice
 
 
 def test_the_profile_that_auto_goes_by(monkeypatch, tmp_path):

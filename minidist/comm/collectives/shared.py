@@ -9,13 +9,19 @@ together, and there are two of them, or one, whatever P is. Long arrays go in pi
     show             sum0            sum1            sum2             all wait for all
     each copies      sum0 sum1 sum2  sum0 sum1 sum2  sum0 sum1 sum2
 
+Where the system lets the ranks read each other's memory (cross_memory.py), a rank lends what is longer than one piece:
+it shows only where that lies, the others copy it from there, and all wait for all before it may change. That is one
+copy instead of two, but by a system call that has to look up every page: of short arrays, which the caches hold, two
+copies are quicker. Reductions do not lend: each rank shows what it has once, and adds from the cache.
+
 Only where all ranks of the group share memory: on one host, over shm or sockets. What is shown counts as one message of
-its bytes: they are written once, for P-1 readers.
+its bytes, and so does what is lent: it is there once, for P-1 readers. Addresses count as little as headers.
 
 notes: N4 §3 (inside a node).    Source: Jain, Kaleem et al. 2018 (shared-memory collectives of MPICH).
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -68,25 +74,33 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
-    """Every rank shows its block, 2 MiB at a time, until the longest is through.
+    """Every rank shows its block, or lends it if it has more than 2 MiB; who may not lend shows 2 MiB at a time.
 
     Args:    own (m, ...), any m, this rank's block; rows: where the others' go.
     Returns: all blocks, one after the other in rank order.
-    Cost:    1 message a piece and rank; the bytes of all blocks once, exactly.
+    Cost:    1 message per rank; beyond 2 MiB another, after which lent blocks may change, or 1 a piece and rank; the
+             bytes of all blocks once, exactly.
     """
+    if call.size == 1:
+        return rows.join([own])
     blocks, octets = {call.rank: own}, _octets(own)
-    told = call.show_block(own, octets[:SHOWN_BYTES]) if call.size > 1 else []
+    lent = [own] if call.lends and _is_long(own.nbytes) else []
+    told = call.show_block(own, *([] if lent else [octets[:SHOWN_BYTES]]), lent=lent)
     for rank, (theirs, _) in enumerate(told):
         if rank != call.rank and theirs is not None:
             blocks[rank] = rows.place(rank)(theirs.shape, theirs.dtype)
-    shown = [part for _, part in told]
-    longest = max(block.nbytes for block in blocks.values())
-    for start in range(0, longest if told else 0, SHOWN_BYTES):
-        if start:
-            shown = call.show(octets[start:start + SHOWN_BYTES])
-        for rank, part in enumerate(shown):
-            if rank != call.rank:
-                _octets(blocks[rank])[start:start + len(part)] = part
+    shown, longest = [part for _, part in told], max(block.nbytes for block in blocks.values())
+    for rank in _others(call):
+        if call.lends and _is_long(blocks[rank].nbytes):
+            call.read(rank, _addresses(shown[rank])[0], blocks[rank])
+        else:
+            _octets(blocks[rank])[:len(shown[rank])] = shown[rank]
+    if call.lends and _is_long(longest):
+        call.show(_NOTHING)
+    for start in range(SHOWN_BYTES, 0 if call.lends else longest, SHOWN_BYTES):
+        shown = call.show(octets[start:start + SHOWN_BYTES])
+        for rank in _others(call):
+            _octets(blocks[rank])[start:start + len(shown[rank])] = shown[rank]
     return rows.join([blocks[rank] for rank in range(call.size)])
 
 
@@ -111,34 +125,39 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    """Every rank shows the shapes of its parts, then the parts themselves, 2 MiB at a time.
+    """Every rank shows the shapes of its parts, and with them the parts, or lends them if all have more than 2 MiB.
+
+    P=3      r0                   r1                   r2
+    show     shapes, .  p1 p2     shapes, p0 .  p2     shapes, p0 p1 .        all wait for all
+    each     copies what is for it
 
     Args:    parts: P arrays of one dtype and any shapes, part d for rank d; place(rank): where the part from `rank`
              goes.
     Returns: the parts for this rank, by source; its own among them as it was given.
-    Cost:    1 message per rank, and 1 a piece and rank until the rank with most to show is through; every part once,
-             but those that stay, and 8 bytes for each part, 8 for each of its dims.
+    Cost:    1 message per rank; beyond 2 MiB (of one rank's parts and shapes) another, after which lent parts may
+             change, or, where ranks may not lend, 1 a piece and rank: 2 MiB / (P-1) of every part, rounded down to 64
+             bytes. Every part once, but those that stay; 8 bytes for each part, 8 for each of its dims.
     """
-    leaving = [part for dst, part in enumerate(parts) if dst != call.rank]
     received = {call.rank: parts[call.rank]}
-    if not leaving:
+    if call.size == 1:
         return [received[call.rank]]
-    streams, starts = [], {}
-    for src, labels in enumerate(call.show(labels_of(leaving))):
-        shapes = shapes_in(labels, len(leaving))
-        ends = np.cumsum([0] + [int(np.prod(shape, dtype=np.int64)) * parts[0].itemsize for shape in shapes]).tolist()
-        streams.append(ends[-1])
-        if src != call.rank:
-            mine = call.rank - (call.rank > src)
-            received[src], starts[src] = place(src)(shapes[mine], parts[0].dtype), ends[mine]
-    stream = [_octets(part) for part in leaving]
-    for start in range(0, max(streams), SHOWN_BYTES):
-        for src, shown in enumerate(call.show(*_cut(stream, start, start + SHOWN_BYTES))):
-            if src != call.rank:
-                target = _octets(received[src])
-                low, high = max(start, starts[src]), min(start + len(shown), starts[src] + len(target))
-                if low < high:
-                    target[low - starts[src]:high - starts[src]] = shown[low - start:high - start]
+    octets = [_octets(part) for dst, part in enumerate(parts) if dst != call.rank]
+    labels = labels_of([part for dst, part in enumerate(parts) if dst != call.rank]).view(np.uint8)
+    lends = _is_long(len(labels) + sum(map(len, octets)))
+    bundles = [_Bundle(shown, call.size - 1, parts[0].itemsize) for shown in call.show(
+        labels, *([] if lends else octets), lent=octets if lends and call.lends else [])]
+    for src in _others(call):
+        mine = call.rank - (call.rank > src)
+        received[src] = place(src)(bundles[src].shapes[mine], parts[0].dtype)
+        if not bundles[src].long:
+            _octets(received[src])[...] = bundles[src].part(mine)
+        elif call.lends:
+            call.read(src, bundles[src].address(mine), received[src])
+    longest = max(max(bundle.lengths) if bundle.long else 0 for bundle in bundles)
+    if longest and call.lends:
+        call.show(_NOTHING)
+    elif longest:
+        _all_to_all_in_pieces(call, octets if lends else [_NOTHING], bundles, received, longest)
     return [received[src] for src in range(call.size)]
 
 
@@ -190,13 +209,53 @@ def _add(call: Call, values: Sequence[np.ndarray], out: np.ndarray, op: Reductio
     op.finish(total, out)
 
 
-def _cut(stream: Sequence[np.ndarray], start: int, stop: int) -> list[np.ndarray]:
-    """The bytes from `start` to `stop` of arrays that stand one after the other."""
-    cut, begin = [_NOTHING], 0
-    for octets in stream:
-        cut.append(octets[max(0, start - begin):max(0, stop - begin)])
-        begin += len(octets)
-    return cut
+class _Bundle:
+    """What a rank shows first in an all_to_all: its parts for the others, or their addresses, behind their shapes.
+
+    Attributes: shapes, lengths   of the parts, in elements and in bytes
+                long              whether they are more than what is shown at a time
+    """
+
+    def __init__(self, shown: np.ndarray, count: int, itemsize: int) -> None:
+        self.shapes = shapes_in(shown[:len(shown) & -8].view(np.int64), count)
+        self.lengths = [math.prod(shape) * itemsize for shape in self.shapes]
+        self._rest = shown[8 * sum(1 + len(shape) for shape in self.shapes):]
+        self.long = _is_long(len(shown) - len(self._rest) + sum(self.lengths))
+
+    def part(self, number: int) -> np.ndarray:
+        start = sum(self.lengths[:number])
+        return self._rest[start:start + self.lengths[number]]
+
+    def address(self, number: int) -> int:
+        return _addresses(self._rest)[number]
+
+
+def _all_to_all_in_pieces(call: Call, octets: Sequence[np.ndarray], bundles: Sequence[_Bundle],
+                          received: Mapping[int, np.ndarray], longest: int) -> None:
+    """Every rank shows a piece of all its parts, as often as the longest needs it."""
+    step = piece_bytes(call.size)
+    for start in range(0, longest, step):
+        shown = call.show(*(part[start:start + step] for part in octets))
+        for src in _others(call):
+            if bundles[src].long:
+                pieces = [min(max(length - start, 0), step) for length in bundles[src].lengths]
+                mine = call.rank - (call.rank > src)
+                begin = sum(pieces[:mine])
+                _octets(received[src])[start:start + pieces[mine]] = shown[src][begin:begin + pieces[mine]]
+
+
+def _is_long(nbytes: int) -> bool:
+    """Whether so many bytes are more than can be shown at a time."""
+    return nbytes > SHOWN_BYTES
+
+
+def _others(call: Call) -> list[int]:
+    """The other ranks, from next_rank on: not everybody reads from the same one."""
+    return [(call.rank + step) % call.size for step in range(1, call.size)]
+
+
+def _addresses(shown: np.ndarray) -> list[int]:
+    return shown.view(np.uint64).tolist()  # type: ignore[no-any-return]
 
 
 def _octets(array: np.ndarray) -> np.ndarray:

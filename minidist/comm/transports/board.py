@@ -11,6 +11,9 @@ nobody waits for one rank after the other.
 Parts have two turns, used alternately. What was shown may be read until the reader's next `show`: a rank overwrites a
 turn only at its second `show` after, and before that it saw everybody post the first.
 
+Long arrays need not be copied here, where the ranks may read each other's memory: a rank lends them, that is, shows
+where they lie, the others read() them there, and all meet once more before anybody's may change.
+
 The fences are those of ring.py, for the same reasons: bytes before `posted`; `posted` before the look at `asleep`, and
 `asleep` before the look at `posted`, so that whichever comes second sees the other, and no wake-up is lost.
 """
@@ -69,11 +72,13 @@ class Part:
 class SharedBoard(Board):
     """A group's board, as one of its ranks sees it.
 
-    Args: parts: every rank's, in the order of `world_ranks`.
+    Args: parts: every rank's, in the order of `world_ranks`; lends: whether the ranks may read each other's memory.
     """
 
-    def __init__(self, transport: "ShmTransport", world_ranks: Sequence[int], parts: Sequence[Part]) -> None:
-        self._transport, self._parts = transport, list(parts)
+    def __init__(self, transport: "ShmTransport", world_ranks: Sequence[int], parts: Sequence[Part], *,
+                 lends: bool = False) -> None:
+        self._transport, self._world_ranks, self._parts = transport, tuple(world_ranks), list(parts)
+        self.lends = lends
         own = world_ranks.index(transport.world_rank)
         self._own = parts[own]
         self._others = [(rank, part.words) for rank, part in zip(world_ranks, parts, strict=True)
@@ -94,6 +99,9 @@ class SharedBoard(Board):
             self._wake()
         fence()  # their `posted` before the bytes
         return [part.read(turn) for part in self._parts]
+
+    def read(self, rank: int, address: int, target: np.ndarray) -> None:
+        self._transport.read(self._world_ranks[rank], address, target.reshape(-1).view(np.uint8))
 
     def close(self) -> None:
         if self._parts:

@@ -50,9 +50,9 @@ def connect(link: mesh.Meeting, token: bytes, limit: float, *, host: str, node: 
         except BaseException:
             mesh.hang_up(rings)
             raise
-    links, arenas = share(me, rings, limit)
+    links, arenas, processes = share(me, rings, limit)
     return ShmTransport(me, limit, links, arenas, {rank: SocketLink(sock) for rank, sock in far.items()},
-                        name="sockets")
+                        processes=processes, name="sockets")
 
 
 def shared_by(node: int) -> str:

@@ -28,6 +28,8 @@ import threading
 
 import numpy as np
 
+from minidist.comm.arrays import address_of
+
 CAPACITY = 4 << 20          # bytes of a ring: more than a core's second-level cache
 PIECE_BYTES = 512 << 10     # most that is copied before it is shown to the other side, so that both work at once
 LINE = 64                   # bytes of a cache line; what is written at once begins at a multiple of it
@@ -44,14 +46,10 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
     On AMD's Zen 3 and 4 the memmove of glibc 2.33 to 2.38 falls to a twelfth of its speed when the target lies 1 to 15
     bytes behind the source, modulo a page; a loop of NumPy's does not, and is otherwise a little slower.
     """
-    if len(source) > _PAGE and 0 < (_address(target) - _address(source)) % _PAGE < 16:
+    if len(source) > _PAGE and 0 < (address_of(target) - address_of(source)) % _PAGE < 16:
         np.positive(source, out=target)
     else:
         target[:] = source
-
-
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 class Fence:

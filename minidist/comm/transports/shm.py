@@ -9,18 +9,18 @@ Two ranks share one piece of memory with a ring each way (ring.py), and a Unix s
 finds nothing to do says so in the ring, looks once more, and sleeps on the socket; who then moves bytes sends one byte
 there. The socket also tells of a death at once: the kernel closes it, however the process ended.
 
-The memory has no name: it is a file without a directory entry, handed over through the socket. So nothing of it can be
-left behind, no other user can open it, and the size of /dev/shm does not limit it. Pages never written cost nothing.
+The memory has no name (handover.py), so the size of /dev/shm does not limit it. Pages never written cost nothing.
 
 A reduction adds straight from the ring. Nothing of the size of a message is allocated, on either side.
+
+Groups have boards (board.py) beside the rings; and where the system lets each rank read the memory of all others
+(cross_memory.py: found out when they meet, and the same for all) long arrays are only shown where they lie.
 """
 
-import mmap
 import os
 import platform
 import select
 import socket
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.transport import Board
-from minidist.comm.transports import mesh
+from minidist.comm.transports import cross_memory, mesh
 from minidist.comm.transports.board import PART_BYTES, Part, SharedBoard, Turn
+from minidist.comm.transports.handover import hand_over
 from minidist.comm.transports.link import PolledLink
 from minidist.comm.transports.polled import PolledTransport
 from minidist.comm.transports.ring import LINE, RING_BYTES, RingReader, RingWriter, copy
@@ -38,6 +39,7 @@ from minidist.errors import CommError
 SPINS, SPINS_CROWDED = 200, 20  # looks at the rings before sleeping: where each rank has a core, and where not
 BOARDS = 64                     # boards that a rank may have open at a time
 ARENA_BYTES = BOARDS * PART_BYTES
+STRETCH_BYTES = 32 << 20        # most that is read from another rank's memory between looks at whether the job lives
 
 
 def connect(world_rank: int, link: mesh.Meeting, token: bytes, limit: float) -> "ShmTransport":
@@ -56,22 +58,34 @@ def connect(world_rank: int, link: mesh.Meeting, token: bytes, limit: float) -> 
     listener = mesh.listen_unix()
     info = {"transport": "shm", "host": here, "address": listener.getsockname()}
     connections = mesh.join(link, info, listener, dial, token, limit)
-    return ShmTransport(world_rank, limit, *share(world_rank, connections, limit))
+    links, arenas, processes = share(world_rank, connections, limit)
+    return ShmTransport(world_rank, limit, links, arenas, processes=processes)
+
+
+def share(world_rank: int, connections: Mapping[int, socket.socket], limit: float,
+          ) -> tuple[dict[int, "ShmLink"], dict[int, memoryview], dict[int, int] | None]:
+    """The links to the ranks connected; the arenas, and the processes that may be read, as ShmTransport has them."""
+    rings, arenas, processes = hand_over(world_rank, connections, 2 * RING_BYTES, ARENA_BYTES, limit)
+    links = {rank: ShmLink(connections[rank], memory, lower=rank > world_rank) for rank, memory in rings.items()}
+    return links, arenas, processes
 
 
 class ShmTransport(PolledTransport):
     """One rank's rings to the others of its host, and the memory where groups among these have their boards.
 
-    Args: links   to every other rank of this host
-          arenas  the ARENA_BYTES of shared memory of each of them, in which it alone places boards; this rank's too
-          far     links to the ranks of other hosts (hosts.py)
+    Args: links      to every other rank of this host
+          arenas     the ARENA_BYTES of shared memory of each of them, in which it alone places boards; this rank's too
+          far        links to the ranks of other hosts (hosts.py)
+          processes  of the ranks that have an arena, if each of them may read the memory of all others; else None
     """
 
     def __init__(self, world_rank: int, limit: float, links: Mapping[int, "ShmLink"], arenas: dict[int, memoryview],
-                 far: Mapping[int, PolledLink] | None = None, *, name: str = "shm") -> None:
+                 far: Mapping[int, PolledLink] | None = None, *, processes: Mapping[int, int] | None = None,
+                 name: str = "shm") -> None:
         spins = SPINS if len(links) < _cores() else SPINS_CROWDED
         super().__init__(name, world_rank, limit, {**links, **(far or {})}, spins)
-        self._links, self._arenas, self._free = links, arenas, list(range(BOARDS - 1, -1, -1))
+        self._links, self._arenas, self._processes = links, arenas, processes
+        self._free = list(range(BOARDS - 1, -1, -1))
         self._boards: dict[SharedBoard, int] = {}   # and their places
         self._turns: list[Turn] = []                # waits on boards
 
@@ -92,13 +106,32 @@ class ShmTransport(PolledTransport):
             self._free += [own] if own >= 0 else []
             return None
         parts = [self._part(rank, place) for rank, place in zip(world_ranks, places, strict=True)]
-        board = SharedBoard(self, world_ranks, parts)
+        board = SharedBoard(self, world_ranks, parts, lends=self._processes is not None)
         self._boards[board] = own
         return board
 
     def close_board(self, board: SharedBoard) -> None:
         """Its place is free again."""
         self._free.append(self._boards.pop(board))
+
+    def read(self, rank: int, address: int, target: np.ndarray) -> None:
+        """Fill `target` (uint8) with what another rank of this host has at `address`.
+
+        Raises: PeerLostError if that rank is gone, what abort() was given; CommError if the system now forbids it.
+        """
+        assert self._processes is not None, "the board lends"
+        what = f"{len(target)} bytes in the memory of rank {rank}"
+        for start in range(0, len(target), STRETCH_BYTES):
+            if self.error is not None:
+                raise self.explained(self.error, what)
+            try:
+                cross_memory.read(self._processes[rank], address + start, target[start:start + STRETCH_BYTES])
+            except PermissionError as error:
+                raise CommError(f"rank {self.world_rank} may not read {what} any more, which it could when they met "
+                                f"({error}); did it change its user, or forbid being debugged?") from error
+            except OSError as error:
+                lost = self._lost(self._peers[rank], f"its memory cannot be read any more ({error})")
+                raise self.explained(lost, what) from error
 
     def ring(self, rank: int) -> None:
         """Wake a rank that sleeps before a board."""
@@ -238,50 +271,3 @@ class ShmLink(PolledLink):
     def close(self) -> None:
         self._sock.close()
         del self._in, self._out  # the memory goes when nothing points into it
-
-
-# --- handing over the memory -----------------------------------------------------------------------------------------
-
-def share(world_rank: int, connections: dict[int, socket.socket], limit: float,
-          ) -> tuple[dict[int, "ShmLink"], dict[int, memoryview]]:
-    """The lower rank of each pair makes the memory of its rings; every rank hands its arena to every other.
-
-    Returns: the links, and the arenas by world rank, this rank's among them.
-    """
-    own, links = _nameless_file(ARENA_BYTES), {}
-    for rank, sock in connections.items():
-        rings = [_nameless_file(2 * RING_BYTES)] if rank > world_rank else []
-        socket.send_fds(sock, [b"memory"], [own, *rings])
-        if rings:
-            links[rank] = ShmLink(sock, _map(rings[0], 2 * RING_BYTES), lower=True)
-    arenas = {world_rank: _map(own, ARENA_BYTES)}
-    for rank, sock in connections.items():
-        sock.setblocking(True)
-        sock.settimeout(limit)
-        expected = 1 if rank > world_rank else 2
-        _message, files, _flags, _address = socket.recv_fds(sock, 16, expected)
-        if len(files) != expected:
-            raise CommError(f"rank {world_rank} got no shared memory from rank {rank}: it ended while starting")
-        arenas[rank] = _map(files[0], ARENA_BYTES)
-        if rank < world_rank:
-            links[rank] = ShmLink(sock, _map(files[1], 2 * RING_BYTES), lower=False)
-        sock.setblocking(False)
-    return links, arenas
-
-
-def _nameless_file(nbytes: int) -> int:
-    """A file of zeros in memory (a temporary one, where the system has none such), which no directory lists."""
-    if hasattr(os, "memfd_create"):
-        file = os.memfd_create("minidist")
-    else:
-        with tempfile.TemporaryFile() as temporary:
-            file = os.dup(temporary.fileno())
-    os.ftruncate(file, nbytes)
-    return file
-
-
-def _map(file: int, nbytes: int) -> memoryview:
-    try:
-        return memoryview(mmap.mmap(file, nbytes))
-    finally:
-        os.close(file)

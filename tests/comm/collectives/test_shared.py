@@ -1,18 +1,45 @@
-"""Collectives over a board in shared memory: ranks as threads, each with a real end of it."""
+"""Collectives over a board in shared memory: ranks as threads, each with a real end of it.
 
+LENDING has what depends on whether ranks may read each other's memory: both ways are forced here, with pieces so small
+that every drawn length is beyond one or not.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import conformance
 import numpy as np
 import pytest
-from collective_checker import ALL_PAIRS, Drawn, examine
+from collective_checker import ALL_PAIRS, Drawn, cost_case, examine
 from helpers import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked import run_shm
 from strategies import calls
 
+from minidist.comm import costs
+from minidist.comm.call import Call
+from minidist.comm.collectives import shared
+from minidist.comm.costs import FORMULAS
 from minidist.comm.transport import SHOWN_BYTES
 from minidist.errors import ConfigError, MismatchError
 
 SHARED = [verb for verb, algorithm in ALL_PAIRS if algorithm == "shared"]
+LENDING = ("all_gather", "all_to_all")
+
+on_both_ways = pytest.mark.parametrize("lends", [True, False])
+
+
+@contextmanager
+def pieces_of(nbytes: int) -> Iterator[None]:
+    """Inside, so many bytes are the most that is shown at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "SHOWN_BYTES", nbytes)
+        patch.setattr(costs, "SHOWN_BYTES", nbytes)
+        yield
 
 
 @pytest.mark.parametrize("verb", SHARED)
@@ -31,18 +58,137 @@ def test_full_count(verb, data):
     examine(data.draw(calls(verb, "shared", "shm")), run_shm)
 
 
+@on_both_ways
+@pytest.mark.parametrize("verb", LENDING)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_sample_in_small_pieces(verb, lends, data):
+    with pieces_of(data.draw(st.sampled_from((512, 1024)))):
+        examine(data.draw(calls(verb, "shared", "shm")), partial(run_shm, lends=lends))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@on_both_ways
+@pytest.mark.parametrize("verb", SHARED)
+@settings(max_examples=1000, derandomize=False)
+@given(data=st.data())
+def test_full_count_in_small_pieces(verb, lends, data):
+    with pieces_of(data.draw(st.sampled_from((512, 1024)))):
+        examine(data.draw(calls(verb, "shared", "shm")), partial(run_shm, lends=lends))
+
+
+@on_both_ways
 @pytest.mark.parametrize(("size", "length"), [(2, SHOWN_BYTES + 1), *(
     pytest.param(size, length, marks=pytest.mark.soak) for size in (2, 3, 5)
     for length in (SHOWN_BYTES - 1, SHOWN_BYTES, 2 * SHOWN_BYTES + 7))])
-def test_pieces(size, length):
+def test_pieces(size, length, lends):
     """Arrays of several pieces, cut anywhere."""
-    for verb in ("all_reduce", "reduce_scatter"):
-        for how in ("new", "in place") if verb == "all_reduce" else ("new",):
-            examine(Drawn(verb, "shared", size, [length] * size, "int8", how=how), run_shm)
-    examine(Drawn("broadcast", "shared", size, [length] * size, "int8", root=1), run_shm)
-    examine(Drawn("all_gather", "shared", size, [length // 2 + 3 * rank for rank in range(size)], "int8"), run_shm)
+    way = partial(run_shm, lends=lends)
+    if not lends:       # else these are the same
+        for verb in ("all_reduce", "reduce_scatter"):
+            for how in ("new", "in place") if verb == "all_reduce" else ("new",):
+                examine(Drawn(verb, "shared", size, [length] * size, "int8", how=how), way)
+        examine(Drawn("broadcast", "shared", size, [length] * size, "int8", root=1), way)
+    examine(Drawn("all_gather", "shared", size, [length // 2 + 3 * rank for rank in range(size)], "int8"), way)
     table = [[length * (1 + src * dst) // size for dst in range(size)] for src in range(size)]
-    examine(Drawn("all_to_all", "shared", size, table, "int8"), run_shm)
+    examine(Drawn("all_to_all", "shared", size, table, "int8"), way)
+
+
+def changed_at_once(world, verb, seconds):
+    """A call, after which this rank overwrites what it brought and what it got; rank 1 reads `seconds` late."""
+    x = np.full((world.size, 300), world.rank + 1.0)
+    if world.rank == 1:
+        lend = world.board.read
+
+        def late(*arguments):
+            time.sleep(seconds)
+            lend(*arguments)
+
+        world.board.read = late
+    got = world.all_to_all(list(x)) if verb == "all_to_all" else np.split(world.all_gather(x[0]), world.size)
+    told = [float(part[0]) for part in got]
+    for part in (x, *got):
+        part[...] = -1.0
+    return told
+
+
+@pytest.mark.parametrize("verb", LENDING)
+def test_what_is_lent_does_not_change_before_all_have_read_it(verb):
+    with pieces_of(512):
+        assert run_shm(changed_at_once, verb, 0.02, size=3) == [[1.0, 2.0, 3.0]] * 3
+
+
+def one_rank_is_not_read(read, call, src, address, into):
+    if src == call.next_rank:
+        into[...] = 0
+    else:
+        read(call, src, address, into)
+
+
+def one_element_further(read, call, src, address, into):
+    read(call, src, address + into.itemsize, into)
+
+
+@pytest.mark.parametrize("verb", LENDING)
+@pytest.mark.parametrize("mutant", [one_rank_is_not_read, one_element_further])
+def test_mutant_is_caught(mutant, verb, monkeypatch):
+    case = Drawn(verb, "shared", 3, [[300] * 3] * 3 if verb == "all_to_all" else [300] * 3)
+    with pieces_of(512):
+        examine(case, run_shm)
+        monkeypatch.setattr(Call, "read", lambda *arguments, read=Call.read: mutant(read, *arguments))
+        with pytest.raises(AssertionError, match="expected"):
+            examine(case, run_shm)
+
+
+@pytest.mark.parametrize("verb", LENDING)
+def test_mutant_that_does_not_wait_for_the_readers_is_caught(verb, monkeypatch):
+    show = Call.show
+
+    def hasty(call, *arrays, lent=()):
+        return [] if arrays[0] is shared._NOTHING else show(call, *arrays, lent=lent)
+
+    monkeypatch.setattr(Call, "show", hasty)
+    with pieces_of(512):
+        assert run_shm(changed_at_once, verb, 0.05, size=3)[1] != [1.0, 2.0, 3.0]
+
+
+@on_both_ways
+def test_an_array_that_is_its_own_part_of_out(lends):
+    def job(world):
+        out = np.zeros((world.size, 500))
+        out[world.rank] = world.rank + 1
+        assert world.all_gather(out[world.rank:world.rank + 1], out=out) is out
+        return out[:, -1].tolist()
+
+    with pieces_of(512):
+        assert run_shm(job, size=3, lends=lends) == [[1.0, 2.0, 3.0]] * 3
+
+
+@on_both_ways
+def test_between_processes(lends, monkeypatch):
+    """As conformance has it for short arrays: several dtypes, layouts and ways to get the result."""
+    if not lends:
+        monkeypatch.setattr("minidist.comm.transports.cross_memory._readv", None)
+    cases = [{"verb": verb, "algorithm": "shared", "size": 3, "dtype": dtype, "how": how, "layout": layout,
+              "lengths": [[longest + src * dst for dst in range(3)] for src in range(3)] if verb == "all_to_all"
+              else [longest, 0, longest + 7]}
+             for verb in LENDING for longest, dtype, how, layout in (
+                 (0, "float32", "new", "plain"), (400, "bfloat16", "out", "strided"), (2003, "int64", "start", "plain"),
+                 (1000, "float16", "new", "read-only"), (129, "complex64", "out", "transposed"))]
+
+    def job(world, cases):
+        return world.board.lends, conformance.verbs(world, cases)
+
+    with pieces_of(1024):
+        told = run(job, cases, size=3, transport="shm")
+        ways = {way for way, _ in told}
+        assert len(ways) == 1 and (lends or ways == {False}), "what the system allows, the same for all"
+        for number, fields in enumerate(cases):
+            case = replace(cost_case(Drawn(**fields)), lends=ways == {True})
+            formula = FORMULAS[fields["verb"], "shared"]
+            counted = [sum(rank[number][unit] for _, rank in told) for unit in (0, 1)]
+            assert counted == [formula.messages_of(case), formula.bytes_of(case)], fields
 
 
 def many_calls(world):

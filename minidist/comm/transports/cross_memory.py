@@ -1,0 +1,86 @@
+"""Reading what another process of this host has in its memory: one copy, made by the kernel, with nothing between.
+
+    rank 1's array ----- process_vm_readv(process of rank 1, address, nbytes) -----> rank 0's array
+
+Linux calls it cross-memory attach, and allows it to those it would let debug the other process: of the same user, and
+where nothing hardens the system against it (Yama, or what a container forbids). So ranks try it when they meet: each
+tells the others where in its memory some random bytes lie, and reads theirs. What comes must be the bytes that were
+told: containers may number processes apart, and then a number would lead to a stranger.
+
+Yama (kernel.yama.ptrace_scope = 1) lets a process be read by its ancestors only, unless it names others. It can name
+one process, or all of its user. A rank has many readers, so it names all: that is how things are without Yama.
+"""
+
+import ctypes
+import errno
+import os
+import secrets
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from minidist.comm.arrays import address_of
+
+_EXHIBIT = struct.Struct("<QQ16s")          # process id, address, the bytes that lie there
+EXHIBIT_BYTES = _EXHIBIT.size
+_WORD = ctypes.sizeof(ctypes.c_size_t)
+_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_readv = getattr(_libc, "process_vm_readv", None)
+if _readv is not None:
+    _readv.restype = ctypes.c_ssize_t
+    _readv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+
+
+def read(process: int, address: int, target: np.ndarray) -> None:
+    """Fill `target` (uint8, contiguous) with what lies at `address` of the memory of `process`.
+
+    Raises: OSError: ESRCH if there is no such process any more, EFAULT if it has nothing there, EPERM if we may not,
+            ENOSYS where the system knows no such call.
+    """
+    if _readv is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    begin, done = address_of(target), 0
+    while done < len(target):
+        left = len(target) - done
+        vectors = (ctypes.c_size_t * 4)(begin + done, left, address + done, left)
+        count = _readv(process, vectors, 1, ctypes.addressof(vectors) + 2 * _WORD, 1, 0)
+        if count <= 0 and ctypes.get_errno() != errno.EINTR:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        done += max(count, 0)
+
+
+class Exhibit:
+    """Random bytes in this process's memory, as long as this object lives, for others to read.
+
+    Attributes: told    what they must know to find them: EXHIBIT_BYTES bytes
+    """
+
+    def __init__(self) -> None:
+        self._octets = np.frombuffer(secrets.token_bytes(16), np.uint8)
+        self.told = _EXHIBIT.pack(os.getpid(), address_of(self._octets), self._octets.tobytes())
+        _let_in()
+
+
+def process_of(told: bytes) -> int | None:
+    """The process whose exhibit was told so, if this one can read it; None if it cannot."""
+    process, address, expected = _EXHIBIT.unpack(told)
+    found = np.zeros(len(expected), np.uint8)
+    with suppress(OSError):
+        read(process, address, found)
+    return process if found.tobytes() == expected else None
+
+
+def _let_in() -> None:
+    """Where Yama keeps processes of one user apart, say that this one may be read."""
+    try:
+        restricted = _YAMA.read_text().strip() == "1"
+    except OSError:     # there is no Yama
+        return
+    if restricted and _libc is not None:
+        _libc.prctl(_SET_PTRACER, _ANY, 0, 0, 0)
