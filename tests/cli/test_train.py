@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from minidist.cli import main, train_options, train_progress, train_sample
+from minidist.parallel.accumulation import elements_sent
 from minidist.parallel.common.replicas import weights_digest
 
 TINY = ["--steps", "4", "--batch", "5", "--context", "16", "--layers", "1", "--width", "16", "--heads", "2",
@@ -108,7 +109,7 @@ def test_what_is_printed(runs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("stage", "options", "says"), [
-    (2, [], "8 + 2.67 + 5.33 = 16 bytes"),
+    (2, ["--accumulate", "3"], "8 + 2.67 + 5.33 = 16 bytes"),
     (3, ["--tied", "--batch", "2"], "2.67 + 2.67 + 5.33 = 10.67 bytes")])
 def test_zero(stage: int, options: list[str], says: str, book: Path, tmp_path: Path) -> None:
     """The same weights, and ranks send and hold what theory says, in the file and on the screen."""
@@ -121,7 +122,8 @@ def test_zero(stage: int, options: list[str], says: str, book: Path, tmp_path: P
     for kind in ("sent_bytes", "messages"):
         assert sum(sum(rank[kind]["dp"].values()) for rank in ranks) == metrics["formula"][kind]
     root = metrics["config"]["vocabulary"] * 16 if stage == 3 else 0
-    assert metrics["formula"]["sent_bytes"] == 4 * 2 * 8 * ((3 if stage == 3 else 2) * count - root)
+    sent = elements_sent(count, ranks=3, zero=stage, accumulate=metrics["plan"]["accumulate"], root=root)
+    assert metrics["formula"]["sent_bytes"] == 4 * 8 * sent
     for rank in ranks:
         for category, each in (("parameters", 8 if stage < 3 else 8 / 3), ("gradients", 8 / 3), ("optimizer", 16 / 3)):
             assert rank["memory"][category]["now"] == pytest.approx(each * count, abs=100)
@@ -168,6 +170,7 @@ def refusals() -> list[tuple[list[str], str]]:
         (["--width", "30", "--heads", "4"], "width 32"),
         (["--vocab", "3"], "vocabulary of 3"),
         (["--zero", "7"], "--zero"),
+        (["--accumulate", "0"], "--accumulate"),
         (["--plan", "tp=2"], "this version has the data axis"),
         (["--plan", "dp=3"], "use dp=1"),
         (["-n", "2", "--plan", "dp=3"], "use dp=2"),
