@@ -3,6 +3,7 @@
     minidist bench all-reduce --sizes 1KiB:64MiB -n 2,4     our transports beside gloo and MPI; also all-gather,
                                                             reduce-scatter, all-to-all
     minidist bench step                                     our training step beside PyTorch eager
+    minidist bench step --zero 0,1,2,3 -n 2,4               each ZeRO stage beside what PyTorch has for it
     minidist bench overlap                                  an all-reduce hidden behind matrix products
     minidist bench overlap-step --strategy zero2,zero3      a training step's communication behind its computation
     minidist bench calibrate                                what messages cost on this machine; auto goes by it
@@ -28,6 +29,7 @@ from minidist.comm.profile import Profile, profile_path, save_profile
 from minidist.errors import ConfigError
 from minidist.launch import detect, init
 from minidist.observe import bench_plots
+from minidist.parallel.plan import ZERO_STAGES, Plan
 
 Result = dict[str, Any]
 Progress = Callable[[str], None]
@@ -65,12 +67,23 @@ def _add_collective(parser: argparse.ArgumentParser, verb: bench_collectives.Ver
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--ranks", type=counts, default=[1, 2], metavar="N,N", help="rank counts (1,2)")
+    parser.add_argument("-n", "--ranks", type=counts, metavar="N,N",
+                        help="rank counts (1,2; with --zero 2,4; with --plan the plan's)")
+    parser.add_argument("--plan", metavar="dp=N", help="how a job is cut: its size is the rank count")
+    parser.add_argument("--zero", type=stages, metavar="S,S", help="ZeRO stages, of 0 (DDP), 1, 2, 3, each beside "
+                        "PyTorch's: DDP, ZeroRedundancyOptimizer, FSDP")
     parser.add_argument("--rounds", type=positive, default=4, help="turns each contender gets (4)")
     parser.add_argument("--steps", type=positive, default=5, help="steps a turn (5)")
     parser.add_argument("--transport", choices=("sockets", "shm"), default="sockets",
                         help="ours, between ranks (sockets)")
     _add_model(parser, bench_step.Model())
+
+
+def stages(text: str) -> list[int]:
+    """'0,2' -> [0, 2]: ZeRO stages."""
+    if not all(part.isdigit() and int(part) in ZERO_STAGES for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} are not ZeRO stages; choose of 0,1,2,3")
+    return [int(part) for part in text.split(",")]
 
 
 def _add_overlap(parser: argparse.ArgumentParser) -> None:
@@ -194,8 +207,22 @@ def _draw_collective(path: Path, result: Result) -> None:
 def _step(args: argparse.Namespace, progress: Progress) -> Result:
     model = bench_step.Model(**{name: getattr(args, name) for name in vars(bench_step.Model())})
     model.config()  # a model that cannot be is refused before anything starts
-    rows = bench_step.measure_all(model, args.ranks, args.rounds, args.steps, args.transport, progress)
-    return {"what": "step", "model": vars(model), "rows": [vars(row) for row in rows], "transport": args.transport}
+    zero = args.zero or ([0] if args.plan else None)
+    ranks = args.ranks or ([2, 4] if zero else [1, 2])
+    if args.plan:
+        size = Plan.parse(args.plan).size
+        if args.ranks not in (None, [size]):
+            raise ConfigError(f"bench step: --plan {args.plan} is for {size} ranks; leave -n out")
+        ranks = [size]
+    result = {"what": "step", "model": vars(model), "transport": args.transport, "zero": zero, "left_out": []}
+    if zero is None:
+        rows = bench_step.measure_all(model, ranks, args.rounds, args.steps, args.transport, progress)
+    elif min(ranks) < 2:
+        raise ConfigError("bench step --zero: one rank divides nothing; choose -n of at least 2")
+    else:
+        rows, result["left_out"] = bench_step.measure_stages(model, ranks, zero, args.rounds, args.steps,
+                                                             args.transport, progress)
+    return {**result, "rows": [vars(row) for row in rows]}
 
 
 # ---------------------------------------------------------------- overlap
@@ -269,5 +296,8 @@ _BENCHES = {
     "overlap": Bench(_overlap, bench_tables.show_overlap, bench_plots.draw_overlap),
     "overlap-step": Bench(_overlap_step, bench_tables.show_overlap_step, bench_plots.draw_overlap_step),
     "calibrate": Bench(_calibrate, bench_tables.show_calibration, bench_plots.draw_calibration),
-    "step": Bench(_step, bench_tables.show_step, lambda path, result: bench_plots.draw_steps(path, result["rows"])),
+    "step": Bench(_step, lambda result, console: (bench_tables.show_stages if result["zero"] else
+                                                  bench_tables.show_step)(result, console),
+                  lambda path, result: (bench_plots.draw_stages if result["zero"] else
+                                        bench_plots.draw_steps)(path, result["rows"])),
 }

@@ -1,16 +1,25 @@
-"""The peer of `minidist bench step`: the same GPT in PyTorch eager, as its users would write it.
+"""The peers of `minidist bench step`: the same GPT in PyTorch eager, as its users would write it.
 
 Pre-norm blocks, biases, GELU in its tanh form (GPT-2's), `scaled_dot_product_attention`, AdamW, clipping by global
-norm, DistributedDataParallel over gloo where there are several ranks. PyTorch is imported only here, when asked for.
+norm; over gloo where there are several ranks, with what PyTorch has for each ZeRO stage (PEERS). PyTorch is imported
+only here, when asked for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from minidist.nn import GPTConfig
+
+Step = Callable[[torch.Tensor, torch.Tensor], float]
+Clip = Callable[[float], Any]
+Wrapped = tuple[nn.Module, torch.optim.Optimizer, Clip]
+"""The model to call, its optimizer, and what clips its gradients to a norm."""
 
 
 class TorchBlock(nn.Module):
@@ -52,19 +61,91 @@ class TorchGPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def torch_step(config: GPTConfig, *, ranks: int, clip: float) -> Callable[[torch.Tensor, torch.Tensor], float]:
-    """Build the model (wrapped in DDP where a process group of several ranks is up); returns its training step."""
-    gpt: nn.Module = TorchGPT(config)
-    if ranks > 1:
-        gpt = nn.parallel.DistributedDataParallel(gpt)
-    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3)
+def torch_weights(weights: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Weights of our GPT (learned positions, untied head) under the names and in the layout of TorchGPT."""
+    found = {}
+    for name, array in weights.items():
+        matrix = array.ndim == 2 and not name.startswith(("tokens.", "positions."))     # (in, out) -> (out, in)
+        flat_name = name.replace(".attention.", ".").replace(".mlp.", ".")
+        found[flat_name] = torch.from_numpy(np.ascontiguousarray(array.T if matrix else array))
+    return found
+
+
+def torch_step(config: GPTConfig, *, ranks: int, clip: float, peer: str = "DDP",
+               weights: Mapping[str, np.ndarray] | None = None) -> Step:
+    """Build the model, wrapped as `peer` where a process group of several ranks is up; returns its training step.
+
+    It starts with `weights` of our GPT, or draws its own.
+    """
+    gpt = TorchGPT(config)
+    if weights is not None:
+        gpt.load_state_dict(torch_weights(weights))
+    model, optimizer, clip_gradients = (_WRAP[peer] if ranks > 1 else _plain)(gpt)
 
     def step(ids: torch.Tensor, targets: torch.Tensor) -> float:
         optimizer.zero_grad()
-        loss = gpt(ids, targets)
+        loss = model(ids, targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(gpt.parameters(), clip)
+        clip_gradients(clip)
         optimizer.step()
         return loss.item()
 
     return step
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _clip(model: nn.Module) -> Clip:
+    return lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+
+def _plain(gpt: nn.Module) -> Wrapped:
+    """One process."""
+    return gpt, _adamw(gpt), _clip(gpt)
+
+
+def _ddp(gpt: TorchGPT) -> Wrapped:
+    """Replicas."""
+    return _plain(nn.parallel.DistributedDataParallel(gpt))
+
+
+def _zero_redundancy(gpt: TorchGPT) -> Wrapped:
+    """DDP whose optimizer is divided by whole tensors (stage 1)."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.parallel.DistributedDataParallel(gpt)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)
+    return model, optimizer, _clip(model)
+
+
+def _fsdp1(gpt: TorchGPT, *, strategy: str) -> Wrapped:
+    """FullyShardedDataParallel, a unit a block, on the CPU."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    model = FullyShardedDataParallel(gpt, auto_wrap_policy=ModuleWrapPolicy({TorchBlock}), use_orig_params=True,
+                                     sharding_strategy=ShardingStrategy[strategy], device_id=torch.device("cpu"))
+    return model, _adamw(model), model.clip_grad_norm_
+
+
+def _fsdp2(gpt: TorchGPT, *, reshard: bool) -> Wrapped:
+    """fully_shard, a unit a block, on the CPU; `reshard`: free weights after forward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for module in (*gpt.blocks, gpt):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    return _plain(gpt)
+
+
+_WRAP: dict[str, Callable[[TorchGPT], Wrapped]] = {
+    "DDP": _ddp,
+    "ZeroRedundancyOptimizer": _zero_redundancy,
+    "FSDP1 SHARD_GRAD_OP": partial(_fsdp1, strategy="SHARD_GRAD_OP"),
+    "FSDP2 keep": partial(_fsdp2, reshard=False),
+    "FSDP1 FULL_SHARD": partial(_fsdp1, strategy="FULL_SHARD"),
+    "FSDP2 reshard": partial(_fsdp2, reshard=True),
+}

@@ -3,6 +3,8 @@
 Beside ours on P ranks stand P processes of ours that train without each other: what the machine itself gives when P
 cores compute at once (two threads of one core give little more than one), so that their distance is communication's.
 
+With `--zero 0,1,2,3` it is each stage of ours beside what PyTorch has for it, over gloo (PEERS).
+
 Jobs take turns round by round. Memory is the peak resident size less what the process held after its imports and one
 warm-up step of a tiny model (so that nobody pays for modules loaded on first use), in separate processes.
 """
@@ -12,19 +14,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
+from minidist.errors import LaunchError
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPTConfig
 
 OURS, SEPARATE, PEER = "minidist", "separate", "PyTorch"
 MODULE = "minidist.cli.bench_step"
 CLIP = 1.0
+PEERS = {0: ("DDP",), 1: ("ZeroRedundancyOptimizer",), 2: ("FSDP1 SHARD_GRAD_OP", "FSDP2 keep"),
+         3: ("FSDP1 FULL_SHARD", "FSDP2 reshard")}
+"""What PyTorch has for each ZeRO stage (bench_peers.py); FSDP that keeps weights after forward divides as stage 2."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,12 @@ class Row:
     step_seconds: float
     tokens_per_second: float
     peak_bytes: int
+    zero: int = 0
 
 
-def start_job(contender: str, ranks: int, model: Model, transport: str) -> Job:
+def start_job(contender: str, ranks: int, model: Model, transport: str, zero: int = 0) -> Job:
     """Start the ranks of one contender."""
-    command = [*worker_command(MODULE, contender), *model.arguments()]
+    command = [*worker_command(MODULE, contender), *model.arguments(), f"--zero={zero}"]
     if contender != OURS:
         return Job(contender, ranks, command, once_per_rank=True)
     launch = [sys.executable, "-m", "minidist", "launch", "-n", str(ranks), *command[1:], f"--transport={transport}"]
@@ -74,6 +81,32 @@ def measure_all(model: Model, ranks: list[int], rounds: int, steps: int, transpo
     names = [OURS, SEPARATE, PEER] if importlib.util.find_spec("torch") else [OURS, SEPARATE]
     jobs = [start_job(name, count, model, transport) for count in ranks for name in names
             if count > 1 or name != SEPARATE]
+    return measure_jobs(jobs, model, rounds, steps, progress)
+
+
+def measure_stages(model: Model, ranks: list[int], stages: list[int], rounds: int, steps: int, transport: str,
+                   progress: Callable[[str], None]) -> tuple[list[Row], list[str]]:
+    """A row for each stage of ours and for its peers in PyTorch, at each rank count; and which were left out and why.
+
+    The contenders of one stage and rank count take turns within every round.
+    """
+    rows: list[Row] = []
+    left_out: list[str] = []
+    for count in ranks:
+        for zero in stages:
+            jobs = [start_job(OURS, count, model, transport, zero)]
+            for peer in PEERS[zero] if importlib.util.find_spec("torch") else ():
+                progress(f"starting {peer} on {count} ranks")
+                try:
+                    jobs.append(start_job(peer, count, model, transport))
+                except LaunchError as error:
+                    left_out.append(f"PyTorch {peer} on {count} ranks: {str(error).splitlines()[-1]}")
+            rows += [replace(row, zero=zero) for row in measure_jobs(jobs, model, rounds, steps, progress)]
+    return rows, left_out
+
+
+def measure_jobs(jobs: list[Job], model: Model, rounds: int, steps: int, progress: Callable[[str], None]) -> list[Row]:
+    """A row for each job; every round asks each in turn. Ends the jobs."""
     seconds: list[list[float]] = [[] for _ in jobs]
     peaks = [0] * len(jobs)
     try:
@@ -106,15 +139,15 @@ def resident_peak() -> int:
     return 0
 
 
-def our_rank(model: Model, transport: str) -> tuple[int, Callable[[int], dict[str, Any]]]:
-    """One rank of minidist: DDP over the ranks that the launcher started, or a world of its own."""
+def our_rank(model: Model, transport: str, zero: int) -> tuple[int, Callable[[int], dict[str, Any]]]:
+    """One rank of minidist: a ZeRO stage over the ranks that the launcher started, or a world of its own."""
     import minidist as md
 
     limit_blas_threads(1, local_size=1)
     world = md.init(transport=transport, threads=1)
 
     def trainer(config: GPTConfig) -> Any:
-        return md.Trainer(md.Plan(dp=world.size), config, world, clip=CLIP)
+        return md.Trainer(md.Plan(dp=world.size, zero=zero), config, world, clip=CLIP)
 
     tiny = GPTConfig(vocabulary=16, context=8, layers=1, width=8, heads=2)
     trainer(tiny).step(random_batch(16, world.size, 8))
@@ -124,8 +157,9 @@ def our_rank(model: Model, transport: str) -> tuple[int, Callable[[int], dict[st
     return world.rank, timed(lambda: full.step(batch), floor)
 
 
-def torch_rank(model: Model, folder: str, rank: int, size: int) -> tuple[int, Callable[[int], dict[str, Any]]]:
-    """One rank of PyTorch eager; DistributedDataParallel over gloo where there are several."""
+def torch_rank(model: Model, folder: str, rank: int, size: int,
+               peer: str) -> tuple[int, Callable[[int], dict[str, Any]]]:
+    """One rank of PyTorch eager; over gloo where there are several."""
     import torch
 
     from minidist.cli.bench_peers import torch_step
@@ -134,9 +168,9 @@ def torch_rank(model: Model, folder: str, rank: int, size: int) -> tuple[int, Ca
     if size > 1:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     tiny = GPTConfig(vocabulary=16, context=8, layers=1, width=8, heads=2)
-    torch_step(tiny, ranks=size, clip=CLIP)(*map(torch.from_numpy, random_batch(16, 1, 8)))
+    torch_step(tiny, ranks=size, clip=CLIP, peer=peer)(*map(torch.from_numpy, random_batch(16, 1, 8)))
     floor = resident_peak()
-    step = torch_step(model.config(), ranks=size, clip=CLIP)
+    step = torch_step(model.config(), ranks=size, clip=CLIP, peer=peer)
     ids, targets = map(torch.from_numpy, random_batch(model.vocab, model.batch, model.context))
     return rank, timed(lambda: step(ids, targets), floor)
 
@@ -171,14 +205,16 @@ def main() -> None:
     """Run as one rank of a contender."""
     parser = worker_arguments()
     parser.add_argument("--transport")
+    parser.add_argument("--zero", type=int)
     for name, value in vars(Model()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     model = Model(**{name: getattr(options, name) for name in vars(Model())})
-    if options.contender == PEER:
-        rank, measure = torch_rank(model, options.meet, options.rank, options.size)
+    if options.contender in (OURS, SEPARATE):
+        rank, measure = our_rank(model, options.transport, options.zero)
     else:
-        rank, measure = our_rank(model, options.transport)
+        peer = "DDP" if options.contender == PEER else options.contender
+        rank, measure = torch_rank(model, options.meet, options.rank, options.size, peer)
     answer(options.meet, max(rank, options.rank), measure)
 
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from minidist.cli import bench_collectives, bench_overlap, bench_step
-from minidist.observe.bench_plots import bytes_text
+from minidist.observe.bench_plots import STAGES, bytes_text
 
 INSTALL_GLOO = 'pip install -e ".[bench]"'
 
@@ -51,6 +51,27 @@ def show_step(result: dict[str, Any], console: Console) -> None:
         console.print("separate: as many processes of ours that do not communicate: what this machine's cores give",
                       style="dim")
     if not any(row["name"] == bench_step.PEER for row in rows):
+        console.print(f"PyTorch was left out: {INSTALL_GLOO}", style="dim", markup=False)
+
+
+def show_stages(result: dict[str, Any], console: Console) -> None:
+    """A row for each contender at each rank count and stage; ours as a multiple of each peer's speed."""
+    model, rows = result["model"], result["rows"]
+    table = new_table("training step: " + ", ".join(f"{name} {value}" for name, value in model.items()))
+    for column in ("stage", "", "ranks", "ms a step", "tokens/s", "ours beside it", "peak MiB above import"):
+        table.add_column(column, justify="right" if column not in ("stage", "") else "left")
+    for index, row in enumerate(rows):
+        ours = next(other for other in rows if other["name"] == bench_step.OURS and other["zero"] == row["zero"]
+                    and other["ranks"] == row["ranks"])
+        name = row["name"] if row is ours else f"PyTorch {row['name']}"
+        ratio = "" if row is ours else f"{row['step_seconds'] / ours['step_seconds']:.2f}×"
+        last = index + 1 == len(rows) or rows[index + 1]["name"] == bench_step.OURS
+        table.add_row(STAGES[row["zero"]], name, str(row["ranks"]), f"{row['step_seconds'] * 1e3:.1f}",
+                      f"{row['tokens_per_second']:,.0f}", ratio, f"{row['peak_bytes'] / 2**20:.0f}", end_section=last)
+    console.print(table)
+    for line in result["left_out"]:
+        console.print(f"left out: {line}", style="dim", markup=False)
+    if all(row["name"] == bench_step.OURS for row in rows) and not result["left_out"]:
         console.print(f"PyTorch was left out: {INSTALL_GLOO}", style="dim", markup=False)
 
 

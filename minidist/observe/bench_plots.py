@@ -6,6 +6,7 @@ from typing import Any
 
 COLOURS = {"sockets": "#3b6fb6", "shm": "#5b9a68", "mpi": "#8172b3", "gloo": "#e08e3c", "MPI": "#c44e52",
            "minidist": "#3b6fb6", "separate": "#9aa5b1", "PyTorch": "#e08e3c"}
+STAGES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 PEERS = ("gloo", "MPI", "PyTorch")  # dashed, so that ours and theirs differ without colour too
 
 
@@ -49,6 +50,33 @@ def draw_steps(path: Path, rows: list[dict[str, Any]]) -> None:
         panel.set_title(title, loc="left")
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(y=0.12)
+    figure.savefig(path, dpi=130)
+
+
+def draw_stages(path: Path, rows: list[dict[str, Any]]) -> None:
+    """A panel a rank count: ms a step of each ZeRO stage of ours beside its peers'. Raises OSError as above."""
+    from matplotlib.figure import Figure
+
+    counts = sorted({row["ranks"] for row in rows})
+    figure = Figure(figsize=(1.0 + 6.0 * len(counts), 4.4), layout="constrained")
+    for panel, count in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
+        shown = [row for row in rows if row["ranks"] == count]
+        places: list[float] = []
+        place = 0.0
+        for row in shown:
+            place += 1.0 if row["name"] != "minidist" or not places else 1.7      # a gap before the next stage
+            places.append(place)
+            ours = next(other for other in shown if other["name"] == "minidist" and other["zero"] == row["zero"])
+            mine = row is ours
+            bar = panel.barh(place, row["step_seconds"] * 1e3, 0.86, color=COLOURS["minidist" if mine else "PyTorch"])
+            ratio = "" if mine else f"  ({row['step_seconds'] / ours['step_seconds']:.2f}× ours)"
+            panel.bar_label(bar, [f"{row['step_seconds'] * 1e3:,.0f}{ratio}"], padding=3, fontsize=9)
+        panel.set_yticks(places, [f"minidist {STAGES[row['zero']]}" if row["name"] == "minidist" else
+                                  f"PyTorch {row['name']}" for row in shown], fontsize=9)
+        panel.invert_yaxis()
+        panel.set_title(f"{count} ranks, ms a step", loc="left")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.margins(x=0.28)
     figure.savefig(path, dpi=130)
 
 

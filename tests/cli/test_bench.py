@@ -8,7 +8,7 @@ import pytest
 from helpers import run
 
 import minidist as md
-from minidist.cli import bench_collectives, main
+from minidist.cli import bench_collectives, bench_step, main
 from minidist.cli.bench_collectives import VERBS, our_call, timed
 from minidist.cli.bench_jobs import Job
 from minidist.cli.bench_overlap import Row
@@ -154,6 +154,9 @@ def test_calibrate_leaves_a_profile_that_jobs_use(tmp_path, monkeypatch, capsys)
     (["calibrate", "--only", "thread"], "did you mean threads?"),
     (["calibrate", "--sizes", "1KiB"], "two --sizes or more"),
     (["step", "--heads", "3"], "heads"),
+    (["step", "--zero", "4"], "are not ZeRO stages"),
+    (["step", "--zero", "2", "-n", "1"], "one rank divides nothing"),
+    (["step", "--plan", "dp=2", "-n", "2,4"], "leave -n out"),
     (["nonsense"], "invalid choice"),
 ])
 def test_bad_input_is_one_line_and_status_2(options, expected, capsys):
@@ -203,3 +206,46 @@ def test_a_rank_that_dies_is_named(tmp_path):
             job.ask()
     finally:
         job.close()
+
+
+TINY_STEP = ["--rounds", "1", "--steps", "1", "--layers", "1", "--width", "8", "--heads", "2", "--context", "8",
+             "--batch", "2", "--vocab", "16"]
+
+
+def test_stages_are_measured_and_drawn(tmp_path, monkeypatch, capsys):
+    """Ours alone, where PyTorch is not installed."""
+    monkeypatch.setattr(bench_step.importlib.util, "find_spec", lambda name: None)
+    file, picture = tmp_path / "step.json", tmp_path / "step.png"
+    assert main(["bench", "step", "--plan", "dp=2", "--zero", "1,3", *TINY_STEP, "--json", str(file), "--figure",
+                 str(picture)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["name"], row["zero"], row["ranks"]) for row in rows] == [("minidist", 1, 2), ("minidist", 3, 2)]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "ZeRO-3" in printed and "PyTorch was left out" in printed
+
+
+def test_a_peer_that_pytorch_lacks_is_named_with_its_reason(monkeypatch):
+    started = []
+
+    def start(contender, ranks, model, transport, zero=0):
+        if contender != "minidist":
+            raise LaunchError(f"bench: {contender} started 0 of 2 ranks: Traceback\nImportError: no fully_shard")
+        started.append(zero)
+
+    monkeypatch.setattr(bench_step.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(bench_step, "start_job", start)
+    monkeypatch.setattr(bench_step, "measure_jobs", lambda *arguments: [])
+    _, left_out = bench_step.measure_stages(bench_step.Model(), [2], [0, 2], 1, 1, "sockets", print)
+    assert started == [0, 2] and left_out[-1] == "PyTorch FSDP2 keep on 2 ranks: ImportError: no fully_shard"
+
+
+@pytest.mark.soak
+def test_every_peer_takes_a_step(tmp_path):
+    pytest.importorskip("torch", reason="needs PyTorch: the extra `bench`")
+    file = tmp_path / "step.json"
+    assert main(["bench", "step", "--zero", "0,1,2,3", "-n", "2", *TINY_STEP, "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert result["left_out"] == []
+    assert [row["name"] for row in result["rows"] if row["name"] != "minidist"] == [
+        peer for zero in range(4) for peer in bench_step.PEERS[zero]]
