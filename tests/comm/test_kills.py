@@ -3,6 +3,7 @@
 CI kills a few ranks, `-m soak` a hundred.
 """
 
+import contextlib
 import itertools
 import os
 import random
@@ -30,8 +31,37 @@ ENDS = {"kill": "was killed", "exit": "exited with status 7|was killed, or ended
         "raise": "failed with ArithmeticError: on purpose"}
 
 
-def die(how):
-    """End this rank's part of the job."""
+WITHIN = 0.25   # seconds until the last survivor of eight knows
+HOPS = 4    # news of a death goes to the monitor, to a rank's listener, to who leads its waits, to the program
+
+
+@contextlib.contextmanager
+def lateness():
+    """Gives a list: how late a thread woke that only slept, time and again, in the block.
+
+    Each of the HOPS threads may wait as long for a core, where ranks and whatever else runs outnumber cores.
+    """
+    over, late = threading.Event(), [0.0]
+
+    def watch():
+        while not over.is_set():
+            slept = time.monotonic()
+            time.sleep(0.002)
+            late.append(time.monotonic() - slept - 0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield late
+    finally:
+        over.set()
+        thread.join()
+
+
+def die(how, folder):
+    """End this rank's part of the job, and leave behind when that was."""
+    with open(f"{folder}/death", "w") as file:
+        file.write(f"{time.monotonic()} {os.getpid()}")
     match how:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -43,15 +73,13 @@ def die(how):
 def until_one_dies(world, folder, victim, how, verb, length, calls, delay):
     """Call a verb for ever; the victim makes `calls` of them, then dies: at once, or (`delay` s) inside one."""
     x = np.ones(length, np.float32)
-    world.barrier()
     try:
+        world.barrier()                 # the victim may leave it before others do
         for number in itertools.count():
             if world.rank == victim and number == calls:
-                with open(f"{folder}/death", "w") as file:
-                    file.write(f"{time.monotonic() + delay} {os.getpid()}")
                 if not delay or how == "raise":
-                    die(how)
-                threading.Timer(delay, die, (how,)).start()
+                    die(how, folder)
+                threading.Timer(delay, die, (how, folder)).start()
             world.tell_step(number)
             VERBS[verb](world, x)
             if number % 8 == 7:
@@ -63,9 +91,10 @@ def until_one_dies(world, folder, victim, how, verb, length, calls, delay):
         raise
 
 
-def check_one_kill(folder, *, transport, size, victim, how, verb, length, calls, delay, within):
+def check_one_kill(folder, *, transport, size, victim, how, verb, length, calls, delay):
     """Run it, and look at what everybody learnt. Returns the slowest survivor's seconds."""
-    with nothing_left(6.0), pytest.raises(ArithmeticError if how == "raise" else PeerLostError) as caught:
+    expected = ArithmeticError if how == "raise" else PeerLostError
+    with nothing_left(6.0), lateness() as late, pytest.raises(expected) as caught:
         run(until_one_dies, str(folder), victim, how, verb, length, calls, delay, size=size, transport=transport)
     assert f"rank {victim}" in str(caught.value)
     died, pid = (folder / "death").read_text().split()
@@ -78,7 +107,7 @@ def check_one_kill(folder, *, transport, size, victim, how, verb, length, calls,
         assert re.match(rf"rank {victim} \(process {pid} on \S+\) ({ENDS[how]})", text), text
         assert re.search(rf"; rank {rank} was in (step \d+, )?\w+\(.*\), its call \d+, at \S*test_kills.py:\d+", text)
         slowest = max(slowest, float(when) - float(died))
-    assert slowest < within, f"the last survivor learnt it after {slowest:.3f} s"
+    assert slowest < WITHIN + HOPS * max(late), f"the last learnt it after {slowest:.3f} s; late: {max(late):.3f} s"
     return slowest
 
 
@@ -87,7 +116,7 @@ def check_one_kill(folder, *, transport, size, victim, how, verb, length, calls,
     ("shm", "raise", "started", 0.0)])
 def test_every_survivor_of_eight_learns_it_at_once(transport, how, verb, delay, tmp_path):
     check_one_kill(tmp_path, transport=transport, size=8, victim=5, how=how, verb=verb, length=1000, calls=3,
-                   delay=delay, within=1.0)     # 0.25 s on a quiet machine: the soak measures that
+                   delay=delay)
 
 
 @pytest.mark.soak
@@ -103,6 +132,5 @@ def test_a_hundred_random_kills(tmp_path):
                 "delay": draw.choice((0.0, 0.0, 0.005, 0.05))}
         case["victim"] = draw.randrange(case["size"])
         print(number, case, flush=True)
-        seconds.append(check_one_kill(folder, **case, within=2.0))
+        seconds.append(check_one_kill(folder, **case))
     print(f"seconds until the last survivor knew: median {np.median(seconds):.3f}, most {max(seconds):.3f}")
-    assert np.median(seconds) < 0.25

@@ -1,4 +1,4 @@
-"""The program that the launch tests start: `python job.py MODE [TRANSPORT]`. Rank 2 does what MODE says."""
+"""What the launch tests start: `python job.py MODE [TRANSPORT [RANK]]`. Rank 2, or RANK, does what MODE says."""
 
 import os
 import signal
@@ -41,6 +41,7 @@ def say(text: str) -> None:
 
 def main() -> None:
     mode, transport = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+    victim = int(sys.argv[3]) if len(sys.argv) > 3 else 2
     if mode == "mixed":
         transport = ["sockets", "shm"][int(os.environ["RANK"]) % 2]
     world = md.init(transport=transport, limit=20)
@@ -56,7 +57,7 @@ def main() -> None:
         time.sleep(60)
     if mode == "busy" and world.rank == 1:              # computes, and will not hear of anything for a while
         time.sleep(60)
-    if world.rank == 2 or (mode == "stop all" and world.rank > 2):
+    if world.rank == victim or (mode == "stop all" and world.rank > 2):
         misbehave({"stop all": "stop", "stubborn": "kill", "busy": "raise"}.get(mode, mode))
     if mode == "all config":
         misbehave("config")

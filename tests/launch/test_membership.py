@@ -123,6 +123,21 @@ def test_a_death_under_mpirun_ends_the_job_and_is_named(transport, mode, how):
     assert re.search(f"^minidist: {WHO} .*({how}).*; the job ends$", done.stderr, re.M)
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_of_thirty_killed_under_mpirun_each_is_named_once():
+    """mpirun mostly kills the survivors before they have said why; the monitor, which it does not know of, has."""
+    survivors = 0
+    for number in range(30):
+        victim = number % 3
+        with nothing_left() as environment:
+            done = finish(by_mpirun(environment, "kill", ("mpi", "shm")[number % 2], str(victim)))
+        line = rf"^minidist: rank {victim} \(process \d+ on \S+\) was killed.*; the job ends$"
+        assert len(re.findall(line, done.stderr, re.M)) == 1, done
+        survivors += len(re.findall(rf"stops: PeerLostError: rank {victim} ", done.stderr))
+    print(f"{survivors} of 60 survivors said so, too")
+
+
 @pytest.mark.parametrize("mode", ["all config"])
 def test_bad_input_under_mpirun_is_one_line(mode):
     with nothing_left() as environment:
