@@ -68,12 +68,11 @@ class _Walk:
         self._arrived: dict[int, list[_Arrived | None]] = {}  # id(node) -> one gradient per output
         self._waiting: dict[int, int] = {}                    # id(leaf) -> contributions still to come
         self._leaves: dict[int, Array] = {}                   # id(leaf with tensor hooks) -> sum so far
-        self._hidden = False                                  # whether an op goes backward over a tape of its own
 
     @property
-    def reached(self) -> Collection[int] | None:
-        """After `survey`: ids of the leaves that will get a gradient; None if an op hides some of them."""
-        return None if self._hidden else self._waiting.keys()
+    def reached(self) -> Collection[int]:
+        """After `survey`: ids of the leaves that will get a gradient."""
+        return self._waiting.keys()
 
     def survey(self, start: Node, *, begin: int = -1) -> list[Node]:
         """All nodes behind `start` younger than `begin`, oldest first; counts the contributions each leaf will get."""
@@ -83,7 +82,6 @@ class _Walk:
             if node.released:
                 raise GradientError(f"backward: an earlier backward ran through {node.op.name} and dropped what it "
                                     f"saved; run the forward again, or add the losses and go backward once")
-            self._hidden |= node.op.hides_leaves
             for edge in node.edges:
                 source = edge.source
                 if isinstance(source, Tensor):
@@ -197,8 +195,8 @@ def _shares_buffer(gradient: Array, dy: Any) -> bool:
     return any(owner is account.owner_of(d) for d in (dy if isinstance(dy, tuple) else (dy,)))
 
 
-Surveyed = Callable[[Collection[int] | None], None]
-"""`surveyed(reached)`: is told the ids of the leaves that a backward will reach; None if it cannot know all."""
+Surveyed = Callable[[Collection[int]], None]
+"""`surveyed(reached)`: is told the ids of the leaves that a backward will reach."""
 
 
 def backward(loss: Tensor, dy: Array | None = None, *, defer_weights: bool = False,

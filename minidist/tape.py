@@ -126,7 +126,6 @@ class Op:
         self.name = forward.__name__.strip("_")
         self.__name__, self.__doc__, self.__module__ = self.name, forward.__doc__, forward.__module__
         self.gradients: dict[str, Callable[..., Array]] = {}
-        self.hides_leaves = False   # whether its gradients go backward over a tape of their own, to leaves of their own
         parameters = inspect.signature(forward).parameters.values()
         self.arguments = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)

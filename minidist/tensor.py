@@ -113,8 +113,7 @@ class Tensor:
         Args:    dy: gradient of what follows, shape and dtype of self; may be left out for one number (then it is 1).
                  defer_weights: leave the gradient functions that end in a Parameter for later and return them, in the
                  order they would have run; calling them all gives what an ordinary backward gives, to the bit.
-                 surveyed: is told, before anything runs, the ids of the leaves that this backward will reach; None if
-                 an op goes backward over a tape of its own, which may reach others.
+                 surveyed: is told, before anything runs, the ids of the leaves that this backward will reach.
         Raises:  GradientError for a second backward through the same nodes, a missing dy, or nothing to differentiate.
         """
         from minidist.backward import backward  # noqa: PLC0415 - it is built on this module

@@ -189,13 +189,6 @@ def test_an_unused_parameter_keeps_no_bucket_waiting() -> None:
         assert log[0] == ["bucket 0", "weights.3", "weights.2", "bucket 1", "weights.1", "weights.0", "bucket 2"]
 
 
-def test_an_op_with_a_tape_of_its_own_makes_buckets_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may reach what backward cannot see beforehand: nothing sets out early."""
-    monkeypatch.setattr(ops.matmul, "hides_leaves", True)
-    for log, _, _ in md.run(train_chain, size=2):
-        assert log[0] == ["weights.3", "weights.2", "weights.1", "weights.0", "bucket 0", "bucket 1", "bucket 2"]
-
-
 @pytest.mark.parametrize(("accumulate", "size"), [(1, 2), (2, 2), (2, 5)])
 def test_an_unused_parameter_can_be_an_error(accumulate: int, size: int) -> None:
     """It names the rank and the parameters; a rank without a row (5 ranks, 3 rows) has made no mistake."""

@@ -64,13 +64,13 @@ class InOrder:
         self._idle, self._quiet, self._between_steps = False, quiet, not quiet
         self._missing, self.started = [len(run) for run in self.runs], 0
 
-    def expect(self, reached: Collection[int] | None) -> None:
-        """Backward is about to run, and will reach these leaves (ids; None: it cannot tell). Calling it is optional.
+    def expect(self, reached: Collection[int]) -> None:
+        """Backward is about to run, and will reach these leaves (ids).
 
         Raises:  GradientError if it is the last of a step and leaves out a parameter that must not be unused.
         """
         self._computed, self.completed = True, []
-        if self._quiet or reached is None:
+        if self._quiet:
             return
         self._refuse_unused(reached)
         for index, run in enumerate(self.runs):
