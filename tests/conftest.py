@@ -9,6 +9,10 @@ import pytest
 import threadpoolctl
 from hypothesis import HealthCheck, settings
 
+# Where this is set, each of the hundreds of Pythons that tests start would compile all of minidist again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 sys.path.insert(0, str(Path(__file__).parent))  # `from helpers import ...`, `from strategies import ...`
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, database=None,
