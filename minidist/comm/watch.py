@@ -157,7 +157,7 @@ class Watch:
         """A lookout's connection ended with `error`, or it is silent; its ranks are lost, unless it said goodbye."""
         covered = self._covered(post)
         if self._remove(post) and covered:
-            first, silent = covered[0], error is None or not isinstance(error, CommError)
+            first, silent = covered[0], isinstance(error, OSError | None) and not isinstance(error, CommError)
             why = f"nothing was heard of it for {SILENCE:g} s" if silent else \
                 f"its lookout (process {post.pid}) is gone ({error})"
             self._lose(Loss(first.world_rank, first.pid, first.host, _out_of_reach(covered, why)))

@@ -143,11 +143,23 @@ def test_a_lookout_that_is_gone_takes_its_ranks_along_unless_it_said_goodbye(far
         second = Lookout([2])
         threading.Thread(target=second.serve, args=(monitor.address, TOKEN), daemon=True).start()
         wait_for(monitor._watch.posts)
+        wait_for(lambda: second._sock)
         second._sock.shutdown(socket.SHUT_RDWR)
         wait_for(lambda: links[0].loss)
         assert re.fullmatch(rf"rank 2 \(process 4711 on far\) is out of reach with its whole host \(rank 2\): its "
                             rf"lookout \(process {os.getpid()}\) is gone \(.* closed the connection\)",
                             str(links[0].loss))
+
+
+@pytest.mark.parametrize("frame", [{"kind": "dance"}, [1, 2], {"no": "kind"}, {"kind": "seen"}, {"kind": "ended"}])
+def test_a_lookout_that_speaks_nonsense_is_lost_not_the_monitor(far, frame):
+    lookout = Lookout([2])
+    with job(lookout) as (monitor, links):
+        wait_for(lambda: lookout._sock)
+        wire.send_frame(lookout._sock, frame)
+        wait_for(lambda: links[0].loss)
+        assert f"its lookout (process {os.getpid()}) is gone" in str(links[0].loss)
+        assert not monitor._watch.posts()
 
 
 def test_the_kernels_ask_whether_the_other_host_is_there(far):

@@ -1,5 +1,6 @@
 """What the launch tests start: `python job.py MODE [TRANSPORT [RANK]]`. Rank 2, or RANK, does what MODE says."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -30,6 +31,8 @@ def misbehave(mode: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "cut":                                     # the link, by the test, while this rank is awaited
             time.sleep(60)
+        case "hold":                                    # no other thread of this rank runs meanwhile
+            ctypes.PyDLL(None).usleep(6_500_000)
         case "interrupt":
             raise KeyboardInterrupt
 

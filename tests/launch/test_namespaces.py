@@ -92,6 +92,13 @@ def test_under_torchrun_the_first_rank_of_a_host_starts_its_lookout(hosts):
 
 
 @pytest.mark.soak
+def test_a_rank_that_holds_its_interpreter_for_longer_than_a_host_may_be_silent_is_not_lost(hosts):
+    with nothing_left() as environment:
+        done = ended(launch(environment, hosts, JOB, "hold"))
+    assert [(node.returncode, node.stderr) for node in done] == [(0, "")] * 2, done
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("what", ["link", "launcher"])
 def test_a_host_that_is_lost_is_named_with_its_ranks(hosts, what):
     with nothing_left() as environment:
