@@ -1,0 +1,176 @@
+"""What lesson 05's tables, figure and break-its share: models, batches, and devices that are watched."""
+
+import os
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from minidist import account
+from minidist.nn import GPT, GPTConfig
+from minidist.observe.records import gather_records
+from minidist.optim import Adam
+from minidist.parallel.data_parallel import DataParallel, Device, plain_forward
+from minidist.parallel.ddp import DDP
+from minidist.parallel.single import Single
+
+SMALL = GPTConfig(vocabulary=31, context=8, layers=2, width=16, heads=2, dtype="float64")     # to compare weights
+TALL = GPTConfig(vocabulary=256, context=64, layers=2, width=64, heads=4)                     # to see its memory
+PYTHON = GPTConfig(vocabulary=16, context=4, layers=12, width=8, heads=2)         # small products: Python does the most
+BLAS = GPTConfig(vocabulary=128, context=128, layers=1, width=384, heads=6)       # large ones: BLAS does
+
+
+def new_model(config: GPTConfig, seed: int = 0) -> GPT:
+    """A model drawn by its seed."""
+    model = GPT(config)
+    model.initialize(seed=seed)
+    return model
+
+
+def batch(config: GPTConfig, step: int, sequences: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets, (sequences, context) each, by step alone: after symbol i comes 5 i + 3, round the end."""
+    ids = np.random.default_rng(step).integers(0, config.vocabulary, (sequences, config.context))
+    return ids, (5 * ids + 3) % config.vocabulary
+
+
+def weights(model: GPT) -> np.ndarray:
+    """All parameters end to end."""
+    return np.concatenate([np.asarray(parameter.data).ravel() for parameter in model.parameters()])
+
+
+def apart(mine: np.ndarray, target: np.ndarray) -> float:
+    """The largest difference over the largest number."""
+    return float(np.abs(mine - target).max() / np.abs(target).max())
+
+
+def train(replicas: int, *, steps: int = 5, sequences: int = 6, optimizer: Any = Adam, lr: float = 1e-2,
+          strategy: Any = None, config: GPTConfig = SMALL) -> tuple[GPT, list[float]]:
+    """Model and losses after some steps on so many replicas; 0: one process without any. `strategy`: instead of DP."""
+    model = new_model(config)
+    trainer = (strategy or DataParallel)(model, replicas) if replicas else Single(model)
+    rule = optimizer(list(model.parameters()), lr)
+    return model, [trainer.step(batch(config, step, sequences), rule) for step in range(steps)]
+
+
+# ----------------------------------------------------------------------------------------------- watching devices
+
+class Watched(DataParallel):
+    """DataParallel that notes each device's processor seconds."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.busy = [0.0] * len(self.devices)
+
+    def _passes(self, device: Device, *args: Any) -> float:
+        before = time.thread_time()
+        try:
+            return super()._passes(device, *args)
+        finally:
+            self.busy[device.rank] += time.thread_time() - before
+
+    def step(self, *args: Any, **options: Any) -> float:
+        before, passes = time.thread_time(), self.busy[0]
+        loss = super().step(*args, **options)
+        self.busy[0] = passes + time.thread_time() - before         # the optimizer, too
+        return loss
+
+
+def traffic(replicas: int, sequences: int, config: GPTConfig = SMALL) -> dict[str, Any]:
+    """What device 0 sends and receives in one step, by verb, and its parts by formula."""
+    model = new_model(config)
+    strategy = DataParallel(model, replicas)
+    data = batch(config, 0, sequences)
+    strategy.step(data, Adam(strategy.parameters, 1e-3))
+    sent = [device.group.ledger.sent_bytes().get("dp", {}) for device in strategy.devices]
+    nbytes = sum(p.data.nbytes for p in model.parameters())
+    others = sequences - len(np.array_split(data[0], replicas)[0])
+    outputs = others * config.context * config.vocabulary * next(model.parameters()).data.itemsize
+    received: dict[str, int] = {}
+    for table in sent[1:]:
+        for verb, count in table.items():
+            received[verb] = received.get(verb, 0) + count
+    return {"sent": sent[0], "received": received, "model": nbytes,
+            "formula_sent": (replicas - 1) * nbytes + outputs + others * data[0][0].nbytes,
+            "formula_received": (replicas - 1) * nbytes + outputs}
+
+
+def smi_of_dp(replicas: int, *, steps: int = 3, sequences: int = 16) -> list[dict[str, Any]]:
+    """Process, peak memory and busy seconds a step of each device of one process."""
+    with account.use(account.MemoryAccount()):
+        model = new_model(TALL)
+        strategy = Watched(model, replicas)
+        optimizer = Adam(strategy.parameters, 1e-3)
+        for step in range(steps):
+            strategy.step(batch(TALL, step, sequences), optimizer)
+        return [{"pid": os.getpid(), "peak": device.account.peak["total"], "busy": busy / steps}
+                for device, busy in zip(strategy.devices, strategy.busy, strict=True)]
+
+
+def smi_of_ddp(group: Any, *, steps: int = 3, sequences: int = 16) -> list[dict[str, Any]] | None:
+    """The same of the ranks of a group that train by DDP; on rank 0."""
+    clock = time.thread_time if group.transport.name.startswith("threads") else time.process_time
+    with account.use(account.MemoryAccount()) as memory:
+        model = new_model(TALL)
+        strategy = DDP(model, group)
+        optimizer = Adam(strategy.parameters, 1e-3)
+        before = clock()
+        for step in range(steps):
+            strategy.step(batch(TALL, step, sequences), optimizer)
+        busy = (clock() - before) / steps
+        return gather_records(group, {"pid": os.getpid(), "peak": memory.peak["total"], "busy": busy})
+
+
+# -------------------------------------------------------------------------------------------------- taking turns
+
+def turns(config: GPTConfig, replicas: int, *, sequences: int, steps: int) -> dict[str, Any]:
+    """How replicas share the interpreter: for each its stamps (wall, own processor time) at every module's end."""
+    stamps: dict[str, list[tuple[float, float]]] = {}
+
+    def stamp(*_: Any) -> None:
+        stamps.setdefault(threading.current_thread().name, []).append((time.perf_counter(), time.thread_time()))
+
+    model = new_model(config)
+    for module in model.modules():
+        module.register_forward_hook(stamp)
+        module.register_backward_hook(stamp)
+
+    def forward(replica: Any, inputs: Any, first: int) -> Any:
+        stamp()
+        return plain_forward(replica, inputs, first)
+
+    strategy = Watched(model, replicas, forward=forward)
+    optimizer = Adam(strategy.parameters, 1e-3)
+    strategy.step(batch(config, 0, sequences), optimizer)                  # the first step warms up
+    stamps.clear()
+    strategy.busy = [0.0] * replicas
+    begin = time.perf_counter()
+    for step in range(steps):
+        strategy.step(batch(config, step, sequences), optimizer)
+    seconds = time.perf_counter() - begin
+    return {"stamps": [[(wall - begin, own) for wall, own in stamps[name]] for name in sorted(
+                stamps, key=lambda name: (name.startswith("replica"), name))],
+            "seconds": seconds / steps, "cores": sum(strategy.busy) / seconds, "replicas": replicas}
+
+
+def products(threads: int, *, size: int = 384, count: int = 6) -> float:
+    """Seconds until each of so many threads has multiplied `count` pairs of matrices."""
+    pairs = [np.random.default_rng(number).normal(size=(2, size, size)) for number in range(threads)]
+
+    def multiply(a: np.ndarray, b: np.ndarray) -> None:
+        for _ in range(count):
+            a @ b
+
+    workers = [threading.Thread(target=multiply, args=tuple(pair)) for pair in pairs]
+    begin = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return time.perf_counter() - begin
+
+
+def shares(stamps: list[tuple[float, float]]) -> list[tuple[float, float, float]]:
+    """(from, to, the share of that time in which the thread had a processor) between each two stamps."""
+    return [(wall, later, min(1.0, (then - own) / (later - wall)))
+            for (wall, own), (later, then) in zip(stamps, stamps[1:], strict=False) if later > wall]

@@ -1,0 +1,236 @@
+"""Lesson 05: DP: one process, a thread for each replica; what device 0 sends, holds and does, beside DDP's ranks.
+
+    python lessons/05_data_parallel/lesson.py                          # alone: four ranks as threads for DDP
+    mpirun -n 4 python lessons/05_data_parallel/lesson.py              # DDP's ranks are processes
+    python lessons/05_data_parallel/lesson.py --break average-twice    # see README.md, section 7
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from minidist.comm.costs import FORMULAS, Case
+from minidist.observe.page import Page, size_text, verdict
+from minidist.observe.timeline import Timeline
+from minidist.optim import SGD, Adam
+from minidist.parallel.data_parallel import DataParallel
+from minidist.teaching import arguments, load_module, run_lesson
+
+lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "05")
+
+
+def plain_loop(model, batches):
+    """The whole of DP, as its user sees it (README, section 1)."""
+    strategy = DataParallel(model, 4)                       # four devices, one process
+    optimizer = Adam(strategy.parameters, 1e-2)             # of device 0's weights
+    for batch in batches:
+        loss = strategy.step(batch, optimizer)              # DP 1 to DP 5
+    return loss
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson: DP runs in rank 0's process, DDP on all ranks."""
+    if group.rank == 0:
+        page.heading("1  One process with several devices, and one without")
+        equal_weights(page)
+        page.heading("2  The five steps (N0:133), timed")
+        five_steps(page)
+        page.heading("3  What passes through device 0")
+        device_0(page)
+        page.heading("4  Who reads the data")
+        readers(group.size, page)
+    group.barrier()
+    page.heading("5  Process, memory, busy time: DP beside DDP (N0:180)")
+    smi(group, page)
+    if group.rank == 0:
+        page.heading("6  Taking turns: the interpreter's lock (N1:38)")
+        lock(page)
+    group.barrier()
+
+
+def equal_weights(page: Page) -> None:
+    """Weights and losses of 1 to 5 replicas beside one process."""
+    serial, losses = lab.train(0)
+    rows = []
+    for replicas in (1, 2, 3, 5, 8):
+        model, ours = lab.train(replicas)
+        error = lab.apart(lab.weights(model), lab.weights(serial))
+        rows.append([replicas, f"{error:.1e}", f"{ours[-1]:.6f}", f"{losses[-1]:.6f}",
+                     "ok" if error < 1e-10 else "off"])
+    page.table("After 5 steps of 6 sequences, float64, Adam", ["replicas", "off one process by", "loss", "one process",
+                                                               ""], rows,
+               note="6 sequences do not divide by 5, and 8 replicas are too many for them")
+
+
+def five_steps(page: Page) -> None:
+    """Milliseconds of each step on each device."""
+    timelines = [Timeline(rank) for rank in range(4)]
+    strategy = DataParallel(lab.new_model(lab.TALL), 4, recorders=timelines)
+    optimizer = Adam(strategy.parameters, 1e-3)
+    for step in range(3):
+        for timeline in timelines:
+            timeline.spans.clear()
+        strategy.step(lab.batch(lab.TALL, step, 16), optimizer)
+    names = {"split the batch": "DP 1", "copy the model": "DP 2", "forward": "DP 3", "gather outputs": "DP 3",
+             "loss": "DP 3", "backward": "DP 4", "sum gradients": "DP 5", "optimizer": "    "}
+    rows = [[f"{notes}  {name}", *(_milliseconds(timeline, name) for timeline in timelines)]
+            for name, notes in names.items()]
+    page.table("Milliseconds in one step on 4 devices", ["", *(f"device {rank}" for rank in range(4))], rows,
+               note="the others have no loss and no optimizer; what they wait for stands in the steps of transfer")
+
+
+def _milliseconds(timeline: Timeline, name: str) -> str:
+    spans = [span for span in timeline.spans if span.name == name]
+    return f"{1e3 * sum(span.stop - span.start for span in spans):.1f}" if spans else "-"
+
+
+def device_0(page: Page) -> None:
+    """Bytes through device 0 by the number of devices, beside a rank of DDP's ring."""
+    rows = []
+    for replicas in range(1, 8):
+        found = lab.traffic(replicas, 2 * replicas)
+        sent, received = sum(found["sent"].values()), sum(found["received"].values())
+        ring = FORMULAS["all_reduce", "ring"].bytes_of(Case(size=replicas, nbytes=found["model"])) / replicas
+        both = verdict(sent + received, found["formula_sent"] + found["formula_received"])
+        rows.append([replicas, size_text(sent), size_text(found["formula_sent"]), size_text(received),
+                     size_text(found["formula_received"]), both, size_text(ring)])
+    page.table(f"Bytes of one step, 2 sequences a device; the model has {size_text(found['model'])}",
+               ["devices", "0 sends", "formula", "0 receives", "formula", "", "a rank of a ring sends"], rows,
+               note="formula: (R-1) models out, (R-1) gradients in; outputs in and their gradients out; inputs out")
+
+
+def readers(size: int, page: Page) -> None:
+    """Rows that each place reads from the data, and what then still has to travel."""
+    sequences = 4 * size
+    row = lab.batch(lab.TALL, 0, 1)[0].nbytes
+    found = lab.traffic(size, sequences, lab.TALL)
+    sent = found["sent"].get("scatter", 0) - found["received"].get("gather", 0)    # the rest: outputs' gradients
+    rows = [["DP", f"device 0: {sequences}", "0", size_text(sent), size_text(sequences * (size - 1) // size * row),
+             verdict(sent, sequences * (size - 1) // size * row)],
+            ["DDP", f"rank 0: {sequences // size}", f"{sequences // size}", "0 B", "0 B", "ok"]]
+    page.table(f"disk -> CPU -> device: {sequences} sequences, {size} devices or ranks",
+               ["", "reads", "each other reads", "inputs sent on", "formula", ""], rows,
+               note="DDP's ranks know their numbers, and each reads its own rows (lesson 07's sampler)")
+
+
+def smi(group: Any, page: Page) -> None:
+    """The notes' nvidia-smi tables, measured."""
+    dp = lab.smi_of_dp(group.size) if group.rank == 0 else []
+    group.barrier()
+    ddp = lab.smi_of_ddp(group)
+    if group.rank:
+        return
+    assert ddp is not None
+    for name, records in (("DP", dp), ("DDP", ddp)):
+        rows = [[f"{rank}", record["pid"], size_text(record["peak"]), f"{1e3 * record['busy']:.1f} ms"]
+                for rank, record in enumerate(records)]
+        peaks = [record["peak"] for record in records]
+        page.table(f"{name}: 16 sequences a step", ["device" if name == "DP" else "rank", "process id", "memory, peak",
+                                                    "busy a step"], rows,
+                   note=f"the fullest holds {max(peaks) / min(peaks):.2f} times what the least full does")
+    if len({record["pid"] for record in ddp}) == 1 < len(ddp):
+        page.say("Here DDP's ranks are threads of one process; start this with mpirun -n 4, and their ids differ.")
+
+
+def lock(page: Page) -> None:
+    """Processors busy at once, for a model that is mostly Python and one that is mostly BLAS."""
+    rows = []
+    for name, config, sequences, steps in (("Python: 12 layers of width 8", lab.PYTHON, 4, 4),
+                                           ("BLAS: 1 layer of width 384", lab.BLAS, 4, 1)):
+        for replicas in (1, 4):
+            found = lab.turns(config, replicas, sequences=sequences, steps=steps)
+            rows.append([name, replicas, f"{1e3 * found['seconds']:.1f} ms", f"{found['cores']:.2f}"])
+    page.table(f"4 sequences, {os.cpu_count()} processors, one BLAS thread a replica", ["", "replicas", "a step",
+                                                                                        "processors busy"], rows,
+               note="replicas of the first wait for each other's Python; those of the second compute side by side")
+
+
+# ------------------------------------------------------------------------------------------------------- Break it
+
+class AveragesTwice(DataParallel):
+    """The gradients of a mean, divided by the replicas once more (N0:138)."""
+
+    def loss_of(self, outputs, targets, divisor):
+        gradients, loss = super().loss_of(outputs, targets, divisor)
+        return gradients / len(self.devices), loss
+
+
+class ScattersTheLoss(DataParallel):
+    """The loss itself goes to the replicas, for backward (N0:137)."""
+
+    def loss_of(self, outputs, targets, divisor):
+        gradients, loss = super().loss_of(outputs, targets, divisor)
+        return np.full_like(gradients, loss), loss
+
+
+class ForgetsToCopy(DataParallel):
+    """The model is copied before the first step alone."""
+
+    def copy_model(self, device):
+        if not getattr(device, "copied", False):
+            super().copy_model(device)
+            device.copied = True
+
+
+def average_twice() -> None:
+    """Losses, right and with gradients averaged though the loss was a mean."""
+    _compare(AveragesTwice, "averaged twice", SGD, 0.5)
+    _compare(AveragesTwice, "averaged twice, Adam", Adam, 1e-2)
+
+
+def scatter_the_loss() -> None:
+    """One number for every output: backward runs, and goes nowhere."""
+    _compare(ScattersTheLoss, "the loss scattered", SGD, 0.5)
+
+
+def forget_the_copy() -> None:
+    """Replicas with old weights: their gradients belong to another model."""
+    _compare(ForgetsToCopy, "copied once", SGD, 0.5)
+
+
+def _compare(strategy: Any, name: str, optimizer: Any, lr: float) -> None:
+    right, losses = lab.train(4, optimizer=optimizer, lr=lr, steps=8, sequences=8)
+    wrong, others = lab.train(4, optimizer=optimizer, lr=lr, steps=8, sequences=8, strategy=strategy)
+    print(f"{'right:':22s} loss " + " ".join(f"{loss:.4f}" for loss in losses))
+    print(f"{name + ':':22s} loss " + " ".join(f"{loss:.4f}" for loss in others))
+    print(f"weights apart by {lab.apart(lab.weights(wrong), lab.weights(right)):.1e} of the largest")
+
+
+def update_the_replicas() -> None:
+    """N1:22 as it stands: each replica updates itself by its own gradient; how far apart are they then?"""
+    models = [lab.new_model(lab.SMALL) for _ in range(4)]
+    optimizers = [SGD(list(model.parameters()), 0.5) for model in models]
+    for step in range(5):
+        inputs, targets = lab.batch(lab.SMALL, step, 8)
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            mine = slice(2 * rank, 2 * rank + 2)
+            model.loss(inputs[mine], targets[mine]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        furthest = max(lab.apart(lab.weights(model), lab.weights(models[0])) for model in models)
+        print(f"step {step}: the replicas are apart by {furthest:.3f} of the largest weight")
+
+
+def too_many_threads() -> None:
+    """Thread thrashing (N1:39): four replicas, each of which lets BLAS take more processors than there are."""
+    for threads in (1, 4):
+        with threadpool_limits(threads, user_api="blas"):
+            seconds = min(lab.products(4) for _ in range(3))
+        print(f"4 replicas with {threads} BLAS thread{'s' * (threads > 1)} each on {os.cpu_count()} processors: "
+              f"{1e3 * seconds:.0f} ms for 6 products of 384 x 384 each")
+
+
+BREAKS = {"average-twice": average_twice, "scatter-the-loss": scatter_the_loss, "forget-the-copy": forget_the_copy,
+          "update-the-replicas": update_the_replicas, "too-many-threads": too_many_threads}
+
+
+def main() -> None:
+    """Parse the command line, then run on the ranks that were launched, or on four threads."""
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
+
+
+if __name__ == "__main__":
+    main()

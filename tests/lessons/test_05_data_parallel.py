@@ -1,0 +1,50 @@
+"""Exercise 05: filled rightly it passes, and each wrong filling fails under its name."""
+
+from pathlib import Path
+
+import pytest
+from filling import graded
+
+RIGHT = {
+    1: "[(r * (rows // replicas) + min(r, rows % replicas), rows // replicas + (r < rows % replicas)) "
+       "for r in range(replicas)]",
+    2: "copied.data[...] = wire.copy(0, number, original.data)",
+    3: "wire.copy(0, number, gathered.grad[first:first + rows])",
+    4: """
+        for number, other in enumerate(others, start=1):
+            own.grad += wire.copy(number, 0, other.grad)
+       """,
+    5: "((replicas - 1) * model_bytes + others * (row_bytes + output_bytes), "
+       "(replicas - 1) * model_bytes + others * output_bytes)",
+}
+WRONG = {
+    "rows are left out": {1: "[(r * (rows // replicas), rows // replicas) for r in range(replicas)]"},
+    "the model did not travel": {2: "copied.data = original.data"},
+    "the model does not travel in every step": {
+        2: "copied.data[...] = original.data if wire.models > 6 else wire.copy(0, number, original.data)"},
+    "the wrong gradients": {3: "np.full_like(output.data, loss.item())"},
+    "averaged": {4: RIGHT[4] + "\n        own.grad /= len(devices)"},
+    "the others' gradients are missing": {4: "pass"},
+    "one model for all the others": {
+        5: "(model_bytes + others * (row_bytes + output_bytes), model_bytes + others * output_bytes)"},
+    "the outputs' gradients are missing": {
+        5: "((replicas - 1) * model_bytes + others * row_bytes, (replicas - 1) * model_bytes + others * output_bytes)"},
+}
+
+
+def test_the_right_filling_passes(tmp_path: Path) -> None:
+    result = graded("05", RIGHT, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    result = graded("05", {**RIGHT, **WRONG[mistake]}, tmp_path)
+    assert not result.passed
+    assert mistake in result.results[-1].line()
+
+
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("05", {}, tmp_path)
+    assert not result.passed
+    assert "fill hole 1" in result.results[-1].line() and "exercise_05.py line" in result.results[-1].line()
