@@ -153,7 +153,7 @@ def turns(config: GPTConfig, replicas: int, *, sequences: int, steps: int) -> di
             "seconds": seconds / steps, "cores": sum(strategy.busy) / seconds, "replicas": replicas}
 
 
-def products(threads: int, *, size: int = 384, count: int = 6) -> float:
+def products(threads: int, *, size: int = 256, count: int = 4) -> float:
     """Seconds until each of so many threads has multiplied `count` pairs of matrices."""
     pairs = [np.random.default_rng(number).normal(size=(2, size, size)) for number in range(threads)]
 

@@ -138,7 +138,7 @@ def smi(group: Any, page: Page) -> None:
 def lock(page: Page) -> None:
     """Processors busy at once, for a model that is mostly Python and one that is mostly BLAS."""
     rows = []
-    for name, config, sequences, steps in (("Python: 12 layers of width 8", lab.PYTHON, 4, 4),
+    for name, config, sequences, steps in (("Python: 12 layers of width 8", lab.PYTHON, 4, 2),
                                            ("BLAS: 1 layer of width 384", lab.BLAS, 4, 1)):
         for replicas in (1, 4):
             found = lab.turns(config, replicas, sequences=sequences, steps=steps)
@@ -218,9 +218,9 @@ def too_many_threads() -> None:
     """Thread thrashing (N1:39): four replicas, each of which lets BLAS take more processors than there are."""
     for threads in (1, 4):
         with threadpool_limits(threads, user_api="blas"):
-            seconds = min(lab.products(4) for _ in range(3))
+            seconds = min(lab.products(4) for _ in range(2))
         print(f"4 replicas with {threads} BLAS thread{'s' * (threads > 1)} each on {os.cpu_count()} processors: "
-              f"{1e3 * seconds:.0f} ms for 6 products of 384 x 384 each")
+              f"{1e3 * seconds:.0f} ms for 4 products of 256 x 256 each")
 
 
 BREAKS = {"average-twice": average_twice, "scatter-the-loss": scatter_the_loss, "forget-the-copy": forget_the_copy,
