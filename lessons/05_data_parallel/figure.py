@@ -80,15 +80,15 @@ def _memory(ax: Any, dp: list[dict[str, Any]], ddp: list[dict[str, Any]]) -> Non
     for column, (name, records, color) in enumerate((("DP", dp, look.RANKS[1]), ("DDP", ddp, look.RANKS[0]))):
         left = 0.52 * column
         first = "device" if name == "DP" else "rank"
-        for shift, words in ((0, first), (0.095, "process"), (0.2, "memory, peak; busy")):
+        for shift, words in ((0, first), (0.095, "process"), (0.205, "memory, peak; busy")):
             ax.text(left + shift, 0.98, words, fontsize=10, color=look.SOFT)
         for row, record in enumerate(records):
             y = 0.8 - 0.21 * row
             ax.text(left + 0.01, y, f"{row}", fontsize=11, color=look.INK, va="center", fontweight="bold")
             ax.text(left + 0.095, y, f"{record['pid']}", fontsize=11, color=look.INK, va="center")
             width = 0.12 * record["peak"] / most
-            ax.barh(y, width, 0.12, left + 0.2, color=color)
-            ax.text(left + 0.21 + width, y, f"{record['peak'] / 2**20:.1f} MiB\n{1e3 * record['busy']:.0f} ms",
+            ax.barh(y, width, 0.12, left + 0.205, color=color)
+            ax.text(left + 0.215 + width, y, f"{record['peak'] / 2**20:.1f} MiB\n{1e3 * record['busy']:.0f} ms",
                     fontsize=9.5, color=look.INK, va="center")
     ax.set_xlim(0, 1)
     ax.set_ylim(0.05, 1.05)
@@ -107,8 +107,8 @@ def _turns(ax: Any, run: dict[str, Any], title: str) -> None:
     ax.set_yticks(range(lanes), [f"replica {lane}" for lane in range(lanes)], fontsize=10.5)
     ax.set_ylim(lanes - 0.4, -0.6)
     ax.set_xlim(0, None)
-    ax.set_xlabel("milliseconds of one step; grey: this thread waits; the stronger its colour, the more it runs", color=look.SOFT,
-                  fontsize=10.5)
+    ax.set_xlabel("milliseconds of one step; the stronger the colour, the more the thread runs", color=look.SOFT,
+                  fontsize=10)
     look.caption(ax, f"{title}: {run['cores']:.1f} processors busy on the average")
 
 
