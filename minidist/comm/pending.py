@@ -129,8 +129,10 @@ class Worker:
     def _run(self) -> None:
         with account.use(self._account):
             while (pending := self._next()) is not None:
+                finished = pending.finished
                 self._carry_out(pending)
-                del pending  # else the last call's arrays would live until the next call
+                del pending     # before anybody learns of it, so that whoever waited holds the last of its arrays
+                finished.set()
 
     def _next(self) -> PendingCall | None:
         with self._changed:
@@ -149,4 +151,3 @@ class Worker:
                 f"{pending.call.signature.describe()} failed: {type(error).__name__}: {error}"))
         with self._changed:
             self.unfinished -= 1
-        pending.finished.set()
