@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 COLLECTIVE = 0
 """The sequence of the tag that a group's collectives share; point-to-point messages have one with the high bit set."""
 
+Arrays = Sequence[np.ndarray]
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -142,16 +143,32 @@ class Call(Purpose):
         """start_send_block and wait."""
         self.start_send_block(dst, block, step=step, chunk=chunk).wait()
 
+    def start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
+        """Begin to receive a block as recv_block does: the handle, and the list that then holds the block."""
+        arrived: list[np.ndarray] = []
+
+        def accept(meta: bytes, nbytes: int) -> np.ndarray:
+            theirs, block = unpack(meta)
+            if not meta.startswith(self._key):
+                self._compare(theirs, src)
+            if block is None:
+                raise self._mismatch(theirs, src)
+            self.device, self.origin = self.device or block.device, block.device
+            arrived.append(place(block.shape, block.dtype))
+            return arrived[0].reshape(-1)
+
+        return self._transport.start_recv(self.world_ranks[src], self._tag, accept), arrived
+
     def recv_block(self, src: int, place: Place) -> np.ndarray:
         """Receive a block from rank `src` into the array that `place(shape, dtype)` returns, and return that."""
-        handle, arrived = self._start_recv_block(src, place)
+        handle, arrived = self.start_recv_block(src, place)
         handle.wait()
         return arrived[0]
 
     def exchange_blocks(self, dst: int, outgoing: np.ndarray, src: int, place: Place, *, step: int | None = None,
                         chunk: int | None = None) -> np.ndarray:
         """Send a block to `dst` and receive one from `src` at once; returns the one received."""
-        handle, arrived = self._start_recv_block(src, place)
+        handle, arrived = self.start_recv_block(src, place)
         sent = self.start_send_block(dst, outgoing, step=step, chunk=chunk)
         handle.wait()
         sent.wait()
@@ -177,22 +194,22 @@ class Call(Purpose):
         """Whether the ranks may read each other's memory: the same on all of them."""
         return self.board is not None and self.board.lends
 
-    def show(self, *arrays: np.ndarray, lent: Sequence[np.ndarray] = ()) -> list[np.ndarray]:
+    def show(self, *arrays: np.ndarray, lent: Arrays = ()) -> list[np.ndarray]:
         """Show contiguous 1-D arrays of one dtype to all ranks of the group, in memory they share; and look.
 
-        Together they have at most SHOWN_BYTES. Of arrays that are `lent` only the addresses are shown, behind the
-        others, 8 bytes each. Counted as one message, of the arrays' bytes, also of those lent.
+        Together they have at most SHOWN_BYTES. Of arrays `lent` only the addresses are shown, behind the others, 8
+        bytes each. Counted as one message of the arrays' bytes, also of those lent.
 
         Returns: what each rank shows, joined: arrays of that dtype in shared memory, only to be read, and only until
-                 the next show(), to which all come before what was lent may change.
+                 the next show(); what was lent may change after that.
         Raises:  MismatchError if a rank is in another call.
         """
         dtype = arrays[0].dtype
         meta = b"" if self._messages else self._meta
         return [octets.view(dtype) for _, octets in self._show(meta, arrays, lent)]
 
-    def show_block(self, block: np.ndarray | None, *arrays: np.ndarray, lent: Sequence[np.ndarray] = (),
-                   ) -> list[tuple[Block | None, np.ndarray]]:
+    def show_block(self, block: np.ndarray | None, *arrays: np.ndarray,
+                   lent: Arrays = ()) -> list[tuple[Block | None, np.ndarray]]:
         """The first show() of a call whose ranks do not know each other's shapes: of bytes of `block`, or lent."""
         header = b"" if block is None else pack_block(block.dtype, block.shape, self.device or "cpu")
         told = [(unpack(theirs)[1], shown) for theirs, shown in self._show(self._meta + header, arrays, lent)]
@@ -204,12 +221,9 @@ class Call(Purpose):
         assert self.board is not None, "it lends"
         self.board.read(src, address, into)
 
-    def _show(self, meta: bytes, arrays: Sequence[np.ndarray],
-              lent: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
+    def _show(self, meta: bytes, arrays: Arrays, lent: Arrays) -> list[tuple[bytes, np.ndarray]]:
         assert self.board is not None, "choose() has seen to that"
-        for array in (*arrays, *lent):
-            self._nbytes += array.nbytes
-        self._messages += 1
+        self.count(sum(array.nbytes for array in (*arrays, *lent)))
         if lent:
             arrays = [*arrays, np.array([address_of(array) for array in lent], np.uint64)]
         shown = self.board.show(meta, arrays)
@@ -226,7 +240,7 @@ class Call(Purpose):
         return library.native(self.signature.group, self.world_ranks)
 
     def count(self, nbytes: int) -> None:
-        """Count a message that leaves by another way than start_send: what is handed to `native`."""
+        """Count a message that leaves by another way than start_send: what is shown, or handed to `native`."""
         self._nbytes += nbytes
         self._messages += 1
 
@@ -246,22 +260,6 @@ class Call(Purpose):
         return Told(handle, lambda: self._publish("message", start, {
             "src": self.world_ranks[self.rank], "dst": peer, "nbytes": array.nbytes, "label": label, "step": step,
             "chunk": chunk}))
-
-    def _start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
-        """The handle, and the list that will hold the block."""
-        arrived: list[np.ndarray] = []
-
-        def accept(meta: bytes, nbytes: int) -> np.ndarray:
-            theirs, block = unpack(meta)
-            if not meta.startswith(self._key):
-                self._compare(theirs, src)
-            if block is None:
-                raise self._mismatch(theirs, src)
-            self.device, self.origin = self.device or block.device, block.device
-            arrived.append(place(block.shape, block.dtype))
-            return arrived[0].reshape(-1)
-
-        return self._transport.start_recv(self.world_ranks[src], self._tag, accept), arrived
 
     def _compare(self, theirs: Signature, src: int) -> None:
         if not theirs.agrees(self.signature):

@@ -258,7 +258,7 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("reduce_scatter", "torus"): Formula(*_GRID, *_WHOLE, "R+C-2"),
     ("all_to_all", "naive"): Formula("2(P-1)^2", lambda case: 2 * case.others ** 2,
                                      "sum of p_rd over r != d, twice where neither is 0", _by_rank_0, "2(P-1)^2"),
-    ("all_to_all", "pairwise"): Formula(*_RING, "sum of p_rd over r != d", _leaving, "P-1"),
+    ("all_to_all", "pairwise"): Formula(*_RING, "sum of p_rd over r != d", _leaving, "1"),
     ("all_to_all", "bruck"): Formula(
         *_LOG_EACH, "sum of h (p_rd + 8 + 8 dims), h the binary ones of (d - r) mod P", _jumps, "ceil(log2 P)"),
     ("barrier", "naive"): Formula(*_TWO_EACH, *_NO_BYTES, "2(P-1)"),

@@ -1,4 +1,4 @@
-"""Pairwise: in each step every rank talks to one other, another one each step, and no step waits for the one before.
+"""Pairwise: in each step every rank sends to one other, another one each step, and no step waits for the one before.
 
 Where every rank reaches every other alike (a switch, shared memory) an all-reduce needs no ring: rank r hears chunk r
 from everybody, adds, and tells everybody the sum. It sends the ring's bytes in the ring's number of messages, but only
@@ -19,7 +19,7 @@ from minidist.comm.collectives.reduction import Reduction, add_from
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    """Step s: send to the rank s+1 places on, receive from the rank s+1 places back.
+    """Step s: send to the rank s+1 places on, receive from the rank s+1 places back; all at once, in this order.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 0   p01 -> r1   p12 -> r2   p20 -> r0
@@ -29,9 +29,14 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     Returns: the parts for this rank, by source; its own among them as it was given.
     Cost:    P-1 messages per rank; every part once, but those that stay; no copy.
     """
+    receiving = {src: call.start_recv_block(src, place(src)) for src in _before(call)}
+    sent = [call.start_send_block(dst, parts[dst], step=step, chunk=dst) for step, dst in enumerate(_after(call))]
     received = {call.rank: parts[call.rank]}
-    for step, (dst, src) in enumerate(zip(_after(call), _before(call), strict=True)):
-        received[src] = call.exchange_blocks(dst, parts[dst], src, place(src), step=step, chunk=dst)
+    for src, (handle, arrived) in receiving.items():
+        handle.wait()
+        received[src] = arrived[0]
+    for handle in sent:
+        handle.wait()
     return [received[src] for src in range(call.size)]
 
 

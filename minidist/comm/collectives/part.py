@@ -40,6 +40,9 @@ class Part(Call):
                          chunk: int | None = None) -> Handle:
         return self._whole.start_send_block(self._ranks[dst], block, step=self._told(step), chunk=chunk)
 
+    def start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
+        return self._whole.start_recv_block(self._ranks[src], place)
+
     def recv_block(self, src: int, place: Place) -> np.ndarray:
         return self._whole.recv_block(self._ranks[src], place)
 
