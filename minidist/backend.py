@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
+from minidist import float16
 from minidist.errors import ConfigError, DeviceError
 
 Array: TypeAlias = Any  # a numpy.ndarray or a cupy.ndarray; CuPy has no types to name here
@@ -129,7 +130,37 @@ def dtype_name(kind: Any) -> str:
 
 def widen(array: Array) -> Array:
     """`array` in the dtype it is computed in: float32 for low precision, else itself."""
-    return array.astype(np.float32) if array.dtype in LOW_PRECISION else array
+    if array.dtype not in LOW_PRECISION:
+        return array
+    if array.dtype == np.float16 and isinstance(array, np.ndarray):
+        return float16.to_float32(array)
+    return array.astype(np.float32)
+
+
+def narrow(array: Array, kind: np.dtype, out: Array | None = None) -> Array:
+    """`array` rounded to `kind`; itself if it is that. What is too large becomes infinite, without a warning.
+
+    Args:    out: write here instead: an array of the same shape and of any dtype that `array` casts to.
+    """
+    target = out
+    if target is None:
+        if array.dtype == kind:
+            return array
+        target = array_module(array).empty(array.shape, kind)
+    if (target.dtype == np.float16 and array.dtype == np.float32 and isinstance(target, np.ndarray)
+            and target.flags.c_contiguous):
+        return float16.from_float32(np.ascontiguousarray(array), target)
+    with np.errstate(over="ignore"):
+        target[...] = array
+    return target
+
+
+def add_into(total: Array, array: Array) -> None:
+    """total += array; where total is in low precision, in float32 and rounded once."""
+    if total.dtype in LOW_PRECISION:
+        narrow(widen(total) + widen(array), total.dtype, total)
+    else:
+        total += array
 
 
 def wire_view(array: np.ndarray) -> np.ndarray:
@@ -149,10 +180,7 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     if a.dtype not in LOW_PRECISION or (xp is not np and a.ndim == b.ndim == 2):
         return xp.matmul(a, b, out=out) if out is not None else xp.matmul(a, b)
     result = xp.matmul(widen(a), widen(b))
-    if out is None:
-        return result.astype(a.dtype)
-    out[...] = result
-    return out
+    return narrow(result, a.dtype, out)
 
 
 # ---------------------------------------------------------------------------------------------------- random numbers

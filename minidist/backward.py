@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidist import account
-from minidist.backend import Array, array_module, dtype_name
+from minidist.backend import Array, add_into, array_module, dtype_name
 from minidist.errors import GradientError
 from minidist.recompute import Stretch
 from minidist.tape import Edge, Node
@@ -151,10 +151,9 @@ class _Walk:
         if before is None:
             slots[index] = _Arrived(gradient, ours)
         elif before.ours:
-            total = before.gradient
-            total += gradient
+            add_into(before.gradient, gradient)
         elif ours:
-            gradient += before.gradient
+            add_into(gradient, before.gradient)
             slots[index] = _Arrived(gradient, True)
         else:  # both are views of somebody's dy: leave them alone
             slots[index] = _Arrived(account.current().hold(before.gradient + gradient, "workspace"), True)

@@ -137,7 +137,7 @@ class Tensor:
         if self.grad is None:
             self.grad = account.current().hold(gradient if own else gradient.copy(), "gradients")
         else:
-            self.grad += gradient
+            backend.add_into(self.grad, gradient)
 
     def zero_grad(self) -> None:
         """Forget the gradient."""
@@ -273,7 +273,7 @@ class Parameter(Tensor):
         if self._view is None:
             super().accumulate(gradient, own=own)
         elif self._fresh:
-            self._view += gradient
+            backend.add_into(self._view, gradient)
         else:
             if gradient is not self._view:
                 self._view[...] = gradient

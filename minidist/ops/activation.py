@@ -4,7 +4,7 @@ GELU and SiLU compute their slope beside their value, while the block of rows th
 save it instead of x: backward is then one product, and nothing transcendental runs twice.
 """
 
-from minidist.backend import Array, array_module, widen
+from minidist.backend import Array, array_module, narrow, widen
 from minidist.ops.blocks import row_blocks
 from minidist.tape import Node, Saved, op, saved
 
@@ -50,7 +50,7 @@ def _value_and_slope(block, x: Array) -> tuple[Array, Array]:
     y, slope = xp.empty_like(wide), xp.empty_like(wide)
     for where, (s, t) in row_blocks(xp, wide, scratch=2):
         block(xp, wide[where], y[where], slope[where], s, t)
-    return (y.reshape(x.shape).astype(x.dtype, copy=False), slope.reshape(x.shape).astype(x.dtype, copy=False))
+    return narrow(y.reshape(x.shape), x.dtype), narrow(slope.reshape(x.shape), x.dtype)
 
 
 @op
@@ -62,7 +62,7 @@ def gelu(x: Array) -> tuple[Array, Saved]:
 
 @gelu.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    return dy * node.slope
+    return narrow(widen(dy) * widen(node.slope), dy.dtype)
 
 
 @op
@@ -74,7 +74,7 @@ def silu(x: Array) -> tuple[Array, Saved]:
 
 @silu.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    return dy * node.slope
+    return narrow(widen(dy) * widen(node.slope), dy.dtype)
 
 
 @op
@@ -102,7 +102,7 @@ def softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
     xp.exp(y, out=y)
     total = y.sum(axis=dim, keepdims=True)
     y /= xp.where(total == 0, xp.ones_like(total), total)
-    y = y.astype(x.dtype, copy=False)
+    y = narrow(y, x.dtype)
     return y, saved(y=y)
 
 
@@ -111,7 +111,7 @@ def _(node: Node, dy: Array) -> Array:
     y, wide = widen(node.y), widen(dy)
     dx = wide * y
     dx -= y * dx.sum(axis=node.options.get("dim", -1), keepdims=True)
-    return dx.astype(dy.dtype, copy=False)
+    return narrow(dx, dy.dtype)
 
 
 @op
@@ -121,7 +121,7 @@ def log_softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
     wide = widen(x)
     y = wide - wide.max(axis=dim, keepdims=True)
     y -= xp.log(xp.exp(y).sum(axis=dim, keepdims=True))
-    y = y.astype(x.dtype, copy=False)
+    y = narrow(y, x.dtype)
     return y, saved(y=y)
 
 
@@ -131,4 +131,4 @@ def _(node: Node, dy: Array) -> Array:
     dx = xp.exp(widen(node.y))
     dx *= -wide.sum(axis=node.options.get("dim", -1), keepdims=True)
     dx += wide
-    return dx.astype(dy.dtype, copy=False)
+    return narrow(dx, dy.dtype)

@@ -1,11 +1,12 @@
 """Arithmetic with broadcasting, and functions of one number.
 
-Shapes combine as NumPy's do; a gradient is summed back over the dims that were stretched.
+Shapes combine as NumPy's do; a gradient is summed back over the dims that were stretched. Low precision is computed in
+float32 and rounded once, be it one operation or several.
 """
 
 from typing import Any
 
-from minidist.backend import LOW_PRECISION, Array, array_module, dtype
+from minidist.backend import Array, array_module, dtype, narrow, widen
 from minidist.errors import DtypeError
 from minidist.tape import Node, Saved, op, saved
 
@@ -16,13 +17,17 @@ def unbroadcast(gradient: Array, shape: tuple[int, ...]) -> Array:
         return gradient
     lead = gradient.ndim - len(shape)
     dims = tuple(range(lead)) + tuple(lead + i for i, n in enumerate(shape) if n == 1 and gradient.shape[lead + i] != 1)
-    wide = "float32" if gradient.dtype in LOW_PRECISION else gradient.dtype
-    return gradient.sum(axis=dims, dtype=wide).reshape(shape).astype(gradient.dtype, copy=False)
+    return narrow(widen(gradient).sum(axis=dims).reshape(shape), gradient.dtype)
+
+
+def _summed(gradient: Array, shape: tuple[int, ...], dy: Array) -> Array:
+    """The same in the dtype that dy has, of a gradient that may be wider: rounded once, after the sum."""
+    return narrow(unbroadcast(gradient, shape), dy.dtype)
 
 
 @op
 def add(a: Array, b: Array) -> tuple[Array, Saved]:
-    return a + b, saved()
+    return narrow(widen(a) + widen(b), a.dtype), saved()
 
 
 @add.gradient("a")
@@ -37,7 +42,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def sub(a: Array, b: Array) -> tuple[Array, Saved]:
-    return a - b, saved()
+    return narrow(widen(a) - widen(b), a.dtype), saved()
 
 
 @sub.gradient("a")
@@ -52,32 +57,33 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def mul(a: Array, b: Array) -> tuple[Array, Saved]:
-    return a * b, saved(a=a, b=b)
+    return narrow(widen(a) * widen(b), a.dtype), saved(a=a, b=b)
 
 
 @mul.gradient("a")
 def _(node: Node, dy: Array) -> Array:
-    return unbroadcast(dy * node.b, node.shapes["a"])
+    return _summed(widen(dy) * widen(node.b), node.shapes["a"], dy)
 
 
 @mul.gradient("b")
 def _(node: Node, dy: Array) -> Array:
-    return unbroadcast(dy * node.a, node.shapes["b"])
+    return _summed(widen(dy) * widen(node.a), node.shapes["b"], dy)
 
 
 @op
 def div(a: Array, b: Array) -> tuple[Array, Saved]:
-    return a / b, saved(a=a, b=b)
+    return narrow(widen(a) / widen(b), a.dtype), saved(a=a, b=b)
 
 
 @div.gradient("a")
 def _(node: Node, dy: Array) -> Array:
-    return unbroadcast(dy / node.b, node.shapes["a"])
+    return _summed(widen(dy) / widen(node.b), node.shapes["a"], dy)
 
 
 @div.gradient("b")
 def _(node: Node, dy: Array) -> Array:
-    return unbroadcast(-dy * node.a / (node.b * node.b), node.shapes["b"])
+    b = widen(node.b)
+    return _summed(-widen(dy) * widen(node.a) / (b * b), node.shapes["b"], dy)
 
 
 @op
@@ -107,12 +113,13 @@ def power(a: Array, exponent: float) -> tuple[Array, Saved]:
     if not isinstance(exponent, (int, float)):
         raise DtypeError(f"power: the exponent is a plain number, not {type(exponent).__name__}; "
                          f"for a tensor use exp(log(a) * exponent)")
-    return _raise_to(a, exponent), saved(a=a, exponent=exponent)
+    return narrow(_raise_to(widen(a), exponent), a.dtype), saved(a=a, exponent=exponent)
 
 
 @power.gradient("a")
 def _(node: Node, dy: Array) -> Array:
-    return dy * (_raise_to(node.a, node.exponent - 1) * node.a.dtype.type(node.exponent))
+    a = widen(node.a)
+    return narrow(widen(dy) * (_raise_to(a, node.exponent - 1) * a.dtype.type(node.exponent)), dy.dtype)
 
 
 @op
@@ -145,7 +152,8 @@ def tanh(a: Array) -> tuple[Array, Saved]:
 
 @tanh.gradient("a")
 def _(node: Node, dy: Array) -> Array:
-    return dy - dy * node.y * node.y
+    y, wide = widen(node.y), widen(dy)
+    return narrow(wide - wide * y * y, dy.dtype)
 
 
 @op
@@ -156,7 +164,8 @@ def sqrt(a: Array) -> tuple[Array, Saved]:
 
 @sqrt.gradient("a")
 def _(node: Node, dy: Array) -> Array:
-    return dy / (node.y + node.y)
+    y = widen(node.y)
+    return narrow(widen(dy) / (y + y), dy.dtype)
 
 
 @op

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from minidist.backend import Array, array_module, matmul, widen
+from minidist.backend import Array, array_module, matmul, narrow, widen
 from minidist.errors import ShapeError
 from minidist.tape import Node, Saved, op, saved
 
@@ -175,7 +175,7 @@ def causal_attention(q: Array, k: Array, v: Array, *, keep: bool = True) -> tupl
     q_wide, k_wide, v_wide = widen(q), widen(k), widen(v)
     y = array_module(q).empty(q.shape, q_wide.dtype)
     log_total, kept = _forward(q_wide, k_wide, v_wide, y, keep)
-    y = y.astype(q.dtype, copy=False)
+    y = narrow(y, q.dtype)
     return y, saved(q=q, k=k, v=v, y=y, log_total=log_total, kept=kept)
 
 
@@ -184,7 +184,7 @@ def _gradients(node: Node, dy: Array) -> dict[str, Array]:
     q, k, v = widen(node.q), widen(node.k), widen(node.v)
     dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in (q, k, v))
     _backward(q, k, v, widen(node.y), node.log_total, node.kept, widen(dy), dq, dk, dv)
-    return {name: x.astype(dy.dtype, copy=False) for name, x in (("q", dq), ("k", dk), ("v", dv))}
+    return {name: narrow(x, dy.dtype) for name, x in (("q", dq), ("k", dk), ("v", dv))}
 
 
 @causal_attention.gradient("q")
@@ -226,7 +226,7 @@ def causal_attention_packed(qkv: Array, *, heads: int, keep: bool = True) -> tup
     wide = widen(qkv)
     y = array_module(qkv).empty((*qkv.shape[:2], qkv.shape[2] // 3), wide.dtype)
     log_total, kept = _forward(*_unpack(wide, heads), _by_head(y, heads), keep)
-    y = y.astype(qkv.dtype, copy=False)
+    y = narrow(y, qkv.dtype)
     return y, saved(qkv=qkv, y=y, log_total=log_total, kept=kept)
 
 
@@ -236,4 +236,4 @@ def _(node: Node, dy: Array) -> Array:
     dqkv = array_module(dy).empty(qkv.shape, qkv.dtype)
     _backward(*_unpack(qkv, heads), _by_head(widen(node.y), heads), node.log_total, node.kept,
               _by_head(widen(dy), heads), *_unpack(dqkv, heads))
-    return dqkv.astype(dy.dtype, copy=False)
+    return narrow(dqkv, dy.dtype)

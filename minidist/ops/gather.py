@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from minidist.backend import Array, array_module, matmul, widen
+from minidist.backend import Array, array_module, matmul, narrow, widen
 from minidist.errors import DtypeError, ShapeError
 from minidist.tape import Node, Saved, op, saved
 
@@ -51,7 +51,7 @@ def sum_by_id(ids: Array, values: Array, count: int) -> Array:
         for start in range(0, count, _ONE_HOT_ROWS):
             some = xp.arange(start, min(start + _ONE_HOT_ROWS, count), dtype=ids.dtype)
             result[start:start + len(some)] = matmul((some[:, None] == ids).astype(wide.dtype), wide)
-    return result.astype(values.dtype, copy=False)
+    return narrow(result, values.dtype)
 
 
 @op

@@ -1,6 +1,6 @@
 """Matrix products: matmul for any stack of matrices, linear for x @ w + b over the last dim."""
 
-from minidist.backend import Array, array_module
+from minidist.backend import Array, array_module, narrow, widen
 from minidist.backend import matmul as multiply
 from minidist.errors import ShapeError
 from minidist.ops.arithmetic import unbroadcast
@@ -65,10 +65,12 @@ def linear(x: Array, w: Array, b: Array | None = None) -> tuple[Array, Saved]:
         raise ShapeError(f"linear: x {x.shape} does not fit w {w.shape}; the last dim of x must equal w's first")
     if b is not None and b.shape != (w.shape[1],):
         raise ShapeError(f"linear: bias {b.shape} does not fit w {w.shape}; it needs shape ({w.shape[1]},)")
-    y = multiply(rows(x), w)
-    if b is not None:
-        y += b
-    return y.reshape(*x.shape[:-1], w.shape[1]), saved(x=x, w=w)
+    if b is None:
+        y = multiply(rows(x), w)
+    else:
+        y = multiply(widen(rows(x)), widen(w))
+        y += widen(b)
+    return narrow(y, x.dtype).reshape(*x.shape[:-1], w.shape[1]), saved(x=x, w=w)
 
 
 @linear.gradient("x")

@@ -1,6 +1,6 @@
 """Cross-entropy of logits against token ids."""
 
-from minidist.backend import Array, array_module, widen
+from minidist.backend import Array, array_module, narrow, widen
 from minidist.errors import DtypeError, ShapeError
 from minidist.ops.blocks import row_blocks
 from minidist.ops.linear import rows
@@ -55,4 +55,4 @@ def _(node: Node, dy: Array) -> Array:
         xp.exp(d, out=d)
         d *= scale
     dx[xp.arange(len(dx)), node.ids] -= scale
-    return dx.reshape(node.logits.shape).astype(node.logits.dtype, copy=False)
+    return narrow(dx.reshape(node.logits.shape), node.logits.dtype)

@@ -1,6 +1,6 @@
 """Layer norm and RMS norm over the last dim, computed and differentiated a block of rows at a time."""
 
-from minidist.backend import Array, array_module, widen
+from minidist.backend import Array, array_module, narrow, widen
 from minidist.errors import ShapeError
 from minidist.ops.blocks import row_blocks
 from minidist.ops.linear import rows
@@ -35,7 +35,7 @@ def _normalize(x: Array, w: Array, b: Array | None, eps: float) -> tuple[Array, 
         xp.multiply(h, w_wide, out=z)
         if b is not None:
             z += widen(b)
-    return y.reshape(x.shape).astype(x.dtype, copy=False), saved(hat=hat, scale=scale, w=w, centre=b is not None)
+    return narrow(y.reshape(x.shape), x.dtype), saved(hat=hat, scale=scale, w=w, centre=b is not None)
 
 
 def _norm_gradients(node: Node, dy: Array) -> dict[str, Array]:
@@ -62,8 +62,7 @@ def _norm_gradients(node: Node, dy: Array) -> dict[str, Array]:
             d -= g @ share
         d *= scale[where]
     kind = dy.dtype
-    return {"x": dx.reshape(dy.shape).astype(kind, copy=False), "w": dw[0].astype(kind, copy=False),
-            "b": db[0].astype(kind, copy=False)}
+    return {"x": narrow(dx.reshape(dy.shape), kind), "w": narrow(dw[0], kind), "b": narrow(db[0], kind)}
 
 
 @op

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import Array, array_module, random_bits
+from minidist.backend import Array, array_module, narrow, random_bits, widen
 from minidist.errors import ConfigError, ShapeError
 from minidist.tape import Node, Saved, op, saved
 
@@ -42,7 +42,8 @@ def dropout(x: Array, *, rate: float, name: str, seed: int, step: int, tokens: A
 
 def _apply(x: Array, kept: Array, rate: float) -> Array:
     """x where kept, scaled; zero elsewhere."""
-    return x * (kept.astype(x.dtype) * x.dtype.type(1.0 / (1.0 - rate)))
+    wide = widen(x)
+    return narrow(wide * (kept.astype(wide.dtype) * wide.dtype.type(1.0 / (1.0 - rate))), x.dtype)
 
 
 @dropout.gradient("x")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from minidist.backend import LOW_PRECISION, Array, array_module, widen
+from minidist.backend import LOW_PRECISION, Array, array_module, narrow, widen
 from minidist.errors import ShapeError
 from minidist.tape import Node, Saved, op, saved
 
@@ -41,7 +41,7 @@ def _total(x: Array, dims: tuple[int, ...], keepdims: bool) -> Array:
 @op
 def sum(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:  # noqa: A001 - as NumPy's
     """Sum over all dims, one, or several."""
-    return _total(x, _dims(dim, x.shape), keepdims).astype(x.dtype, copy=False), saved()
+    return narrow(_total(x, _dims(dim, x.shape), keepdims), x.dtype), saved()
 
 
 @sum.gradient("x")
@@ -55,12 +55,12 @@ def mean(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, 
     dims = _dims(dim, x.shape)
     count = math.prod(x.shape[d] for d in dims)
     total = _total(x, dims, keepdims)
-    return (total / total.dtype.type(count)).astype(x.dtype, copy=False), saved()
+    return narrow(total / total.dtype.type(count), x.dtype), saved()
 
 
 @mean.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    share = (widen(dy) / widen(dy).dtype.type(_count(node))).astype(dy.dtype, copy=False)
+    share = narrow(widen(dy) / widen(dy).dtype.type(_count(node)), dy.dtype)
     return array_module(dy).broadcast_to(_stretched(node, share), node.shapes["x"])
 
 
@@ -85,11 +85,11 @@ def var(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, S
     wide = widen(x)
     centred = wide - wide.mean(axis=dims, keepdims=True)
     y = (centred * centred).mean(axis=dims, keepdims=keepdims)
-    return y.astype(x.dtype, copy=False), saved(centred=centred)
+    return narrow(y, x.dtype), saved(centred=centred)
 
 
 @var.gradient("x")
 def _(node: Node, dy: Array) -> Array:
     wide: Any = widen(dy)
     scale = wide * wide.dtype.type(2.0 / _count(node))
-    return (node.centred * _stretched(node, scale)).astype(dy.dtype, copy=False)
+    return narrow(node.centred * _stretched(node, scale), dy.dtype)

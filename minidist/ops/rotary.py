@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from minidist.backend import Array, array_module, widen
+from minidist.backend import Array, array_module, narrow, widen
 from minidist.errors import ShapeError
 from minidist.tape import Node, Saved, op, saved
 
@@ -15,7 +15,7 @@ def _rotate(x: Array, cos: Array, sin: Array) -> Array:
     a, b = wide[..., :half], wide[..., half:]
     y[..., :half] = a * cos - b * sin
     y[..., half:] = b * cos + a * sin
-    return y.astype(x.dtype, copy=False)
+    return narrow(y, x.dtype)
 
 
 def _angles(xp: Any, positions: Array, width: int, base: float) -> Array:

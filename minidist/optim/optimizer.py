@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from minidist import account
-from minidist.backend import LOW_PRECISION, Array, array_module, device_of, dtype_name, to_device, to_host
+from minidist.backend import LOW_PRECISION, Array, array_module, device_of, dtype_name, to_device, to_host, widen
 from minidist.errors import ConfigError, DataError, DtypeError, ShapeError
 
 BLOCK = 65536           # elements, 256 KiB in float32: data, gradient, two states and scratch fit the outer caches
@@ -151,7 +151,7 @@ class Optimizer(ABC):
             arrays = (data, gradient, *slot.state.values())
             for p, g, *state in blocks(arrays, BLOCK if xp is np else DEVICE_BLOCK):
                 if g.dtype != p.dtype:
-                    g = g.astype(p.dtype)    # gradients in low precision beside float32 master weights
+                    g = widen(g)             # gradients in low precision beside float32 master weights
                 self.update(p, g, state, self._scratch_like(xp, p), shared[key])
 
     def _check(self, slot: Slot, data: Array, gradient: Array) -> None:

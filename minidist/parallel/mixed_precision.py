@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from minidist import account, backend
-from minidist.backend import LOW_PRECISION, Array, array_module, dtype_name, to_host
+from minidist.backend import LOW_PRECISION, Array, array_module, dtype_name, narrow, to_host
 from minidist.backward import Surveyed
 from minidist.errors import ConfigError, GradientError
 from minidist.nn import Module
@@ -187,4 +187,4 @@ class MixedPrecision(Precision):
                 return
         optimizer.step(lr, (1.0 if clip is None else clip_scale(norm, clip)) / scale)
         for master, weights in self._pairs:
-            weights[...] = master
+            narrow(master, weights.dtype, weights)
