@@ -9,7 +9,7 @@ import pytest
 
 from minidist import account, ops
 from minidist.account import MemoryAccount
-from minidist.errors import ConfigError
+from minidist.errors import ConfigError, MemoryLimitError
 from minidist.tensor import Parameter
 
 
@@ -136,3 +136,16 @@ def test_within_five_percent_of_tracemalloc(context):
         sizes = sum(p.data.nbytes for p in model.parameters)
         assert memory.now["parameters"] == memory.now["gradients"] == sizes
         assert memory.now["activations"] == memory.now["workspace"] == 0
+
+
+def test_a_limit_refuses_what_passes_it_and_counts_on():
+    memory = MemoryAccount(limit=1000)
+    held = memory.hold(np.zeros(100), "parameters")
+    for _ in range(2):          # what was refused is not counted, neither when it comes nor when it goes
+        with pytest.raises(MemoryLimitError, match=r"device memory: 208 bytes more for activations do not fit under "
+                                                   r"the limit of 1,000: held are 800 \(parameters 800\); raise"):
+            memory.hold(np.zeros(26), "activations")
+    assert memory.now["total"] == memory.peak["total"] == 800
+    memory.hold(np.zeros(25), "activations")        # exactly full, and gone at once
+    del held
+    assert memory.now["total"] == 0 and memory.peak["total"] == 1000

@@ -14,7 +14,7 @@ slower rank counts as under way: for this rank it is.
 notes: N2 §11.1, N4 §7
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from minidist.observe.timeline import Span, Timeline
@@ -40,15 +40,17 @@ class Overlap:
         return self.hidden / self.communication if self.communication else 1.0
 
 
-def measure(timeline: Timeline, *, steps: Iterable[int] | None = None) -> Overlap:
+def measure(timeline: Timeline, *, steps: Iterable[int] | None = None,
+            of: Callable[[Timeline], list[Span]] | None = None) -> Overlap:
     """The overlap on one rank's timeline, from the begin of the first step to the end of the last.
 
     Args:    steps: of these steps (default: all spans there are). A collective that crosses an edge counts by its part.
+             of: which spans are to be hidden (default: collectives; moves, where a strategy offloads).
     """
     window = _window(timeline, set(steps)) if steps is not None else None
     waits = union(_of(waiting(timeline), window))
     computing = subtract(union(_of(working(timeline), window)), waits)
-    communicating = union(_of(collectives(timeline), window))
+    communicating = union(_of((of or collectives)(timeline), window))
     return Overlap(length(communicating), length(computing), length(intersect(communicating, computing)),
                    length(waits))
 
@@ -64,6 +66,11 @@ def collectives(timeline: Timeline) -> list[Span]:
     """The calls that moved arrays, scalars apart."""
     return [span for span in timeline.spans if span.row == "communication" and "verb" in span.details
             and span.details.get("axis") != "control" and span.details["verb"] != "barrier"]
+
+
+def moves(timeline: Timeline) -> list[Span]:
+    """What moved between device, host and disk."""
+    return [span for span in timeline.spans if span.row == "moves"]
 
 
 def waiting(timeline: Timeline) -> list[Span]:

@@ -44,7 +44,7 @@ Weights are read ahead of their unit, gradients are written behind the next one'
 hides the read of the next and the write of the last. The number of buffers bounds what is in flight: one is enough, and
 hides nothing. Which arithmetic is done, in which order, does not change: the same bits as without.
 
-Nothing stays behind on disk, however the process ends: files lose their names when they are opened (common/disk.py).
+Nothing stays behind on disk, however the process ends: files have no names (common/disk.py).
 
 notes:   N2 §10.2
 Source:  Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"; Rajbhandari et al. 2021,
@@ -146,7 +146,7 @@ class OnHost(Offload):
 class OnDisk(Offload):
     """ZeRO-Infinity: weights, gradients, master weights and optimizer state in one record a run on disk. For ZeRO-3.
 
-    Args:    folder: where (None: where the system keeps temporary files); its files never have names for long.
+    Args:    folder: where (None: where the system keeps temporary files).
              buffers: how many records are in memory at most, the unit at work on the device apart.
              device: "cpu" or "cuda": buffers for a GPU lie in pinned memory.
              read, write: how slow a disk to imagine.

@@ -11,8 +11,8 @@ A record is a raw file of regions, one behind the other, each an array of one dt
         loan.arrays["weights"]                          # waits for the read
     disk.start_write(loan, ["weights"])                 # begun; gives the buffer back when it is written
 
-Nothing is left behind, however the process ends: a file loses its name as soon as it is open, so the system frees it
-with the last descriptor. Nor does a disk run full in the middle of a run: a region's blocks are reserved when it is
+Nothing is left behind, however the process ends: files have no names, so the system frees them with their last
+descriptors. Nor does a disk run full in the middle of a run: a region's blocks are reserved when it is
 added. A write that fails all the same is told by the next read, write or wait of any kind.
 """
 
@@ -61,12 +61,10 @@ class Disk:
                             f"room, or name another folder with --offload-dir")
 
     def record(self, name: str) -> Record:
-        """A new file without a region. It has no name in the folder once this returns."""
+        """A new file without a region, and without a name in the folder."""
         label = f"{self.who}, {name} in {self.folder}"
-        with told(label, "make a file"):
-            fd, path = tempfile.mkstemp(prefix="minidist-", dir=self.folder)
-            os.unlink(path)
-        self.records.append(Record(label, fd))
+        with told(label, "make a file"), tempfile.TemporaryFile(dir=self.folder) as file:
+            self.records.append(Record(label, os.dup(file.fileno())))
         return self.records[-1]
 
     def put(self, record: Record, key: str, array: Array) -> None:
@@ -149,7 +147,7 @@ class Disk:
         self.reads.close()
         self.writes.close()
         while self.records:
-            os.close(self.records.pop().fd)
+            self.records.pop().close()
 
 
 def writable(folder: str | Path | None) -> Path:

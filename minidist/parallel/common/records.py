@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,11 +41,13 @@ class Region:
 class Record:
     """A file of regions, zero until they are written.
 
+    Args:    fd: the file's descriptor, closed with the record, or by close().
     Attributes: regions by name; nbytes: of the file
     """
 
     def __init__(self, name: str, fd: int) -> None:
         self.name, self.fd, self.nbytes = name, fd, 0
+        self.close = weakref.finalize(self, os.close, fd)
         self.regions: dict[str, Region] = {}
         self.writing: list[Move] = []           # a read waits for the writes that were begun before it
 

@@ -1,0 +1,354 @@
+"""Offload: the same bits as without; what lies where and what moves, by formula; a limit that holds; nothing left."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training import difference, global_batch, tiny, train
+from zero import BOUND
+
+import minidist as md
+from minidist import account, ops
+from minidist.account import MemoryAccount
+from minidist.errors import DiskError, MemoryLimitError, PlanError
+from minidist.nn import GPT, Linear, Module
+from minidist.observe.overlap import measure, moves
+from minidist.observe.timeline import Timeline
+from minidist.optim import AdamW
+from minidist.parallel.common.memory import Each
+from minidist.parallel.common.moves import Pace
+from minidist.parallel.common.replicas import weights_digest
+from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.offload import OnDisk, OnHost
+from minidist.parallel.offload_costs import moved_to_disk, moved_to_host
+from minidist.parallel.zero2 import Zero2
+from minidist.parallel.zero3 import Zero3
+from minidist.tensor import Tensor
+
+HOMES = [{"offload": "optimizer"}, {"offload": "optimizer", "zero": 1}, {"offload": "optimizer", "zero": 2},
+         {"offload": "optimizer", "zero": 3}, {"offload": "all", "zero": 3}]
+
+
+def job(world: Any, plan: dict[str, Any], changes: dict[str, Any] | None = None, *, steps: int = 3,
+        sequences: int = 5, **options: Any) -> dict[str, Any]:
+    """What a rank holds and moved after `steps` steps of a plan; its optimizer's state too."""
+    config = tiny(**(changes or {}))
+    with account.use(MemoryAccount()) as memory:
+        options = {"optimizer": "adamw", "lr": 1e-2, "clip": 0.5, "seed": 3, **options}
+        trainer = Trainer(Plan(dp=world.size, bucket_bytes=2048, **plan), config, world, **options)
+        memory.reset_peak()
+        losses = [trainer.step(global_batch(step, sequences, config)) for step in range(steps)]
+        seen = memory.snapshot()
+        result = {"losses": losses, "memory": seen, "moved": dict(trainer.home.traffic.step),
+                  "host": trainer.home.host.snapshot(), "disk": trainer.home.disk_bytes(),
+                  "validation": trainer.evaluate([global_batch(7, sequences, config)]),
+                  "weights": trainer.state_dict(), "digest": trainer.weights_sha256(),
+                  "state": trainer.optimizer.state_dict()}
+        trainer.close()
+        return result
+
+
+# ----------------------------------------------------------------------------------------------- the same bits
+
+@pytest.mark.parametrize("plan", HOMES, ids=str)
+@pytest.mark.parametrize("size", [1, 3])
+def test_same_bits_as_without(plan: dict[str, Any], size: int) -> None:
+    """The step does the same arithmetic in the same order, wherever its operands lie between."""
+    if size > 1 and not plan.get("zero"):
+        return
+    serial = md.run(train, size=1)[0]
+    without = md.run(job, {**plan, "offload": "none"}, size=size)[0]
+    there = md.run(job, plan, size=size)[0]
+    assert difference(there["weights"], serial["weights"]) < BOUND
+    for what in ("digest", "losses", "validation"):
+        assert there[what] == without[what]
+    if "zero" in plan:                  # else it is one vector a bucket against one array a parameter
+        assert there["state"].keys() == without["state"].keys()
+        for name, array in without["state"].items():
+            np.testing.assert_array_equal(there["state"][name], array)
+
+
+any_plan = given(
+    size=st.integers(1, 4), home=st.sampled_from(HOMES[1:]), sequences=st.integers(1, 7),
+    plan=st.fixed_dictionaries({"accumulate": st.integers(1, 3), "checkpoint_blocks": st.sampled_from(["none", "all"]),
+                                "precision": st.sampled_from(["fp32", "bf16", "fp16"])}),
+    changes=st.fixed_dictionaries({"tied": st.booleans(), "dropout": st.sampled_from([0.0, 0.2])}),
+    options=st.fixed_dictionaries({"optimizer": st.sampled_from(["adamw", "rmsprop", "sgd"]),
+                                   "clip": st.sampled_from([None, 0.1])}))
+
+
+def check_any(size: int, home: dict[str, Any], sequences: int, plan: dict[str, Any], changes: dict[str, Any],
+              options: dict[str, Any]) -> None:
+    changes = {**changes, "dtype": "float64" if plan["precision"] == "fp32" else "float32"}
+    plans = [{**plan, **home, "offload": offload} for offload in ("none", home["offload"])]
+    without, there = (md.run(lambda world, plan=plan: job(world, plan, changes, sequences=sequences, **options),
+                             size=size)[0] for plan in plans)
+    assert (there["digest"], there["losses"]) == (without["digest"], without["losses"])
+
+
+@any_plan
+@settings(max_examples=8)
+def test_any_composition(**drawn: Any) -> None:
+    check_any(**drawn)
+
+
+@pytest.mark.soak
+@any_plan
+@settings(max_examples=200)
+def test_any_composition_at_length(**drawn: Any) -> None:
+    check_any(**drawn)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["threads", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("plan", HOMES[1:], ids=str)
+def test_twenty_steps(transport: str, plan: dict[str, Any]) -> None:
+    serial = md.run(train, size=1)[0] if transport != "mpi" else md.run(train, size=1, transport="threads")[0]
+    ranks = md.run(job, plan, size=3, transport=transport) if transport != "mpi" else md.run(job, plan, size=3)
+    assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
+
+
+def test_state_of_an_offloaded_optimizer_is_saved_and_loaded() -> None:
+    """A fresh optimizer with the saved state goes on as the old one would have."""
+    def work(world: Any, home: type) -> list[dict[str, np.ndarray]]:
+        config, results = tiny(), []
+        for resume in (False, True):
+            model = GPT(config)
+            strategy = Zero3(model, world, home=home(), seed=3)
+            optimizer = AdamW(strategy.parameters, 1e-2)
+            for step in range(4):
+                if resume and step == 2:
+                    saved, optimizer = optimizer.state_dict(), AdamW(strategy.parameters, 1e-2)
+                    optimizer.load_state_dict(saved)
+                strategy.step(global_batch(step, 5, config), optimizer)
+            results.append(strategy.state_dict())
+            strategy.home.close()
+        return results
+
+    for home in (OnHost, OnDisk):
+        straight, resumed = md.run(work, home, size=2)[0]
+        assert all(np.array_equal(resumed[name], array) for name, array in straight.items())
+
+
+# ------------------------------------------------------------------------------------- what lies where, what moves
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_moves_by_the_formulas(precision: str, passes: int) -> None:
+    """2Ψ + 2Ψ a step in half precision on the host; 24Ψ read and 16Ψ written on disk in float32."""
+    changes, mixed = {"dtype": "float32"}, precision != "fp32"
+    each = Each.of(2 if mixed else 4, masters=mixed)
+    count = sum(p.size for p in GPT(tiny()).parameters())
+    for plan, formula in ((HOMES[0], moved_to_host(count, each, passes=passes)),
+                          (HOMES[1], moved_to_host(count, each, passes=1)),
+                          (HOMES[4], moved_to_disk(count, 0, count, each, masters=mixed, passes=passes))):
+        told = md.run(job, {**plan, "precision": precision, "accumulate": passes}, changes, size=1)[0]["moved"]
+        assert told == {way: 3 * nbytes for way, nbytes in formula.items()}
+    if not mixed and passes == 1:
+        assert (formula["disk to host"], formula["host to disk"]) == (24 * count, 16 * count)
+    if mixed and passes == 1:
+        assert moved_to_host(count, each) == {"device to host": 2 * count, "host to device": 2 * count}
+
+
+def test_what_lies_where_with_the_optimizer_on_the_host() -> None:
+    """Device: weights, and at most three buckets of gradients. Host: masters, m, v, gradients: 16 bytes in float32."""
+    count = sum(p.size for p in GPT(tiny()).parameters())
+    for precision, weights, state in (("fp32", 4, (4, 4, 8)), ("bf16", 2, (0, 2, 12))):
+        seen = md.run(job, {**HOMES[0], "precision": precision}, {"dtype": "float32"}, size=1)[0]
+        now = {name: held["now"] for name, held in seen["memory"].items()}
+        assert (now["parameters"], now["gradients"], now["optimizer"]) == (weights * count, 0, 0)
+        largest = max(2048, 4 * 8 * 32)
+        assert 0 < seen["memory"]["gradients"]["peak"] <= 3 * largest
+        host = {name: held["now"] for name, held in seen["host"].items()}
+        assert (host["parameters"], host["gradients"], host["optimizer"]) == tuple(count * each for each in state)
+
+
+def test_what_lies_where_with_all_on_disk(tmp_path: Path) -> None:
+    """Device: two units of weights, three of gradients. Host: the buffers. Disk: 16 bytes a parameter, on pages."""
+    config = tiny(dtype="float32", layers=4)
+    model = GPT(config)
+    sizes = [4 * sum(p.size for p in module.parameters()) for _, module in model.children()]
+    largest, count = max(sizes), sum(sizes) // 4
+    seen = md.run(lambda world: job(world, HOMES[4], {"dtype": "float32", "layers": 4}, offload_dir=tmp_path),
+                  size=1)[0]
+    assert seen["memory"]["parameters"]["now"] < 100 and seen["memory"]["optimizer"]["peak"] == 0
+    assert 2 * largest <= seen["memory"]["parameters"]["peak"] <= 2 * largest + 100
+    assert seen["memory"]["gradients"]["now"] == 0 < seen["memory"]["gradients"]["peak"] <= 3 * largest
+    assert 16 * count <= seen["disk"] <= 16 * count + 4 * 4096 * sum(size > 0 for size in sizes)
+    assert seen["host"]["workspace"]["peak"] <= 4 * (4 * largest + 4 * 4096) + 65536 * 4
+    assert seen["host"]["optimizer"]["peak"] == 0
+
+
+# ------------------------------------------------------------------------------------------------------ the limit
+
+DEEP = {"layers": 12, "dtype": "float32"}
+
+
+def test_a_model_four_times_over_the_limit_trains() -> None:
+    """Whose sixteen bytes a parameter alone are four times the limit; to the bits that it gets without one."""
+    free = md.run(lambda world: job(world, {}, DEEP, sequences=2), size=1)[0]
+    count = sum(array.size for array in free["weights"].values())
+    limit = 16 * count // 4
+    with pytest.raises(MemoryLimitError, match="do not fit under the limit"):
+        md.run(lambda world: job(world, {"device_memory": limit}, DEEP, sequences=2), size=1)
+    plan = {**HOMES[4], "device_memory": limit, "checkpoint_blocks": "all"}
+    held = md.run(lambda world: job(world, plan, DEEP, sequences=2), size=1)[0]
+    assert held["memory"]["total"]["peak"] <= limit
+    assert held["digest"] == free["digest"] and held["losses"] == free["losses"]
+
+
+def test_a_limit_too_small_for_a_unit_is_told_before_training(tmp_path: Path) -> None:
+    says = r"two units at work \(blocks.0, blocks.1: 13,952 bytes\).*limit is 9,000"
+    with pytest.raises(MemoryLimitError, match=says):
+        md.run(lambda world: job(world, {**HOMES[4], "device_memory": 9000}, offload_dir=tmp_path), size=1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_plans_that_cannot_be(tmp_path: Path) -> None:
+    for wrong, says in (({"offload": "gpu"}, "choose one of none, optimizer, all"), ({"offload": "all"}, "use zero=3"),
+                        ({"offload": "optimizer", "dp": 2}, "use zero=1, 2 or 3"), ({"device_memory": 0}, "64MiB"),
+                        ({"offload": "optimizer", "strategy": "data-parallel", "replicas": 2}, "leave them out")):
+        with pytest.raises(PlanError, match=says):
+            Plan(**wrong)
+
+
+# ---------------------------------------------------------------------------------------------------------- the disk
+
+@pytest.mark.parametrize("make,says", [
+    (lambda path: path / "absent", "is not there; make it"), (lambda path: Path("/proc"), "cannot write in /proc"),
+    (lambda path: path.joinpath("file").touch() or path / "file", "is not a folder")],
+    ids=["absent", "no right", "file"])
+def test_a_folder_that_will_not_do(make: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match=says):
+        OnDisk(make(tmp_path))
+
+
+def test_files_have_no_names_and_a_full_disk_is_told_before_training(tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[list[str]] = []
+    real = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *args: (names.append(os.listdir(tmp_path)), real(*args))[1])
+    md.run(lambda world: job(world, HOMES[4], offload_dir=tmp_path), size=1)
+    assert len(names) > 50 and not any(names)
+
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskError, match=r"rank 0, tokens in .*: cannot reserve 704 bytes for weights: No space left.*"
+                                        r"--offload-dir"):
+        md.run(lambda world: job(world, HOMES[4], offload_dir=tmp_path), size=1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_size_limit_is_told_before_training(tmp_path: Path) -> None:
+    """The kernel's own refusal, in a process of its own."""
+    def work(world: Any) -> str:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+        try:
+            job(world, HOMES[4], offload_dir=tmp_path)
+        except DiskError as error:
+            return str(error)
+        return "nothing"
+
+    says = md.run(work, size=2, transport="sockets")
+    assert all("ulimit -f" in text and "cannot reserve" in text for text in says), says
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failed_write_is_told_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk dies in the second step, behind the computation; the step that follows says which file."""
+    real, left = os.pwritev, [30]
+
+    def dying(*args: Any) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(5, "Input/output error")
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwritev", dying)
+    with pytest.raises(DiskError, match=r"rank 0, .* in .*: cannot write [\d,]+ bytes of \w+: Input/output error"):
+        md.run(lambda world: job(world, HOMES[4], steps=6, offload_dir=tmp_path), size=1)
+    assert os.listdir(tmp_path) == []
+
+
+# ----------------------------------------------------------------------------------------------------------- overlap
+
+class Slow(Module):
+    """A linear layer that computes for 12 ms in each direction, without a core."""
+
+    def __init__(self) -> None:
+        self.linear = Linear(16, 16, bias=False, std=0.3, dtype="float64")
+
+    def forward(self, x: Any) -> Any:
+        time.sleep(12e-3)
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda dy: time.sleep(12e-3))
+        return y
+
+
+class Stack(Module):
+    """Eight of them."""
+
+    def __init__(self) -> None:
+        self.layers = [Slow() for _ in range(8)]
+        self.assign_names()
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def loss(self, inputs: np.ndarray, targets: np.ndarray, divisor: float) -> Any:
+        y = self(Tensor(inputs))
+        return ops.sum(y * y) * (1.0 / divisor)
+
+
+def stream(world: Any, *, buffers: int) -> tuple[float, str]:
+    """(share of forward's and backward's moves that lie under computation, digest) over a disk of 4 ms an access."""
+    timeline, pace = Timeline(0), Pace(latency=4e-3)
+    home = OnDisk(buffers=buffers, recorder=timeline, read=pace, write=pace)
+    strategy = Zero3(Stack(), world, home=home, seed=3, recorder=timeline)
+    optimizer, batch = AdamW(strategy.parameters, 1e-2), (np.eye(16), np.zeros(16))
+    for step in range(2):
+        with timeline.span("step", step=step):
+            strategy.step(batch, optimizer, clip=1.0)
+    digest = weights_digest(strategy.state_dict())
+    home.close()
+    begin = next(span.start for span in timeline.spans if span.name == "forward" and span.details["step"] == 1)
+    end = next(span.stop for span in timeline.spans if span.name == "backward" and span.details["step"] == 1)
+    return measure(timeline, of=lambda line: [s for s in moves(line) if begin <= s.start < end]).share, digest
+
+
+def test_a_disk_hides_behind_computation_and_with_one_buffer_it_does_not() -> None:
+    """Of 16 reads and 8 writes of 4 ms beside units of 12 ms all but four reads, the first two of each direction: seven
+    tenths. Reading ahead needs a second buffer."""
+    with_four, with_one = (md.run(lambda world, n=n: stream(world, buffers=n), size=1)[0] for n in (4, 1))
+    assert with_four[1] == with_one[1]
+    assert with_four[0] >= 0.7 > 0.4 > with_one[0]
+
+
+def test_gradients_go_down_while_backward_runs() -> None:
+    """Over a slow bus: the first bucket's move begins before backward ends."""
+    def work(world: Any) -> list[tuple[str, float, float]]:
+        config, timeline = tiny(layers=4, context=32, width=32), Timeline(0)
+        model = GPT(config)
+        model.initialize(3)
+        home = OnHost(recorder=timeline, down=Pace(latency=1e-3))
+        strategy = Zero2(model, world, home=home, bucket_bytes=20_000, recorder=timeline)
+        strategy.step(global_batch(0, 16, config), AdamW(strategy.parameters, 1e-2))
+        home.close()
+        return [(span.name, span.start, span.stop) for span in timeline.spans]
+
+    spans = md.run(work, size=1)[0]
+    backward = next(span for span in spans if span[0] == "backward")
+    down = [span for span in spans if span[0].endswith("down")]
+    assert len(down) > 5 and sum(start < backward[2] for _, start, _ in down) > len(down) // 2
