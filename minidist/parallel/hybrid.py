@@ -35,7 +35,7 @@ from minidist.parallel.data_parallel import DataParallel
 from minidist.parallel.ddp import DDP
 from minidist.parallel.mesh import Mesh
 from minidist.parallel.mixed_precision import MixedPrecision, check_dtype
-from minidist.parallel.offload_costs import make_home, require_memory
+from minidist.parallel.offload_costs import make_home, require_disk, require_memory
 from minidist.parallel.parameter_server import ParameterServer
 from minidist.parallel.plan import AXES, Plan
 from minidist.parallel.single import Single
@@ -90,6 +90,7 @@ class Trainer:
         checkpoint_blocks(self.model, plan.checkpoint_blocks)
         self.home = make_home(plan.offload, offload_dir, device=device, recorder=self.recorder)
         try:
+            require_disk(self.home, [*self.model.parameters()], masters=plan.precision != "fp32", ranks=plan.dp)
             self.strategy: Strategy = self._make_strategy(device)
             if isinstance(self.strategy, Zero3):
                 require_memory(plan.device_memory, self.strategy.units, self.strategy.root)

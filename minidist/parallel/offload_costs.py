@@ -12,6 +12,7 @@ from minidist.parallel.common.memory import Each
 from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.units import Unit
 from minidist.parallel.offload import OnDisk, OnHost
+from minidist.tensor import Parameter
 
 
 def make_home(offload: str, folder: str | Path | None = None, *, device: str = "cpu",
@@ -48,6 +49,13 @@ def moved_to_disk(units: int, root: int, learning: int, each: Each, *, masters: 
             "host to device": fetched,
             "device to host": passes * learning * each.gradients,
             "host to disk": learning * (passes * each.gradients + each.parameters + each.optimizer)}
+
+
+def require_disk(home: Home, parameters: Sequence[Parameter], *, masters: bool, ranks: int) -> None:
+    """Raise DiskError, before training, unless a rank's share of all that lasts, with Adam, fits into the folder."""
+    if isinstance(home, OnDisk):
+        each = Each.of(parameters[0].dtype.itemsize, masters=masters)
+        home.disk.require(sum(p.size for p in parameters) * each.together // ranks)
 
 
 def require_memory(limit: int | None, units: Sequence[Unit], root: Unit) -> None:

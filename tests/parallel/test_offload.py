@@ -1,6 +1,7 @@
 """Offload: the same bits as without; what lies where and what moves, by formula; a limit that holds; nothing left."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,13 @@ def test_a_file_size_limit_is_told_before_training(tmp_path: Path) -> None:
     says = md.run(work, size=2, transport="sockets")
     assert all("ulimit -f" in text and "cannot reserve" in text for text in says), says
     assert os.listdir(tmp_path) == []
+
+
+def test_too_small_a_disk_is_told_with_the_whole_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = sum(p.size for p in GPT(tiny()).parameters())
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**6, 0, 5000))
+    with pytest.raises(DiskError, match=f"needs {32 * count:,} bytes in .*, and 5,000 are free"):
+        md.run(lambda world: job(world, HOMES[4], offload_dir=tmp_path), size=1)
 
 
 def test_a_failed_write_is_told_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
