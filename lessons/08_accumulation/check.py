@@ -1,0 +1,178 @@
+"""Grades exercise 08: ranks as threads take your passes; one process that takes none is the answer key."""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from minidist.launch import run
+from minidist.nn import GPT, GPTConfig
+from minidist.optim import SGD
+from minidist.parallel.accumulation import elements_sent, micro_parts
+from minidist.parallel.common.update import Part
+from minidist.teaching import Result
+
+CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
+SEQUENCES = (5, 3, 4)   # rows of ranks 0, 1, 2 in every batch
+PASSES, STEPS, LIMIT = 2, 2, 10.0
+
+
+def grade(exercise: ModuleType) -> Iterator[Result]:
+    """The cut, then whole steps on one and on three ranks, then the traffic of every stage."""
+    for rows, passes in ((7, 3), (8, 4), (2, 3)):
+        yield _cut(exercise, rows, passes)
+    for size in (1, 3):
+        ranks = run(_train, exercise, size=size, limit=LIMIT)
+        yield _counts(size, ranks)
+        yield _weights(size, ranks)
+    for stage in range(4):
+        for passes in (1, 4):
+            yield _traffic(exercise, stage, passes)
+
+
+# ---------------------------------------------------------------------------------------------- what the ranks do
+
+def _model() -> Any:
+    model = GPT(CONFIG)
+    model.initialize(seed=0)
+    return model
+
+
+def _batch(step: int, rank: int, size: int) -> SimpleNamespace:
+    """A rank's rows of the global batch of one step."""
+    starts = np.cumsum((0, *SEQUENCES[:size]))
+    whole = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (starts[-1], CONFIG.context + 1))
+    mine = whole[starts[rank]:starts[rank + 1]]
+    return SimpleNamespace(inputs=mine[:, :-1], targets=mine[:, 1:], global_tokens=whole[:, 1:].size)
+
+
+class CountedGroup:
+    """A group that counts its all-reduces."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.rank, self.size, self.calls = group, group.rank, group.size, 0
+
+    def all_reduce(self, *args: Any, **options: Any) -> Any:
+        """As the group's own."""
+        self.calls += 1
+        return self.group.all_reduce(*args, **options)
+
+
+class CountedSGD(SGD):
+    """SGD that counts its steps."""
+
+    steps = 0
+
+    def step(self, *args: Any, **options: Any) -> None:
+        """As SGD's."""
+        self.steps += 1
+        super().step(*args, **options)
+
+
+def _train(group: Any, exercise: ModuleType) -> dict[str, Any]:
+    """The student's steps: weights, how often ranks reduced and stepped."""
+    model, counted = _model(), CountedGroup(group)
+    optimizer = CountedSGD(list(model.parameters()), lr=0.1)
+    for step in range(STEPS):
+        exercise.step(counted, model, optimizer, _batch(step, group.rank, group.size), PASSES)
+    return {"weights": _flat(model), "reduced": counted.calls, "steps": optimizer.steps,
+            "parameters": len(list(model.parameters()))}
+
+
+def _ranks(size: int) -> str:
+    return f"{size} rank{'s' * (size > 1)}"
+
+
+def _flat(model: Any) -> np.ndarray:
+    return np.concatenate([np.array(parameter.data).ravel() for parameter in model.parameters()])
+
+
+# ------------------------------------------------------------------------------------------- beside the answer key
+
+def _serial(size: int, mistake: str = "") -> np.ndarray:
+    """The weights after the same steps in one process; with a `mistake`, as whoever makes it gets them."""
+    model = _model()
+    optimizer = SGD(list(model.parameters()), lr=0.1)
+    for step in range(STEPS):
+        for rank in range(size):
+            batch = _batch(step, rank, size)
+            for micro in micro_parts(Part(batch.inputs, batch.targets, 0), PASSES):
+                tokens = {"mean of means": micro.targets.size, "this rank's tokens": batch.targets.size,
+                          "averaged twice": batch.global_tokens * PASSES}.get(mistake, batch.global_tokens)
+                model.loss(micro.inputs, micro.targets, divisor=tokens).backward()
+        optimizer.step()
+        if mistake != "forgot to zero":
+            optimizer.zero_grad()
+        else:                           # what was summed over the ranks is on each of them, and is summed again
+            for parameter in model.parameters():
+                parameter.grad *= size
+    return _flat(model)
+
+
+def _cut(exercise: ModuleType, rows: int, passes: int) -> Result:
+    """The passes are numpy.array_split's."""
+    ids = np.arange(rows)
+    edges = np.cumsum([0, *(len(part) for part in np.array_split(ids, passes))]).tolist()
+    target = list(zip(edges, edges[1:], strict=False))
+    pairs = [tuple(map(int, pair)) for pair in exercise.cut(rows, passes)]
+    covered = [row for begin, end in pairs for row in range(begin, end)]
+    mistake = "rows are lost" if len(covered) < rows else "a row twice" if len(covered) > rows else "uneven passes"
+    return Result(f"{rows} rows in {passes} passes", pairs == target, str(target), str(pairs), mistake,
+                  "each pass has rows // passes rows, the first rows % passes of them one more (hole 1)")
+
+
+def _counts(size: int, ranks: list[dict[str, Any]]) -> Result:
+    """One reduction of every gradient and one update a step."""
+    task, one = f"{_ranks(size)}, {STEPS} steps of {PASSES} passes", ranks[0]["parameters"] * STEPS
+    reduced, steps = ranks[0]["reduced"], ranks[0]["steps"]
+    said = f"{reduced} all-reduces, {steps} updates"
+    target = f"{one} all-reduces, {STEPS} updates"
+    if steps != STEPS:
+        mistake = "steps after every pass" if steps == STEPS * PASSES else "not one update a step"
+        return Result(task, False, target, said, mistake, "the optimizer steps once, after the last pass: section 1 "
+                      "(hole 4)")
+    if reduced != one:
+        mistake = "reduced after every pass" if reduced == one * PASSES else "not reduced once"
+        return Result(task, False, target, said, mistake, "a rank's own passes add up at home; the sum travels once, "
+                      "after the last: section 4 (hole 3)")
+    return Result(task, True, target, said)
+
+
+def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
+    """After the steps: every rank has one process's weights."""
+    task, target = f"{_ranks(size)}, weights after {STEPS} steps", _serial(size)
+    scale = np.abs(target).max()
+    error = max(float(np.abs(figures["weights"] - target).max() / scale) for figures in ranks)
+    if error < 1e-10:
+        return Result(task, True, "those of one process in one pass, to 1e-10", "those of one process, to 1e-10")
+    advice = {
+        "mean of means": "a pass with few rows counts as much as one with many: divide each by batch.global_tokens: "
+                         "section 2 (hole 2)",
+        "this rank's tokens": "ranks have different numbers of rows: divide by batch.global_tokens: section 2 (hole 2)",
+        "averaged twice": f"{PASSES} times too small: batch.global_tokens has all passes already: section 2 (hole 2)",
+        "forgot to zero": "the next batch's gradients are added to this one's: optimizer.zero_grad(): section 8 "
+                          "(hole 4)"}
+    for mistake, why in advice.items():
+        wrong = _serial(size, mistake)
+        if not np.abs(wrong - target).max() < 1e-12 * scale and np.abs(ranks[0]["weights"] - wrong).max() < 1e-9 * scale:
+            return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, why)
+    return Result(task, False, "those of one process", f"off by {error:.1e}", "wrong weights",
+                  "all passes add up, the ranks' sums are added once, one update: section 1 (holes 2 to 4)")
+
+
+def _traffic(exercise: ModuleType, stage: int, passes: int) -> Result:
+    """The elements of the library's formula, which its tests hold against the ledger."""
+    target = elements_sent(1000, ranks=4, zero=stage, accumulate=passes)
+    measured = exercise.elements_sent(stage, passes, 1000, 4)
+    mistake = "the sum of a stage cannot wait" if stage >= 2 and measured < target else "wrong traffic"
+    return Result(f"{['DDP', 'ZeRO-1', 'ZeRO-2', 'ZeRO-3'][stage]}, {passes} passes, 4 ranks, 1000 parameters",
+                  measured == target, f"{target} elements", f"{measured} elements", mistake,
+                  "who has room to keep a whole gradient until the last pass? section 4 (hole 5)")
+
+
+if __name__ == "__main__":
+    from minidist.cli import main
+
+    raise SystemExit(main(["check", "08", *sys.argv[1:]]))

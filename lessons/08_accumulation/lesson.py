@@ -1,0 +1,359 @@
+"""Lesson 08: a batch in several passes: the same weights, less memory, and who reduces when.
+
+    mpirun -n 4 python lessons/08_accumulation/lesson.py
+    python lessons/08_accumulation/lesson.py                          # alone: four ranks as threads
+    python lessons/08_accumulation/lesson.py --break forget-to-zero   # see README.md, section 8
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist import account
+from minidist.nn import GPTConfig
+from minidist.observe.page import Page, size_text, verdict
+from minidist.optim import SGD, Adam
+from minidist.parallel.accumulation import elements_sent, micro_parts
+from minidist.parallel.common.update import part_of
+from minidist.parallel.ddp import DDP
+from minidist.parallel.single import Single
+from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
+
+lab = load_module(Path(__file__).resolve().parents[1] / "07_ddp" / "experiments.py", "07")
+CONFIG = GPTConfig(vocabulary=128, context=64, layers=4, width=96, heads=4)     # whose memory is looked at
+ROWS = 8            # of a batch
+STEPS = 5           # of the runs that are compared
+STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+FLOAT64 = 8
+
+
+def plain_loop(model, optimizer, group, batches, passes):
+    """A batch in several passes, on any number of ranks (README, section 1)."""
+    for mine, global_tokens in batches:                                      # this rank's rows of the batch
+        for micro in micro_parts(mine, passes):                              # cut once more
+            loss = model.loss(micro.inputs, micro.targets, global_tokens)    # over the tokens of ALL passes and ranks
+            loss.backward()                                                  # p.grad += …, activations are free again
+        for p in model.parameters():                                         # once, after the last pass
+            group.all_reduce(p.grad, out=p.grad, algorithm="ring")
+        optimizer.step()                                                     # once
+        optimizer.zero_grad()                                                # or the next batch adds to this one
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson, run by every rank; memory is measured by rank 0 alone."""
+    page.heading("1  The same weights, whatever the passes")
+    same_weights(group, page)
+    page.heading("2  What is divided by what")
+    if group.rank == 0:
+        means(page)
+        page.heading("3  Memory: the activations of one pass")
+        memory(page)
+    page.heading("4  Who reduces when")
+    traffic(group, page)
+    if group.rank == 0:
+        page.heading("5  Long sequences (N2:419)")
+        long_sequences(page)
+        page.heading("6  Is a larger batch worth it? (N1 §2.1)")
+        large_batches(page)
+
+
+# -------------------------------------------------------------------------------------------------- 1 same weights
+
+def same_weights(group: Any, page: Page) -> None:
+    """Steps of one process in one pass beside the plain loop and DDP in several."""
+    batches = [lab.global_batch(lab.SMALL, step, sequences=3 * group.size + 1) for step in range(STEPS)]
+    alone = lab.new_model(lab.SMALL)
+    single, optimizer = Single(alone), Adam(list(alone.parameters()), 1e-2)
+    for batch in batches:
+        single.step(batch, optimizer)
+    target, rows = lab.weights(alone), []
+    for name, passes in (("plain loop", 2), ("DDP", 1), ("DDP", 2), ("DDP", 4)):
+        model, before = lab.new_model(lab.SMALL), totals(group.ledger)
+        optimizer = Adam(list(model.parameters()), 1e-2)
+        if name == "DDP":
+            ddp = DDP(model, group, bucket_bytes=lab.BUCKET)
+            for batch in batches:
+                ddp.step(batch, optimizer, accumulate=passes)
+        else:
+            plain_loop(model, optimizer, group, [(part_of(batch, size=group.size, rank=group.rank), batch[1].size)
+                                                 for batch in batches], passes)
+        messages, nbytes = sent_since(group.ledger, before)
+        error = np.abs(lab.weights(model) - target).max() / np.abs(target).max()
+        rows.append([name, passes, f"{error:.1e}", f"{lab.apart(group, lab.weights(model)):.0e}", messages // STEPS,
+                     size_text(nbytes / STEPS)])
+    page.table(f"{STEPS} steps of {len(batches[0][0])} rows on {group.size} ranks, float64, Adam, beside one process",
+               ["", "passes", "off by", "ranks apart", "messages a step", "bytes a step"], rows,
+               note="rows that do not divide evenly, and ranks with fewer rows than passes, change nothing")
+
+
+# --------------------------------------------------------------------------------------------------------- 2 means
+
+def gradient(batch: Any, passes: int, divisor: str) -> np.ndarray:
+    """One process's gradient of a batch in some passes; what the loss is divided by: "all", "own" tokens or "twice"."""
+    inputs, targets = batch
+    model = lab.new_model(lab.SMALL)
+    for rows in np.array_split(np.arange(len(inputs)), passes):
+        tokens = {"all": targets.size, "own": passes * targets[rows].size, "twice": passes * targets.size}[divisor]
+        model.loss(inputs[rows], targets[rows], divisor=tokens).backward()
+    return lab.gradients(model)
+
+
+def means(page: Page) -> None:
+    """The gradient of even and uneven passes, divided rightly and in two wrong ways."""
+    rows = []
+    for count, passes in ((8, 4), (7, 4), (5, 4)):
+        batch = lab.global_batch(lab.SMALL, 0, sequences=count)
+        target = gradient(batch, 1, "all")
+        errors = [float(np.linalg.norm(gradient(batch, passes, how) - target) / np.linalg.norm(target))
+                  for how in ("all", "own", "twice")]
+        sizes = "+".join(str(len(part)) for part in np.array_split(np.arange(count), passes))
+        rows.append([sizes, *("ok" if error < 1e-12 else f"off {error:.0%}" for error in errors)])
+    page.table("The gradient of a batch in four passes", ["rows", "sum of shares", "mean of means", "divided twice"],
+               rows, note="a mean of means is right where all passes are alike, which is why nobody notices")
+
+
+# -------------------------------------------------------------------------------------------------------- 3 memory
+
+def peaks(config: GPTConfig, rows: int, passes: int) -> dict[str, int]:
+    """The peaks of one process's step."""
+    with account.use(account.MemoryAccount()) as seen:
+        model = lab.new_model(config)
+        single = Single(model)
+        single.step(lab.global_batch(config, 0, rows), Adam(single.parameters, 1e-3), accumulate=passes)
+        return seen.peak
+
+
+def memory(page: Page) -> None:
+    """Peaks by category for 1, 2, 4 and 8 passes."""
+    found = {passes: peaks(CONFIG, ROWS, passes) for passes in (1, 2, 4, 8)}
+    rows = []
+    for passes, peak in found.items():
+        formula = found[1]["activations"] / passes
+        rows.append([f"{passes}", f"{ROWS // passes}", *(size_text(peak[name]) for name in ("parameters", "gradients",
+                     "activations", "total")), size_text(formula), verdict(peak["activations"], formula, 0.01)])
+    page.table(f"Peaks of a step of {ROWS} × {CONFIG.context} tokens, by the account", [
+        "passes", "rows a pass", "parameters", "gradients", "activations", "total", "activations / A", ""], rows,
+        note="no second gradient buffer: a pass adds to what is there")
+
+
+def record(group: Any) -> dict[str, Any]:
+    """For the figure: the account at every module and gradient of a step in 1, 2 and 4 passes; and the traffic."""
+    runs = {passes: _moments(passes) for passes in (1, 2, 4)} if group.rank == 0 else {}
+    group.barrier()
+    return {"memory": runs, "traffic": [measure_traffic(group, zero, passes) for zero in range(4)
+                                        for passes in (1, 2, 4)], "size": group.size}
+
+
+def _moments(passes: int) -> list[dict[str, Any]]:
+    """[{"pass": number, "phase": …, "now": bytes by category}, …] of one step, the second."""
+    moments: list[dict[str, Any]] = []
+    with account.use(account.MemoryAccount()) as seen:
+        model = lab.new_model(CONFIG)
+        optimizer, number, phase = Adam(list(model.parameters()), 1e-3), 0, "forward"
+
+        def note(*_: Any) -> None:
+            moments.append({"pass": number, "phase": phase, "now": seen.now})
+
+        for module in model.modules():
+            module.register_forward_hook(note)
+        for parameter in model.parameters():
+            parameter.hooks.append(note)
+        for step in range(2):
+            inputs, targets = lab.global_batch(CONFIG, step, ROWS)
+            moments.clear()
+            for number, rows in enumerate(np.array_split(np.arange(ROWS), passes)):
+                phase = "forward"
+                note()
+                loss = model.loss(inputs[rows], targets[rows], divisor=targets.size)
+                phase = "backward"
+                loss.backward()
+                note()
+                del loss
+            phase = "optimizer"
+            optimizer.step()
+            note()
+            optimizer.zero_grad()
+            note()
+    return moments
+
+
+# ------------------------------------------------------------------------------------------------------- 4 traffic
+
+def measure_traffic(group: Any, zero: int, passes: int) -> dict[str, Any]:
+    """What all ranks sent in one step, scalars apart, beside the formula; on every rank."""
+    trainer = md.Trainer(md.Plan(dp=group.size, zero=zero, accumulate=passes), lab.SMALL, group)
+    before = totals(group.ledger)
+    trainer.step(lab.global_batch(lab.SMALL, 0, sequences=4 * group.size))
+    trainer.close()         # first: ZeRO-1 and 2 still send weights when a step returns
+    mine = np.array(sent_since(group.ledger, before))
+    with group.ledger.control():
+        messages, nbytes = (int(value) for value in group.all_reduce(mine))
+    count = sum(p.size for p in trainer.model.parameters())
+    return {"zero": zero, "passes": passes, "parameters": count, "messages": messages, "elements": nbytes // FLOAT64,
+            "formula": elements_sent(count, ranks=group.size, zero=zero, accumulate=passes)}
+
+
+def traffic(group: Any, page: Page) -> None:
+    """A passes × strategy, measured and by formula."""
+    rows = []
+    for zero, formula in enumerate(("2Ψ", "2Ψ", "(A+1)Ψ", "3AΨ")):
+        for passes in (1, 2, 4):
+            run = measure_traffic(group, zero, passes)
+            unit = run["parameters"] * (group.size - 1) or 1
+            rows.append([STRATEGIES[zero] if passes == 1 else "", passes, run["messages"], f"{run['elements']:,}",
+                         f"{formula} (P-1)", f"{run['elements'] / unit:g} Ψ(P-1)",
+                         verdict(run["elements"], run["formula"])])
+    page.table(f"One step on {group.size} ranks, all ranks together: Ψ = {run['parameters']:,}",
+               ["", "A", "messages", "elements sent", "formula", "measured", ""], rows,
+               note="stages 2 and 3 have no room to keep a whole gradient's sum between passes")
+
+
+# ------------------------------------------------------------------------------------------------ 5 long sequences
+
+def long_sequences(page: Page) -> None:
+    """The same tokens a step in ever longer sequences, in as many passes as keep the tokens of a pass."""
+    rows, tokens = [], 512
+    for context in (64, 128, 256, 512):
+        config = replace(CONFIG, context=context, layers=2)
+        sequences = tokens // context
+        whole = peaks(config, sequences, 1)["activations"]
+        one = peaks(config, sequences, sequences)["activations"]
+        rows.append([context, sequences, size_text(whole), sequences, size_text(one), f"{whole / one:.1f}×"])
+    page.table(f"{tokens} tokens a step, two layers: peak of activations",
+               ["tokens a sequence", "sequences", "in one pass", "passes", "one sequence a pass", "less"], rows,
+               note="a pass takes at least one sequence: where that is too much, accumulation is at its end")
+
+
+# ------------------------------------------------------------------------------------------------- 6 large batches
+
+def large_batches(page: Page) -> None:
+    """The same 512 sequences in batches of 4, 16 and 64: fewer steps, with the same rate and with a larger one."""
+    rows = []
+    for batch in (4, 16, 64):
+        losses = []
+        for lr in (0.02, 0.02 * (batch / 4) ** 0.5):
+            model = lab.new_model(replace(lab.SMALL, layers=1, width=16))
+            single = Single(model)
+            optimizer = Adam(single.parameters, lr)
+            for step in range(512 // batch):
+                single.step(lab.global_batch(lab.SMALL, step, batch), optimizer)
+            losses.append(lab.held_out_loss(model))
+        rows.append([batch, 512 // batch, *(f"{loss:.3f}" for loss in losses)])
+    page.table("What 512 sequences teach: held-out loss", ["sequences a step", "steps", "rate 0.02",
+                                                             "rate 0.02 √(batch / 4)"], rows,
+               note="accumulation makes a large batch possible; whether it learns as much is another question")
+
+
+# ------------------------------------------------------------------------------------------------------- Break it
+
+def average_twice() -> None:
+    """Divided by all tokens, and by the passes once more: A times too short."""
+    for name, optimizer_class, lr in (("SGD", SGD, 0.5), ("Adam", Adam, 0.01)):
+        losses = []
+        for factor in (1.0, 0.25):
+            model = lab.new_model(lab.SMALL)
+            optimizer = optimizer_class(list(model.parameters()), lr)
+            for step in range(25):
+                inputs, targets = lab.global_batch(lab.SMALL, step)
+                for rows in np.array_split(np.arange(len(inputs)), 4):
+                    model.loss(inputs[rows], targets[rows], divisor=targets.size / factor).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(lab.held_out_loss(model))
+        print(f"{name:4s}: loss after 25 steps {losses[0]:.4f}; divided by the 4 passes as well {losses[1]:.4f}")
+
+
+def forget_to_zero() -> None:
+    """Gradients of old batches stay: in one process they only add up; DDP refuses to sum sums."""
+    model = lab.new_model(lab.SMALL)
+    optimizer = SGD(list(model.parameters()), 0.1)
+    for step in range(5):
+        inputs, targets = lab.global_batch(lab.SMALL, step)
+        model.loss(inputs, targets, divisor=targets.size).backward()
+        print(f"step {step + 1}: the gradient has length {np.linalg.norm(lab.gradients(model)):.3f}")
+        optimizer.step()
+
+    def job(group: Any) -> None:
+        ddp = DDP(lab.new_model(lab.SMALL), group)
+        for step in range(2):
+            batch = lab.global_batch(lab.SMALL, step)
+            ddp.backward(ddp.forward(ddp.part_of(batch), divisor=batch[1].size))
+
+    md.run(job, size=2)
+
+
+def reduce_every_pass() -> None:
+    """Sum over the ranks after each pass: A times the traffic; and in place, sums are summed again."""
+    def job(group: Any, passes: int, way: str) -> tuple[float, float]:
+        batch = lab.global_batch(lab.SMALL, 0)
+        alone, model = lab.new_model(lab.SMALL), lab.new_model(lab.SMALL)
+        alone.loss(*batch, divisor=batch[1].size).backward()
+        before, total = totals(group.ledger), 0
+        micros = micro_parts(part_of(batch, size=group.size, rank=group.rank), passes)
+        for number, micro in enumerate(micros, start=1):
+            model.loss(micro.inputs, micro.targets, batch[1].size).backward()
+            if number == passes or way != "once":
+                for p in model.parameters():
+                    group.all_reduce(p.grad, out=p.grad, algorithm="ring")
+            if way == "each pass's own":
+                total = total + lab.gradients(model)
+                model.zero_grad()
+        found = lab.gradients(model) if way != "each pass's own" else total
+        target = lab.gradients(alone)
+        return sent_since(group.ledger, before)[1], float(np.linalg.norm(found - target) / np.linalg.norm(target))
+
+    for way in ("once", "each pass's own", "in place, each pass"):
+        for passes in (2, 4):
+            nbytes, error = md.run(job, passes, way, size=2)[0]
+            print(f"reduced {way:19s}, {passes} passes: rank 0 sends {size_text(nbytes)}, "
+                  f"the gradient is {'right' if error < 1e-12 else f'off by {error:.0%}'}")
+
+
+def step_before_last() -> None:
+    """The optimizer steps after each pass: other weights in one process; on ranks that reduce last, replicas part."""
+    batch, target = lab.global_batch(lab.SMALL, 0), lab.new_model(lab.SMALL)
+    Single(target).step(batch, SGD(list(target.parameters()), 0.5), accumulate=4)
+
+    def job(group: Any) -> tuple[float, float]:
+        model = lab.new_model(lab.SMALL)
+        optimizer = SGD(list(model.parameters()), 0.5)
+        for number, micro in enumerate(micro_parts(part_of(batch, size=group.size, rank=group.rank), 4), start=1):
+            model.loss(micro.inputs, micro.targets, batch[1].size).backward()
+            if number == 4:
+                for p in model.parameters():
+                    group.all_reduce(p.grad, out=p.grad, algorithm="ring")
+            optimizer.step()
+            optimizer.zero_grad()
+        error = np.abs(lab.weights(model) - lab.weights(target)).max() / np.abs(lab.weights(target)).max()
+        return float(error), lab.apart(group, lab.weights(model))
+
+    for size in (1, 2):
+        error, apart = md.run(job, size=size)[0]
+        print(f"{size} rank{'s' * (size > 1)}, a step after each of 4 passes: off one step by {error:.1e}, "
+              f"replicas apart by {apart:.1e}")
+
+
+def mean_of_means() -> None:
+    """Each pass divides by its own tokens, then by the passes."""
+    for count in (8, 7, 6, 5):
+        batch = lab.global_batch(lab.SMALL, 0, sequences=count)
+        target = gradient(batch, 1, "all")
+        error = float(np.linalg.norm(gradient(batch, 4, "own") - target) / np.linalg.norm(target))
+        sizes = "+".join(str(len(part)) for part in np.array_split(np.arange(count), 4))
+        print(f"{count} rows in passes of {sizes}: the gradient is {'right' if error < 1e-12 else f'off by {error:.1%}'}")
+
+
+BREAKS = {"average-twice": average_twice, "forget-to-zero": forget_to_zero, "reduce-every-pass": reduce_every_pass,
+          "step-before-last": step_before_last, "mean-of-means": mean_of_means}
+
+
+def main() -> None:
+    """Parse the command line, then run on the ranks that were launched, or on four threads."""
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
+
+
+if __name__ == "__main__":
+    main()

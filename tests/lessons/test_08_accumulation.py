@@ -1,0 +1,45 @@
+"""Exercise 08: filled rightly it passes, and each wrong filling fails under its name."""
+
+from pathlib import Path
+
+import pytest
+from filling import graded
+
+RIGHT = {
+    1: "begin + each + (number < more)",
+    2: "batch.global_tokens",
+    3: "number == passes",
+    4: "optimizer.step()\noptimizer.zero_grad()",
+    5: "[2 * psi, 2 * psi, (a + 1) * psi, 3 * a * psi][stage]",
+}
+WRONG = {
+    "rows are lost": {1: "begin + each"},
+    "uneven passes": {1: "begin + each + (more if number + 1 == passes else 0)"},
+    "mean of means": {2: "targets.size"},
+    "averaged twice": {2: "batch.global_tokens * 2"},
+    "this rank's tokens": {2: "batch.targets.size"},
+    "reduced after every pass": {3: "True"},
+    "not reduced once": {3: "False"},
+    "forgot to zero": {4: "optimizer.step()"},
+    "steps after every pass": {4: "for _ in range(passes):\n    optimizer.step()\noptimizer.zero_grad()"},
+    "the sum of a stage cannot wait": {5: "[2 * psi, 2 * psi, 2 * psi, 3 * psi][stage]"},
+    "wrong traffic": {5: "[2 * a * psi, 2 * psi, (a + 1) * psi, 3 * a * psi][stage]"},
+}
+
+
+def test_the_right_filling_passes(tmp_path: Path) -> None:
+    result = graded("08", RIGHT, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    result = graded("08", {**RIGHT, **WRONG[mistake]}, tmp_path)
+    assert not result.passed
+    assert mistake in result.results[-1].line()
+
+
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("08", {}, tmp_path)
+    assert not result.passed
+    assert "fill hole 1" in result.results[-1].line() and "exercise_08.py line" in result.results[-1].line()
