@@ -20,7 +20,8 @@ def cut(rows, passes):
     each, more = divmod(rows, passes)
     pairs, begin = [], 0
     for number in range(passes):
-        end = hole(1, "where does pass `number` end? the first `more` passes get one row more", begin, each, more)
+        end = hole(1, "where does pass `number` end? the first `more` passes get one row more", begin, each, more,
+                   number)
         pairs.append((begin, end))
         begin = end
     return pairs

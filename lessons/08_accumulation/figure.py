@@ -12,20 +12,21 @@ from minidist.observe import lesson_figures as look
 from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent
-lesson = load_module(HERE / "lesson.py", "08")
+passing = load_module(HERE / "experiments.py", "08")
 LAYERS = ("parameters", "optimizer", "gradients", "activations")    # from the bottom up: what lasts longest first
 SHADES = {1: "#bcd0e8", 2: "#7fa3d1", 4: "#2f5d9b"}
 PASSES = (1, 2, 4)
+STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from the recorded account and ledger."""
-    config = lesson.CONFIG
+    config = passing.CONFIG
     figure = look.new_figure(13.5, 6.6, "One batch in 1, 2 and 4 passes, as recorded",
                              f"Left: what is alive during a step, asked at every module and gradient; GPT of "
-                             f"{config.layers} layers, width {config.width}, {lesson.ROWS} × {config.context} tokens; "
+                             f"{config.layers} layers, width {config.width}, {passing.ROWS} × {config.context} tokens; "
                              f"titles: activations. Right: what {recorded['size']} ranks send.")
-    top = max(entry["now"]["total"] for run in recorded["memory"].values() for entry in run) / 2**20
+    top = max(entry["total"] for run in recorded["memory"].values() for entry in run) / 2**20
     for index, passes in enumerate(PASSES):
         _mountain(figure.add_axes((0.06 + 0.195 * index, 0.13, 0.18, 0.62)), passes, recorded["memory"][passes], top,
                   first=not index)
@@ -33,10 +34,10 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     look.save(figure, folder)
 
 
-def _mountain(ax: Any, passes: int, record: list[dict[str, Any]], top: float, *, first: bool) -> None:
+def _mountain(ax: Any, passes: int, record: list[dict[str, int]], top: float, *, first: bool) -> None:
     """Stacked bytes by category over the recorded moments of one step."""
     look.quiet(ax, grid="y")
-    heights = [np.array([entry["now"][name] for entry in record]) / 2**20 for name in LAYERS]
+    heights = [np.array([entry[name] for entry in record]) / 2**20 for name in LAYERS]
     ax.stackplot(np.arange(len(record)), heights, colors=[look.MEMORY[name] for name in LAYERS], step="post",
                  linewidth=0)
     ax.set_ylim(0, 1.06 * top)
@@ -63,7 +64,7 @@ def _traffic(ax: Any, runs: list[dict[str, Any]], size: int) -> None:
         place = run["zero"] + 0.27 * (PASSES.index(run["passes"]) - 1)
         bar = ax.bar(place, run["elements"] / unit, 0.25, color=SHADES[run["passes"]])
         ax.bar_label(bar, [f"{run['elements'] / unit:g}"], padding=2, fontsize=9.5, color=look.INK)
-    ax.set_xticks(range(4), lesson.STRATEGIES, fontsize=10.5)
+    ax.set_xticks(range(4), STRATEGIES, fontsize=10.5)
     ax.tick_params(axis="x", length=0)
     ax.set_ylabel("elements sent in a step, in Ψ(P-1)", fontsize=10.5, color=look.SOFT)
     ax.legend([look.patch(SHADES[passes]) for passes in PASSES], [f"A = {passes}" for passes in PASSES], frameon=False,
@@ -72,4 +73,4 @@ def _traffic(ax: Any, runs: list[dict[str, Any]], size: int) -> None:
 
 
 if __name__ == "__main__":
-    draw_figure(lesson.record, draw, HERE, size=4)
+    draw_figure(passing.record, draw, HERE, size=4)

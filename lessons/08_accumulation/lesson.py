@@ -12,22 +12,18 @@ from typing import Any
 import numpy as np
 
 import minidist as md
-from minidist import account
-from minidist.nn import GPTConfig
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD, Adam
-from minidist.parallel.accumulation import elements_sent, micro_parts
+from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.update import part_of
 from minidist.parallel.ddp import DDP
 from minidist.parallel.single import Single
 from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
 
 lab = load_module(Path(__file__).resolve().parents[1] / "07_ddp" / "experiments.py", "07")
-CONFIG = GPTConfig(vocabulary=128, context=64, layers=4, width=96, heads=4)     # whose memory is looked at
-ROWS = 8            # of a batch
+passing = load_module(Path(__file__).resolve().with_name("experiments.py"), "08")
 STEPS = 5           # of the runs that are compared
 STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-FLOAT64 = 8
 
 
 def plain_loop(model, optimizer, group, batches, passes):
@@ -91,23 +87,13 @@ def same_weights(group: Any, page: Page) -> None:
 
 # --------------------------------------------------------------------------------------------------------- 2 means
 
-def gradient(batch: Any, passes: int, divisor: str) -> np.ndarray:
-    """One process's gradient of a batch in some passes; what the loss is divided by: "all", "own" tokens or "twice"."""
-    inputs, targets = batch
-    model = lab.new_model(lab.SMALL)
-    for rows in np.array_split(np.arange(len(inputs)), passes):
-        tokens = {"all": targets.size, "own": passes * targets[rows].size, "twice": passes * targets.size}[divisor]
-        model.loss(inputs[rows], targets[rows], divisor=tokens).backward()
-    return lab.gradients(model)
-
-
 def means(page: Page) -> None:
     """The gradient of even and uneven passes, divided rightly and in two wrong ways."""
     rows = []
     for count, passes in ((8, 4), (7, 4), (5, 4)):
         batch = lab.global_batch(lab.SMALL, 0, sequences=count)
-        target = gradient(batch, 1, "all")
-        errors = [float(np.linalg.norm(gradient(batch, passes, how) - target) / np.linalg.norm(target))
+        target = passing.gradient(batch, 1, "all")
+        errors = [float(np.linalg.norm(passing.gradient(batch, passes, how) - target) / np.linalg.norm(target))
                   for how in ("all", "own", "twice")]
         sizes = "+".join(str(len(part)) for part in np.array_split(np.arange(count), passes))
         rows.append([sizes, *("ok" if error < 1e-12 else f"off {error:.0%}" for error in errors)])
@@ -117,91 +103,27 @@ def means(page: Page) -> None:
 
 # -------------------------------------------------------------------------------------------------------- 3 memory
 
-def peaks(config: GPTConfig, rows: int, passes: int) -> dict[str, int]:
-    """The peaks of one process's step."""
-    with account.use(account.MemoryAccount()) as seen:
-        model = lab.new_model(config)
-        single = Single(model)
-        single.step(lab.global_batch(config, 0, rows), Adam(single.parameters, 1e-3), accumulate=passes)
-        return seen.peak
-
-
 def memory(page: Page) -> None:
     """Peaks by category for 1, 2, 4 and 8 passes."""
-    found = {passes: peaks(CONFIG, ROWS, passes) for passes in (1, 2, 4, 8)}
+    found = {passes: passing.peaks(passing.CONFIG, passing.ROWS, passes) for passes in (1, 2, 4, 8)}
     rows = []
     for passes, peak in found.items():
         formula = found[1]["activations"] / passes
-        rows.append([f"{passes}", f"{ROWS // passes}", *(size_text(peak[name]) for name in ("parameters", "gradients",
+        rows.append([f"{passes}", f"{passing.ROWS // passes}", *(size_text(peak[name]) for name in ("parameters", "gradients",
                      "activations", "total")), size_text(formula), verdict(peak["activations"], formula, 0.01)])
-    page.table(f"Peaks of a step of {ROWS} × {CONFIG.context} tokens, by the account", [
+    page.table(f"Peaks of a step of {passing.ROWS} × {passing.CONFIG.context} tokens, by the account", [
         "passes", "rows a pass", "parameters", "gradients", "activations", "total", "activations / A", ""], rows,
         note="no second gradient buffer: a pass adds to what is there")
 
 
-def record(group: Any) -> dict[str, Any]:
-    """For the figure: the account at every module and gradient of a step in 1, 2 and 4 passes; and the traffic."""
-    runs = {passes: _moments(passes) for passes in (1, 2, 4)} if group.rank == 0 else {}
-    group.barrier()
-    return {"memory": runs, "traffic": [measure_traffic(group, zero, passes) for zero in range(4)
-                                        for passes in (1, 2, 4)], "size": group.size}
-
-
-def _moments(passes: int) -> list[dict[str, Any]]:
-    """[{"pass": number, "phase": …, "now": bytes by category}, …] of one step, the second."""
-    moments: list[dict[str, Any]] = []
-    with account.use(account.MemoryAccount()) as seen:
-        model = lab.new_model(CONFIG)
-        optimizer, number, phase = Adam(list(model.parameters()), 1e-3), 0, "forward"
-
-        def note(*_: Any) -> None:
-            moments.append({"pass": number, "phase": phase, "now": seen.now})
-
-        for module in model.modules():
-            module.register_forward_hook(note)
-        for parameter in model.parameters():
-            parameter.hooks.append(note)
-        for step in range(2):
-            inputs, targets = lab.global_batch(CONFIG, step, ROWS)
-            moments.clear()
-            for number, rows in enumerate(np.array_split(np.arange(ROWS), passes)):
-                phase = "forward"
-                note()
-                loss = model.loss(inputs[rows], targets[rows], divisor=targets.size)
-                phase = "backward"
-                loss.backward()
-                note()
-                del loss
-            phase = "optimizer"
-            optimizer.step()
-            note()
-            optimizer.zero_grad()
-            note()
-    return moments
-
-
 # ------------------------------------------------------------------------------------------------------- 4 traffic
-
-def measure_traffic(group: Any, zero: int, passes: int) -> dict[str, Any]:
-    """What all ranks sent in one step, scalars apart, beside the formula; on every rank."""
-    trainer = md.Trainer(md.Plan(dp=group.size, zero=zero, accumulate=passes), lab.SMALL, group)
-    before = totals(group.ledger)
-    trainer.step(lab.global_batch(lab.SMALL, 0, sequences=4 * group.size))
-    trainer.close()         # first: ZeRO-1 and 2 still send weights when a step returns
-    mine = np.array(sent_since(group.ledger, before))
-    with group.ledger.control():
-        messages, nbytes = (int(value) for value in group.all_reduce(mine))
-    count = sum(p.size for p in trainer.model.parameters())
-    return {"zero": zero, "passes": passes, "parameters": count, "messages": messages, "elements": nbytes // FLOAT64,
-            "formula": elements_sent(count, ranks=group.size, zero=zero, accumulate=passes)}
-
 
 def traffic(group: Any, page: Page) -> None:
     """A passes × strategy, measured and by formula."""
     rows = []
     for zero, formula in enumerate(("2Ψ", "2Ψ", "(A+1)Ψ", "3AΨ")):
         for passes in (1, 2, 4):
-            run = measure_traffic(group, zero, passes)
+            run = passing.measure_traffic(group, zero, passes)
             unit = run["parameters"] * (group.size - 1) or 1
             rows.append([STRATEGIES[zero] if passes == 1 else "", passes, run["messages"], f"{run['elements']:,}",
                          f"{formula} (P-1)", f"{run['elements'] / unit:g} Ψ(P-1)",
@@ -217,10 +139,10 @@ def long_sequences(page: Page) -> None:
     """The same tokens a step in ever longer sequences, in as many passes as keep the tokens of a pass."""
     rows, tokens = [], 512
     for context in (64, 128, 256, 512):
-        config = replace(CONFIG, context=context, layers=2)
+        config = replace(passing.CONFIG, context=context, layers=2)
         sequences = tokens // context
-        whole = peaks(config, sequences, 1)["activations"]
-        one = peaks(config, sequences, sequences)["activations"]
+        whole = passing.peaks(config, sequences, 1)["activations"]
+        one = passing.peaks(config, sequences, sequences)["activations"]
         rows.append([context, sequences, size_text(whole), sequences, size_text(one), f"{whole / one:.1f}×"])
     page.table(f"{tokens} tokens a step, two layers: peak of activations",
                ["tokens a sequence", "sequences", "in one pass", "passes", "one sequence a pass", "less"], rows,
@@ -340,10 +262,11 @@ def mean_of_means() -> None:
     """Each pass divides by its own tokens, then by the passes."""
     for count in (8, 7, 6, 5):
         batch = lab.global_batch(lab.SMALL, 0, sequences=count)
-        target = gradient(batch, 1, "all")
-        error = float(np.linalg.norm(gradient(batch, 4, "own") - target) / np.linalg.norm(target))
+        target = passing.gradient(batch, 1, "all")
+        error = float(np.linalg.norm(passing.gradient(batch, 4, "own") - target) / np.linalg.norm(target))
         sizes = "+".join(str(len(part)) for part in np.array_split(np.arange(count), 4))
-        print(f"{count} rows in passes of {sizes}: the gradient is {'right' if error < 1e-12 else f'off by {error:.1%}'}")
+        found = "right" if error < 1e-12 else f"off by {error:.1%}"
+        print(f"{count} rows in passes of {sizes}: the gradient is {found}")
 
 
 BREAKS = {"average-twice": average_twice, "forget-to-zero": forget_to_zero, "reduce-every-pass": reduce_every_pass,

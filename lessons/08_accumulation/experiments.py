@@ -1,0 +1,90 @@
+"""What lesson 08's tables, figure and break-its share: gradients of passes, memory over time, traffic by strategy."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist import account
+from minidist.nn import GPTConfig
+from minidist.optim import Adam
+from minidist.parallel.accumulation import elements_sent
+from minidist.parallel.single import Single
+from minidist.teaching import load_module, sent_since, totals
+
+lab = load_module(Path(__file__).resolve().parents[1] / "07_ddp" / "experiments.py", "07")
+CONFIG = GPTConfig(vocabulary=128, context=64, layers=4, width=96, heads=4)     # whose memory is looked at
+ROWS = 8            # of a batch
+FLOAT64 = 8
+
+
+def gradient(batch: Any, passes: int, divisor: str) -> np.ndarray:
+    """One process's gradient of a batch in some passes; what the loss is divided by: "all", "own" tokens or "twice"."""
+    inputs, targets = batch
+    model = lab.new_model(lab.SMALL)
+    for rows in np.array_split(np.arange(len(inputs)), passes):
+        tokens = {"all": targets.size, "own": passes * targets[rows].size, "twice": passes * targets.size}[divisor]
+        model.loss(inputs[rows], targets[rows], divisor=tokens).backward()
+    return lab.gradients(model)
+
+
+def peaks(config: GPTConfig, rows: int, passes: int) -> dict[str, int]:
+    """The peaks of one process's step."""
+    with account.use(account.MemoryAccount()) as seen:
+        model = lab.new_model(config)
+        single = Single(model)
+        single.step(lab.global_batch(config, 0, rows), Adam(single.parameters, 1e-3), accumulate=passes)
+        return seen.peak
+
+
+def record(group: Any) -> dict[str, Any]:
+    """For the figure: the account at every module and gradient of a step in 1, 2 and 4 passes; and the traffic."""
+    runs = {passes: moments(passes) for passes in (1, 2, 4)} if group.rank == 0 else {}
+    group.barrier()
+    return {"memory": runs, "traffic": [measure_traffic(group, zero, passes) for zero in range(4)
+                                        for passes in (1, 2, 4)], "size": group.size}
+
+
+def moments(passes: int) -> list[dict[str, int]]:
+    """Bytes alive by category at every module and every gradient of one step, the second."""
+    found: list[dict[str, int]] = []
+    with account.use(account.MemoryAccount()) as seen:
+        model = lab.new_model(CONFIG)
+        optimizer = Adam(list(model.parameters()), 1e-3)
+
+        def note(*_: Any) -> None:
+            found.append(seen.now)
+
+        for module in model.modules():
+            module.register_forward_hook(note)
+        for parameter in model.parameters():
+            parameter.hooks.append(note)
+        for step in range(2):
+            inputs, targets = lab.global_batch(CONFIG, step, ROWS)
+            found.clear()
+            for rows in np.array_split(np.arange(ROWS), passes):
+                note()
+                loss = model.loss(inputs[rows], targets[rows], divisor=targets.size)
+                loss.backward()
+                note()
+                del loss
+            optimizer.step()
+            note()
+            optimizer.zero_grad()
+            note()
+    return found
+
+
+def measure_traffic(group: Any, zero: int, passes: int) -> dict[str, Any]:
+    """What all ranks sent in one step, scalars apart, beside the formula; on every rank."""
+    trainer = md.Trainer(md.Plan(dp=group.size, zero=zero, accumulate=passes), lab.SMALL, group)
+    before = totals(group.ledger)
+    trainer.step(lab.global_batch(lab.SMALL, 0, sequences=4 * group.size))
+    trainer.close()         # first: ZeRO-1 and 2 still send weights when a step returns
+    mine = np.array(sent_since(group.ledger, before))
+    with group.ledger.control():
+        messages, nbytes = (int(value) for value in group.all_reduce(mine))
+    count = sum(p.size for p in trainer.model.parameters())
+    return {"zero": zero, "passes": passes, "parameters": count, "messages": messages, "elements": nbytes // FLOAT64,
+            "formula": elements_sent(count, ranks=group.size, zero=zero, accumulate=passes)}
