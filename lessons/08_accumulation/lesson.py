@@ -109,8 +109,9 @@ def memory(page: Page) -> None:
     rows = []
     for passes, peak in found.items():
         formula = found[1]["activations"] / passes
-        rows.append([f"{passes}", f"{passing.ROWS // passes}", *(size_text(peak[name]) for name in ("parameters", "gradients",
-                     "activations", "total")), size_text(formula), verdict(peak["activations"], formula, 0.01)])
+        sizes = [size_text(peak[name]) for name in ("parameters", "gradients", "activations", "total")]
+        rows.append([f"{passes}", f"{passing.ROWS // passes}", *sizes, size_text(formula),
+                     verdict(peak["activations"], formula, 0.01)])
     page.table(f"Peaks of a step of {passing.ROWS} × {passing.CONFIG.context} tokens, by the account", [
         "passes", "rows a pass", "parameters", "gradients", "activations", "total", "activations / A", ""], rows,
         note="no second gradient buffer: a pass adds to what is there")
