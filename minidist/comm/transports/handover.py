@@ -13,6 +13,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from minidist.comm.transports import cross_memory
@@ -41,25 +42,28 @@ def hand_over(world_rank: int, connections: Mapping[int, socket.socket], ring_by
 
     Raises: CommError naming a rank that ended meanwhile.
     """
-    own, exhibit, rings = nameless_file(arena_bytes), cross_memory.Exhibit(), {}
-    for rank, sock in connections.items():
-        files = [nameless_file(ring_bytes)] if rank > world_rank else []
-        sock.setblocking(True)
-        sock.settimeout(limit)
-        socket.send_fds(sock, [exhibit.told], [own, *files])
-        if files:
-            rings[rank] = _map(files[0], ring_bytes)
-    arenas = {world_rank: _map(own, arena_bytes)}
+    exhibit, rings = cross_memory.Exhibit(), {}
     processes: dict[int, int | None] = {world_rank: os.getpid()}
-    for rank, sock in connections.items():
-        expected = 1 if rank > world_rank else 2
-        told, files, _flags, _address = socket.recv_fds(sock, EXHIBIT_BYTES, expected)
-        if len(files) != expected or len(told) != EXHIBIT_BYTES:
-            raise _ended(world_rank, rank)
-        processes[rank] = cross_memory.process_of(told)
-        arenas[rank] = _map(files[0], arena_bytes)
-        if rank < world_rank:
-            rings[rank] = _map(files[1], ring_bytes)
+    with ExitStack() as opened:
+        own = _opened(opened, nameless_file(arena_bytes))
+        arenas = {world_rank: _map(own, arena_bytes)}
+        for rank, sock in connections.items():
+            files = [_opened(opened, nameless_file(ring_bytes))] if rank > world_rank else []
+            sock.setblocking(True)
+            sock.settimeout(limit)
+            socket.send_fds(sock, [exhibit.told], [own, *files])
+            if files:
+                rings[rank] = _map(files[0], ring_bytes)
+        for rank, sock in connections.items():
+            expected = 1 if rank > world_rank else 2
+            told, received, _flags, _address = socket.recv_fds(sock, EXHIBIT_BYTES, expected)
+            files = [_opened(opened, file) for file in received]
+            if len(files) != expected or len(told) != EXHIBIT_BYTES:
+                raise _ended(world_rank, rank)
+            processes[rank] = cross_memory.process_of(told)
+            arenas[rank] = _map(files[0], arena_bytes)
+            if rank < world_rank:
+                rings[rank] = _map(files[1], ring_bytes)
     return Handed(rings, arenas, _agreed(world_rank, connections, processes))
 
 
@@ -87,11 +91,14 @@ def nameless_file(nbytes: int) -> int:
     return file
 
 
+def _opened(files: ExitStack, file: int) -> int:
+    """A file that is closed with `files`: what is mapped of it stays."""
+    files.callback(os.close, file)
+    return file
+
+
 def _map(file: int, nbytes: int) -> memoryview:
-    try:
-        return memoryview(mmap.mmap(file, nbytes))
-    finally:
-        os.close(file)
+    return memoryview(mmap.mmap(file, nbytes))
 
 
 def _ended(world_rank: int, rank: int) -> CommError:
