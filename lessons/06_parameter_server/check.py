@@ -1,0 +1,172 @@
+"""Grades exercise 06: ranks as threads train a small GPT with your functions; one process is the answer key."""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from minidist.errors import CommError
+from minidist.launch import run
+from minidist.nn import GPT, GPTConfig
+from minidist.observe.page import size_text
+from minidist.optim import SGD
+from minidist.parallel.common.keys import assign
+from minidist.parallel.common.update import part_of
+from minidist.parallel.parameter_server import ParameterServer
+from minidist.parallel.single import Single
+from minidist.teaching import Result, expect, totals
+
+CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
+SEQUENCES, STEPS, RATE, LIMIT = 5, 3, 0.5, 10.0
+
+
+def grade(exercise: ModuleType) -> Iterator[Result]:
+    """Keys, synchronous steps, the bound, traffic."""
+    for servers in (1, 2, 3):
+        yield _keys(exercise, servers)
+    for workers, servers in ((1, 1), (2, 1), (3, 2)):
+        yield _steps(exercise, workers, servers)
+    yield from _bound(exercise)
+    for workers, servers in ((2, 1), (4, 2)):
+        yield _traffic(exercise, workers, servers)
+
+
+def _batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (SEQUENCES, CONFIG.context + 1))
+    return ids[:, :-1].copy(), ids[:, 1:].copy()
+
+
+def _model() -> GPT:
+    model = GPT(CONFIG)
+    model.initialize(0)
+    return model
+
+
+def _weights(model: GPT) -> np.ndarray:
+    return np.concatenate([np.asarray(parameter.data).ravel() for parameter in model.parameters()])
+
+
+def _keys(exercise: ModuleType, servers: int) -> Result:
+    """No server has more than the library's fullest."""
+    sizes = [parameter.size for parameter in _model().parameters()]
+    target = max(sum(sizes[key] for key in share) for share in assign(sizes, servers))
+    owner = exercise.divide(sizes, servers)
+    loads = [sum(size for size, where in zip(sizes, owner, strict=True) if where == server)
+             for server in range(servers)]
+    alone = servers > 1 and max(loads) == sum(sizes)
+    mistake = "one server has all keys" if alone else "divided by number, not by size"
+    return Result(f"{len(sizes)} keys on {servers} servers, the fullest", max(loads) <= target, f"{target} numbers",
+                  f"{max(loads)} numbers", mistake,
+                  "the next key goes where least is so far: section 3 (hole 1)")
+
+
+# ------------------------------------------------------------------------------------------------ synchronous steps
+
+def _job(group: Any, exercise: ModuleType, workers: int, owner: list[int]) -> dict[str, Any]:
+    """A rank's steps with the student's functions."""
+    model = _model()
+    parameters = list(model.parameters())
+    before = totals(group.ledger)[1]
+    mine = [p for p, where in zip(parameters, owner, strict=True) if where == group.rank - workers]
+    optimizer = SGD(mine, RATE) if group.rank >= workers else None
+    for step in range(STEPS):
+        batch = _batch(step)
+        if optimizer is not None:
+            exercise.server_step(group, workers, mine, optimizer)
+            continue
+        part = part_of(batch, size=workers, rank=group.rank)
+        model.zero_grad()
+        model.loss(part.inputs, part.targets, batch[1].size).backward()
+        exercise.worker_step(group, workers, owner, parameters)
+    return {"weights": _weights(model), "sent": totals(group.ledger)[1] - before}
+
+
+def _serial(scale: float = 1.0, rows: slice = slice(None)) -> np.ndarray:
+    """One process; `scale` on every gradient, of those `rows` alone."""
+    model = _model()
+    optimizer = SGD(list(model.parameters()), RATE * scale)
+    single = Single(model, loss=lambda part, divisor: model.loss(part.inputs[rows], part.targets[rows], divisor))
+    for step in range(STEPS):
+        single.step(_batch(step), optimizer)
+    return _weights(model)
+
+
+def _steps(exercise: ModuleType, workers: int, servers: int) -> Result:
+    """Worker 0's weights beside one process's."""
+    task = f"{workers} workers, {servers} servers, {STEPS} steps"
+    sizes = [parameter.size for parameter in _model().parameters()]
+    owner = [next(server for server, share in enumerate(assign(sizes, servers)) if key in share)
+             for key in range(len(sizes))]
+    try:
+        ranks = run(_job, exercise, workers, owner, size=workers + servers, limit=LIMIT)
+    except CommError as error:
+        return Result(task, False, "every rank returns", type(error).__name__, "the ranks wait for each other",
+                      f"each key is pushed once to its server, and pulled once from there: section 1 (holes 2 to 4); "
+                      f"{str(error).splitlines()[0]}")
+    error = _apart(ranks[0]["weights"], _serial())
+    if error < 1e-10:
+        return Result(task, True, "those of one process, to 1e-10", "those of one process, to 1e-10")
+    first = slice(0, len(part_of(_batch(0), size=workers, rank=0).inputs))
+    last = slice(SEQUENCES - len(part_of(_batch(0), size=workers, rank=workers - 1).inputs), SEQUENCES)
+    known = {
+        "averaged": (_serial(1 / workers), "the losses are divided by all targets already, so gradients are summed: "
+                                           "section 2 (hole 4)"),
+        "one worker's gradients alone": (_serial(rows=first), "every worker pushes: section 2 (hole 4)"),
+        "the last worker's gradients alone": (_serial(rows=last), "every worker pushes: section 2 (hole 4)"),
+        "nothing was pulled": (_weights(_model()), "parameter.data[...] = what the server sends: section 1 (hole 3)")}
+    for mistake, (wrong, advice) in known.items():
+        if _apart(ranks[0]["weights"], wrong) < 1e-9:
+            return Result(task, False, "the weights of one process", f"off by {error:.1e}", mistake, advice)
+    return Result(task, False, "the weights of one process", f"off by {error:.1e}", "wrong weights",
+                  "push, sum, step, pull: sections 1 and 2 (holes 2 to 4)")
+
+
+def _apart(mine: np.ndarray, target: np.ndarray) -> float:
+    return float(np.abs(mine - target).max() / np.abs(target).max())
+
+
+# ------------------------------------------------------------------------------------------------ bound and traffic
+
+def _bound(exercise: ModuleType) -> Iterator[Result]:
+    """Cases of three workers, with the mistake that each of them finds."""
+    lost = "a lost worker holds the others up"
+    cases = [((0, [3, 3, 3], {0, 1, 2}, 0), True, "waits for nobody in particular"),
+             ((0, [5, 3, 4], {0, 1, 2}, 2), True, "the bound is one too strict"),
+             ((0, [6, 3, 4], {0, 1, 2}, 2), False, "the bound is one too lax, or compares with the wrong worker"),
+             ((1, [9, 3, 4], {0, 1, 2}, 2), True, "the slow one waits, too"),
+             ((0, [6, 3, 5], {0, 2}, 2), True, lost)]
+    for arguments, target, mistake in cases:
+        worker, done, running, staleness = arguments
+        task = f"worker {worker}, steps {done}, running {sorted(running)}, staleness {staleness}"
+        yield expect(task, target, bool(exercise.may_go_on(*arguments)), mistake,
+                     "its steps minus those of the slowest that still runs, at most staleness: section 5 (hole 5)")
+
+
+def _traffic(exercise: ModuleType, workers: int, servers: int) -> Result:
+    """The formulas beside the ledger of one step."""
+    def step(world: Any) -> int:
+        server = ParameterServer(_model(), world, servers=servers)
+        before = totals(world.ledger)[1]
+        server.step(_batch(0), SGD(server.parameters, RATE))
+        return totals(world.ledger)[1] - before
+
+    nbytes = sum(p.data.nbytes for p in _model().parameters())
+    target = sum(run(step, size=workers + servers)) / servers, 4 * (workers - 1) / workers * nbytes
+    mine = exercise.link_bytes(nbytes, workers, servers)
+    known = {(workers * nbytes / servers, target[1]): "one direction alone",
+             (2 * workers * nbytes, target[1]): "of all servers together",
+             (2 * nbytes / servers, target[1]): "of one worker alone",
+             (target[0], target[1] / 2): "the ring's one direction alone"}
+    mistake = next((name for wrong, name in known.items() if np.allclose(mine, wrong)), "wrong bytes")
+    return Result(f"in and out of a link, {workers} workers, {servers} servers", bool(np.allclose(mine, target)),
+                  " and ".join(map(size_text, target)), " and ".join(map(size_text, mine)), mistake,
+                  "every worker pushes and pulls everything; a ring's rank sends 2(N-1)/N Ψ and receives as much: "
+                  "section 3 (hole 6)")
+
+
+if __name__ == "__main__":
+    from minidist.cli import main
+
+    raise SystemExit(main(["check", "06", *sys.argv[1:]]))

@@ -1,0 +1,138 @@
+"""What lesson 06's tables, figure and break-its share: jobs of workers and servers, some of them slow or lost."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist.nn import GPT, GPTConfig
+from minidist.observe.timeline import Timeline
+from minidist.optim import Adam
+from minidist.parallel.common.stale import Update, replay
+from minidist.parallel.ddp import DDP
+from minidist.parallel.parameter_server import ParameterServer
+from minidist.parallel.single import Single
+from minidist.tensor import no_grad
+
+CONFIG = GPTConfig(vocabulary=31, context=8, layers=1, width=16, heads=2, dtype="float64")
+SEQUENCES, RATE = 12, 1e-2
+
+
+def new_model(seed: int = 0) -> GPT:
+    """A model drawn by its seed."""
+    model = GPT(CONFIG)
+    model.initialize(seed=seed)
+    return model
+
+
+def batch(step: int, sequences: int = SEQUENCES) -> tuple[np.ndarray, np.ndarray]:
+    """A global batch, by step alone: after symbol i comes 5 i + 3, round the end."""
+    ids = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (sequences, CONFIG.context))
+    return ids, (5 * ids + 3) % CONFIG.vocabulary
+
+
+def weights(model: GPT) -> np.ndarray:
+    """All parameters end to end."""
+    return np.concatenate([np.asarray(parameter.data).ravel() for parameter in model.parameters()])
+
+
+def held_out_loss(model: GPT) -> float:
+    """Mean loss on sequences that nobody trains on."""
+    inputs, targets = batch(10_000, 64)
+    with no_grad():
+        return float(model.loss(inputs, targets, targets.size).item())
+
+
+def serial(steps: int, optimizer: Any = Adam) -> np.ndarray:
+    """The weights of one process."""
+    model = new_model()
+    single, rule = Single(model), optimizer(list(model.parameters()), RATE)
+    for step in range(steps):
+        single.step(batch(step), rule)
+    return weights(model)
+
+
+def train(group: Any, *, steps: int, slow: dict[int, float] | None = None, dies: dict[int, int] | None = None,
+          strategy: Any = ParameterServer, optimizer: Any = Adam, lr: float = RATE, **options: Any) -> dict[str, Any]:
+    """One rank's part of a job: what it held, when its steps ended, its spans, a server's record.
+
+    Args:    slow: seconds that a rank sleeps before each of its steps; dies: in which step a rank ends.
+             options: of ParameterServer.
+    """
+    timeline, model = Timeline(group.rank), new_model()
+    server = strategy(model, group, recorder=timeline, **options)
+    rule = optimizer(server.parameters, lr)
+    group.barrier()
+    begin = time.perf_counter()
+    ends, losses = [], []
+    for step in range(steps):
+        if (dies or {}).get(group.rank) == step:
+            die(group)
+        if not getattr(server, "serves", False):
+            with timeline.span("asleep"):
+                time.sleep((slow or {}).get(group.rank, 0.0))
+        losses.append(server.step(batch(step), rule))
+        ends.append(time.perf_counter() - begin)
+    if hasattr(server, "finish"):
+        server.finish()
+    serves = getattr(server, "serves", False)
+    return {"weights": None if serves else weights(model), "losses": losses, "ends": ends,
+            "held_out": None if serves else held_out_loss(model), "serves": serves,
+            "spans": [[span.name, span.start - begin, span.stop - begin, span.details.get("worker"),
+                       span.details.get("stale")] for span in timeline.spans],
+            "record": [list(update) for update in getattr(server, "record", [])],
+            "lost": {worker: str(error).splitlines()[0] for worker, error in getattr(server, "lost", {}).items()}}
+
+
+def die(group: Any) -> None:
+    """The end of a rank: a process is killed, a thread raises."""
+    if group.transport.name.startswith("threads"):
+        raise ArithmeticError("this rank ends here, on purpose")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def job(workers: int, *, servers: int = 1, transport: str = "threads", **options: Any) -> list[dict[str, Any]]:
+    """`train` on ranks of our own; None for a rank that was lost."""
+    return md.run(lambda world: train(world, servers=servers, **options), size=workers + servers, transport=transport)
+
+
+def replayed(ranks: list[dict[str, Any]], workers: int) -> np.ndarray:
+    """The weights after the same updates in one process."""
+    records = [[Update(worker, step, tuple(versions), lr) for worker, step, versions, lr in rank["record"]]
+               for rank in ranks[workers:]]
+    model = new_model()
+    replay(model, records, batch, lambda pieces: Adam(pieces, RATE), workers=workers)
+    return weights(model)
+
+
+def traffic(workers: int, servers: int = 1) -> dict[str, int]:
+    """Bytes of one synchronous step: what the fullest server sends and receives; of a ring of as many ranks, a rank."""
+    def step(world: Any) -> tuple[int, int, int]:
+        model = new_model()
+        server = ParameterServer(model, world, servers=servers)
+        before = sum(world.ledger.sent_bytes().get("world", {}).values())
+        server.step(batch(0), Adam(server.parameters, RATE))
+        own = sum(shard.nbytes for shard in server.shards)
+        return sum(world.ledger.sent_bytes().get("world", {}).values()) - before, own, int(server.serves)
+
+    def ring(world: Any) -> int:
+        model = new_model()
+        ddp = DDP(model, world)
+        ddp.step(batch(0), Adam(ddp.parameters, RATE))
+        return sum(world.ledger.sent_bytes().get("world", {}).values())
+
+    ranks = md.run(step, size=workers + servers)
+    sent = max(nbytes for nbytes, _, serves in ranks if serves)
+    return {"sent": sent, "received": max(own for _, own, serves in ranks if serves) * workers,
+            "pushed": sum(nbytes for nbytes, _, serves in ranks if not serves),
+            "given": sum(nbytes for nbytes, _, serves in ranks if serves),
+            "model": sum(p.data.nbytes for p in new_model().parameters()),
+            "ring": max(md.run(ring, size=workers))}
+
+
+def staleness(rank: dict[str, Any]) -> list[tuple[int, int]]:
+    """(worker, updates that others had made since it read its weights) of each of a server's updates."""
+    return [(worker, stale) for name, _, _, worker, stale in rank["spans"] if name == "update"]

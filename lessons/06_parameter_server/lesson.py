@@ -1,0 +1,237 @@
+"""Lesson 06: the parameter server: equal to one process, or to its replay; its traffic; stragglers; the lost.
+
+    mpirun -n 4 python lessons/06_parameter_server/lesson.py
+    python lessons/06_parameter_server/lesson.py                        # alone: four ranks as threads
+    python lessons/06_parameter_server/lesson.py --break no-bound       # see README.md, section 8
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidist.comm.costs import FORMULAS, Case
+from minidist.observe.page import Page, size_text, verdict
+from minidist.observe.records import gather_records
+from minidist.optim import SGD, Adam
+from minidist.parallel.common.update import part_of
+from minidist.parallel.ddp import DDP
+from minidist.parallel.parameter_server import ParameterServer
+from minidist.teaching import arguments, load_module, run_lesson
+
+lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "06")
+STEPS, NAP = 6, 0.02
+
+
+def plain_worker(group, server, model, batches):
+    """A worker of one server, whole (README, section 1)."""
+    for inputs, targets, global_tokens in batches:
+        model.loss(inputs, targets, divisor=global_tokens).backward()
+        for p in model.parameters():
+            group.send(p.grad, server)                      # push
+            p.zero_grad()
+        for p in model.parameters():
+            group.recv(server, out=p.data)                  # pull
+
+
+def plain_server(group, workers, model, optimizer, steps):
+    """Its server, whole."""
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = sum(group.recv(worker) for worker in range(workers))
+        optimizer.step()
+        for p in model.parameters():
+            for worker in range(workers):
+                group.send(p.data, worker)
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson, run by every rank."""
+    page.heading("1  Synchronous: the weights of one process")
+    equal_weights(group, page)
+    if group.rank == 0:
+        page.heading("2  What the server's link carries, beside a ring's")
+        traffic(page)
+    group.barrier()
+    page.heading("3  A straggler (N3:35)")
+    stragglers(group, page)
+    page.heading("4  Asynchronous: how stale, and the same again in one process")
+    stale(group, page)
+    if group.rank == 0:
+        page.heading("5  A worker is lost")
+        lost(page)
+    group.barrier()
+
+
+# ---------------------------------------------------------------------------------------------------- 1 equality
+
+def equal_weights(group: Any, page: Page) -> None:
+    """Plain loop and library, one server and two, beside one process."""
+    workers, target = group.size - 1, lab.serial(STEPS)
+    model = lab.new_model()
+    if group.rank < workers:
+        cut = [(part_of(lab.batch(step), size=workers, rank=group.rank), lab.batch(step)[1].size)
+               for step in range(STEPS)]
+        plain_worker(group, workers, model, [(part.inputs, part.targets, tokens) for part, tokens in cut])
+    else:
+        plain_server(group, workers, model, Adam(list(model.parameters()), lab.RATE), STEPS)
+    rows = [["plain loop", f"{workers} + 1", *_beside(lab.weights(model), target)]]
+    for servers in range(1, min(3, group.size)):
+        mine = lab.train(group, steps=STEPS, servers=servers)["weights"]
+        if group.rank == 0:
+            rows.append(["ParameterServer", f"{group.size - servers} + {servers}", *_beside(mine, target)])
+    page.table(f"Rank 0's weights after {STEPS} steps, float64, Adam on the server",
+               ["", "workers + servers", "off one process by", ""], rows)
+
+
+def _beside(mine: np.ndarray, target: np.ndarray) -> tuple[str, str]:
+    error = float(np.abs(mine - target).max() / np.abs(target).max())
+    return f"{error:.1e}", "ok" if error < 1e-10 else "off"
+
+
+# ------------------------------------------------------------------------------------------------------ 2 traffic
+
+def traffic(page: Page) -> None:
+    """Bytes through one server by the number of workers, and through the fullest of several."""
+    rows = []
+    for workers in range(1, 8):
+        found = lab.traffic(workers)
+        nbytes = found["model"]
+        ring = FORMULAS["all_reduce", "ring"].bytes_of(Case(size=workers, nbytes=nbytes)) / workers
+        rows.append([workers, size_text(found["sent"] + found["pushed"]), size_text(2 * workers * nbytes),
+                     verdict(found["sent"] + found["pushed"], 2 * workers * nbytes), size_text(2 * found["ring"]),
+                     size_text(2 * ring), verdict(found["ring"], ring, 0.01)])
+    page.table(f"One step, Ψ = {size_text(nbytes)} of parameters: in and out of the server, and of a rank of a ring",
+               ["workers", "server", "2NΨ", "", "a rank", "4(N-1)/N Ψ", ""], rows)
+    rows = []
+    for servers in (1, 2, 3):
+        found = lab.traffic(4, servers)
+        rows.append([servers, size_text(found["sent"] + found["received"]), size_text(2 * 4 * nbytes / servers),
+                     size_text(found["pushed"] + found["given"]), size_text(2 * 4 * nbytes),
+                     verdict(found["pushed"] + found["given"], 2 * 4 * nbytes)])
+    page.table("4 workers: keys divided among servers by size",
+               ["servers", "the fullest", "2NΨ/S", "all servers", "2NΨ", ""], rows,
+               note="a key is never cut, so the fullest server has up to one key more than its share")
+
+
+# -------------------------------------------------------------------------------------------------- 3 stragglers
+
+def stragglers(group: Any, page: Page) -> None:
+    """How long rank 0's steps take while the last worker naps in each of its own."""
+    slow = {group.size - 2: NAP} if group.size > 2 else {}
+    rows = []
+    for name, options in (("all-reduce (DDP)", None), ("synchronous", {}),
+                          ("asynchronous, staleness 2", {"asynchronous": True, "staleness": 2}),
+                          ("asynchronous, any staleness", {"asynchronous": True, "staleness": None})):
+        job = {"strategy": DDP} if options is None else {"servers": 1, **options}
+        mine = lab.train(group, steps=STEPS, slow=slow, **job)
+        rows.append([name, f"{1e3 * mine['ends'][STEPS - 3] / (STEPS - 2):.1f} ms", f"{1e3 * mine['ends'][-1]:.0f} ms"])
+    page.table(f"One of the ranks naps {1e3 * NAP:.0f} ms before each of {STEPS} steps", ["", "rank 0: a step",
+                                                                                         "rank 0: all steps"], rows,
+               note="with any staleness rank 0 does not wait for it; with a bound it does, when it is so far ahead")
+
+
+# --------------------------------------------------------------------------------------------------- 4 staleness
+
+def stale(group: Any, page: Page) -> None:
+    """Asynchronous runs by staleness bound: how stale updates were, the replay's weights, the loss."""
+    workers, rows = group.size - 1, []
+    slow = {workers - 1: NAP} if workers > 1 else {}
+    for bound in (0, 2, None):
+        ranks = gather_records(group, lab.train(group, steps=STEPS, slow=slow, servers=1, asynchronous=True,
+                                                staleness=bound))
+        if ranks is None:
+            continue
+        seen = [late for _, late in lab.staleness(ranks[workers])]
+        error = float(np.abs(ranks[0]["weights"] - lab.replayed(ranks, workers)).max())
+        rows.append([bound if bound is not None else "any", len(seen), f"{np.mean(seen):.1f}", max(seen),
+                     f"{ranks[0]['held_out']:.3f}", f"{error:.0e}", "ok" if error < 1e-10 else "off"])
+    page.table(f"{workers} workers, {STEPS} steps each, one of them slow", ["staleness", "updates", "mean late",
+                                                                          "most", "held-out loss", "off its replay",
+                                                                          ""], rows,
+               note="late: updates that others made between a worker's reading the weights and its own update")
+
+
+# -------------------------------------------------------------------------------------------------------- 5 lost
+
+def lost(page: Page) -> None:
+    """Three workers of an asynchronous job, of which the second ends in step 3."""
+    ranks = lab.job(3, steps=STEPS, dies={1: 3}, asynchronous=True, staleness=1)
+    done = [sum(update[0] == worker for update in ranks[3]["record"]) for worker in range(3)]
+    rows = [[f"worker {worker}", done[worker], "lost" if ranks[worker] is None else "finished"] for worker in range(3)]
+    page.table(f"Steps of {STEPS} that the server saw", ["", "steps", ""], rows,
+               note=ranks[3]["lost"][1].split(" (at")[0])
+
+
+# ------------------------------------------------------------------------------------------------------- Break it
+
+class PushesTwice(ParameterServer):
+    """A worker that is not sure whether its push has come, and pushes again; the server adds up what comes."""
+
+    def gradients(self, batch: Any, accumulate: int) -> float:
+        loss = super().gradients(batch, accumulate)
+        if self.group.rank == 0:
+            for shard in self.shards:
+                for vector in shard.gradients:
+                    vector *= 2
+        return loss
+
+
+def push_twice() -> None:
+    """The weights beside one process's, with SGD and Adam: right, and with one worker's gradients counted twice."""
+    for optimizer in (SGD, Adam):
+        target = lab.serial(8, optimizer)
+        for name, strategy in (("right", ParameterServer), ("worker 0 pushes twice", PushesTwice)):
+            mine = lab.job(3, steps=8, strategy=strategy, optimizer=optimizer)[0]["weights"]
+            print(f"{optimizer.__name__}, {name}: off one process by {np.abs(mine - target).max():.1e}")
+
+
+def no_bound() -> None:
+    """A very slow worker, with and without a bound: how late its updates are when they come."""
+    for bound in (1, None):
+        ranks = lab.job(3, steps=12, slow={2: NAP}, asynchronous=True, staleness=bound)
+        late = [stale for worker, stale in lab.staleness(ranks[3]) if worker == 2]
+        print(f"staleness {bound if bound is not None else 'any'}: rank 0 had done its 12 steps after "
+              f"{1e3 * ranks[0]['ends'][-1]:.0f} ms; the slow worker's updates were late by {late}; held-out loss "
+              f"{ranks[0]['held_out']:.3f}")
+
+
+def lose_a_worker() -> None:
+    """A worker's process is killed in step 3 of an asynchronous job."""
+    ranks = lab.job(3, steps=8, transport="sockets", dies={1: 3}, asynchronous=True, staleness=1)
+    print(ranks[3]["lost"][1])
+    for worker in (0, 2):
+        losses = ranks[worker]["losses"]
+        print(f"worker {worker} has done {len(losses)} steps, its last loss {losses[-1]:.3f}")
+
+
+def lose_a_server() -> None:
+    """The server's process is killed: nobody else has its keys."""
+    def job(world: Any) -> None:
+        model = lab.new_model()
+        server = ParameterServer(model, world, servers=2)
+        optimizer = Adam(server.parameters, lab.RATE)
+        for step in range(8):
+            if world.rank == 3 and step == 3:
+                lab.die(world)
+            try:
+                server.step(lab.batch(step), optimizer)
+            except lab.md.errors.PeerLostError as error:
+                if world.rank == 0:
+                    print(f"worker 0: {str(error).splitlines()[0]}", flush=True)
+                raise
+
+    lab.md.run(job, size=4, transport="sockets")
+
+
+BREAKS = {"push-twice": push_twice, "no-bound": no_bound, "lose-a-worker": lose_a_worker,
+          "lose-a-server": lose_a_server}
+
+
+def main() -> None:
+    """Parse the command line, then run on the ranks that were launched, or on four threads."""
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
+
+
+if __name__ == "__main__":
+    main()

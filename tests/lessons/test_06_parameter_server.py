@@ -1,0 +1,47 @@
+"""Exercise 06: filled rightly it passes, and each wrong filling fails under its name."""
+
+from pathlib import Path
+
+import pytest
+from filling import graded
+
+RIGHT = {
+    1: "loads.index(min(loads))",
+    2: "group.send(parameter.grad, workers + owner[key])",
+    3: "parameter.data[...] = group.recv(workers + owner[key])",
+    4: "sum(group.recv(worker) for worker in range(workers))",
+    5: "done[worker] - min(done[other] for other in running) <= staleness",
+    6: "2 * workers * model_bytes / servers, 4 * (workers - 1) / workers * model_bytes",
+}
+WRONG = {
+    "one server has all keys": {1: "0"},
+    "divided by number, not by size": {1: "key % len(loads)"},
+    "nothing was pulled": {3: "group.recv(workers + owner[key])"},
+    "averaged": {4: "sum(group.recv(worker) for worker in range(workers)) / workers"},
+    "one worker's gradients alone": {4: "[group.recv(worker) for worker in range(workers)][0]"},
+    "the last worker's gradients alone": {4: "[group.recv(worker) for worker in range(workers)][-1]"},
+    "the ranks wait for each other": {4: "group.recv(0)"},
+    "the bound is one too lax": {5: "done[worker] - min(done[other] for other in running) <= staleness + 1"},
+    "the bound is one too strict": {5: "done[worker] - min(done[other] for other in running) < max(staleness, 1)"},
+    "a lost worker holds the others up": {5: "done[worker] - min(done) <= staleness"},
+    "one direction alone": {6: "workers * model_bytes / servers, 4 * (workers - 1) / workers * model_bytes"},
+    "of all servers together": {6: "2 * workers * model_bytes, 4 * (workers - 1) / workers * model_bytes"},
+}
+
+
+def test_the_right_filling_passes(tmp_path: Path) -> None:
+    result = graded("06", RIGHT, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    result = graded("06", {**RIGHT, **WRONG[mistake]}, tmp_path)
+    assert not result.passed
+    assert mistake in result.results[-1].line()
+
+
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("06", {}, tmp_path)
+    assert not result.passed
+    assert "fill hole 1" in result.results[-1].line() and "exercise_06.py line" in result.results[-1].line()
