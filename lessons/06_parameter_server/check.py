@@ -29,7 +29,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     for workers, servers in ((1, 1), (2, 1), (3, 2)):
         yield _steps(exercise, workers, servers)
     yield from _bound(exercise)
-    for workers, servers in ((2, 1), (4, 2)):
+    for workers, servers in ((3, 1), (4, 2)):
         yield _traffic(exercise, workers, servers)
 
 

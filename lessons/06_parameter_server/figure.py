@@ -102,7 +102,7 @@ def _stale(ax: Any, recorded: dict[str, Any]) -> None:
                     label=mode.split(", ")[1] + (", of the slow worker" if slow else ""))
     ax.legend(frameon=False, fontsize=9.5, labelcolor=look.INK, loc="upper right")
     ax.set_xlabel("updates of the server, in their order", color=look.SOFT, fontsize=10.5)
-    ax.set_ylim(-0.6, 1.6 * max(late for _, late in lab.staleness(recorded[list(MODES)[-1]][RANKS - 1])))
+    ax.set_ylim(-0.6, 2.0 * max(late for _, late in lab.staleness(recorded[list(MODES)[-1]][RANKS - 1])))
     look.caption(ax, "Updates by others since the weights were read")
 
 
@@ -114,6 +114,7 @@ def _loss(ax: Any, recorded: dict[str, Any]) -> None:
         smooth = np.convolve(losses, np.ones(5) / 5, mode="valid")
         ax.plot(ends[4:], smooth, color=color, linewidth=1.8,
                 label=f"{mode}: held out {recorded[mode][0]['held_out']:.2f} in the end")
+    ax.set_ylim(-0.1, 1.4 * max(recorded[next(iter(MODES))][0]["losses"]))
     ax.legend(frameon=False, fontsize=9.5, labelcolor=look.INK, loc="upper right")
     ax.set_xlabel("seconds", color=look.SOFT, fontsize=10.5)
     look.caption(ax, f"Worker 0's loss over its {STEPS} steps")
