@@ -66,6 +66,8 @@ class Lookout:
             with self._changed:
                 self._sock = sock
                 self._changed.notify_all()
+            if self._closed:                                # meanwhile
+                self._send("goodbye")
             with contextlib.suppress(CommError, OSError, ValueError):
                 while not self._closed:
                     self._take(wire.recv_frame(sock, None))
@@ -84,12 +86,13 @@ class Lookout:
 
     def close(self) -> None:
         """No rank is here any more."""
-        self._send("goodbye")
         with self._changed:
             self._closed = True
-            if self._sock is not None:
-                with contextlib.suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_RDWR)
+            sock = self._sock
+        if sock is not None:
+            self._send("goodbye")
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _connect(self, address: tuple[str, int], token: bytes) -> socket.socket | None:
         hello = {"lookout": self._ranks, "pid": os.getpid(), "host": platform.node(), "system": this_system()}
@@ -105,7 +108,7 @@ class Lookout:
 
     def _send(self, kind: str, **content: Any) -> None:
         with self._sending, contextlib.suppress(CommError, OSError, ValueError):
-            if self._sock is not None and not self._closed:
+            if self._sock is not None:
                 wire.send_frame(self._sock, {"kind": kind, **content}, 1.0)
 
     def _take(self, frame: dict[str, Any]) -> None:

@@ -108,8 +108,24 @@ def test_a_rank_that_ends_before_it_joins_is_told_by_its_lookout(far):
         loss = Loss(2, 4711, "far", "exited with status 3 without goodbye")
         lookout.tell(loss)
         assert lookout.loss == loss
-        wait_for(lambda: links[0].loss)
+        wait_for(lambda: links[0].loss and links[1].loss)
         assert links[0].loss == links[1].loss == loss
+
+
+def test_one_that_is_closed_as_it_comes_says_goodbye_still(far, monkeypatch):
+    lookout, late = Lookout([1, 2]), Lookout([2])
+    real = late._connect
+
+    def connect(*where):
+        sock = real(*where)
+        late.close()
+        return sock
+
+    monkeypatch.setattr(late, "_connect", connect)
+    with job(lookout) as (monitor, _):
+        late.serve(monitor.address, TOKEN)
+        wait_for(lambda: [post.ranks for post in monitor._watch.posts()] == [(1, 2)])
+        assert monitor.loss is None
 
 
 def test_the_death_of_an_expendable_rank_is_told_as_such(far):
