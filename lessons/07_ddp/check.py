@@ -244,7 +244,7 @@ def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
     target_bytes = 2 * (size - 1) * sum(ranks[0]["buckets"])
     return Result(f"{size} ranks, traffic", (messages, nbytes) == (target_messages, target_bytes),
                   f"{target_messages} messages, {size_text(target_bytes)}", f"{messages} messages, {size_text(nbytes)}",
-                  "wrong traffic", "each bucket is summed once by a ring: read section 3.3 again")
+                  "wrong traffic", "each bucket is summed once by a ring: read section 3.4 again")
 
 
 def _training(ranks: list[dict[str, Any]]) -> Result:

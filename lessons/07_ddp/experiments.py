@@ -4,7 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.transports.delayed import delayed
 from minidist.nn import GPT, GPTConfig
+from minidist.observe.overlap import measure
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
 from minidist.parallel.common.update import part_of
@@ -75,6 +77,19 @@ def record_step(group: Any, config: GPTConfig = TIMED, *, sequences: int = SEQUE
             ours.spans = [span for span in ours.spans
                           if span.details.get("step") == chosen and span.details.get("verb") != "barrier"]
     return collected
+
+
+def hidden_shares(group: Any, bucket_bytes: int, *, steps: int = 3) -> list[float]:
+    """The share of each rank's all-reduces that lies under its computation, over delayed links; on rank 0."""
+    timeline, model = Timeline(group.rank), new_model(TIMED)
+    with delayed(group, alpha=50e-6, beta=8e-10) as slow:
+        timeline.follow(slow.ledger)
+        ddp = DDP(model, slow, bucket_bytes=bucket_bytes, recorder=timeline)
+        optimizer = Adam(list(model.parameters()), 1e-3)
+        for step in range(steps):
+            with timeline.span("step", step=step):
+                ddp.step(global_batch(TIMED, step), optimizer)
+    return [measure(ours, steps=range(1, steps)).share for ours in timeline.collect(group) or []]
 
 
 def of(timeline: Timeline, name: str, row: str = "compute") -> list[Any]:

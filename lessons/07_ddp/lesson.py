@@ -5,17 +5,14 @@
     python lessons/07_ddp/lesson.py --break per-epoch      # see README.md, section 8
 """
 
-import statistics
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import minidist as md
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.timeline import Timeline
-from minidist.optim import SGD, Adam
+from minidist.optim import Adam
 from minidist.parallel.common.update import part_of
 from minidist.parallel.ddp import DDP
 from minidist.parallel.single import Single
@@ -23,6 +20,8 @@ from minidist.teaching import arguments, load_module, run_lesson, sent_since, to
 
 STEPS = 5  # of the runs that are compared
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "07")
+broken = load_module(Path(__file__).resolve().with_name("broken.py"), "07")
+smi = load_module(Path(__file__).resolve().parents[1] / "05_data_parallel" / "experiments.py", "05")
 
 
 def plain_ddp(model, optimizer, group, batches):
@@ -51,6 +50,10 @@ def tour(group: Any, page: Page) -> None:
     uneven_parts(group, page)
     page.heading("6  Synchronise per batch or per epoch (N0:416)")
     drift_table(group, page)
+    page.heading("7  Overlap over links that take their time")
+    overlap(group, page)
+    page.heading("8  Process, memory, busy time (N0:200)")
+    processes(group, page)
 
 
 # ---------------------------------------------------------------------------------------------------- 1 equality
@@ -177,79 +180,37 @@ def drift_table(group: Any, page: Page) -> None:
                note="apart: largest difference over largest weight; the mean of replicas that never met is worst")
 
 
-# ------------------------------------------------------------------------------------------------------- Break it
+# ------------------------------------------------------------------------------------------------------- 7 overlap
 
-def per_epoch() -> None:
-    """Weights averaged once an epoch instead of gradients summed at every batch."""
-    run = md.run(partial(lab.drift, epochs=3), "epoch", size=4)[0]
-    for step, distance in enumerate(run["apart"]):
-        epoch, batch = divmod(step, run["batches"])
-        print(f"epoch {epoch + 1} batch {batch + 1:2d}: apart {distance:.3f}  {'#' * int(100 * distance)}")
-        if batch + 1 == run["batches"]:
-            print(f"    held-out loss of rank 0's replica {run['own'][epoch]:.3f}, "
-                  f"of the mean of all {run['mean'][epoch]:.3f}")
-
-
-def average_twice() -> None:
-    """The gradient P times too small: SGD shows it, Adam hides it."""
-
-    def train(group: Any, optimizer_class: Any, lr: float, factor: float) -> float:
-        model = lab.new_model(lab.SMALL)
-        ddp, optimizer = DDP(model, group), optimizer_class(list(model.parameters()), lr)
-        for step in range(40):
-            batch = lab.global_batch(lab.SMALL, step)
-            ddp.backward(ddp.forward(ddp.part_of(batch), divisor=batch[1].size))
-            optimizer.step(scale=factor)
-            optimizer.zero_grad()
-        return lab.held_out_loss(model)
-
-    for name, optimizer_class, lr in (("SGD", SGD, 0.5), ("Adam", Adam, 0.01)):
-        right, wrong = (md.run(train, optimizer_class, lr, factor, size=4)[0] for factor in (1.0, 0.25))
-        print(f"{name:4s}: loss after 40 steps {right:.4f}; with gradients averaged twice {wrong:.4f}")
+def overlap(group: Any, page: Page) -> None:
+    """How much of the all-reduces lies under computation, over a ten-gigabit network, by bucket size."""
+    rows = []
+    for name, bucket_bytes in ((size_text(1 << 18), 1 << 18), (size_text(lab.BUCKET), lab.BUCKET),
+                               ("one for everything", 1 << 30)):
+        shares = lab.hidden_shares(group, bucket_bytes)
+        if shares:
+            rows.append([name, *(f"{share:.0%}" for share in shares)])
+    page.table("Communication hidden behind backward", ["buckets of", *(f"rank {rank}" for rank in range(group.size))],
+               rows, note="each message is held back 50 µs, and 1 s for 1,250 MB: a network that needs no core; "
+                          "minidist bench overlap-step has the other strategies beside it")
 
 
-def local_tokens() -> None:
-    """Each rank divides by its own tokens: a mean of means."""
+# ----------------------------------------------------------------------------------------------------- 8 processes
 
-    def error(group: Any, first: int) -> float:
-        inputs, targets = lab.global_batch(lab.SMALL, 0, sequences=first + group.size - 1)
-        start = 0 if group.rank == 0 else first + group.rank - 1
-        mine = slice(start, start + (first if group.rank == 0 else 1))
-        alone, model = lab.new_model(lab.SMALL), lab.new_model(lab.SMALL)
-        alone.loss(inputs, targets, divisor=targets.size).backward()
-        model.loss(inputs[mine], targets[mine], divisor=targets[mine].size).backward()
-        total = group.all_reduce(lab.gradients(model), op="mean")
-        return float(np.linalg.norm(total - lab.gradients(alone)) / np.linalg.norm(lab.gradients(alone)))
-
-    for first in (1, 2, 4, 8):
-        off = md.run(error, first, size=4)[0]
-        print(f"rank 0 has {first} sequences, ranks 1 to 3 one each: the gradient is off by {off:.1%}")
+def processes(group: Any, page: Page) -> None:
+    """The notes' nvidia-smi table for DDP, measured: a process a replica, all with the same load."""
+    records = smi.smi_of_ddp(group)
+    if records is None:
+        return
+    page.table("DDP: 16 sequences a step", ["rank", "process id", "memory, peak", "busy a step"],
+               [[f"{rank}", record["pid"], size_text(record["peak"]), f"{1e3 * record['busy']:.1f} ms"]
+                for rank, record in enumerate(records)],
+               note="lesson 05 has DP's beside it: one process, and device 0 fuller than the rest")
+    if len({record["pid"] for record in records}) == 1 < len(records):
+        page.say("Here the ranks are threads of one process; start this with mpirun -n 4, and their ids differ.")
 
 
-def different_seeds() -> None:
-    """Replicas that do not start equal."""
-    md.run(lambda group: DDP(lab.new_model(lab.SMALL, seed=group.rank), group), size=4)
-
-
-def one_bucket() -> None:
-    """Everything in one bucket: nothing can start before backward ends."""
-
-    def waited(group: Any, bucket_bytes: int) -> float:
-        timeline, model = Timeline(group.rank), lab.new_model(lab.TIMED)
-        ddp = DDP(model, group, bucket_bytes=bucket_bytes, recorder=timeline)
-        optimizer = Adam(list(model.parameters()), 1e-3)
-        for step in range(7):
-            ddp.step(lab.global_batch(lab.TIMED, step), optimizer)
-        return statistics.median(lab.milliseconds([span]) for span in lab.of(timeline, "wait for gradients"))
-
-    for name, bucket_bytes in (("one bucket for everything", 1 << 30),
-                               (f"buckets of {size_text(lab.BUCKET)}", lab.BUCKET)):
-        waiting = md.run(waited, bucket_bytes, size=2, transport="sockets", shared_memory=False)[0]
-        print(f"{name}: {waiting:.1f} ms of waiting after backward")
-
-
-BREAKS = {"per-epoch": per_epoch, "average-twice": average_twice, "local-tokens": local_tokens,
-          "different-seeds": different_seeds, "one-bucket": one_bucket}
+BREAKS = broken.BREAKS
 
 
 def main() -> None:

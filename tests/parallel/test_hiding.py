@@ -1,4 +1,5 @@
-"""ZeRO-2 and 3 over links that take their time: most of communication lies under computation; without prefetch none.
+"""DDP, ZeRO-2 and 3 over links that take their time: most of communication is hidden; without prefetch, or in one
+bucket, little.
 
 Each block sleeps on its way forward and back: computing that no other program slows down.
 """
@@ -15,6 +16,7 @@ from minidist.nn import GPT
 from minidist.observe.overlap import measure
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD
+from minidist.parallel.ddp import DDP
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3
@@ -43,7 +45,9 @@ def share(world: Any, stage: Any, options: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(("stage", "options"), [
-    pytest.param(Zero1, {"bucket_bytes": BLOCK}, marks=pytest.mark.soak), (Zero2, {"bucket_bytes": BLOCK}), (Zero3, {}),
+    (DDP, {"bucket_bytes": BLOCK}),
+    pytest.param(Zero1, {"bucket_bytes": BLOCK}, marks=pytest.mark.soak),
+    (Zero2, {"bucket_bytes": BLOCK}), (Zero3, {}),
     pytest.param(Zero3, {"ahead": 2}, marks=pytest.mark.soak)])
 def test_four_fifths_of_communication_are_hidden(stage: Any, options: dict[str, Any]) -> None:
     """In the best of five runs: other programs can only take from it."""
@@ -62,7 +66,8 @@ def test_without_prefetch_the_gathers_are_not() -> None:
 
 
 @pytest.mark.soak
-def test_one_bucket_hides_little() -> None:
+@pytest.mark.parametrize("stage", [DDP, Zero2])
+def test_one_bucket_hides_little(stage: Any) -> None:
     """All gradients travel when backward has ended; the weights come in one piece, which the first layer waits for."""
-    for hidden in md.run(share, Zero2, {"bucket_bytes": 1 << 30}, size=2):
+    for hidden in md.run(share, stage, {"bucket_bytes": 1 << 30}, size=2):
         assert hidden < 0.2

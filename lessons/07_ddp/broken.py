@@ -1,0 +1,120 @@
+"""What goes wrong without: the experiments of section 8, each a mistake and what comes of it."""
+
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist.comm.transports.delayed import delayed
+from minidist.observe.page import size_text
+from minidist.observe.timeline import Timeline
+from minidist.optim import SGD, Adam
+from minidist.parallel.common.update import part_of
+from minidist.parallel.ddp import DDP
+from minidist.teaching import load_module
+
+lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "07")
+
+
+def per_epoch() -> None:
+    """Weights averaged once an epoch instead of gradients summed at every batch."""
+    run = md.run(partial(lab.drift, epochs=3), "epoch", size=4)[0]
+    for step, distance in enumerate(run["apart"]):
+        epoch, batch = divmod(step, run["batches"])
+        print(f"epoch {epoch + 1} batch {batch + 1:2d}: apart {distance:.3f}  {'#' * int(100 * distance)}")
+        if batch + 1 == run["batches"]:
+            print(f"    held-out loss of rank 0's replica {run['own'][epoch]:.3f}, "
+                  f"of the mean of all {run['mean'][epoch]:.3f}")
+
+
+def average_twice() -> None:
+    """The gradient P times too small: SGD shows it, Adam hides it."""
+
+    def train(group: Any, optimizer_class: Any, lr: float, factor: float) -> float:
+        model = lab.new_model(lab.SMALL)
+        ddp, optimizer = DDP(model, group), optimizer_class(list(model.parameters()), lr)
+        for step in range(40):
+            batch = lab.global_batch(lab.SMALL, step)
+            ddp.backward(ddp.forward(ddp.part_of(batch), divisor=batch[1].size))
+            optimizer.step(scale=factor)
+            optimizer.zero_grad()
+        return lab.held_out_loss(model)
+
+    for name, optimizer_class, lr in (("SGD", SGD, 0.5), ("Adam", Adam, 0.01)):
+        right, wrong = (md.run(train, optimizer_class, lr, factor, size=4)[0] for factor in (1.0, 0.25))
+        print(f"{name:4s}: loss after 40 steps {right:.4f}; with gradients averaged twice {wrong:.4f}")
+
+
+def local_tokens() -> None:
+    """Each rank divides by its own tokens: a mean of means."""
+
+    def error(group: Any, first: int) -> float:
+        inputs, targets = lab.global_batch(lab.SMALL, 0, sequences=first + group.size - 1)
+        start = 0 if group.rank == 0 else first + group.rank - 1
+        mine = slice(start, start + (first if group.rank == 0 else 1))
+        alone, model = lab.new_model(lab.SMALL), lab.new_model(lab.SMALL)
+        alone.loss(inputs, targets, divisor=targets.size).backward()
+        model.loss(inputs[mine], targets[mine], divisor=targets[mine].size).backward()
+        total = group.all_reduce(lab.gradients(model), op="mean")
+        return float(np.linalg.norm(total - lab.gradients(alone)) / np.linalg.norm(lab.gradients(alone)))
+
+    for first in (1, 2, 4, 8):
+        off = md.run(error, first, size=4)[0]
+        print(f"rank 0 has {first} sequences, ranks 1 to 3 one each: the gradient is off by {off:.1%}")
+
+
+def different_seeds() -> None:
+    """Replicas that do not start equal."""
+    md.run(lambda group: DDP(lab.new_model(lab.SMALL, seed=group.rank), group), size=4)
+
+
+def one_bucket() -> None:
+    """Everything in one bucket: nothing can start before backward ends."""
+
+    def waited(group: Any, bucket_bytes: int) -> float:
+        timeline, model = Timeline(group.rank), lab.new_model(lab.TIMED)
+        ddp = DDP(model, group, bucket_bytes=bucket_bytes, recorder=timeline)
+        optimizer = Adam(list(model.parameters()), 1e-3)
+        for step in range(7):
+            ddp.step(lab.global_batch(lab.TIMED, step), optimizer)
+        return statistics.median(lab.milliseconds([span]) for span in lab.of(timeline, "wait for gradients"))
+
+    for name, bucket_bytes in (("one bucket for everything", 1 << 30),
+                               (f"buckets of {size_text(lab.BUCKET)}", lab.BUCKET)):
+        waiting = md.run(waited, bucket_bytes, size=2, transport="sockets", shared_memory=False)[0]
+        print(f"{name}: {waiting:.1f} ms of waiting after backward")
+
+
+def step_early() -> None:
+    """The update does not wait for the sums: each replica goes its own way, at first by little."""
+
+    def job(group: Any, waits: bool) -> list[float]:
+        model = lab.new_model(lab.SMALL)
+        parameters, distances = list(model.parameters()), []
+        optimizer = Adam(parameters, 1e-2)
+        with delayed(group, alpha=2e-4, beta=1e-8) as slow:         # a fast link would often be in time
+            for step in range(4):
+                batch = lab.global_batch(lab.SMALL, step)
+                part = part_of(batch, size=group.size, rank=group.rank)
+                model.loss(part.inputs, part.targets, divisor=batch[1].size).backward()
+                handles = [slow.start_all_reduce(p.grad, out=p.grad, algorithm="ring") for p in parameters]
+                if not waits:
+                    optimizer.step()
+                for handle in handles:
+                    handle.wait()
+                if waits:
+                    optimizer.step()
+                optimizer.zero_grad()
+                distances.append(lab.apart(group, lab.weights(model)))
+        return distances
+
+    for name, waits in (("waits for the sums", True), ("steps at once", False)):
+        distances = md.run(job, waits, size=4)[0]
+        print(f"{name:18s}: replicas apart by {', '.join(f'{distance:.1e}' for distance in distances)} after each step")
+
+
+BREAKS = {"step-early": step_early, "per-epoch": per_epoch, "average-twice": average_twice,
+          "local-tokens": local_tokens, "different-seeds": different_seeds, "one-bucket": one_bucket}
