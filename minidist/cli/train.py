@@ -70,6 +70,7 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
         announce(console, settings, world)
     report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else Silence()
     losses, seconds, early = train_steps(trainer, settings, report)
+    world = trainer.survivors()
     trainer.check_replicas()
     validation_loss = trainer.evaluate(settings.validation_batches())
     records = train_report.rank_records(trainer, world)

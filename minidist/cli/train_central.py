@@ -27,11 +27,11 @@ def device_records(strategy: DataParallel) -> list[dict[str, Any]]:
 
 
 def formula(trainer: Trainer, strategy: DataParallel | ParameterServer, batch: Any) -> dict[str, Any]:
-    """Bytes and messages of a run of equal batches, by rank or device and altogether. Args: batch: one of them."""
+    """Bytes and messages of a run of equal batches without a loss, by rank or device. Args: batch: one of them."""
     counts = (_by_device(trainer, strategy, batch) if isinstance(strategy, DataParallel) else
               _by_role(trainer, strategy))
     return {"sent_bytes": sum(nbytes for nbytes, _ in counts), "messages": sum(messages for _, messages in counts),
-            "buckets": 0, "by_rank": counts}
+            "buckets": 0, "by_rank": counts, "lost": sorted(getattr(strategy, "gone", ()))}
 
 
 def _by_role(trainer: Trainer, strategy: ParameterServer) -> Counts:
@@ -74,7 +74,8 @@ def traffic_table(metrics: dict[str, Any]) -> Table:
     for column in ("bytes", "formula", "messages", "formula"):
         table.add_column(column, justify="right")
     totals = [0, 0, 0, 0]
-    for record, by_formula in zip(metrics["ranks"], metrics["formula"]["by_rank"], strict=True):
+    for record in metrics["ranks"]:
+        by_formula = metrics["formula"]["by_rank"][record["rank"]]
         row = [value for kind, expected in zip(("sent_bytes", "messages"), by_formula, strict=True)
                for value in (sum(record[kind].get("dp", {}).values()), expected)]
         totals = [total + value for total, value in zip(totals, row, strict=True)]

@@ -39,7 +39,7 @@ Metrics = dict[str, Any]
 
 def rank_record(trainer: Trainer, world: Group) -> dict[str, Any]:
     """What one rank tells of itself: its place, what it sent in training steps, what fills its memory."""
-    return {"rank": world.rank, "coordinates": {axis: place for axis, place in trainer.mesh.coordinates.items()
+    return {"rank": world.world_rank, "coordinates": {axis: place for axis, place in trainer.mesh.coordinates.items()
                                                 if axis == "dp" or trainer.mesh.shape[axis] > 1},
             "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
             "memory": trainer.account.snapshot(), **offload_record(trainer)}

@@ -20,7 +20,7 @@ are), ShapeError and DtypeError (this rank's own arguments do not fit).
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -248,6 +248,20 @@ class Group:
                       axis=axis or f"{self.axis}.split", id=int.from_bytes(digest, "little"),
                       nodes=[self.nodes[rank] for _, rank, _ in members],
                       places=[place for _, _, place in members])
+        self._children.append(child)
+        return child
+
+    def without(self, gone: Iterable[int]) -> "Group":
+        """The group of those that are left when the ranks `gone` are lost, in their order; each of them calls it alike.
+
+        Sends nothing, for those who are gone would not answer.
+        """
+        lost = sorted(set(gone))
+        left = [rank for rank in range(self.size) if rank not in lost]
+        digest = hashlib.blake2b(f"{self.id}/without {lost}".encode(), digest_size=8).digest()
+        child = Group(self.transport, self.ledger, [self.world_ranks[rank] for rank in left], axis=self.axis,
+                      id=int.from_bytes(digest, "little"), nodes=[self.nodes[rank] for rank in left],
+                      places=[-1] * len(left))
         self._children.append(child)
         return child
 

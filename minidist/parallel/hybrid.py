@@ -85,6 +85,7 @@ class Trainer:
         self.account: MemoryAccount = current_account()
         self.account.limit = plan.device_memory
         self.seed, self.steps_done = seed, 0
+        self._survivors: Group | None = None
         self.lr, self.lr_schedule, self.warmup, self.steps, self.clip = lr, lr_schedule, warmup, steps, clip
         self.precision, self.model = self._make_model()
         checkpoint_blocks(self.model, plan.checkpoint_blocks)
@@ -161,13 +162,12 @@ class Trainer:
 
         Cost:    one all-gather of two float64 a rank, counted under `control`.
         """
-        total, tokens, group = 0.0, 0, self.mesh["dp"]
-        if isinstance(self.strategy, ParameterServer):
-            self.strategy.finish()
+        group = self.survivors() if isinstance(self.strategy, ParameterServer) else self.mesh["dp"]
+        total, tokens, readers = 0.0, 0, group.size - (self.plan.dp - self.plan.workers)    # a server has no row
         self.model.eval()
         with no_grad(), self.recorder.span("evaluate"):
             for batch in batches:
-                part = part_of(batch, size=self.plan.workers, rank=group.rank)      # a server has no row
+                part = part_of(batch, size=readers, rank=group.rank)
                 if isinstance(self.strategy, Zero3):
                     total += float(self.strategy.forward(part, divisor=1, spare=batch).item())
                 elif len(part.inputs):
@@ -184,16 +184,25 @@ class Trainer:
         """Copies of all master weights, whole, on the host, by dotted path. Every rank calls it: ZeRO gathers them."""
         return self.strategy.state_dict()
 
+    def survivors(self) -> Group:
+        """The ranks that are left after the last step: all, but for the lost workers of asynchronous servers."""
+        if self._survivors is None:
+            self._survivors = self.world
+            if isinstance(self.strategy, ParameterServer):
+                self.strategy.finish()
+                if self.strategy.gone:
+                    self._survivors = self.world.without(self.strategy.gone)
+        return self._survivors
+
     def check_replicas(self) -> None:
         """Compare a digest of the weights over the ranks that hold them whole. Every rank calls it.
 
         Raises:  MismatchError naming the ranks that differ.
         """
-        group = self.world
-        if isinstance(self.strategy, ParameterServer):
-            self.strategy.finish()
-            group = self.strategy.peers
+        group, servers = self.survivors(), self.plan.dp - self.plan.workers
         if self.plan.zero < 3 and self.world.rank < self.plan.workers:      # else it holds a part
+            if servers:
+                group = group.without(range(group.size - servers, group.size))
             masters: Iterable[Any] = self.strategy.parameters if isinstance(self.strategy, DDP) else ()
             check_equal_replicas((*self.model.parameters(), *masters), group, when="after the last step")
 

@@ -26,7 +26,7 @@ Cost, a step, of keys of one dtype:
                         of each rank: the N ranks of a ring share what S servers have to carry
     at the end          asynchronous workers get the last weights once more: N × 4Ψ
     control             synchronous: the loss and, with clip, the squares of the gradient's norm; asynchronous: which
-                        step, which weights, which rate: 3 + S numbers a push, 1 a pull
+                        step, which weights, which rate: 3 + S numbers a push, 1 a pull (the last tells who was lost)
 
 Synchronous: the servers wait for all workers, and the step is that of one process on the whole batch. Asynchronous:
 each gradient is an update by itself, of the mean loss of the worker's own part, as soon as it comes, made from weights
@@ -106,6 +106,7 @@ class ParameterServer:
         self._service = None if not (self.serves and asynchronous) else Service(
             group, self.workers, self.shards[0], self.parameters, staleness=staleness, recorder=self.recorder)
         self._versions, self._steps, self._finished = [0] * servers, 0, False
+        self._gone: set[int] = set()
         if asynchronous and not self.serves:
             group.expendable()
         group.barrier()
@@ -119,6 +120,11 @@ class ParameterServer:
     def lost(self) -> dict[int, PeerLostError]:
         """The workers that an asynchronous server has lost, by number, and how."""
         return {} if self._service is None else self._service.lost
+
+    @property
+    def gone(self) -> set[int]:
+        """Ranks of the group that were lost; workers know it when they have finished."""
+        return set(self.lost) if self.serves else self._gone
 
     # ------------------------------------------------------------------------------------------------- partition
 
@@ -244,7 +250,9 @@ class ParameterServer:
         if header[0] != NOBODY:
             self.push()
         with self._naming_servers(), ledger.control():
-            self._versions = [int(self.group.recv(rank)[0]) for rank in ranks]
+            answers = [self.group.recv(rank).astype(int).tolist() for rank in ranks]
+        self._versions = [version for version, *_ in answers]
+        self._gone = {worker for _, *lost in answers for worker in lost}
         self.pull()
 
     @contextmanager

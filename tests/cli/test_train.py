@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
@@ -148,6 +149,24 @@ def test_one_place_that_everything_passes(options: list[str], who: list[str], bo
         assert words in done.stdout
     weights = load_file(tmp_path / "run" / "model.safetensors")
     assert weights_digest(weights) == metrics["weights_sha256"] and np.isfinite(metrics["validation_loss"])
+
+
+def test_a_worker_that_is_killed_is_missed_by_nobody(book: Path, tmp_path: Path) -> None:
+    """An asynchronous run goes on without it, evaluates, and writes its folder; the launcher says who it was."""
+    command = [*MINIDIST, "train", *TINY, "--steps", "60", "-n", "4", "--strategy", "parameter-server",
+               "--asynchronous", "--data", str(book), "--out", "run"]
+    run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    printed = next(line for line in run.stdout if line.startswith("step "))
+    victim = next(child for child in psutil.Process(run.pid).children() if child.environ().get("RANK") == "1")
+    victim.kill()
+    out, error = run.communicate(timeout=60)
+    assert run.returncode == 0, error
+    assert printed and "step 60 of 60" in out
+    assert "rank 1" in error and "was killed by SIGKILL; the job goes on without it" in error
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["formula"]["lost"] == [1] and [rank["rank"] for rank in metrics["ranks"]] == [0, 2, 3]
+    assert len(metrics["losses"]) == 60 and metrics["validation_loss"] < 4
 
 
 def test_quiet_prints_nothing(book: Path, tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ def one_dies(world, how):
     if world.rank == 0:
         time.sleep(0.2)
         world.send(np.arange(5.0), dst=2)
-        return world.recv(src=2)
+        answer = world.recv(src=2)
+        check_those_that_are_left(world.without([1]))
+        return answer
     began = time.monotonic()
     with pytest.raises(PeerLostError) as caught:
         world.recv(src=1)
@@ -38,7 +40,15 @@ def one_dies(world, how):
         world.recv(src=1)
     assert world.recv(src=0).sum() == 10.0
     world.send(np.ones(2), dst=0)
+    check_those_that_are_left(world.without([1]))
     return str(caught.value)
+
+
+def check_those_that_are_left(group):
+    """They make a group, with collectives and groups of its own."""
+    assert group.world_ranks == (0, 2) and group.rank == group.world_rank // 2
+    assert group.all_gather(np.array([group.world_rank])).tolist() == [0, 2]
+    assert group.split(0).all_reduce(np.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize(("transport", "how", "says"), [

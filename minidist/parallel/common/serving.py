@@ -89,11 +89,11 @@ class Service:
             self.clocks.leave(worker)
             self.clocks.wait_end(worker)
         with self.clocks.lock():
-            version = len(self.record)
+            header = [len(self.record), *([] if comes_again else self.lost)]
             for vector, weights in zip(room, self.shard.weights, strict=True):
                 vector[...] = weights           # others may update while this is on its way
         with self.group.ledger.control():
-            self.group.send(np.array([float(version)]), worker)
+            self.group.send(np.array(header, np.float64), worker)
         for vector in room:
             self.group.send(vector, worker)
         return comes_again
