@@ -81,7 +81,7 @@ def test_under_our_launcher(tmp_path):
     program.write_text("import os, signal\nimport minidist as md\nworld = md.init()\nif world.rank == 1:\n"
                        "    world.expendable()\nworld.barrier()\nif world.rank == 1:\n"
                        "    os.kill(os.getpid(), signal.SIGKILL)\ntry:\n    world.recv(src=1)\n"
-                       "except md.errors.PeerLostError as error:\n    print('told', error.world_rank)\n")
+                       "except md.errors.PeerLostError as error:\n    os.write(1, b'told %d\\n' % error.world_rank)\n")
     done = subprocess.run([sys.executable, "-m", "minidist", "launch", "-n", "3", str(program)], capture_output=True,
                           text=True, timeout=30, check=False)
     assert done.returncode == 0 and done.stdout.split() == ["told", "1"] * 2, done.stderr
