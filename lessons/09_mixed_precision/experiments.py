@@ -1,0 +1,61 @@
+"""What lesson 09 and its figure run: a small GPT in a dtype of choice, its gradients, and a loss scale on its way."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from minidist import backend
+from minidist.data import text
+from minidist.nn import GPT, GPTConfig
+from minidist.optim import AdamW
+from minidist.parallel.mixed_precision import LossScale, MixedPrecision
+from minidist.parallel.single import Single
+
+FORMATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "e5m2": "float8_e5m2", "e4m3": "float8_e4m3fn"}
+TEXT = text.load("python")
+CONFIG = GPTConfig(vocabulary=len(TEXT.symbols), context=32, layers=2, width=32, heads=2, positions="rotary")
+BATCH, STEPS, SCALE = 16, 4, 2.0 ** 16
+MINE, MANY = BATCH * CONFIG.context, 2 ** 21     # tokens: this process's, and of a large job's batch
+
+
+def batch_of(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """The global batch of a step, by number alone."""
+    return text.batch(TEXT.train, step, batch=BATCH, context=CONFIG.context, seed=0)
+
+
+def model_in(dtype: str) -> GPT:
+    """The model in one dtype, equal weights but for rounding."""
+    model = GPT(replace(CONFIG, dtype=dtype))
+    model.initialize(seed=0)
+    return model
+
+
+def gradients_of(dtype: str, scale: float, tokens: int) -> np.ndarray:
+    """Every weight's gradient of this process's sequences as one float32 vector, as backward left it: times `scale`.
+
+    Args:    tokens: of the whole job's batch, by which the loss is divided; this process has BATCH × context of them.
+    """
+    model = model_in(dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        model.loss(*batch_of(0), divisor=tokens).backward(np.asarray(scale, "float32"))
+    return np.concatenate([backend.widen(p.grad).reshape(-1) for p in model.parameters()])
+
+
+def scale_run(steps: int = 48, start: float = 2.0 ** 28, patience: int = 8) -> dict[str, list[Any]]:
+    """Training in fp16 from a scale that is far too large: each step's scale, whether it was skipped, its loss."""
+    precision = MixedPrecision("fp16", loss_scale=LossScale(start, patience=patience))
+    single, seen = Single(model_in("float16"), precision=precision), []
+    optimizer = AdamW(single.parameters, 4e-3)
+    assert precision.loss_scale is not None
+    for step in range(steps):
+        scale, skipped = precision.loss_scale.value, precision.skipped
+        loss = single.step(batch_of(step), optimizer, clip=1.0)
+        seen.append((scale, precision.skipped > skipped, loss))
+    return {"scale": [s for s, _, _ in seen], "skipped": [s for _, s, _ in seen], "loss": [s for _, _, s in seen]}
+
+
+def record(group: Any) -> dict[str, Any]:
+    """What the figure shows: gradients in float32, in float16 with two scales, and the scale's way."""
+    return {"full": gradients_of("float32", 1.0, MANY), "plain": gradients_of("float16", 1.0, MANY),
+            "scaled": gradients_of("float16", SCALE, MANY), "run": scale_run()}
