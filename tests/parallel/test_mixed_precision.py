@@ -201,10 +201,13 @@ def test_refuses() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("precision", DTYPES)
 def test_loss_within_a_hundredth_of_float32_after_200_steps(precision: str) -> None:
-    """Of `minidist train --steps 200` on the default text, beside its default model in float32: held-out loss."""
+    """Held-out loss of `minidist train --steps 200 --lr 1e-3` on the default text, beside the same in float32.
+
+    At the default rate, four times that, two float32 runs that add up in another order differ by more.
+    """
     parser = argparse.ArgumentParser()
     train_options.add_arguments(parser)
-    settings = train_options.check(parser.parse_args(["--steps", "200", "--out", "unused"]))
+    settings = train_options.check(parser.parse_args(["--steps", "200", "--lr", "1e-3", "--out", "unused"]))
 
     def learn(world: Any, precision: str) -> float:
         trainer = Trainer(Plan(precision=precision), settings.config, world, **settings.trainer_options())
