@@ -15,7 +15,7 @@ Who holds what, Ψ parameters in float32 with Adam (K = 8) on P ranks:
     gradients    4Ψ      4Ψ             4Ψ/P, and for a while two buckets: one fills, one is in flight
     optimizer    8Ψ      8Ψ/P           8Ψ/P
     together     16Ψ     8Ψ + 8Ψ/P      4Ψ + 12Ψ/P: at most 4 times less; 8 times with K = 12 in mixed precision,
-                                        2Ψ + (2+K)Ψ/P. (N4:338 leaves out the 2Ψ, and gives this one for stage 1)
+                                        2Ψ + (2+K)Ψ/P. (N4:336 leaves out the 2Ψ, and gives this one for stage 1)
 
 A weight that is used twice, as a tied embedding, holds its bucket from its first gradient to its last. A weight that a
 backward will not reach holds back nothing: backward tells before it runs what it will reach (common/order.py).

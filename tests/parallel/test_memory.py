@@ -40,7 +40,7 @@ def test_bytes_each() -> None:
 
 
 def test_n4_drops_the_parameters_of_stage_two() -> None:
-    """N4:338 gives (2+K)Ψ/N for stage 2; with the 2Ψ it is the paper's 16.6 GB, without it would be 1.6."""
+    """N4:336 gives (2+K)Ψ/N for stage 2; with the 2Ψ it is the paper's 16.6 GB, without it would be 1.6."""
     held = state_bytes(7_500_000_000, MIXED, zero=2, ranks=64)
     without = (held["gradients"] + held["optimizer"]) / BILLION
     assert f"{without:.1f}" == "1.6" and held["parameters"] == 15 * BILLION

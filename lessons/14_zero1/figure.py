@@ -1,0 +1,67 @@
+"""The figure of lesson 14: the memory of a rank through a step, of DDP and of ZeRO-1; and by the number of ranks.
+
+    python lessons/14_zero1/figure.py [--out DIR]
+"""
+
+from pathlib import Path
+from typing import Any
+
+from minidist.lessons import zero_figures as shapes
+from minidist.lessons import zero_lab as lab
+
+from minidist.observe import lesson_figures as look
+from minidist.parallel.common.memory import STATE
+from minidist.teaching import draw_figure
+
+RANKS = 4
+HELD = (*STATE, "activations")
+
+
+def record(group: Any) -> dict[str, Any]:
+    """On rank 0: rank 0's last step under DDP and ZeRO-1; bytes a parameter of ZeRO-1 on 1, 2, … ranks."""
+    steps = {stage: lab.recorded(group, stage) for stage in (0, 1)}
+    parameters, _ = lab.parameter_bytes(lab.MEASURED)
+    by_size = {}
+    for size in (1, 2, 3, 4):
+        part = group.split(0 if group.rank < size else None)
+        if part is not None:
+            seen = lab.memory(part, 1)
+            by_size[size] = [seen[name]["now"] / parameters for name in STATE]
+    return {"steps": {stage: ranks[0] for stage, ranks in steps.items() if ranks}, "by_size": by_size}
+
+
+def draw(recorded: dict[str, Any], folder: Path) -> None:
+    """figure.png from what was recorded."""
+    figure = look.new_figure(13.5, 5.0, "ZeRO-1 divides the optimizer's state, and nothing else",
+                             f"Rank 0 of {RANKS} through the quickest of 11 recorded steps; float32 with Adam, "
+                             f"{lab.MEASURED.layers} layers of width {lab.MEASURED.width}. Right: on 1 to 4 ranks.")
+    top = 1.08 * max(sum(now[name] for name in HELD) for step in recorded["steps"].values()
+                     for _, now in step["samples"]) / 2**20
+    for place, (stage, step) in enumerate(recorded["steps"].items()):
+        ax = figure.add_axes((0.055 + 0.315 * place, 0.12, 0.275, 0.58))
+        shapes.memory_over_time(ax, step, HELD, top=top)
+        look.caption(ax, f"{lab.NAMES[stage]}, MiB")
+    _by_size(figure.add_axes((0.70, 0.12, 0.285, 0.58)), recorded["by_size"])
+    shapes.legend(figure, HELD, (0.045, 0.845))
+    look.save(figure, folder)
+
+
+def _by_size(ax: Any, by_size: dict[int, list[float]]) -> None:
+    """Bytes a parameter as bars, one for each number of ranks."""
+    look.quiet(ax)
+    below = [0.0] * len(by_size)
+    for index, name in enumerate(STATE):
+        heights = [each[index] for each in by_size.values()]
+        ax.bar(range(len(by_size)), heights, 0.62, bottom=below, color=look.MEMORY[name])
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    for place, total in enumerate(below):
+        ax.text(place, total + 0.25, f"{total:.1f}", ha="center", fontsize=11, color=look.INK)
+    ax.axhline(8, color=look.SOFT, linewidth=1, linestyle="--")
+    ax.set_xticks(range(len(by_size)), [f"{size} rank{'s' * (size > 1)}" for size in by_size])
+    ax.set_yticks([0, 4, 8, 12, 16])
+    ax.set_ylim(0, 18)
+    look.caption(ax, "ZeRO-1, bytes a parameter; dashed: its limit")
+
+
+if __name__ == "__main__":
+    draw_figure(record, draw, Path(__file__).resolve().parent, size=RANKS, transport="sockets")

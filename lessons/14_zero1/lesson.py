@@ -1,0 +1,192 @@
+"""Lesson 14: ZeRO-1: DDP's steps and DDP's traffic, with the optimizer's state divided among the ranks.
+
+    mpirun -n 4 python lessons/14_zero1/lesson.py
+    python lessons/14_zero1/lesson.py                             # alone: four ranks as threads
+    python lessons/14_zero1/lesson.py --break no-all-gather       # see README.md, section 6
+"""
+
+from typing import Any
+
+import numpy as np
+from minidist.lessons import zero_lab as lab
+
+import minidist as md
+from minidist.observe.page import Page, size_text, verdict
+from minidist.optim import SGD
+from minidist.parallel.common.arrivals import Arrivals
+from minidist.parallel.common.flat import Flat
+from minidist.parallel.common.memory import MIXED, SINGLE, STATE, saving, state_bytes
+from minidist.parallel.zero1 import Zero1
+from minidist.teaching import arguments, run_lesson
+
+BILLION = 10**9
+
+
+def plain_zero1(model, new_optimizer, group, batches):
+    """The whole of ZeRO-1, without buckets and without overlap (README, section 1; the numbers are N4:298's)."""
+    flat = Flat(list(model.parameters()), group)                      # which chunk of all weights is mine?
+    weights, mine = flat.join(), np.zeros(flat.owned, flat.dtype)
+    optimizer = new_optimizer(flat.pieces(weights[flat.own], mine))   # state for my chunk alone
+    for inputs, targets, global_tokens in batches:
+        model.loss(inputs, targets, divisor=global_tokens).backward()                    # 1 the whole gradient
+        gradient = np.concatenate([p.grad.ravel() for p in model.parameters()])
+        group.reduce_scatter(gradient, out=mine, algorithm="ring")                       # 2 the sum of my chunk
+        optimizer.step()                                                                 # 3 update my chunk
+        group.all_gather(weights[flat.own].copy(), out=weights, algorithm="ring")        # 4 everybody's new weights
+        model.zero_grad()
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson, run by every rank."""
+    page.heading("1  Equal weights: one process, the plain loop, ZeRO-1")
+    equal_weights(group, page)
+    page.heading("2  Memory: what a rank holds")
+    memory_table(group, page)
+    page.heading("3  How much is saved: limits and real sizes")
+    savings(page)
+    page.heading("4  Traffic: two ways to read the notes' step 5")
+    traffic_table(group, page)
+
+
+# -------------------------------------------------------------------------------------------------------- 1 equality
+
+def equal_weights(group: Any, page: Page) -> None:
+    """The same steps three ways: weights beside one process, and whether the ranks agree."""
+    target, rows = lab.alone(), [["one process", "0", "0"]]
+    model = lab.new_model(lab.SMALL)
+    plain_zero1(model, lab.new_adam, group, lab.parts(group, lab.SMALL))
+    for name, weights in (("plain loop", lab.state_vector(model.state_dict())), ("ZeRO-1", lab.trained(group, 1))):
+        rows.append([name, f"{lab.off(weights, target):.1e}", f"{lab.apart(group, weights):.0e}"])
+    page.table(f"After {lab.STEPS} steps of Adam on {group.size} ranks, float64, 7 sequences a step",
+               ["", "off one process by", "replicas apart by"], rows)
+
+
+# ---------------------------------------------------------------------------------------------------------- 2 memory
+
+def memory_table(group: Any, page: Page) -> None:
+    """Bytes by category between steps, of DDP and of ZeRO-1, beside the formula."""
+    parameters, _ = lab.parameter_bytes(lab.MEASURED)
+    rows = []
+    for stage in (0, 1):
+        seen = lab.memory(group, stage)
+        held = state_bytes(parameters, SINGLE, zero=stage, ranks=group.size)
+        for category in STATE:
+            measured = seen[category]["now"]
+            rows.append([f"{lab.NAMES[stage]}: {category}", size_text(measured), size_text(held[category]),
+                         f"{measured / parameters:.2f}", verdict(measured, held[category], 0.01)])
+    page.table(f"Rank 0 of {group.size}, {parameters:,} parameters in float32 (K = 8)",
+               ["", "measured", "formula", "bytes a parameter", ""], rows,
+               note="only the optimizer's row differs: Adam's two moments, for the own chunk alone")
+
+
+# ----------------------------------------------------------------------------------------------------------- 3 limits
+
+def savings(page: Page) -> None:
+    """How many times less a rank holds, by ranks: the notes' 4 and 8 are limits for ever more ranks."""
+    rows = [[str(ranks), *(f"{saving(each, zero=zero, ranks=ranks):.1f}" for each in (MIXED, SINGLE)
+                           for zero in (1, 2, 3))] for ranks in (2, 4, 8, 64, 1024)]
+    page.table("How many times less a rank holds than with DDP",
+               ["ranks", "ZeRO-1, K=12", "ZeRO-2", "ZeRO-3", "ZeRO-1, K=8", "ZeRO-2", "ZeRO-3"], rows,
+               note="N0:381 and N2:100 give 4 and 8 without a word on N; in float32 the limits are 2 and 4")
+    figures = [f"{state_bytes(7_500_000_000, MIXED, zero=zero, ranks=64)['total'] / BILLION:.1f}" for zero in range(4)]
+    page.say(f"The paper's own example, 7.5 billion parameters on 64 devices: {', '.join(figures[:3])} and "
+             f"{figures[3]} GB for DDP, ZeRO-1, 2, 3 (N4:285, 291).")
+
+
+# ---------------------------------------------------------------------------------------------------------- 4 traffic
+
+def all_reduce_version(group: Any) -> None:
+    """N0:335 read literally: every rank gets every sum, updates its part, then all parts are shared."""
+    model = lab.new_model(lab.MEASURED)
+    flat = Flat(list(model.parameters()), group)
+    weights, mine = flat.join(), np.zeros(flat.owned, flat.dtype)
+    optimizer = lab.new_adam(flat.pieces(weights[flat.own], mine))
+    inputs, targets, tokens = next(lab.parts(group, lab.MEASURED))
+    model.loss(inputs, targets, divisor=tokens).backward()
+    gradient = np.concatenate([p.grad.ravel() for p in model.parameters()])
+    mine[...] = group.all_reduce(gradient, algorithm="ring")[flat.own]
+    optimizer.step()
+    group.all_gather(weights[flat.own].copy(), out=weights, algorithm="ring")
+
+
+def traffic_table(group: Any, page: Page) -> None:
+    """Bytes of one step over all ranks: DDP, ZeRO-1, and ZeRO-1 with an all-reduce in it."""
+    _, nbytes = lab.parameter_bytes(lab.MEASURED)
+    rows = []
+    for name, times, counted in (
+            ("DDP", 2, lab.traffic(group, 0)), ("ZeRO-1, reduce-scatter", 2, lab.traffic(group, 1)),
+            ("ZeRO-1, all-reduce", 3, lab.sent(group, lambda: all_reduce_version(group)))):
+        total = counted["all_reduce"] + counted["reduce_scatter"] + counted["all_gather"]
+        formula = times * (group.size - 1) * nbytes
+        rows.append([name, *(size_text(counted[verb]) for verb in ("all_reduce", "reduce_scatter", "all_gather")),
+                     size_text(total), f"{times}(P-1) n", verdict(total, formula)])
+    page.table(f"One step, {group.size} ranks together, n = {size_text(nbytes)} of gradients",
+               ["", "all-reduce", "reduce-scatter", "all-gather", "together", "formula", ""], rows,
+               note="an all-reduce is a reduce-scatter and an all-gather; ZeRO-1 updates between the two")
+
+
+# ------------------------------------------------------------------------------------------------------------ Break it
+
+def no_all_gather() -> None:
+    """Step 4 left out: each rank goes on with its own chunk new and the others' old."""
+    def drift(group: Any) -> list[float]:
+        model = lab.new_model(lab.SMALL)
+        strategy = Zero1(model, group, bucket_bytes=lab.SMALL_BUCKET)
+        strategy.arrivals.start = lambda: None  # type: ignore[method-assign]
+        optimizer, far = lab.new_adam(strategy.parameters), []
+        for step in range(lab.STEPS):
+            strategy.step(lab.global_batch(lab.SMALL, step), optimizer)
+            far.append(lab.apart(group, lab.state_vector(model.state_dict())))
+        return far
+
+    for step, far in enumerate(md.run(drift, size=4)[0], start=1):
+        print(f"step {step}: replicas apart by {far:.3f} of the largest weight  {'#' * int(200 * far)}")
+
+
+def average_twice() -> None:
+    """Gradients divided by P once more, after a loss that was divided by all ranks' tokens."""
+    def train(group: Any, optimizer_class: Any, lr: float, factor: float) -> float:
+        strategy = Zero1(lab.new_model(lab.SMALL), group)
+        optimizer, loss = optimizer_class(strategy.parameters, lr), 0.0
+        update = optimizer.step
+        optimizer.step = lambda rate=None, scale=1.0: update(rate, scale * factor)
+        for step in range(40):
+            loss = strategy.step(lab.global_batch(lab.SMALL, step), optimizer)
+        return loss
+
+    for name, optimizer_class, lr in (("SGD", SGD, 0.5), ("Adam", lab.Adam, 0.01)):
+        right, wrong = (md.run(train, optimizer_class, lr, factor, size=4)[0] for factor in (1.0, 0.25))
+        print(f"{name:4s}: loss of step 40 {right:.4f}; with gradients averaged twice {wrong:.4f}")
+
+
+def read_too_early() -> None:
+    """The next forward does not wait for the weights that are on their way."""
+    def train(group: Any, wait: bool) -> np.ndarray:
+        from minidist.comm.transports.delayed import delayed
+
+        with delayed(group, alpha=0.01, beta=0) as slow:
+            strategy = Zero1(lab.new_model(lab.SMALL), slow, bucket_bytes=lab.SMALL_BUCKET)
+            optimizer = lab.new_adam(strategy.parameters)
+            for step in range(3):
+                strategy.step(lab.global_batch(lab.SMALL, step), optimizer)
+                if not wait:
+                    for parameter in strategy.model.parameters():
+                        parameter.arrival = None
+            Arrivals.settle(strategy.arrivals)
+            return lab.state_vector(strategy.state_dict())
+
+    right, wrong = (md.run(train, wait, size=2)[0] for wait in (True, False))
+    print(f"weights after 3 steps over links with a latency of 10 ms: off by {lab.off(wrong, right):.1%} of the "
+          f"largest when forward does not wait")
+
+
+BREAKS = {"no-all-gather": no_all_gather, "average-twice": average_twice, "read-too-early": read_too_early}
+
+
+def main() -> None:
+    """Parse the command line, then run on the ranks that were launched, or on four threads."""
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Grades exercise 15: ranks as threads train a small GPT with your gradients; one process is the answer key."""
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from minidist.lessons import zero_lab as lab
+
+from minidist.errors import CommError
+from minidist.launch import run
+from minidist.nn import GPTConfig
+from minidist.optim import SGD
+from minidist.parallel.accumulation import micro_parts
+from minidist.parallel.common.buckets import cut
+from minidist.parallel.common.flat import Flat
+from minidist.parallel.common.update import part_of
+from minidist.teaching import Result, sent_since, totals
+
+CONFIG = GPTConfig(vocabulary=13, context=5, layers=2, width=8, heads=2, dtype="float64")
+BUCKET, STEPS, PASSES, LIMIT, RATE = 2048, 3, 2, 10.0, 0.3
+
+
+def grade(exercise: ModuleType) -> Iterator[Result]:
+    """Two and three ranks, two passes a step: what flies, what is alive, the sums, the bytes."""
+    for size in (2, 3):
+        try:
+            ranks = run(_train, exercise, size=size, limit=LIMIT)
+        except CommError as error:
+            yield Result(f"{STEPS} steps on {size} ranks", False, "an end", type(error).__name__,
+                         "the ranks do not fit together", f"every run sets out once a backward: section 1; {error}")
+            return
+        yield _ended(size, ranks)
+        yield _alive(size, ranks)
+        yield _weights(size, ranks)
+        yield _traffic(size, ranks)
+
+
+# ---------------------------------------------------------------------------------------------- what the ranks do
+
+class Run:
+    """Some parameters that travel together, and this rank's chunk of their gradient."""
+
+    def __init__(self, parameters: Any, group: Any) -> None:
+        self.flat = Flat(parameters, group)
+        self.shard = np.zeros(self.flat.owned)
+        self.missing = 0
+        self.taken: list[Any] = []          # weak references to the gradients that were taken
+
+    def take(self) -> np.ndarray:
+        """The gradients end to end; the parameters forget theirs."""
+        gradient = np.concatenate([np.zeros(p.size) if p.grad is None else p.grad.ravel()
+                                   for p in self.flat.parameters])
+        for parameter in self.flat.parameters:
+            parameter.zero_grad()
+        self.taken.append(weakref.ref(gradient))
+        return gradient
+
+    def chunk(self) -> np.ndarray:
+        """Room for this rank's part of the sum."""
+        return np.full(self.flat.owned, np.nan)
+
+
+class SlowHandle:
+    """A sum that is put into its place when it is waited for, and not before."""
+
+    def __init__(self, group: "SlowGroup", handle: Any, room: np.ndarray, out: np.ndarray) -> None:
+        self.group, self.handle, self.room, self.out, self.waited = group, handle, room, out, False
+
+    def wait(self) -> np.ndarray:
+        """As any handle's."""
+        self.handle.wait()
+        if not self.waited:
+            self.waited = True
+            self.group.unwaited -= 1
+            self.out[...] = self.room
+        return self.out
+
+
+class SlowGroup:
+    """A group whose sums arrive when they are waited for; it counts those that nobody has waited for."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.rank, self.size, self.unwaited = group, group.rank, group.size, 0
+
+    def start_reduce_scatter(self, x: np.ndarray, *, out: np.ndarray, **options: Any) -> SlowHandle:
+        """As the group's own, but that `out` stays as it is before wait()."""
+        room = np.empty_like(out)
+        self.unwaited += 1
+        return SlowHandle(self, self.group.start_reduce_scatter(x, out=room, algorithm="ring"), room, out)
+
+
+def _train(group: Any, exercise: ModuleType) -> dict[str, Any]:
+    """The student's gradients under a loop that is right."""
+    model = lab.new_model(CONFIG)
+    runs = [Run(parameters, group) for parameters in cut(model.parameters(), BUCKET)]
+    weights = [each.flat.join() for each in runs]
+    optimizer = SGD([piece for each, w in zip(runs, weights, strict=True)
+                     for piece in each.flat.pieces(w[each.flat.own], each.shard)], RATE)
+    slow = SlowGroup(group)
+    mine, seen = exercise.MyGradients(slow), {"unwaited": 0, "flying": 0}
+
+    def came(each: Run) -> None:
+        each.missing -= 1
+        if not each.missing:
+            mine.final(each)
+            seen["flying"] = max(seen["flying"], slow.unwaited)
+
+    for each in runs:
+        for parameter in each.flat.parameters:
+            parameter.hooks.append(lambda parameter, each=each: came(each))
+    before = totals(group.ledger)
+    for step in range(STEPS):
+        inputs, targets = lab.global_batch(CONFIG, step)
+        for each in runs:
+            each.shard[...] = 0
+        for part in micro_parts(part_of((inputs, targets), size=group.size, rank=group.rank), PASSES):
+            for each in runs:
+                each.missing = len(each.flat.parameters)
+            model.loss(part.inputs, part.targets, divisor=targets.size).backward()
+            mine.finish()
+            seen["unwaited"] = max(seen["unwaited"], slow.unwaited)
+        optimizer.step()
+        for each, vector in zip(runs, weights, strict=True):
+            with group.ledger.control():
+                group.all_gather(vector[each.flat.own].copy(), out=vector)
+    group.barrier()     # nobody's message is on its way any more
+    gc.collect()
+    left = sum(ref() is not None for other in runs for ref in other.taken)
+    return {**seen, "left": left, "runs": len(runs), "n": sum(each.flat.nbytes for each in runs),
+            "sent": sent_since(group.ledger, before),
+            "weights": np.concatenate([parameter.data.ravel() for parameter in model.parameters()])}
+
+
+def _alone(scale: float = 1.0, *, last_pass: int = 0) -> np.ndarray:
+    """One process; with gradients times `scale`, or of the last pass of each of `last_pass` ranks alone."""
+    model = lab.new_model(CONFIG)
+    optimizer = SGD(list(model.parameters()), RATE)
+    for step in range(STEPS):
+        inputs, targets = lab.global_batch(CONFIG, step)
+        rows = [(inputs, targets)]
+        if last_pass:
+            micros = [micro_parts(part_of((inputs, targets), size=last_pass, rank=rank), PASSES)[-1]
+                      for rank in range(last_pass)]
+            rows = [(micro.inputs, micro.targets) for micro in micros if len(micro.inputs)]
+        for x, y in rows:
+            model.loss(x, y, divisor=targets.size).backward()
+        optimizer.step(None, scale)
+        optimizer.zero_grad()
+    return np.concatenate([parameter.data.ravel() for parameter in model.parameters()])
+
+
+# ------------------------------------------------------------------------------------------- beside the answer key
+
+def _ended(size: int, ranks: list[dict[str, Any]]) -> Result:
+    """No sum is on its way when finish() has returned."""
+    most = max(rank["unwaited"] for rank in ranks)
+    return Result(f"{size} ranks, on its way after finish()", most == 0, "nothing", f"{most or 'nothing'}",
+                  "the update comes before the reduce has ended",
+                  "land all that flies: the shard holds the last step's sums until then: section 1 (holes 3 and 5)")
+
+
+def _alive(size: int, ranks: list[dict[str, Any]]) -> Result:
+    """One in flight while the next fills, and none left at the end."""
+    left, most, runs = (max(rank[name] for rank in ranks) for name in ("left", "flying", "runs"))
+    task = f"{size} ranks, whole gradients alive after {STEPS} steps"
+    if left:
+        return Result(task, False, "0", f"{left}", "forgot to free",
+                      "as long as somebody names an array, it is there: take it out of self.flying: section 2 (hole 4)")
+    task = f"{size} ranks, in flight when backward goes on"
+    return Result(task, most <= 1, "one at most", f"{most} of {runs}", "too many in flight",
+                  "when one sets out, the one before it lands: section 2 (hole 2)")
+
+
+def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
+    """After training: those of one process."""
+    task, target = f"{size} ranks, {PASSES} passes a step, weights", _alone()
+    error = max(lab.off(rank["weights"], target) for rank in ranks)
+    if error < 1e-10:
+        return Result(task, True, "those of one process, to 1e-10", "those of one process, to 1e-10")
+    mistake, advice = "wrong sums", "a shard is the sum over ranks and passes: section 4 (hole 3)"
+    mine = ranks[0]["weights"]
+    if lab.off(mine, _alone(1 / size)) < 1e-10:
+        mistake, advice = "averaged twice", (f"{size} times too small; the loss is divided by all ranks' tokens "
+                                             "already, so sums are sums: lesson 07, section 4 (hole 3)")
+    elif lab.off(mine, _alone(last_pass=size)) < 1e-10:
+        mistake, advice = "replaced instead of added", ("the first pass's sum is lost when the second's takes its "
+                                                        "place: add to run.shard: section 4 (hole 3)")
+    return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, advice)
+
+
+def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
+    """(P-1) n for each pass."""
+    measured, target = sum(rank["sent"][1] for rank in ranks), STEPS * PASSES * (size - 1) * ranks[0]["n"]
+    return Result(f"{size} ranks, bytes", measured == target, str(target), str(measured), "wrong traffic",
+                  "one reduce-scatter a run and pass: section 4 (hole 1)")
+
+
+if __name__ == "__main__":
+    from minidist.cli import main
+
+    raise SystemExit(main(["check", "15", *sys.argv[1:]]))

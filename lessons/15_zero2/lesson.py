@@ -1,0 +1,225 @@
+"""Lesson 15: ZeRO-2: every gradient is computed, and no rank ever holds all of them.
+
+    mpirun -n 4 python lessons/15_zero2/lesson.py
+    python lessons/15_zero2/lesson.py                             # alone: four ranks as threads
+    python lessons/15_zero2/lesson.py --break forget-to-free      # see README.md, section 6
+"""
+
+from typing import Any
+
+import numpy as np
+from minidist.lessons import zero_lab as lab
+
+import minidist as md
+from minidist import account
+from minidist.observe.page import Page, size_text, verdict
+from minidist.parallel.common.flat import Flat
+from minidist.parallel.common.memory import MIXED, SINGLE, STATE, in_flight, state_bytes
+from minidist.parallel.common.scattered import Scattered
+from minidist.parallel.zero2 import Zero2
+from minidist.teaching import arguments, run_lesson
+
+BILLION = 10**9
+
+
+def plain_zero2(model, new_optimizer, group, batches):
+    """The whole of ZeRO-2, parameter by parameter and without overlap (README, section 1; the numbers are N4:349's)."""
+    runs = []
+    for p in model.parameters():
+        flat = Flat([p], group)
+        runs.append((flat, flat.join(), np.zeros(flat.owned, flat.dtype)))
+    optimizer = new_optimizer([flat.pieces(w[flat.own], mine)[0] for flat, w, mine in runs])
+    for flat, _, mine in runs:
+        def final(p, mine=mine):
+            group.reduce_scatter(p.grad.ravel(), out=mine, algorithm="ring")         # 1a sent as soon as it is there
+            p.zero_grad()                                                            # 1b and freed
+        flat.parameters[0].hooks.append(final)
+    for inputs, targets, global_tokens in batches:
+        model.loss(inputs, targets, divisor=global_tokens).backward()                # 1  the hooks run in here
+        optimizer.step()                                                             # 2  update my chunks
+        for flat, w, _ in runs:
+            group.all_gather(w[flat.own].copy(), out=w, algorithm="ring")            # 3  everybody's new weights
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson, run by every rank."""
+    page.heading("1  Equal weights: one process, the plain loop, ZeRO-2")
+    equal_weights(group, page)
+    page.heading("2  Memory: between steps, and at the peak of one")
+    memory_table(group, page)
+    page.heading("3  N4's formula, with and without its 2Ψ")
+    formulas(page)
+    page.heading("4  Traffic by the number of backward passes")
+    traffic_table(group, page)
+
+
+# -------------------------------------------------------------------------------------------------------- 1 equality
+
+def equal_weights(group: Any, page: Page) -> None:
+    """The same steps three ways."""
+    target, rows = lab.alone(), [["one process", "0", "0"]]
+    model = lab.new_model(lab.SMALL)
+    plain_zero2(model, lab.new_adam, group, lab.parts(group, lab.SMALL))
+    for name, weights in (("plain loop", lab.state_vector(model.state_dict())), ("ZeRO-2", lab.trained(group, 2))):
+        rows.append([name, f"{lab.off(weights, target):.1e}", f"{lab.apart(group, weights):.0e}"])
+    page.table(f"After {lab.STEPS} steps of Adam on {group.size} ranks, float64, 7 sequences a step",
+               ["", "off one process by", "replicas apart by"], rows)
+
+
+# ---------------------------------------------------------------------------------------------------------- 2 memory
+
+def memory_table(group: Any, page: Page) -> None:
+    """Between steps each category beside the formula; at the peak gradients beside shard and two buckets."""
+    parameters, nbytes = lab.parameter_bytes(lab.MEASURED)
+    rows, peaks = [], []
+    for stage in (0, 1, 2):
+        seen = lab.memory(group, stage)
+        held = state_bytes(parameters, SINGLE, zero=stage, ranks=group.size)
+        together = sum(seen[name]["now"] for name in STATE)
+        rows.append([lab.NAMES[stage], *(f"{seen[name]['now'] / parameters:.2f}" for name in STATE),
+                     f"{together / parameters:.2f}", f"{held['total'] / parameters:.2f}",
+                     verdict(together, held["total"], 0.01)])
+        most = held["gradients"] + in_flight(stage, largest=lab.BUCKET)["gradients"]
+        peak = seen["gradients"]["peak"]
+        peaks.append([lab.NAMES[stage], size_text(held["gradients"]), size_text(peak), size_text(most),
+                      "ok" if peak <= 1.01 * most else verdict(peak, most)])
+    page.table(f"Bytes a parameter between steps, rank 0 of {group.size}, float32", ["", *STATE, "sum", "formula", ""],
+               rows)
+    page.table(f"Gradients, of {size_text(nbytes)} in all, buckets of {size_text(lab.BUCKET)}",
+               ["", "between steps", "peak", "at most", ""], peaks,
+               note="at most: the shard, a bucket that fills and one in flight")
+
+
+# -------------------------------------------------------------------------------------------------------- 3 formulas
+
+def formulas(page: Page) -> None:
+    """7.5 billion parameters on 64 devices: what N4:336 says of stage 2, and what is right."""
+    held = state_bytes(7_500_000_000, MIXED, zero=2, ranks=64)
+    without = held["gradients"] + held["optimizer"]
+    page.table("7.5 billion parameters, 64 devices, K = 12", ["", "formula", "GB"], [
+        ["N4:336, stage 2", "(2+K)Ψ/N", f"{without / BILLION:.1f}"],
+        ["with the weights", "2Ψ + (2+K)Ψ/N", f"{held['total'] / BILLION:.1f}"],
+        ["N4:338, the figure", "", "16.6"]],
+        note="every rank still has all weights: they are divided in stage 3")
+
+
+# ---------------------------------------------------------------------------------------------------------- 4 traffic
+
+def traffic_table(group: Any, page: Page) -> None:
+    """Bytes of one step over all ranks, with 1, 2 and 4 passes."""
+    _, nbytes = lab.parameter_bytes(lab.MEASURED)
+    rows = []
+    for passes in (1, 2, 4):
+        for stage, times in ((1, 2), (2, passes + 1)):
+            counted = lab.traffic(group, stage, accumulate=passes)
+            total, formula = counted["reduce_scatter"] + counted["all_gather"], times * (group.size - 1) * nbytes
+            rows.append([f"{lab.NAMES[stage]}, {passes} pass{'es' * (passes > 1)}",
+                         *(size_text(counted[verb]) for verb in ("reduce_scatter", "all_gather")), size_text(total),
+                         f"{times}(P-1) n", verdict(total, formula)])
+    page.table(f"One step, {group.size} ranks together, n = {size_text(nbytes)}",
+               ["", "reduce-scatter", "all-gather", "together", "formula", ""], rows,
+               note="nobody can add up several passes in a buffer that nobody has: each pass must reduce")
+
+
+# ------------------------------------------------------------------------------------------------------------ Break it
+
+def peaks(group: Any, keep: bool) -> tuple[int, int]:
+    """The gradients' bytes between steps and at the peak, of ZeRO-2 as it is or with its buffers kept."""
+    with account.use(account.MemoryAccount()) as seen:
+        strategy = Zero2(lab.new_model(lab.MEASURED), group, bucket_bytes=lab.BUCKET)
+        kept: list[Any] = []
+        if keep:
+            settle = strategy.gradients.settle
+            strategy.gradients.settle = lambda: (  # type: ignore[method-assign]
+                kept.extend(strategy.gradients._buffers.values()), settle())[1]
+        optimizer = lab.new_adam(strategy.parameters)
+        for step in range(2):
+            strategy.step(lab.global_batch(lab.MEASURED, step), optimizer)
+        return seen.now["gradients"], seen.peak["gradients"]
+
+
+def forget_to_free() -> None:
+    """A bucket that somebody still names is not free."""
+    _, nbytes = lab.parameter_bytes(lab.MEASURED)
+    print(f"all gradients together are {size_text(nbytes)}")
+    for name, keep in (("freed", False), ("kept in a list", True)):
+        now, peak = md.run(peaks, keep, size=4)[0]
+        print(f"buckets {name}: {size_text(now)} after two steps, {size_text(peak)} at the peak")
+
+
+def update_too_early() -> None:
+    """The optimizer does not wait for the last bucket, over links with a latency of 10 ms."""
+    def train(group: Any, wait: bool) -> np.ndarray:
+        from minidist.comm.transports.delayed import delayed
+
+        with delayed(group, alpha=0.01, beta=0) as slow:
+            strategy = Zero2(lab.new_model(lab.SMALL), slow, bucket_bytes=lab.SMALL_BUCKET)
+            gradients, optimizer = strategy.gradients, lab.new_adam(strategy.parameters)
+            finish = gradients.finish
+            gradients.finish = lambda: None  # type: ignore[method-assign]
+            for step in range(10):
+                batch = lab.global_batch(lab.SMALL, step)
+                gradients.forget()
+                strategy.backward(strategy.forward(strategy.part_of(batch), divisor=batch[1].size))
+                for do in (finish, optimizer.step) if wait else (optimizer.step, finish):
+                    do()
+                strategy.arrivals.start()
+                strategy.arrivals.settle()
+            return lab.state_vector(strategy.state_dict())
+
+    right, wrong = (md.run(train, wait, size=2)[0] for wait in (True, False))
+    print(f"10 steps with the last bucket's sums a step late: weights off by {lab.off(wrong, right):.1%}")
+    print("no error, no NaN, equal replicas: nothing tells")
+
+
+def average_twice() -> None:
+    """Shards divided by P after they were summed, with and without clipping."""
+    def train(group: Any, factor: float, clip: float | None) -> float:
+        from minidist.optim import SGD
+
+        strategy = Zero2(lab.new_model(lab.SMALL), group)
+        add, optimizer, loss = Scattered.finish, SGD(strategy.parameters, 0.5), 0.0
+
+        def finish() -> None:
+            add(strategy.gradients)
+            for piece in strategy.parameters:
+                piece.grad[...] *= factor
+
+        strategy.gradients.finish = finish  # type: ignore[method-assign]
+        for step in range(40):
+            loss = strategy.step(lab.global_batch(lab.SMALL, step), optimizer, clip=clip)
+        return loss
+
+    for clip in (None, 0.05):
+        right, wrong = (md.run(train, factor, clip, size=4)[0] for factor in (1.0, 0.25))
+        print(f"clip {clip}: loss of step 40 {right:.4f}; averaged twice {wrong:.4f}")
+
+
+def replace_instead_of_add() -> None:
+    """Accumulation: the shard takes the last pass's sum and forgets the others'."""
+    def train(group: Any, forget: bool) -> np.ndarray:
+        strategy = Zero2(lab.new_model(lab.SMALL), group, bucket_bytes=lab.SMALL_BUCKET)
+        if forget:
+            begin = strategy.gradients.begin
+            strategy.gradients.begin = lambda *, last: (  # type: ignore[method-assign]
+                begin(last=last), strategy.gradients.forget())[0]
+        optimizer = lab.new_adam(strategy.parameters)
+        for step in range(3):
+            strategy.step(lab.global_batch(lab.SMALL, step), optimizer, accumulate=2)
+        return lab.state_vector(strategy.state_dict())
+
+    right, wrong = (md.run(train, forget, size=2)[0] for forget in (False, True))
+    print(f"two passes a step, the second in place of the first: weights off by {lab.off(wrong, right):.1%}")
+
+
+BREAKS = {"forget-to-free": forget_to_free, "update-too-early": update_too_early, "average-twice": average_twice,
+          "replace-instead-of-add": replace_instead_of_add}
+
+
+def main() -> None:
+    """Parse the command line, then run on the ranks that were launched, or on four threads."""
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""How lessons 14, 15 and 16 draw what they recorded: memory over time, and a step's phases under it."""
+
+from typing import Any
+
+from minidist.observe import lesson_figures as look
+from minidist.observe.samples import stairs
+
+STATE = ("parameters", "gradients", "optimizer")
+PHASES = {"forward": "forward", "backward": "backward", "wait for gradients": "wait", "optimizer": "optimizer"}
+
+
+def memory_over_time(ax: Any, record: dict[str, Any], categories: tuple[str, ...], *, top: float | None = None) -> None:
+    """Bytes of the categories, one upon the other, over one recorded step; the phases as a stripe at the bottom.
+
+    Args:    record: as zero_lab.recorded gives it for one rank; top: of the y axis, in MiB.
+    """
+    start, stop = record["start"], record["stop"]
+    samples = [(moment, now) for moment, now in record["samples"]]
+    times, _ = stairs(samples, categories[0], start=start, stop=stop)
+    heights = [[value / 2**20 for value in stairs(samples, name, start=start, stop=stop)[1]] for name in categories]
+    look.quiet(ax, grid="y")
+    ax.stackplot(times, heights, colors=[look.MEMORY[name] for name in categories], step="post", linewidth=0)
+    ax.set_xlim(0, times[-1])
+    ax.set_ylim(0, top)
+    phases(ax, record)
+
+
+def phases(ax: Any, record: dict[str, Any]) -> None:
+    """Forward, backward and optimizer as a stripe under the axis."""
+    ax.set_xticks([])
+    for span in record["spans"]:
+        if span["name"] in PHASES and span["start"] >= record["start"]:
+            left, right = (1e3 * (span[edge] - record["start"]) for edge in ("start", "stop"))
+            ax.axvspan(left, right, ymin=-0.075, ymax=-0.015, color=look.PHASES[PHASES[span["name"]]],
+                       clip_on=False)
+            if span["name"] in ("forward", "backward"):
+                ax.annotate(span["name"], ((left + right) / 2, 0), (0, -16), xycoords=("data", "axes fraction"),
+                            textcoords="offset points", ha="center", va="top", fontsize=9.5, color=look.SOFT)
+
+
+def legend(figure: Any, categories: tuple[str, ...], at: tuple[float, float], **options: Any) -> None:
+    """What the colours of the categories mean."""
+    figure.legend([look.patch(look.MEMORY[name]) for name in categories], list(categories), loc="upper left",
+                  bbox_to_anchor=at, frameon=False, fontsize=10.5, labelcolor=look.INK, ncols=len(categories),
+                  handlelength=1.3, columnspacing=1.5, **options)

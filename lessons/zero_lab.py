@@ -1,0 +1,179 @@
+"""What lessons 14, 15 and 16 share: a model, batches, each stage trained and measured, steps recorded.
+
+Every function that takes a group is run by all its ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from minidist import account
+from minidist.nn import GPT, GPTConfig
+from minidist.observe.records import gather_records
+from minidist.observe.samples import SampledAccount
+from minidist.observe.timeline import Timeline
+from minidist.optim import Adam, Optimizer
+from minidist.parallel.common.update import Batch
+from minidist.parallel.ddp import DDP
+from minidist.parallel.single import Single
+from minidist.parallel.zero1 import Zero1
+from minidist.parallel.zero2 import Zero2
+from minidist.parallel.zero3 import Zero3
+
+SMALL = GPTConfig(vocabulary=32, context=8, layers=2, width=16, heads=2, dtype="float64")   # to compare weights
+MEASURED = GPTConfig(vocabulary=64, context=32, layers=8, width=64, heads=4)                # to see memory, in float32
+BUCKET = 1 << 17            # bytes: several buckets in MEASURED
+SMALL_BUCKET = 1 << 12
+NAMES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
+STEPS = 5                   # of the runs that are compared
+STAGES: dict[int, Any] = {0: DDP, 1: Zero1, 2: Zero2}
+
+
+def new_model(config: GPTConfig, seed: int = 0) -> GPT:
+    """The same seed gives the same weights on every rank."""
+    model = GPT(config)
+    model.initialize(seed)
+    return model
+
+
+def global_batch(config: GPTConfig, step: int, sequences: int = 7) -> Batch:
+    """(inputs, targets) in which each token follows from the one before; 7 sequences divide by no small group."""
+    first = np.random.default_rng(step).integers(0, config.vocabulary, (sequences, 1))
+    ids = (first + 5 * np.arange(config.context + 1)) % config.vocabulary
+    return ids[:, :-1].copy(), ids[:, 1:].copy()
+
+
+def parts(group: Any, config: GPTConfig, steps: int = STEPS) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """(inputs, targets, targets of all ranks) of this rank, step by step."""
+    from minidist.parallel.common.update import part_of
+
+    for step in range(steps):
+        batch = global_batch(config, step)
+        part = part_of(batch, size=group.size, rank=group.rank)
+        yield part.inputs, part.targets, batch[1].size
+
+
+def make(stage: int, model: GPT, group: Any, *, bucket_bytes: int = BUCKET, **options: Any) -> Any:
+    """The strategy of a stage; 0 is DDP."""
+    return Zero3(model, group, **options) if stage == 3 else STAGES[stage](model, group, bucket_bytes=bucket_bytes,
+                                                                          **options)
+
+
+def new_adam(pieces: Any) -> Optimizer:
+    """Adam, at the rate of all these runs."""
+    return Adam(pieces, 1e-2)
+
+
+# ------------------------------------------------------------------------------------------------ equal weights
+
+def state_vector(state: dict[str, np.ndarray]) -> np.ndarray:
+    """All weights end to end, in the order of their names."""
+    return np.concatenate([state[name].ravel() for name in sorted(state)])
+
+
+def alone() -> np.ndarray:
+    """The weights of one process after STEPS steps."""
+    model = new_model(SMALL)
+    single, optimizer = Single(model), new_adam(list(model.parameters()))
+    for step in range(STEPS):
+        single.step(global_batch(SMALL, step), optimizer)
+    return state_vector(model.state_dict())
+
+
+def trained(group: Any, stage: int, **options: Any) -> np.ndarray:
+    """The weights of a stage after STEPS steps."""
+    strategy = make(stage, new_model(SMALL), group, bucket_bytes=SMALL_BUCKET, **options)
+    optimizer = new_adam(strategy.parameters)
+    for step in range(STEPS):
+        strategy.step(global_batch(SMALL, step), optimizer)
+    return state_vector(strategy.state_dict())
+
+
+def off(weights: np.ndarray, target: np.ndarray) -> float:
+    """The largest difference over the largest weight."""
+    return float(np.abs(weights - target).max() / np.abs(target).max())
+
+
+def apart(group: Any, mine: np.ndarray) -> float:
+    """The largest difference between any rank's array and rank 0's, over rank 0's largest number; on every rank."""
+    with group.ledger.control():
+        first = group.broadcast(mine)
+        return float(group.all_reduce(np.abs(mine - first).max(keepdims=True), op="max")[0] / np.abs(first).max())
+
+
+# ------------------------------------------------------------------------------------------------------ measured
+
+def sent(group: Any, train: Callable[[], None]) -> dict[str, int]:
+    """Bytes by verb that all ranks together send while `train` runs, scalars apart; and "messages". On every rank."""
+    def counts() -> dict[str, int]:
+        rows = [row for row in group.ledger.rows() if row["axis"] != "control"]
+        found = {verb: sum(row["nbytes"] for row in rows if row["verb"] == verb)
+                 for verb in ("all_reduce", "reduce_scatter", "all_gather")}
+        return {**found, "messages": sum(row["messages"] for row in rows)}
+
+    before = counts()
+    train()
+    mine = np.array([after - before[name] for name, after in counts().items()])
+    with group.ledger.control():
+        total = group.all_reduce(mine)
+    return dict(zip(before, map(int, total), strict=True))
+
+
+def traffic(group: Any, stage: int, *, accumulate: int = 1, config: GPTConfig = MEASURED,
+            **options: Any) -> dict[str, int]:
+    """What `sent` says of one step of a stage."""
+    strategy = make(stage, new_model(config), group, **options)
+    optimizer = new_adam(strategy.parameters)
+
+    def step() -> None:
+        strategy.step(global_batch(config, 0), optimizer, accumulate=accumulate)
+        if stage in (1, 2):
+            strategy.arrivals.settle()      # the new weights travel on after the step
+
+    return sent(group, step)
+
+
+def memory(group: Any, stage: int, **options: Any) -> dict[str, dict[str, int]]:
+    """This rank's account after two steps of a stage, peaks of the second."""
+    with account.use(account.MemoryAccount()) as seen:
+        strategy = make(stage, new_model(MEASURED), group, **options)
+        optimizer = new_adam(strategy.parameters)
+        strategy.step(global_batch(MEASURED, 0), optimizer)
+        seen.reset_peak()
+        strategy.step(global_batch(MEASURED, 1), optimizer)
+        return seen.snapshot()
+
+
+def recorded(group: Any, stage: int, *, config: GPTConfig = MEASURED, sequences: int = 8, steps: int = 12,
+             **options: Any) -> list[dict[str, Any]]:
+    """On rank 0 each rank's quickest step, which other programs disturbed least; else [].
+
+    Each: {"spans", "samples" of the memory account, "start", "stop"}.
+    """
+    timeline = Timeline(group.rank)
+    timeline.follow(group.ledger)
+    with account.use(SampledAccount()) as memory:
+        strategy = make(stage, new_model(config), group, recorder=timeline, **options)
+        optimizer = new_adam(strategy.parameters)
+        for step in range(steps):
+            with timeline.span("step", step=step):
+                strategy.step(global_batch(config, step, sequences), optimizer)
+    taken = sorted((span for span in timeline.spans if span.name == "step"), key=lambda span: span.start)
+    with group.ledger.control():
+        seconds = group.all_reduce(np.array([span.stop - span.start for span in taken]), op="max")
+    chosen = taken[int(np.argmin(seconds[1:])) + 1]
+    spans = [asdict(span) for span in timeline.spans
+             if span.row != "messages" and span.stop > chosen.start and span.start < chosen.stop]
+    samples = memory.samples()
+    before = [sample for sample in samples if sample[0] <= chosen.start][-1:]
+    kept = [list(sample) for sample in samples if chosen.start < sample[0] <= chosen.stop]
+    return gather_records(group, {"spans": spans, "samples": [*map(list, before), *kept], "start": chosen.start,
+                                  "stop": chosen.stop}) or []
+
+
+def parameter_bytes(config: GPTConfig) -> tuple[int, int]:
+    """How many parameters the model has, and their bytes."""
+    parameters = list(new_model(config).parameters())
+    return sum(p.size for p in parameters), sum(p.data.nbytes for p in parameters)

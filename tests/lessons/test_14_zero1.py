@@ -1,0 +1,41 @@
+"""Exercise 14: filled rightly it passes, and each wrong filling fails under its name."""
+
+from pathlib import Path
+
+import pytest
+from filling import graded
+
+RIGHT = {
+    1: "slice(*(group.rank * (len(weights) // group.size) + min(group.rank, len(weights) % group.size) + more "
+       "for more in (0, len(weights) // group.size + (group.rank < len(weights) % group.size))))",
+    2: "self.weights[self.own]",
+    3: "self.group.reduce_scatter(gradient, out=self.mine)",
+    4: "self.group.all_gather(self.weights[self.own].copy(), out=self.weights)",
+}
+FLOOR = "slice(group.rank * (len(weights) // group.size), (group.rank + 1) * (len(weights) // group.size))"
+WHOLE = "self.mine[...] = self.group.all_reduce(gradient)[self.own]"
+WRONG = {
+    "weights without an owner": {1: FLOOR, 3: WHOLE, 4: "pass"},
+    "the optimizer is not divided": {2: "self.weights"},
+    "averaged twice": {3: RIGHT[3] + "\nself.mine /= self.group.size"},
+    "an all-reduce where a reduce-scatter is enough": {3: WHOLE},
+    "the all-gather is missing": {4: "pass"},
+}
+
+
+def test_the_right_filling_passes(tmp_path: Path) -> None:
+    result = graded("14", RIGHT, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    result = graded("14", {**RIGHT, **WRONG[mistake]}, tmp_path)
+    assert not result.passed
+    assert mistake in result.results[-1].line(), result.results[-1].line()
+
+
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("14", {}, tmp_path)
+    assert not result.passed
+    assert "fill hole 1" in result.results[-1].line() and "exercise_14.py line" in result.results[-1].line()
