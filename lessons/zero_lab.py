@@ -135,15 +135,21 @@ def traffic(group: Any, stage: int, *, accumulate: int = 1, config: GPTConfig = 
     return sent(group, step)
 
 
-def memory(group: Any, stage: int, **options: Any) -> dict[str, dict[str, int]]:
-    """This rank's account after two steps of a stage, peaks of the second."""
+def memory(group: Any, stage: int, *, config: GPTConfig = MEASURED, **options: Any) -> dict[str, dict[str, int]]:
+    """This rank's account after some steps of a stage; of peaks the least that a step reached.
+
+    The least, because another thread may let go of an array a moment late.
+    """
     with account.use(account.MemoryAccount()) as seen:
-        strategy = make(stage, new_model(MEASURED), group, **options)
+        strategy = make(stage, new_model(config), group, **options)
         optimizer = new_adam(strategy.parameters)
-        strategy.step(global_batch(MEASURED, 0), optimizer)
-        seen.reset_peak()
-        strategy.step(global_batch(MEASURED, 1), optimizer)
-        return seen.snapshot()
+        snapshots = []
+        for step in range(4):
+            seen.reset_peak()
+            strategy.step(global_batch(config, step), optimizer)
+            snapshots.append(seen.snapshot())
+        return {name: {"now": figures["now"], "peak": min(one[name]["peak"] for one in snapshots[1:])}
+                for name, figures in snapshots[-1].items()}
 
 
 def recorded(group: Any, stage: int, *, config: GPTConfig = MEASURED, sequences: int = 8, steps: int = 12,
