@@ -93,6 +93,10 @@ class Board(ABC):
         """
 
     @abstractmethod
+    def lendable(self, array: np.ndarray) -> bool:
+        """Whether the others can read() this array of ours. Memory that a device's driver has mapped, they cannot."""
+
+    @abstractmethod
     def read(self, rank: int, address: int, target: np.ndarray) -> None:
         """Fill a contiguous array with the bytes at `address` of the memory of another rank, which showed it.
 

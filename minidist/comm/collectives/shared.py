@@ -84,7 +84,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     if call.size == 1:
         return rows.join([own])
     blocks, octets = {call.rank: own}, _octets(own)
-    lent = [own] if call.lends and _is_long(own.nbytes) else []
+    lent = [_lendable(call, own)] if call.lends and _is_long(own.nbytes) else []
     told = call.show_block(own, *([] if lent else [octets[:SHOWN_BYTES]]), lent=lent)
     for rank, (theirs, _) in enumerate(told):
         if rank != call.rank and theirs is not None:
@@ -143,21 +143,24 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
         return [received[call.rank]]
     octets = [_octets(part) for dst, part in enumerate(parts) if dst != call.rank]
     labels = labels_of([part for dst, part in enumerate(parts) if dst != call.rank]).view(np.uint8)
-    lends = _is_long(len(labels) + sum(map(len, octets)))
-    bundles = [_Bundle(shown, call.size - 1, parts[0].itemsize) for shown in call.show(
-        labels, *([] if lends else octets), lent=octets if lends and call.lends else [])]
-    for src in _others(call):
-        mine = call.rank - (call.rank > src)
-        received[src] = place(src)(bundles[src].shapes[mine], parts[0].dtype)
-        if not bundles[src].long:
-            _octets(received[src])[...] = bundles[src].part(mine)
-        elif call.lends:
-            call.read(src, bundles[src].address(mine), received[src])
+    long = _is_long(len(labels) + sum(map(len, octets)))
+    lent = [_lendable(call, part) for part in octets] if long and call.lends else []
+    bundles = [_Bundle(shown, call.size - 1, parts[0].itemsize)
+               for shown in call.show(labels, *([] if long else octets), lent=lent)]
     longest = max(max(bundle.lengths) if bundle.long else 0 for bundle in bundles)
-    if longest and call.lends:
-        call.show(_NOTHING)
-    elif longest:
-        _all_to_all_in_pieces(call, octets if lends else [_NOTHING], bundles, received, longest)
+    try:
+        for src in _others(call):
+            mine = call.rank - (call.rank > src)
+            received[src] = place(src)(bundles[src].shapes[mine], parts[0].dtype)
+            if not bundles[src].long:
+                _octets(received[src])[...] = bundles[src].part(mine)
+            elif call.lends:
+                call.read(src, bundles[src].address(mine), received[src])
+    finally:
+        if longest and call.lends:
+            call.show(_NOTHING)     # whatever befell this rank, others may still be reading what it lent
+    if longest and not call.lends:
+        _all_to_all_in_pieces(call, octets if long else [_NOTHING], bundles, received, longest)
     return [received[src] for src in range(call.size)]
 
 
@@ -247,6 +250,15 @@ def _all_to_all_in_pieces(call: Call, octets: Sequence[np.ndarray], bundles: Seq
 def _is_long(nbytes: int) -> bool:
     """Whether so many bytes are more than can be shown at a time."""
     return nbytes > SHOWN_BYTES
+
+
+def _lendable(call: Call, array: np.ndarray) -> np.ndarray:
+    """The array, or a copy of it where others cannot read its memory: what came from a GPU may lie in such."""
+    if call.board is None or call.board.lendable(array):
+        return array
+    copy = call.workspace(array.size, array.dtype)
+    copy[...] = array.reshape(-1)
+    return copy
 
 
 def _others(call: Call) -> list[int]:

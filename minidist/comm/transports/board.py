@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minidist.comm.transport import META_LIMIT, SHOWN_BYTES, Board, Tag
+from minidist.comm.transports import cross_memory
 from minidist.comm.transports.engine import Operation, yield_core
 from minidist.comm.transports.ring import LINE, Fence, copy
 
@@ -99,6 +100,9 @@ class SharedBoard(Board):
             self._wake()
         fence()  # their `posted` before the bytes
         return [part.read(turn) for part in self._parts]
+
+    def lendable(self, array: np.ndarray) -> bool:
+        return self.lends and cross_memory.readable(array)
 
     def read(self, rank: int, address: int, target: np.ndarray) -> None:
         self._transport.read(self._world_ranks[rank], address, target.reshape(-1).view(np.uint8))

@@ -55,6 +55,15 @@ def read(process: int, address: int, target: np.ndarray) -> None:
         done += max(count, 0)
 
 
+def readable(array: np.ndarray) -> bool:
+    """Whether others can read this array, as far as the memory goes: what a device's driver maps, they cannot."""
+    try:
+        read(os.getpid(), address_of(array), np.empty(min(1, array.nbytes), np.uint8))
+    except OSError:
+        return False
+    return True
+
+
 class Exhibit:
     """Random bytes in this process's memory, as long as this object lives, for others to read.
 

@@ -4,11 +4,13 @@ LENDING has what depends on whether ranks may read each other's memory: both way
 that every drawn length is beyond one or not.
 """
 
+import ctypes
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import conformance
 import numpy as np
@@ -20,12 +22,13 @@ from hypothesis import strategies as st
 from linked import run_shm
 from strategies import calls
 
+from minidist import account
 from minidist.comm import costs
 from minidist.comm.call import Call
 from minidist.comm.collectives import shared
 from minidist.comm.costs import FORMULAS
 from minidist.comm.transport import SHOWN_BYTES
-from minidist.errors import ConfigError, MismatchError
+from minidist.errors import ConfigError, MismatchError, ShapeError
 
 SHARED = [verb for verb, algorithm in ALL_PAIRS if algorithm == "shared"]
 LENDING = ("all_gather", "all_to_all")
@@ -151,6 +154,51 @@ def test_mutant_that_does_not_wait_for_the_readers_is_caught(verb, monkeypatch):
     monkeypatch.setattr(Call, "show", hasty)
     with pieces_of(512):
         assert run_shm(changed_at_once, verb, 0.05, size=3)[1] != [1.0, 2.0, 3.0]
+
+
+def unreadable(count):
+    """Bytes that this process can read, and the kernel does not let others read: here its clock, often a driver's."""
+    begin = next(int(line.split("-")[0], 16) for line in Path("/proc/self/maps").read_text().splitlines()
+                 if line.endswith("[vvar]"))
+    return np.frombuffer((ctypes.c_char * count).from_address(begin), np.uint8)
+
+
+def test_memory_that_others_cannot_read_is_copied_before_it_is_lent():
+    def job(world):
+        clock = unreadable(8)       # the first bytes stay as they are
+        assert world.board.lends and not world.board.lendable(clock) and world.board.lendable(np.empty(0))
+        monkeypatch.setattr(world.board, "lendable", lambda array: False)
+        with account.use(account.MemoryAccount()) as told:
+            result = world.all_gather(np.full(300, world.rank + 1.0))
+            assert told.peak["communication"] == 2400
+            parts = world.all_to_all([np.full(300, 10.0 * world.rank + dst) for dst in range(world.size)])
+        return result[::300].tolist(), [part[-1] for part in parts]
+
+    with pieces_of(512), pytest.MonkeyPatch.context() as monkeypatch:
+        for rank, (gathered, parts) in enumerate(run_shm(job, size=3)):
+            assert gathered == [1.0, 2.0, 3.0]
+            assert parts == [10.0 * src + rank for src in range(3)]
+
+
+def test_a_rank_that_fails_meanwhile_keeps_what_it_lent_until_all_have_read_it():
+    def job(world):
+        x = [np.full(300, 10.0 * world.rank + dst) for dst in range(3)]
+        out = [np.empty(300 + (world.rank == 1 and src == 2)) for src in range(3)]
+        if world.rank == 1:
+            with pytest.raises(ShapeError):
+                world.all_to_all(x, out=out)
+            for part in x:
+                part[...] = -1.0
+        else:
+            late = world.board.read
+            world.board.read = lambda *arguments: (time.sleep(0.02), late(*arguments))
+            world.all_to_all(x, out=out)
+        return [part[0] for part in out], float(world.all_reduce(1.0))
+
+    with pieces_of(512):
+        told = run_shm(job, size=3)
+    assert told[0][0] == [0.0, 10.0, 20.0] and told[2][0] == [2.0, 12.0, 22.0]
+    assert [total for _, total in told] == [3.0] * 3, "the job goes on"
 
 
 @on_both_ways
