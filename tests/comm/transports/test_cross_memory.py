@@ -39,6 +39,19 @@ def test_bytes_come_from_where_they_lie():
     read(HERE, 0, octets(0))        # nothing is nowhere
 
 
+def test_what_comes_in_parts_comes_whole(monkeypatch):
+    whole = cross_memory._readv
+
+    def of_seven_bytes(process, vectors, count, remote, *rest):
+        vectors[1] = vectors[3] = min(7, vectors[1])
+        return whole(process, vectors, count, remote, *rest)
+
+    monkeypatch.setattr(cross_memory, "_readv", of_seven_bytes)
+    target = octets(100)
+    read(HERE, address(x := np.arange(100, dtype=np.uint8)), target)
+    assert np.array_equal(target, x)
+
+
 def test_what_cannot_be_read_is_an_error_of_the_system(monkeypatch):
     with pytest.raises(OSError) as caught:
         read(HERE, 8, octets(4))
@@ -125,7 +138,8 @@ def test_a_rank_that_ends_while_starting_is_named():
         hand_over(0, {1: near}, 4096, 8192, 5.0)
 
 
-def test_reading_ends_with_what_ended_the_job():
+def test_reading_ends_with_what_ended_the_job(monkeypatch):
+    monkeypatch.setattr("minidist.comm.transports.shm.STRETCH_BYTES", 40)
     zero, one = transports = shm_transports(2)
     x, target = np.arange(100, dtype=np.uint8), octets(100)
     zero.read(1, address(x), target)
