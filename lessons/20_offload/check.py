@@ -1,0 +1,152 @@
+"""Grades exercise 20: formulas beside the accounts of real steps, loops by the order of what they began and awaited."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import minidist as md
+from minidist.teaching import Result, expect, load_module
+
+lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "20")
+SMALL = lab.GPTConfig(vocabulary=20, context=4, layers=2, width=16, heads=2)
+UNITS = ("a", "b", "c", "d")
+
+
+def grade(exercise: ModuleType) -> Iterator[Result]:
+    """What lies where, what moves, reading ahead, updating in time."""
+    yield from _between_steps(exercise)
+    yield from _moved(exercise)
+    yield from _read(exercise)
+    yield from _stream(exercise)
+    yield from _update(exercise)
+
+
+def _run(plan: dict[str, Any]) -> dict[str, Any]:
+    """Two steps on one rank."""
+    return md.run(lambda world: lab.train(world, plan, steps=2, config=SMALL), size=1, limit=60.0)[0]
+
+
+def _between_steps(exercise: ModuleType) -> Iterator[Result]:
+    """Bytes on the device and on the host beside the accounts."""
+    for precision in ("fp32", "bf16"):
+        seen = _run({"offload": "optimizer", "precision": precision})
+        count = seen["parameters"]
+        mine = exercise.between_steps(count, precision != "fp32")
+        device = {4: "gradients do not stay: the bucket is freed when it is down", 14: "the masters lie on the host",
+                  16: "nothing left the device", 6: "masters lie on the host"}
+        yield expect(f"{precision}: bytes on the device", seen["device"]["total"]["now"], mine["device"],
+                     device.get(mine["device"] // count, "wrong bytes"),
+                     "weights alone stay: section 2 (hole 1)")
+        host = {12: "the gradients lie there too", 8: "the masters are missing", 10: "the masters are missing",
+                16: "weights of two bytes stay on the device"}
+        held = sum(seen["host"][kind]["now"] for kind in ("parameters", "gradients", "optimizer"))
+        yield expect(f"{precision}: bytes on the host", held, mine["host"],
+                     host.get(mine["host"] // count, "wrong bytes"),
+                     "gradients 2, masters 4, m 4, v 4: section 2 (hole 2)")
+
+
+def _moved(exercise: ModuleType) -> Iterator[Result]:
+    """Each direction, for one pass and for three."""
+    for precision, itemsize, passes in (("fp32", 4, 1), ("bf16", 2, 1), ("fp32", 4, 2)):
+        seen = _run({"offload": "optimizer", "precision": precision, "accumulate": passes})
+        mine = exercise.moved_with_the_host(seen["parameters"], itemsize, passes)
+        for way, target in seen["moved"].items():
+            came = mine[way]
+            mistake = "wrong bytes"
+            if way == "host to device" and passes > 1 and came == passes * target:
+                mistake = "weights come up once a step"
+            elif passes > 1 and came * passes == target:
+                mistake = "each pass sends its gradients"
+            elif came == 2 * target or came == 4 * target // itemsize:
+                mistake = "weights travel in the device's precision, not as masters"
+            yield expect(f"{precision}, {passes} pass{'es' * (passes > 1)}, {way}", target, came, mistake,
+                         "gradients A times, weights once: section 3 (hole 3)")
+
+
+def _read(exercise: ModuleType) -> Iterator[Result]:
+    """Reads of ZeRO-Infinity in float32."""
+    for passes in (1, 2):
+        seen = _run({"offload": "all", "zero": 3, "accumulate": passes})
+        count, target = seen["parameters"], seen["moved"]["disk to host"]
+        mine = exercise.read_from_disk(count, passes)
+        known = {12: "the gradients are on disk too", 8: "gradients and weights are on disk too",
+                 20: "in float32 weights are their own masters"}
+        yield expect(f"all on disk, {passes} pass{'es' * (passes > 1)}: bytes read", target, mine,
+                     known.get(16 + (mine - target) // count, "wrong bytes"),
+                     "the update reads the gradient, the weight, m and v: section 3 (hole 4)")
+
+
+class _Move:
+    """A move that tells when it is waited for."""
+
+    def __init__(self, events: list[tuple[str, str]], unit: str, value: Any = None) -> None:
+        self.events, self.unit, self.value = events, unit, value
+
+    def wait(self) -> Any:
+        """Its value."""
+        self.events.append(("arrived", self.unit))
+        return self.value
+
+
+def _stream(exercise: ModuleType) -> Iterator[Result]:
+    """Reads begin before the computation that hides them, one unit ahead."""
+    events: list[tuple[str, str]] = []
+
+    def start_read(unit: str) -> _Move:
+        events.append(("read", unit))
+        return _Move(events, unit, unit.upper())
+
+    def compute(unit: str, weights: str) -> str:
+        events.append(("compute", unit))
+        return unit + weights
+
+    results = exercise.stream(list(UNITS), start_read, compute)
+    advice = "start_read the next one before you compute: section 4 (hole 5)"
+    yield expect("stream: results", [unit + unit.upper() for unit in UNITS], results,
+                 "a unit computed with another's weights, or one was left out", advice)
+    yield expect("stream: reads", list(UNITS), [unit for what, unit in events if what == "read"],
+                 "a unit is read twice, or not at all", advice)
+    for unit, following in zip(UNITS, UNITS[1:], strict=False):
+        begun, computed = events.index(("read", following)), events.index(("compute", unit))
+        yield Result(f"stream: {following} is read while {unit} computes", begun < computed, "begun before",
+                     "begun before" if begun < computed else "begun after", "nothing hides behind the computation",
+                     advice)
+        early = begun > events.index(("arrived", unit))
+        yield Result(f"stream: buffers while {unit} computes", early, "2", "2" if early else "3",
+                     "more than one unit ahead", "a third buffer is not there: section 4 (hole 5)")
+
+
+def _update(exercise: ModuleType) -> Iterator[Result]:
+    """Gradients before the update, weights after it, nobody waits for weights in between."""
+    events: list[tuple[str, str]] = []
+
+    def start_up(run: str) -> _Move:
+        events.append(("up", run))
+        return _Move(events, f"{run}'s weights")
+
+    exercise.update(list(UNITS), {run: _Move(events, run) for run in UNITS},
+                    lambda run: events.append(("adam", run)), start_up)
+    advice = "arriving[run].wait(), optimizer_step(run), going.append(start_up(run)): section 1 (hole 6)"
+    for run in UNITS:
+        order = [what for what, whose in events if whose == run]
+        mistake = "the update did not wait for its gradients"
+        if "up" not in order:
+            mistake = "the new weights never reach the device"
+        elif "adam" in order and order.index("up") < order.index("adam"):
+            mistake = "weights go up before they are new"
+        yield expect(f"update of {run}", ["arrived", "adam", "up"], order, mistake, advice)
+    last = events.index(("adam", UNITS[-1]))
+    first = ("arrived", f"{UNITS[0]}'s weights")
+    hidden = first in events and events.index(first) > last
+    yield Result("weights go up while the next run is updated", hidden, "waited for at the end",
+                 "waited for at the end" if hidden else "waited for at once" if first in events else "never waited for",
+                 "nothing hides behind Adam" if first in events else "the step ended before its weights were up",
+                 "keep the moves in going: section 1 (hole 6)")
+
+
+if __name__ == "__main__":
+    from minidist.cli import main
+
+    raise SystemExit(main(["check", "20", *sys.argv[1:]]))

@@ -1,0 +1,62 @@
+"""Exercise 20: say what lies where and what moves; then read ahead, and update as gradients arrive.
+
+Copy this file (`minidist lesson 20 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
+`minidist check 20 DIR/exercise_20.py`. The check trains small models from both homes and holds your numbers against
+what their accounts counted, and runs your loops on moves that tell when they were begun and waited for.
+"""
+
+from minidist.teaching import hole
+
+
+def between_steps(parameters, mixed):
+    """{"device": ..., "host": ...} in bytes with ZeRO-Offload on one device and Adam (section 2).
+
+    Args: parameters: how many numbers; mixed: False for float32, True for bf16 weights and gradients.
+    """
+    if mixed:
+        return {"device": hole(1, "mixed precision: bytes on the device, when each gradient leaves once it is final"),
+                "host": hole(2, "mixed precision: gradients, and all that the optimizer keeps")}
+    return {"device": 4 * parameters, "host": (4 + 4 + 8) * parameters}
+
+
+def moved_with_the_host(parameters, itemsize, passes):
+    """{"device to host": ..., "host to device": ...} in bytes a step, for `passes` backward passes (section 3)."""
+    return hole(3, "a dict: gradients go down after each backward, weights come up after the update")
+
+
+def read_from_disk(parameters, passes):
+    """Bytes a step that ZeRO-Infinity reads, in float32 with Adam (section 3)."""
+    weights = 2 * passes * 4 * parameters       # before each unit's forward, and before its backward
+    gradients = (passes - 1) * 4 * parameters   # what the passes before have added up
+    update = hole(4, "what the update of a parameter has to read, times the parameters")
+    return weights + gradients + update
+
+
+def stream(units, start_read, compute):
+    """Compute with one unit after the other; while one computes, the next is read (section 4).
+
+    Args: start_read(unit): begins a read, returns a move; move.wait() returns the unit's weights when they are there.
+          compute(unit, weights): what the unit gives.
+    There are two buffers: never more than one unit ahead.
+    """
+    results = []
+    coming = start_read(units[0])
+    for index, unit in enumerate(units):
+        weights = coming.wait()
+        hole(5, "begin the read of the next unit, if there is one, and remember its move", index, unit)
+        results.append(compute(unit, weights))
+    return results
+
+
+def update(runs, arriving, optimizer_step, start_up):
+    """ZeRO-Offload's update, run by run (section 1).
+
+    Args: arriving[run]: the move that brings the run's gradients to the host; optimizer_step(run): Adam on the host;
+          start_up(run): begins to send the run's new weights up, returns a move.
+    While one run is updated, the weights of the one before are on their way.
+    """
+    going = []
+    for run in runs:
+        hole(6, "wait for the run's gradients, update it, begin to send its weights up; keep that move in going", run)
+    for move in going:
+        move.wait()

@@ -1,0 +1,153 @@
+"""What lesson 20 and its figure run: a model trained from three homes, watched; a disk that takes its time."""
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from minidist import account, ops
+from minidist.backend import random_bits
+from minidist.nn import GPTConfig, Linear, Module
+from minidist.observe.overlap import Overlap, measure, moves
+from minidist.observe.timeline import Timeline
+from minidist.optim import AdamW
+from minidist.parallel.common.home import Home
+from minidist.parallel.common.moves import Pace
+from minidist.parallel.common.replicas import weights_digest
+from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.offload import OnDisk
+from minidist.parallel.zero3 import Zero3
+from minidist.tensor import Tensor
+
+CONFIG = GPTConfig(vocabulary=64, context=8, layers=8, width=48, heads=4)
+SEQUENCES = 2
+PLANS: dict[str, dict[str, Any]] = {
+    "one device": {}, "optimizer on the host": {"offload": "optimizer", "bucket_bytes": 1 << 16},
+    "all on disk": {"offload": "all", "zero": 3}}
+MEMORY = ("parameters", "gradients", "optimizer", "activations", "workspace")
+
+
+def batch_of(step: int, config: GPTConfig = CONFIG, sequences: int = SEQUENCES) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, targets) of a step, from the counter hash."""
+    bits = random_bits(f"lesson 20, step {step}", 0, range(sequences * (config.context + 1)))
+    ids = (bits % np.uint64(config.vocabulary)).astype(np.int64).reshape(sequences, -1)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def train(group: Any, plan: dict[str, Any], *, steps: int = 3, config: GPTConfig = CONFIG, watch: bool = False,
+          **options: Any) -> dict[str, Any]:
+    """Steps of a plan on the ranks of `group`, with an account of its own; what came out, lay and moved.
+
+    With `watch` the accounts at every module and gradient of the last step, too.
+    """
+    with account.use(account.MemoryAccount()) as memory:
+        trainer = Trainer(Plan(dp=group.size, **plan), config, group, seed=1, **options)
+        try:
+            moments = Moments(trainer) if watch else None
+            losses = []
+            for step in range(steps):
+                if moments is not None:
+                    moments.on = step == steps - 1
+                if step == 1:
+                    memory.reset_peak()         # the first has drawn the weights
+                losses.append(trainer.step(batch_of(step, config)))
+            return {"losses": losses, "digest": trainer.weights_sha256(), "weights": trainer.state_dict(),
+                    "device": memory.snapshot(), "host": trainer.home.host.snapshot(),
+                    "disk": trainer.home.disk_bytes(), "moments": moments.seen if moments else [],
+                    "moved": {way: nbytes // steps for way, nbytes in trainer.home.traffic.step.items()},
+                    "parameters": sum(p.size for p in trainer.model.parameters())}
+        finally:
+            trainer.close()
+
+
+class Moments:
+    """Device, host and disk, asked at every module on the way forward and every gradient on the way back."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.on, self.seen = trainer, False, []
+        for module in trainer.model.modules():
+            module.register_forward_hook(lambda module, *rest: self.look("forward"))
+            module.register_backward_hook(lambda module: self.look("backward"))
+        walk = trainer.optimizer.update
+        trainer.optimizer.update = lambda *args: (walk(*args), self.look("optimizer"))[0]  # type: ignore[method-assign]
+
+    def look(self, phase: str) -> None:
+        """One sample."""
+        if self.on:
+            home = self.trainer.home
+            self.seen.append({"phase": phase, "device": self.trainer.account.now, "host": home.host.now,
+                              "disk": disk_by_category(home)})
+
+
+def disk_by_category(home: Home) -> dict[str, int]:
+    """Bytes on disk by what they are."""
+    held = dict.fromkeys(MEMORY, 0)
+    for record in home.disk.records if isinstance(home, OnDisk) else ():
+        for key, region in record.regions.items():
+            held[key if key in held else {"weights": "parameters"}.get(key, "optimizer")] += region.nbytes
+    return held
+
+
+# ------------------------------------------------------------------------------------------- a disk that takes its time
+
+COMPUTE, ACCESS = 12e-3, 4e-3
+"""Seconds that a unit computes in each direction, and that the disk takes for a read or a write."""
+
+
+class Slow(Module):
+    """A layer that computes for COMPUTE seconds each way, asleep: so two cores, or one, are enough for the picture."""
+
+    def __init__(self) -> None:
+        self.linear = Linear(16, 16, bias=False, std=0.3, dtype="float64")
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(COMPUTE)
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda dy: time.sleep(COMPUTE))     # type: ignore[func-returns-value]
+        return y
+
+
+class Stack(Module):
+    """Eight of them."""
+
+    def __init__(self) -> None:
+        self.layers = [Slow() for _ in range(8)]
+        self.assign_names()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def loss(self, inputs: np.ndarray, targets: np.ndarray, divisor: float) -> Tensor:
+        y = self(Tensor(inputs))
+        return ops.sum(y * y) * (1.0 / divisor)
+
+
+def over_a_slow_disk(group: Any, home_class: type[OnDisk] = OnDisk, *, buffers: int = 4) -> dict[str, Any]:
+    """Two steps; of the second its seconds, its spans, and how much of its moves lay under computation."""
+    timeline, pace = Timeline(0), Pace(latency=ACCESS)
+    with account.use(account.MemoryAccount()):
+        home = home_class(buffers=buffers, recorder=timeline, read=pace, write=pace)
+        strategy = Zero3(Stack(), group, home=home, seed=3, recorder=timeline)
+        optimizer = AdamW(strategy.parameters, 1e-2)
+        for step in range(2):
+            with timeline.span("step", step=step):
+                strategy.step((np.eye(16), np.zeros(16)), optimizer, clip=1.0)
+        digest = weights_digest(strategy.state_dict())
+        home.close()
+    begin = next(span.start for span in timeline.spans if span.name == "forward" and span.details["step"] == 1)
+    end = next(span.stop for span in timeline.spans if span.name == "backward" and span.details["step"] == 1)
+    stop = next(span.stop for span in timeline.spans if span.name == "step" and span.details["step"] == 1)
+
+    def passes(line: Timeline) -> list[Any]:
+        return [span for span in moves(line) if begin <= span.start < end]
+
+    overlap: Overlap = measure(timeline, of=passes)
+    spans = [asdict(span) for span in timeline.spans if begin <= span.start <= stop]
+    return {"seconds": stop - begin, "passes": end - begin, "share": overlap.share, "digest": digest,
+            "reads": sum(span.name.startswith("read") for span in passes(timeline)),
+            "writes": sum(span.name.startswith("write") for span in passes(timeline)),
+            "spans": spans, "begin": begin}

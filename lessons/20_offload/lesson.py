@@ -1,0 +1,258 @@
+"""Lesson 20: offload: device, host and disk; what lies where, what moves, and how it hides behind computation.
+
+    python lessons/20_offload/lesson.py
+    mpirun -n 4 python lessons/20_offload/lesson.py                # each rank offloads its own shards
+    python lessons/20_offload/lesson.py --break one-buffer         # see README.md, section 7
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist import account
+from minidist.errors import MemoryLimitError
+from minidist.nn import GPT
+from minidist.observe.page import Page, size_text, verdict
+from minidist.observe.records import gather_records
+from minidist.optim import AdamW
+from minidist.parallel.common.flat import Flat
+from minidist.parallel.common.memory import Each
+from minidist.parallel.common.moves import Pace
+from minidist.parallel.offload import OnDisk, OnHost
+from minidist.parallel.offload_costs import moved_to_disk, moved_to_host
+from minidist.parallel.zero2 import Zero2
+from minidist.parallel.zero3 import Zero3
+from minidist.teaching import arguments, load_module, run_lesson
+
+lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "20")
+BILLION = 10**9
+
+
+def plain_offload(model, optimizer, batches, host):
+    """ZeRO-Offload in a dozen lines (README, section 1): the optimizer is made of `host`, copies of the weights."""
+    for inputs, targets in batches:
+        loss = model.loss(inputs, targets, divisor=targets.size)
+        loss.backward()
+        for p, h in zip(model.parameters(), host, strict=True):
+            h.grad = p.grad.copy()                             # gradients go down: 1 x the model
+            p.zero_grad()                                      # and are free on the device
+        optimizer.step()                                       # Adam on the host, beside its m and v
+        for p, h in zip(model.parameters(), host, strict=True):
+            p.data[...] = h.data                               # new weights come up: 1 x the model
+    return loss.item()
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson, run by every rank; sections 1 to 5 are about one device, and rank 0's alone."""
+    alone = group.split(group.rank)
+    for title, section in (("1  The same weights, wherever the state lies", same_weights),
+                           ("2  Where each byte lies: device, host, disk", where),
+                           ("3  What moves in a step, beside the formula", what_moves),
+                           ("4  A model four times over the limit", over_the_limit),
+                           ("5  Reading ahead, writing behind: a disk that takes its time", hidden)):
+        page.heading(title)
+        if group.rank == 0:
+            section(alone, page)
+    group.barrier()
+    page.heading("6  Each rank its own shards")
+    all_ranks(group, page)
+    page.heading("7  Seven billion parameters, and the notes' 900 GB/s (N2:378)")
+    seven_billion(page)
+    alone.close()
+
+
+def same_weights(alone: Any, page: Page) -> None:
+    """Weights and losses of three homes, and of the plain loop."""
+    runs = {name: lab.train(alone, plan) for name, plan in lab.PLANS.items()}
+    first = runs["one device"]
+    rows = [[name, f"{run['losses'][-1]:.6f}", run["digest"][:12],
+             "ok" if run["digest"] == first["digest"] else "off"] for name, run in runs.items()]
+    page.table("After three steps, float32, AdamW, clipped", ["", "loss", "weights (SHA-256)", "same bits"], rows,
+               note="the same arithmetic in the same order: what lies elsewhere between two uses changes nothing")
+
+
+def where(alone: Any, page: Page) -> None:
+    """Bytes a parameter on each level, between steps; and the device's peaks."""
+    rows = []
+    for name, plan in lab.PLANS.items():
+        run = lab.train(alone, plan)
+        count, pages = run["parameters"], 4096 * 4 * (lab.CONFIG.layers + 4)
+        device, host = run["device"], run["host"]
+        lasting = sum(device[kind]["now"] for kind in ("parameters", "gradients", "optimizer"))
+        on_host = sum(host[kind]["now"] for kind in ("parameters", "gradients", "optimizer"))
+        formulas = {"one device": (16, 0, 0), "optimizer on the host": (4, 16, 0), "all on disk": (0, 0, 16)}[name]
+        right = (abs(lasting - formulas[0] * count) <= 100 and on_host == formulas[1] * count
+                 and 0 <= run["disk"] - formulas[2] * count <= pages)
+        rows.append([name, f"{lasting / count:.2f}", f"{on_host / count:.2f}", f"{run['disk'] / count:.2f}",
+                     " + ".join(map(str, formulas)), "ok" if right else "off",
+                     size_text(device["parameters"]["peak"]), size_text(device["gradients"]["peak"])])
+    page.table(f"Bytes a parameter between steps; {run['parameters']:,} parameters in float32",
+               ["", "device", "host", "disk", "formula", "", "peak: weights", "peak: gradients"], rows,
+               note="disk: whole pages. Peaks: two units of weights, three of gradients, or three buckets of 64 KiB")
+
+
+def what_moves(alone: Any, page: Page) -> None:
+    """Every direction, in float32 and in half precision."""
+    rows = []
+    for precision, each in (("fp32", Each.of(4)), ("bf16", Each.of(2, masters=True))):
+        for name, plan in list(lab.PLANS.items())[1:]:
+            run = lab.train(alone, {**plan, "precision": precision})
+            count = run["parameters"]
+            formula = (moved_to_host(count, each) if "host" in name
+                       else moved_to_disk(count, 0, count, each, masters=precision != "fp32"))
+            rows += [[f"{name}, {precision}", way, run["moved"].get(way, 0), f"{nbytes / count:g} x {count:,}", nbytes,
+                      verdict(run["moved"].get(way, 0), nbytes)] for way, nbytes in sorted(formula.items())]
+    page.table("Bytes a step", ["", "way", "measured", "formula", "", ""], rows,
+               note="ZeRO-Offload's 2 + 2 bytes a parameter in half precision: `optimizer on the host, bf16`")
+
+
+def over_the_limit(alone: Any, page: Page) -> None:
+    """16 bytes a parameter are four times what the device may hold."""
+    count = sum(p.size for p in GPT(lab.CONFIG).parameters())
+    limit, rows = 16 * count // 4, []
+    free = lab.train(alone, {})
+    for name, plan in lab.PLANS.items():
+        try:
+            run = lab.train(alone, {**plan, "device_memory": limit})
+            rows.append([name, size_text(run["device"]["total"]["peak"]), "trains",
+                         "ok" if run["digest"] == free["digest"] else "off"])
+        except MemoryLimitError as error:
+            rows.append([name, "", str(error).split(" more for ")[1].split(" do not fit")[0] + " do not fit", ""])
+    page.table(f"Limit {size_text(limit)}; the state alone takes {size_text(16 * count)}",
+               ["", "device's peak", "", "same bits as without a limit"], rows)
+
+
+class NoPrefetch(OnDisk):
+    """OnDisk that reads a unit when it is needed, and no sooner."""
+
+    def prefetch(self, flat: Flat) -> None:
+        """Nothing."""
+
+
+def hidden(alone: Any, page: Page) -> None:
+    """A step with reading ahead, without, and with one buffer."""
+    rows = []
+    for name, home, buffers in (("four buffers", OnDisk, 4), ("four, nothing read ahead", NoPrefetch, 4),
+                                ("one buffer", OnDisk, 1)):
+        run = lab.over_a_slow_disk(alone, home, buffers=buffers)
+        rows.append([name, f"{1e3 * run['passes']:.0f} ms", f"{1e3 * run['seconds']:.0f} ms",
+                     f"{run['reads']} + {run['writes']}", f"{100 * run['share']:.0f} %", run["digest"][:8]])
+    page.table(f"Eight units that compute {1e3 * lab.COMPUTE:.0f} ms each way; a disk of {1e3 * lab.ACCESS:.0f} ms an "
+               f"access", ["", "forward, backward", "the step", "reads + writes", "hidden", "weights"], rows,
+               note=f"computing takes {1e3 * 16 * lab.COMPUTE:.0f} ms; counted are reads and writes that begin in "
+                    f"forward and backward; behind the update, the rest of the step, little hides")
+
+
+def all_ranks(group: Any, page: Page) -> None:
+    """ZeRO-3 on all ranks, each shard on its own rank's disk."""
+    run = lab.train(group, lab.PLANS["all on disk"])
+    records = gather_records(group, {"disk": run["disk"], "host": run["host"]["total"]["peak"],
+                                     "device": run["device"]["total"]["peak"], "digest": run["digest"],
+                                     "moved": run["moved"].get("disk to host", 0)})
+    if not records:
+        return
+    page.table(f"--zero 3 --offload all on {group.size} rank{'s' * (group.size > 1)}",
+               ["", "on disk", "host's peak", "device's peak", "read in a step", "weights"],
+               [[f"rank {rank}", size_text(r["disk"]), size_text(r["host"]), size_text(r["device"]),
+                 size_text(r["moved"]), r["digest"][:8]] for rank, r in enumerate(records)],
+               note="a rank reads and writes its own shards alone, so P disks are P times as fast as one")
+
+
+def seven_billion(page: Page) -> None:
+    """Seconds a step over the links that offloading uses, and over the one the notes name."""
+    each = Each.of(2, masters=True)
+    host = moved_to_host(7 * BILLION, each)["device to host"]
+    disk = moved_to_disk(7 * BILLION, 0, 7 * BILLION, each, masters=True)
+    rows = [["gradients down", size_text(host), f"{host / (900 * BILLION):.2f} s", f"{host / (450 * BILLION):.2f} s",
+             f"{host / (64 * BILLION):.2f} s", ""]]
+    rows += [[f"all: {way}", size_text(disk[way]), "", "", "", f"{disk[way] / (3 * BILLION):.0f} s"]
+             for way in ("disk to host", "host to disk")]
+    page.table("7 billion parameters in mixed precision, one device, seconds a step at",
+               ["", "bytes", "900 GB/s (N2:378)", "450 GB/s", "64 GB/s", "3 GB/s"], rows,
+               note="900: NVLink 4.0 between GPUs, both ways together; 450: one way; 64: PCIe 5.0 x16 one way, which "
+                    "is what lies between a GPU and most hosts; 3: one NVMe drive")
+
+
+# ------------------------------------------------------------------------------------------------------- Break it
+
+def _alone(work: Any) -> Any:
+    return md.run(work, size=1, limit=120.0)[0]
+
+
+def no_prefetch() -> None:
+    """Each unit waits for its own read."""
+    for name, home in (("read ahead", OnDisk), ("read when needed", NoPrefetch)):
+        run = _alone(lambda world, home=home: lab.over_a_slow_disk(world, home))
+        print(f"{name:17s} forward and backward {1e3 * run['passes']:.0f} ms, {100 * run['share']:.0f} % hidden")
+
+
+def one_buffer() -> None:
+    """What is read and what is written take turns in it."""
+    for buffers in (4, 2, 1):
+        run = _alone(lambda world, n=buffers: lab.over_a_slow_disk(world, buffers=n))
+        print(f"{buffers} buffer{'s' * (buffers > 1)}: a step takes {1e3 * run['seconds']:.0f} ms, "
+              f"{100 * run['share']:.0f} % of the moves hidden, weights {run['digest'][:8]}")
+
+
+class Hasty(OnHost):
+    """OnHost that does not wait for gradients."""
+
+    def settle(self) -> None:
+        """Nothing."""
+
+
+def update_before_arrival() -> None:
+    """Over a bus of 100 ms: the update takes what lies there, the sums of the step before; at first zeros."""
+    def work(world: Any, home: type[OnHost]) -> np.ndarray:
+        model = GPT(lab.CONFIG)
+        model.initialize(seed=1)
+        strategy = Zero2(model, world, home=home(down=Pace(latency=0.1)))
+        optimizer = AdamW(strategy.parameters, 1e-3)
+        for step in range(2):
+            strategy.step(lab.batch_of(step), optimizer)
+        strategy.home.close()
+        return np.concatenate([p.data.reshape(-1) for p in model.parameters()])
+
+    right, hasty = (_alone(lambda world, home=home: work(world, home)) for home in (OnHost, Hasty))
+    print(f"after two steps the largest difference is {np.abs(right - hasty).max():.1e}, and no error came: Adam took "
+          f"the last step's gradients, and zeros in the first")
+
+
+def forget_to_free() -> None:
+    """Units stay on the device: under a limit that holds two of them."""
+    def work(world: Any) -> None:
+        with account.use(account.MemoryAccount(limit=700_000)):
+            strategy = Zero3(GPT(lab.CONFIG), world, home=OnDisk(), seed=1)
+            for unit in strategy.units:
+                unit.free = lambda: None     # type: ignore[method-assign]
+            try:
+                strategy.step(lab.batch_of(0), AdamW(strategy.parameters, 1e-3))
+            finally:
+                strategy.home.close()
+
+    _alone(work)
+
+
+def tiny_limit() -> None:
+    """Less than two units: told before training."""
+    _alone(lambda world: lab.train(world, {**lab.PLANS["all on disk"], "device_memory": 300_000}))
+
+
+def missing_folder() -> None:
+    """Nowhere to write: told before training too."""
+    _alone(lambda world: lab.train(world, lab.PLANS["all on disk"], offload_dir="/absent/folder"))
+
+
+BREAKS = {"no-prefetch": no_prefetch, "one-buffer": one_buffer, "update-before-arrival": update_before_arrival,
+          "forget-to-free": forget_to_free, "tiny-limit": tiny_limit, "missing-folder": missing_folder}
+
+
+def main() -> None:
+    """Parse the command line, then run here, or on every rank that was launched."""
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=1)
+
+
+if __name__ == "__main__":
+    main()
