@@ -8,6 +8,7 @@
     │   ├── LaunchError               the launcher's variables are absent, foreign or contradict each other
     │   ├── MemoryLimitError (MemoryError)   an array that does not fit under the limit of a memory account
     │   ├── PlanError                 a parallel plan that cannot work
+    │   ├── ScheduleError             a pipeline schedule that cannot run, or would compute something else
     │   └── ShardError                a size that does not divide as the strategy needs
     ├── ShapeError (ValueError)       arrays whose shapes do not fit an operation
     ├── DtypeError (TypeError)        arrays whose dtypes do not fit an operation
@@ -55,6 +56,10 @@ class MemoryLimitError(ConfigError, MemoryError):
 
 class PlanError(ConfigError):
     """A parallel plan that cannot work."""
+
+
+class ScheduleError(ConfigError):
+    """A pipeline schedule that cannot run, or would compute something else."""
 
 
 class ShardError(ConfigError):

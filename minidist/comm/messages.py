@@ -156,7 +156,8 @@ class _Incoming(Handle):
         """The array received: on the device of `out`, else where the sender's array lives."""
         if self._arriving is not None:
             self._arriving.wait()
-        return self._result.deliver(self._device)
+        result, self._result = self._result, Result(self.signature.verb, None)  # the transport's handle leads here and
+        return result.deliver(self._device)                                     # back: keep no array alive by it
 
     def arrive(self) -> None:
         """Begin to receive by the lane: the header has told what."""

@@ -40,7 +40,7 @@ import numpy as np
 
 from minidist import account, backend
 from minidist.backend import LOW_PRECISION, Array, array_module, dtype_name, narrow, to_host
-from minidist.backward import Surveyed
+from minidist.backward import Surveyed, WeightGradient
 from minidist.errors import ConfigError, GradientError
 from minidist.nn import Module
 from minidist.optim import Optimizer, clip_scale
@@ -154,14 +154,15 @@ class MixedPrecision(Precision):
 
     # -------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, loss: Tensor, *, surveyed: Surveyed | None = None) -> None:
-        """Backward from the loss times the scale; the loss itself stays as it is.
+    def backward(self, loss: Tensor, dy: Array | None = None, *, defer_weights: bool = False,
+                 surveyed: Surveyed | None = None) -> list[WeightGradient]:
+        """Backward from the loss times the scale; the loss itself stays as it is. A `dy` has been scaled already.
 
         What is too large for float16 becomes infinite here, without a word: `update` finds it.
         """
-        seed = array_module(loss.data).full(loss.shape, self._scale, loss.dtype)
+        seed = array_module(loss.data).full(loss.shape, self._scale, loss.dtype) if dy is None else dy
         with np.errstate(over="ignore", invalid="ignore"):
-            loss.backward(seed, surveyed=surveyed)
+            return loss.backward(seed, defer_weights=defer_weights, surveyed=surveyed)
 
     @property
     def _scale(self) -> float:

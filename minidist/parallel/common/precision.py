@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from minidist.backend import Array
-from minidist.backward import Surveyed
+from minidist.backward import Surveyed, WeightGradient
 from minidist.nn import Module
 from minidist.optim import Optimizer, clip_scale
 from minidist.tensor import Parameter, Tensor
@@ -45,9 +45,10 @@ class Precision:
         """Copies of a model's weights on the host, by dotted path, where this rank has all of them."""
         return model.state_dict()
 
-    def backward(self, loss: Tensor, *, surveyed: Surveyed | None = None) -> None:
-        """Backward from the loss; `surveyed`: as of Tensor.backward."""
-        loss.backward(surveyed=surveyed)
+    def backward(self, loss: Tensor, dy: Array | None = None, *, defer_weights: bool = False,
+                 surveyed: Surveyed | None = None) -> list[WeightGradient]:
+        """Backward from the loss, or from what a later stage gave the gradient `dy` for; as Tensor.backward."""
+        return loss.backward(dy, defer_weights=defer_weights, surveyed=surveyed)
 
     def update(self, optimizer: Optimizer, squares: Callable[[], float], *, lr: float | None,
                clip: float | None) -> None:

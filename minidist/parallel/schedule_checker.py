@@ -1,0 +1,304 @@
+"""Chapter 11 · The checker: what can be known of a pipeline schedule without running it.
+
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+    check(schedule)                                     # raises ScheduleError, or the schedule is right and ends
+    clock = clock_of(schedule, Times(forward=1.0, backward=2.0))
+    clock.length, clock.bubble                          # 33.0, 3/11
+    peak_held(schedule)                                 # [4, 3, 2, 1] microbatches
+    check_spans(clock.spans)                            # also for spans of a drawn chart, or of a measured timeline
+
+A schedule computes what one process does if each microbatch goes once forward and once backward through every stage,
+and nothing is used before it is there. It ends if no ranks wait for each other. As sends never wait, one play of the
+lists settles that: who can go on does, until all are done, or none can go on; the order of play does not matter.
+
+notes:   N2:201, the Gantt chart
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from minidist.errors import ScheduleError
+from minidist.parallel.schedules import (
+    COMPUTES,
+    RECEIVES,
+    SENDS,
+    Backward,
+    BackwardInput,
+    BackwardWeights,
+    Forward,
+    Instruction,
+    RecvActivation,
+    RecvGradient,
+    Schedule,
+    received_as,
+    sent_as,
+)
+
+
+def check(schedule: Schedule) -> None:
+    """Prove that a schedule computes what one process does, and ends.
+
+    Raises:  ScheduleError, which names the first instruction that is wrong: of a foreign stage, missing or twice, used
+             before it is there, sent or received without the other, received in another order than sent; or the ranks
+             that wait for each other.
+    """
+    for rank in range(schedule.ranks):
+        _check_list(schedule, rank)
+    _check_complete(schedule)
+    _check_links(schedule)
+    stuck = _Play(schedule).run()
+    if stuck:
+        raise ScheduleError(_deadlock(schedule, stuck))
+
+
+# ---------------------------------------------------------------------------------------------------- list by list
+
+def needs(instruction: Instruction, schedule: Schedule) -> Iterator[Instruction]:
+    """What the same rank must have done before `instruction`."""
+    stage, microbatch = instruction.stage, instruction.microbatch
+    alone = schedule.ranks == 1         # the neighbouring stages are this rank's own: no message
+    if isinstance(instruction, Forward) and stage > 0:
+        yield Forward(stage - 1, microbatch) if alone else RecvActivation(stage, microbatch)
+    elif isinstance(instruction, (Backward, BackwardInput)):
+        yield Forward(stage, microbatch)
+        if stage < schedule.stages - 1:
+            yield (type(instruction)(stage + 1, microbatch) if alone else RecvGradient(stage, microbatch))
+    elif isinstance(instruction, BackwardWeights):
+        yield BackwardInput(stage, microbatch)
+    elif isinstance(instruction, SENDS):
+        yield _source(instruction, schedule)
+
+
+def _source(send: Instruction, schedule: Schedule) -> Instruction:
+    """The compute whose result a send takes along."""
+    if isinstance(received_as(send), RecvActivation):
+        return Forward(send.stage, send.microbatch)
+    whole = Backward(send.stage, send.microbatch)
+    return whole if whole in schedule.lists[schedule.rank_of(send.stage)] else BackwardInput(send.stage,
+                                                                                             send.microbatch)
+
+
+def _check_list(schedule: Schedule, rank: int) -> None:
+    """Everything in a rank's list is its own, is there once, and comes after what it needs."""
+    done: set[Instruction] = set()
+    mine = schedule.lists[rank]
+    for instruction in mine:
+        if not 0 <= instruction.stage < schedule.stages or schedule.rank_of(instruction.stage) != rank:
+            raise ScheduleError(f"{schedule.name}: rank {rank} does the {instruction}, a stage that is not its own")
+        if instruction in done:
+            raise ScheduleError(f"{schedule.name}: rank {rank} does the {instruction} twice")
+        for needed in needs(instruction, schedule):
+            if needed not in done:
+                when = "comes later in its list" if needed in mine else "is missing in its list"
+                raise ScheduleError(f"{schedule.name}: rank {rank} does the {instruction} before what it needs is "
+                                    f"there: the {needed} {when}")
+        done.add(instruction)
+
+
+def _check_complete(schedule: Schedule) -> None:
+    """Each microbatch goes forward and backward through each stage; backward is whole, or in its two halves."""
+    for stage in range(schedule.stages):
+        rank = schedule.rank_of(stage)
+        done = set(schedule.lists[rank])
+        for microbatch in range(schedule.microbatches):
+            parts = [kind(stage, microbatch) for kind in (Forward, Backward, BackwardInput, BackwardWeights)]
+            forward, backward, *halves = (part in done for part in parts)
+            if backward and any(halves):
+                raise ScheduleError(f"{schedule.name}: rank {rank} does the {parts[1]} whole and in parts")
+            lacking = [part for part in parts[2:] if part not in done] if any(halves) else parts[1:2]
+            if not forward or not (backward or all(halves)):
+                raise ScheduleError(f"{schedule.name}: rank {rank} never does the "
+                                    f"{parts[0] if not forward else lacking[0]}")
+
+
+def _check_links(schedule: Schedule) -> None:
+    """What one rank sends another is what that receives, in the same order."""
+    ranks = range(schedule.ranks)
+    for source in ranks:
+        sends = [i for i in schedule.lists[source] if isinstance(i, SENDS)]
+        for target in ranks:
+            sent = [received_as(i) for i in sends if schedule.rank_of(received_as(i).stage) == target]
+            taken = [i for i in schedule.lists[target]
+                     if isinstance(i, RECEIVES) and schedule.rank_of(sent_as(i).stage) == source]
+            for receive in sent:
+                if receive not in taken:
+                    raise ScheduleError(f"{schedule.name}: rank {source} does the {sent_as(receive)}, but rank "
+                                        f"{target} never receives it")
+            for receive in taken:
+                if receive not in sent:
+                    raise ScheduleError(f"{schedule.name}: rank {target} does the {receive}, but rank {source} never "
+                                        f"sends it")
+            for first, second in zip(sent, taken, strict=True):
+                if first != second:
+                    raise ScheduleError(f"{schedule.name}: messages from rank {source} to rank {target} are received "
+                                        f"in another order than sent: the {first} comes first, but rank {target} "
+                                        f"expects the {second}")
+
+
+# -------------------------------------------------------------------------------------------------------- the clock
+
+@dataclass(frozen=True)
+class Times:
+    """How long things take, in any unit.
+
+    Attributes: forward, backward    of a microbatch on a stage; backward in two: for the input, for the weights
+                message              from the send to its arrival
+                shares               how much longer than that it takes on each stage (default: all alike)
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    backward_input: float = 1.0
+    backward_weights: float = 1.0
+    message: float = 0.0
+    shares: Sequence[float] | None = None
+
+    def of(self, instruction: Instruction) -> float:
+        """How long a compute takes."""
+        whole = {Forward: self.forward, Backward: self.backward, BackwardInput: self.backward_input,
+                 BackwardWeights: self.backward_weights}[type(instruction)]
+        return whole if self.shares is None else whole * self.shares[instruction.stage]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A compute of a rank, from when to when: by the clock, as drawn, or as measured."""
+
+    rank: int
+    instruction: Instruction
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Clock:
+    """When every rank computes what."""
+
+    ranks: int
+    spans: tuple[Span, ...]
+
+    @property
+    def length(self) -> float:
+        """From the first begin to the last end."""
+        return max(span.stop for span in self.spans) - min(span.start for span in self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they are idle."""
+        return 1.0 - sum(span.stop - span.start for span in self.spans) / (self.ranks * self.length)
+
+
+def clock_of(schedule: Schedule, times: Times | None = None) -> Clock:
+    """When every rank computes what, if each goes on as soon as it can.
+
+    Raises:  ScheduleError if ranks wait for each other.
+    """
+    play = _Play(schedule, times or Times())
+    stuck = play.run()
+    if stuck:
+        raise ScheduleError(_deadlock(schedule, stuck))
+    return Clock(schedule.ranks, tuple(play.spans))
+
+
+class _Play:
+    """Plays the lists: who can go on does."""
+
+    def __init__(self, schedule: Schedule, times: Times | None = None) -> None:
+        self.schedule, self.times = schedule, times or Times()
+        self.spans: list[Span] = []
+        self._next = [0] * schedule.ranks               # of each rank: where in its list
+        self._now = [0.0] * schedule.ranks
+        self._arrives: dict[Instruction, float] = {}    # send -> when its message is there
+
+    def run(self) -> list[tuple[int, Instruction]]:
+        """Play to the end; the ranks that did not come there, and the receives they stand at."""
+        while any([self._go_on(rank) for rank in range(self.schedule.ranks)]):
+            pass
+        return [(rank, instructions[place]) for rank, (instructions, place) in
+                enumerate(zip(self.schedule.lists, self._next, strict=True)) if place < len(instructions)]
+
+    def _go_on(self, rank: int) -> bool:
+        """As far as this rank comes; whether that was anywhere."""
+        before, instructions = self._next[rank], self.schedule.lists[rank]
+        while self._next[rank] < len(instructions):
+            instruction, now = instructions[self._next[rank]], self._now[rank]
+            if isinstance(instruction, COMPUTES):
+                self._now[rank] = now + self.times.of(instruction)
+                self.spans.append(Span(rank, instruction, now, self._now[rank]))
+            elif isinstance(instruction, SENDS):
+                self._arrives[instruction] = now + self.times.message
+            elif sent_as(instruction) in self._arrives:
+                self._now[rank] = max(now, self._arrives[sent_as(instruction)])
+            else:
+                break
+            self._next[rank] += 1
+        return self._next[rank] > before
+
+
+def _deadlock(schedule: Schedule, stuck: list[tuple[int, Instruction]]) -> str:
+    """The ring of ranks that wait for each other, or the rank whose list ended."""
+    at, path, rank = dict(stuck), [], stuck[0][0]
+    while rank in at and rank not in path:
+        path.append(rank)
+        rank = schedule.rank_of(sent_as(at[rank]).stage)
+    ring = path[path.index(rank):] if rank in path else path
+    waits = [f"rank {one} at the {at[one]} for rank {schedule.rank_of(sent_as(at[one]).stage)}" for one in ring]
+    return f"{schedule.name}: deadlock, everybody waits: {'; '.join(waits)}" + (
+        "" if rank in path else f"; and rank {rank} has come to its list's end")
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+def peak_held(schedule: Schedule) -> list[int]:
+    """Of each rank: the most microbatches, counted for each of its stages, whose activations it holds at once.
+
+    They are held from the forward to the backward; where that is in two, to the backward for the weights.
+    """
+    peaks = []
+    for rank in range(schedule.ranks):
+        held = peak = 0
+        for instruction in schedule.computes(rank):
+            held += isinstance(instruction, Forward)
+            peak = max(peak, held)
+            held -= isinstance(instruction, (Backward, BackwardWeights))
+        peaks.append(peak)
+    return peaks
+
+
+# ------------------------------------------------------------------------------------------------------ drawn charts
+
+def broken(spans: Sequence[Span]) -> list[tuple[Span, Span]]:
+    """(what began too early, what it needed and did not wait for), in order of begin; for spans from any source."""
+    by_instruction = {span.instruction: span for span in spans}
+    last = max(span.instruction.stage for span in spans)
+    pairs = []
+    for span in sorted(spans, key=lambda span: (span.start, span.rank)):
+        for needed in _dependencies(span.instruction, last, by_instruction.__contains__):
+            if needed in by_instruction and span.start < by_instruction[needed].stop:
+                pairs.append((span, by_instruction[needed]))
+    return pairs
+
+
+def _dependencies(instruction: Instruction, last: int, known: Callable[[Instruction], bool]) -> Iterator[Instruction]:
+    """The computes, of any rank, that must end before this one begins."""
+    stage, microbatch = instruction.stage, instruction.microbatch
+    if isinstance(instruction, Forward) and stage > 0:
+        yield Forward(stage - 1, microbatch)
+    elif isinstance(instruction, (Backward, BackwardInput)):
+        yield Forward(stage, microbatch)
+        if stage < last:
+            whole = Backward(stage + 1, microbatch)
+            yield whole if known(whole) else BackwardInput(stage + 1, microbatch)
+    elif isinstance(instruction, BackwardWeights):
+        yield BackwardInput(stage, microbatch)
+
+
+def check_spans(spans: Sequence[Span]) -> None:
+    """Raises ScheduleError if a chart lets something begin before what it needs has ended: names the first, counts all.
+    """
+    pairs = broken(spans)
+    if pairs:
+        early, needed = pairs[0]
+        raise ScheduleError(f"the {early.instruction} begins at {early.start:g} on rank {early.rank}, but needs the "
+                            f"{needed.instruction}, which rank {needed.rank} ends at {needed.stop:g}; "
+                            f"{len(pairs)} dependencies are broken")

@@ -1,0 +1,274 @@
+"""The pipeline: equal to one process under every schedule, at the cost and with the memory its docstring states."""
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import differ, train_stages
+from training import global_batch, tiny
+
+import minidist as md
+from minidist import account
+from minidist.errors import ScheduleError, ShardError
+from minidist.nn import GPT
+from minidist.observe.timeline import Timeline
+from minidist.optim import SGD
+from minidist.parallel import pipeline as pipeline_module
+from minidist.parallel.common import stages as stages_module
+from minidist.parallel.common.worker import Worker, computes_of
+from minidist.parallel.pipeline import Pipeline
+from minidist.parallel.schedule_checker import Clock, Span, Times, broken, clock_of, peak_held
+from minidist.parallel.schedules import COMPUTES, ORDERS, Schedule, make_schedule
+
+BOUND = 1e-10
+CHANGES = {"layers": 6, "tied": True, "dropout": 0.2}       # what most can go wrong in
+SCHEDULES = [*ORDERS]
+
+
+@pytest.fixture(scope="module")
+def serial() -> dict[str, Any]:
+    """One process, three steps of five sequences."""
+    return md.run(train_stages, "single", CHANGES, size=1)[0]
+
+
+# ------------------------------------------------------------------------------------------- parallel equals serial
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_equals_one_process(serial: dict[str, Any], name: str, size: int) -> None:
+    """Microbatches of two rows and of one; weights at both ends; layers that do not divide."""
+    ranks = md.run(train_stages, name, CHANGES, size=size)
+    assert differ(ranks[0], serial) < BOUND
+    assert len({tuple(rank["losses"]) for rank in ranks}) == 1
+    assert size == 1 or sum(len(rank["own"]) for rank in ranks) == len(serial["weights"]) + 1      # the table, twice
+
+
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm", "mpi"])
+def test_equals_one_process_on_every_transport(serial: dict[str, Any], transport: str) -> None:
+    ranks = md.run(train_stages, "interleaved", CHANGES, size=2, transport=transport)
+    assert differ(ranks[1], serial) < BOUND
+
+
+any_job = given(size=st.integers(1, 5), name=st.sampled_from(SCHEDULES), microbatches=st.integers(1, 7),
+                sequences=st.integers(1, 9), accumulate=st.integers(1, 3), chunks=st.integers(1, 3),
+                changes=st.fixed_dictionaries({
+                    "layers": st.integers(3, 7), "tied": st.booleans(), "dropout": st.sampled_from([0.0, 0.2]),
+                    "positions": st.sampled_from(["learned", "rotary"]), "norm": st.sampled_from(["layer", "rms"])}))
+
+
+@settings(max_examples=8)
+@any_job
+def test_any_job(size: int, name: str, microbatches: int, sequences: int, accumulate: int, chunks: int,
+                 changes: dict[str, Any]) -> None:
+    """Fewer microbatches than stages, fewer rows than microbatches, a stage without a layer at an end."""
+    check_job(size, name, microbatches, sequences, accumulate, chunks, changes)
+
+
+@pytest.mark.soak
+@settings(max_examples=400)
+@any_job
+def test_very_many_jobs(size: int, name: str, microbatches: int, sequences: int, accumulate: int, chunks: int,
+                        changes: dict[str, Any]) -> None:
+    """The same, more often."""
+    check_job(size, name, microbatches, sequences, accumulate, chunks, changes)
+
+
+def check_job(size: int, name: str, microbatches: int, sequences: int, accumulate: int, chunks: int,
+              changes: dict[str, Any]) -> None:
+    """Every rank equals one process."""
+    options: dict[str, Any] = {"sequences": sequences, "steps": 2, "accumulate": accumulate}
+    several = chunks if name == "interleaved" and size * chunks <= changes["layers"] + 2 else 1
+    alone = md.run(lambda world: train_stages(world, "single", changes, **options), size=1)[0]
+    for rank in md.run(lambda world: train_stages(world, name, changes, microbatches=microbatches, chunks=several,
+                                                  **options), size=size):
+        assert differ(rank, alone) < BOUND
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_equals_one_process_after_twenty_steps(name: str, transport: str) -> None:
+    changes, options = {**CHANGES, "width": 16, "layers": 8}, {"steps": 20, "sequences": 9}
+    alone = md.run(lambda world: train_stages(world, "single", changes, **options), size=1)[0]
+    for size in (2, 3, 4, 5):
+        if transport == "mpi":
+            ranks = md.run(train_stages, name, {**changes, "layers": 8}, size=size, transport=transport)
+            short = md.run(lambda world: train_stages(world, "single", changes), size=1)[0]
+            assert differ(ranks[0], short) < BOUND
+        else:
+            ranks = md.run(lambda world: train_stages(world, name, changes, **options), size=size, transport=transport)
+            assert differ(ranks[0], alone) < BOUND
+
+
+@pytest.mark.parametrize("layers", [[0, 1, 5], [3, 3, 0], [1, 4, 1]])
+def test_uneven_splits(serial: dict[str, Any], layers: list[int]) -> None:
+    ranks = md.run(lambda world: train_stages(world, "1f1b", CHANGES, layers=layers), size=3)
+    assert differ(ranks[0], serial) < BOUND
+    held = [len({name.split(".")[1] for name in rank["own"] if name.startswith("blocks.")}) for rank in ranks]
+    assert held == layers
+
+
+# --------------------------------------------------------------------------------------- the parity test sees the bugs
+
+@pytest.mark.parametrize("bug", ["table not summed", "table counted twice", "own norm", "first row forgotten",
+                                 "microbatch divisor", "weights' half forgotten"])
+def test_planted_bugs_break_parity(serial: dict[str, Any], bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "zb-h1" if bug.startswith("weights") else "1f1b"
+    if bug == "table not summed":
+        monkeypatch.setattr(Pipeline, "_sum_ends", lambda self: None)
+    elif bug == "table counted twice":
+        monkeypatch.setattr(Pipeline, "_squares", lambda self: pipeline_module.sum_in_order(
+            self.group, pipeline_module.sum_of_squares(p.grad for p in self.weights)))
+    elif bug == "own norm":
+        monkeypatch.setattr(pipeline_module, "sum_in_order", lambda group, value: value)
+    elif bug == "first row forgotten":
+        micro = pipeline_module.micro_parts
+        monkeypatch.setattr(pipeline_module, "micro_parts", lambda part, count: [
+            type(part)(part.inputs, part.targets, 0) for part in micro(part, count)])
+    elif bug == "microbatch divisor":
+        forward = stages_module.Stages.forward
+        monkeypatch.setattr(stages_module.Stages, "forward", lambda self, stage, x, *, targets, divisor, key: forward(
+            self, stage, x, targets=targets, divisor=4 * targets.size, key=key))
+    else:
+        monkeypatch.setattr(pipeline_module._Pass, "backward_weights", lambda self, stage, microbatch: None)
+    assert not differ(md.run(train_stages, name, CHANGES, size=3)[0], serial) < 1e-6
+
+
+# ------------------------------------------------------------------------------------------------------ what it costs
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("size", "tied"), [(1, True), (2, True), (3, False)])
+def test_bytes_are_the_formula(name: str, size: int, tied: bool) -> None:
+    steps, changes = 2, {"layers": 6, "tied": tied}
+    config, ranks = tiny(**changes), md.run(
+        lambda world: train_stages(world, name, changes, steps=steps, sequences=7), size=size)
+    boundaries = (size * (2 if name == "interleaved" else 1) - 1) if size > 1 else 0
+    sent = sum(rank["sent"].get("world", {}).get("send", 0) for rank in ranks)
+    assert sent == steps * 2 * boundaries * 7 * config.context * config.width * 8
+    table = sum(rank["sent"].get("world", {}).get("all_reduce", 0) for rank in ranks)
+    assert table == (steps * 2 * config.vocabulary * config.width * 8 if tied and size > 1 else 0)
+    for rank in ranks:
+        assert rank["sent"].keys() <= {"world", "control"}
+        assert rank["sent"]["control"] == {"all_gather": steps * 2 * 8 * (size - 1)}       # loss and norm
+
+
+def activations(world: Any, name: str, microbatches: int) -> tuple[int, int]:
+    """Peak bytes of activations in a step whose microbatches have two rows each; what stays."""
+    config = tiny(layers=6)
+    pipeline = Pipeline(GPT(config), world, make_schedule(name, world.size, microbatches), seed=3)
+    batch = tuple(np.tile(ids, (microbatches, 1)) for ids in global_batch(0, 2, config))
+    batches = [np.array(ids) for ids in batch]      # arrays of their own: the account counts a view's owner
+    optimizer, memory = SGD(pipeline.parameters, 1e-2), account.current()
+    pipeline.step((batches[0], batches[1]), optimizer)
+    memory.reset_peak()
+    pipeline.step((batches[0], batches[1]), optimizer)
+    ids = batches[0].nbytes if world.rank != 1 else 0       # inputs at one end, targets at the other
+    return memory.peak["activations"] - ids, memory.now["activations"] - ids
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
+def test_activations_are_those_of_the_microbatches_held(name: str) -> None:
+    """To the byte: a peak with k held is that with one, and k - 1 times what each adds; the ids of the batch apart."""
+    one, two = md.run(activations, "gpipe", 1, size=3), md.run(activations, "gpipe", 2, size=3)
+    for microbatches in (2, 5):
+        held = peak_held(make_schedule(name, 3, microbatches))
+        for rank, (peak, left) in enumerate(md.run(activations, name, microbatches, size=3)):
+            each = two[rank][0] - one[rank][0]
+            assert peak == one[rank][0] + (held[rank] - 1) * each
+            assert left == 0
+
+
+def test_zero_bubble_holds_no_more_than_1f1bs_first_stage() -> None:
+    """Rank by rank: what a microbatch keeps there, times the microbatches that 1F1B's first stage holds."""
+    one, two, zero = (md.run(activations, name, m, size=3) for name, m in (("gpipe", 1), ("gpipe", 2), ("zb-h1", 6)))
+    for rank in range(3):
+        each = two[rank][0] - one[rank][0]
+        assert zero[rank][0] <= one[rank][0] + (3 - 1) * each
+
+
+# ----------------------------------------------------------------------------------------------------- time and order
+
+class Sleeper:
+    """Stages that sleep: `unit` seconds forward, twice that backward or once for each half."""
+
+    def __init__(self, stages: int, unit: float) -> None:
+        self.stages, self.unit = stages, unit
+
+    def skips(self, microbatch: int) -> bool:
+        return False
+
+    def room(self, receive: Any) -> None:
+        return None
+
+    def forward(self, stage: int, microbatch: int, x: Any) -> Any:
+        assert (x is None) == (stage == 0) and (x is None or x.tolist() == [stage - 1, microbatch, 0])
+        time.sleep(self.unit)
+        return None if stage == self.stages - 1 else np.array([stage, microbatch, 0])
+
+    def backward(self, stage: int, microbatch: int, dy: Any, *, whole: bool) -> Any:
+        assert (dy is None) == (stage == self.stages - 1) and (dy is None or dy.tolist() == [stage + 1, microbatch, 1])
+        time.sleep(self.unit * (1 + whole))
+        return None if stage == 0 else np.array([stage, microbatch, 1])
+
+    def backward_weights(self, stage: int, microbatch: int) -> None:
+        time.sleep(self.unit)
+
+
+def sleep_through(world: Any, schedule: Schedule, unit: float) -> list[list[Any]] | None:
+    """Every rank's computes on rank 0, as what can travel between processes."""
+    timeline = Timeline(world.rank)
+    worker = Worker(schedule, world, recorder=timeline)
+    world.barrier()
+    worker.run(Sleeper(schedule.stages, unit))
+    timelines = timeline.collect(world)
+    return None if timelines is None else [
+        [span.rank, span.instruction.word, span.instruction.stage, span.instruction.microbatch, span.start, span.stop]
+        for span in computes_of(timelines)]
+
+
+def slept(schedule: Schedule, unit: float, transport: str = "threads") -> list[Span]:
+    """The spans of a run of stages that sleep."""
+    kinds = {kind.word: kind for kind in COMPUTES}
+    return [Span(rank, kinds[word](stage, microbatch), start, stop) for rank, word, stage, microbatch, start, stop in
+            md.run(sleep_through, schedule, unit, size=schedule.ranks, transport=transport)[0]]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets"])
+def test_the_measured_timeline_is_the_schedule(name: str, transport: str) -> None:
+    """Each message is the right one (the sleepers look), every dependency holds, each rank computes in its order."""
+    schedule = make_schedule(name, 3, 4)
+    spans = slept(schedule, 0.0, transport)
+    assert not broken(spans)
+    for rank in range(3):
+        assert [span.instruction for span in spans if span.rank == rank] == schedule.computes(rank)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_measured_bubble_is_the_ideal_one(name: str) -> None:
+    """Stages that sleep; the best of three, for the machine may have other work."""
+    schedule, best = make_schedule(name, 3, 3), 1.0
+    ideal = clock_of(schedule, Times()).bubble
+    for _ in range(3):
+        spans = slept(schedule, 0.006)
+        best = min(best, Clock(3, tuple(spans)).bubble)
+        if abs(best - ideal) < 0.05:
+            break
+    assert ideal - 0.05 < best < ideal + 0.15
+
+
+# ----------------------------------------------------------------------------------------------------------- mistakes
+
+def test_what_cannot_work_is_refused_before_anything_runs() -> None:
+    def job(world: Any, size: int, layers: list[int] | None) -> None:
+        Pipeline(GPT(tiny(layers=2)), world, make_schedule("1f1b", size, 4), seed=0, layers=layers)
+
+    with pytest.raises(ScheduleError, match="is for 3 ranks, and the group has 2; make it for 2"):
+        md.run(job, 3, None, size=2)
+    with pytest.raises(ShardError, match="must add up to 2"):
+        md.run(job, 2, [2, 2], size=2)
+    with pytest.raises(ShardError, match="take at most 4"):
+        md.run(job, 5, None, size=5)
