@@ -15,10 +15,9 @@ Who holds what, Ψ parameters in float32 with Adam, a batch of B rows with outpu
                  device 0                            each other device
     batch        B rows                              B/R, cut in array_split order
     parameters   4Ψ                                  4Ψ   a copy, overwritten in every step
-    gradients    4Ψ   own part's, then the sum       4Ψ   own part's
+    gradients    4Ψ   own part's, then the sum; O    4Ψ   own part's
     optimizer    8Ψ                                  -
-    activations  A/R + O + O                         A/R
-                 outputs of all, their gradients
+    activations  A/R + O   the outputs of all rows   A/R
 
 Cost, a step (device 0 talks to each of the others; there is no ring):
 

@@ -148,6 +148,30 @@ def test_zero_through_the_trainer(stage: int) -> None:
         Plan(zero=4)
 
 
+@pytest.mark.parametrize(("size", "options"), [
+    (1, {"strategy": "data-parallel", "replicas": 3}), (4, {"strategy": "parameter-server", "servers": 2})])
+def test_one_place_for_all_through_the_trainer(size: int, options: dict[str, Any]) -> None:
+    """Parity with dropout, a tied table, checkpointed blocks and accumulation; evaluation; whole weights on rank 0."""
+    config, batch = tiny(dropout=0.3, tied=True), global_batch(0, 5, tiny())
+
+    def job(world: Any, **options: Any) -> tuple[dict[str, np.ndarray], list[float], float, str]:
+        plan = Plan(dp=world.size, accumulate=2, checkpoint_blocks="all", **options)
+        trainer = Trainer(plan, config, world, seed=3)
+        losses = [trainer.step(batch) for _ in range(4)]
+        trainer.check_replicas()
+        found = trainer.state_dict(), losses, trainer.evaluate([batch, batch]), trainer.weights_sha256()
+        trainer.close()
+        return found
+
+    from training import difference
+
+    (serial, losses, value, _), = md.run(job, size=1)
+    ranks = md.run(lambda world: job(world, **options), size=size)
+    assert difference(ranks[0][0], serial) < 1e-10
+    for _, ours, measured, _ in ranks:
+        assert ours == pytest.approx(losses, rel=1e-10) and measured == pytest.approx(value, rel=1e-10)
+
+
 def test_schedule() -> None:
     def job(world: Any) -> list[float]:
         trainer = Trainer(Plan(), tiny(), world, lr=1.0, lr_schedule="cosine", warmup=4, steps=10)

@@ -379,6 +379,11 @@ def test_keys_are_divided_by_size(sizes: list[int], servers: int) -> None:
     assert max(loads) - min(loads) <= max(sizes)
 
 
+def test_the_next_key_goes_where_least_is() -> None:
+    assert keys.assign([80, 80, 32, 32, 24, 8], 2) == [[0, 2, 4], [1, 3, 5]]        # as keys.py draws it
+    assert keys.assign([10, 10, 100, 10, 10], 2) == [[2], [0, 1, 3, 4]]             # by size, not by number
+
+
 # ------------------------------------------------------------------------------------------------ records and mistakes
 
 def test_the_timeline_tells_how_stale_each_update_was() -> None:

@@ -1,8 +1,8 @@
 """Keys: parameters by name, divided among servers by size; each server's keys lie in one vector.
 
     keys by size     embedding 80 | head 80 | up 32 | down 32 | qkv 24 | out 8      the largest first, each to the
-    server 0         embedding 80                   | down 32         | out 8       server that has least
-    server 1                        head 80 | up 32           | qkv 24
+    server 0         embedding 80           | up 32           | qkv 24              server that has least
+    server 1                        head 80         | down 32          | out 8
 
 A key is never cut, so loads differ by no more than the largest key. What a worker sends a server, and gets back, are
 whole vectors: one message each way.
