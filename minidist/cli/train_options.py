@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", choices=["float64", "float32"], default="float32", help="(default: float32)")
     model.add_argument("--precision", choices=PRECISIONS, default="fp32",
                        help="weights and gradients as --dtype says (fp32), or in bf16 or fp16 beside float32 master "
-                       "weights; fp16 with a loss scale (default: fp32)")
+                       "weights; fp16 with a loss scale; fp8: bf16, and products of one byte (default: fp32)")
     training = parser.add_argument_group("the training")
     training.add_argument("--steps", type=positive, default=500, metavar="K", help="optimizer steps (default: 500)")
     training.add_argument("--seed", type=int, default=0, metavar="S", help="of weights and batches (default: 0)")

@@ -12,7 +12,10 @@ class Linear(Module):
     """(…, inputs) -> (…, outputs), with weight (inputs, outputs) and bias (outputs,).
 
     Args:    std: deviation of the weight at the start; 1/sqrt(inputs), which keeps the size of x, unless given.
+    Attributes: product: how x, weight and bias are multiplied; a precision may put another op here.
     """
+
+    product: Any = ops.linear
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, std: float | None = None,
                  dtype: Any = "float32") -> None:
@@ -20,4 +23,4 @@ class Linear(Module):
         self.bias = Weight((outputs,), ZEROS, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)  # type: ignore[no-any-return]

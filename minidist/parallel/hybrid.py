@@ -106,7 +106,10 @@ class Trainer:
             return Precision(), GPT(self.config)
         check_dtype(self.plan.precision, self.config.dtype)
         precision = MixedPrecision(self.plan.precision)
-        return precision, GPT(replace(self.config, dtype=backend.dtype_name(precision.dtype)))
+        model = GPT(replace(self.config, dtype=backend.dtype_name(precision.dtype)))
+        if self.plan.precision == "fp8":
+            precision.attach(model, self.mesh["dp"])
+        return precision, model
 
     def _make_strategy(self, device: str) -> Strategy:
         """Draw the weights, or with ZeRO-3 this rank's shards alone, and take the plan's strategy."""

@@ -41,14 +41,16 @@ import numpy as np
 from minidist import account, backend
 from minidist.backend import LOW_PRECISION, Array, array_module, dtype_name, narrow, to_host
 from minidist.backward import Surveyed, WeightGradient
+from minidist.comm.group import Group
 from minidist.errors import ConfigError, GradientError
-from minidist.nn import Module
+from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, clip_scale
+from minidist.parallel.common.float8 import Float8
 from minidist.parallel.common.precision import Precision
 from minidist.tensor import Parameter, Tensor
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-"""The dtype of weights and gradients under each name that a plan may give."""
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+"""The dtype of weights and gradients under each name that a plan may give; fp8 rounds products' inputs further."""
 
 
 def check_dtype(precision: str, dtype: str) -> None:
@@ -113,7 +115,8 @@ class LossScale:
 class MixedPrecision(Precision):
     """Weights and gradients in low precision, float32 master weights, and for float16 a dynamic loss scale.
 
-    Args:    name: "bf16" or "fp16"; the model's dtype must be the one it stands for.
+    Args:    name: "bf16", "fp16" or "fp8"; the model's dtype must be the one it stands for (DTYPES). fp8 also needs
+             `attach`.
              loss_scale: how the loss is scaled (default: for fp16 LossScale(), for bf16 None, not at all).
     Raises:  ConfigError for another name.
     """
@@ -124,8 +127,13 @@ class MixedPrecision(Precision):
         self.name, self.dtype = name, backend.dtype(DTYPES[name])
         self.loss_scale = LossScale() if loss_scale is None and name == "fp16" else loss_scale
         self.skipped = 0
+        self.float8: Float8 | None = None
         self._masters: dict[int, Array] = {}            # id(parameter) -> its master, where they are whole
         self._pairs: list[tuple[Array, Array]] = []     # (master, the weights that are its rounding)
+
+    def attach(self, model: GPT, group: Group | None = None) -> None:
+        """For fp8: the linears of the model's blocks multiply in fp8 from here on; `group` shares the batch."""
+        self.float8 = Float8(model, group)
 
     # --------------------------------------------------------------------------------------------------- masters
 
@@ -143,6 +151,10 @@ class MixedPrecision(Precision):
         if weights.dtype != self.dtype or weights.dtype not in LOW_PRECISION:
             raise ConfigError(f"mixed precision {self.name}: the weights are {dtype_name(weights.dtype)}; build the "
                               f"model with dtype {dtype_name(self.dtype)!r}")
+        if self.name == "fp8" and self.float8 is None:
+            raise ConfigError("mixed precision fp8: no linear multiplies in fp8 yet; call attach(model, group) first")
+        if self.name == "fp8" and not isinstance(weights, np.ndarray):
+            raise ConfigError("mixed precision fp8: this version rounds to fp8 on the CPU alone; use bf16 on a GPU")
         master = account.current().hold(weights.astype(np.float32), "optimizer")
         self._pairs.append((master, weights))
         return master
@@ -178,6 +190,8 @@ class MixedPrecision(Precision):
         there is a loss scale, a gradient has overflowed, perhaps on another rank: every rank sees the same norm, so all
         skip, and weights, moments and step counts stay as they were.
         """
+        if self.float8 is not None:
+            self.float8.agree()
         scale = self._scale
         norm = math.sqrt(squares()) / scale if self.loss_scale is not None or clip is not None else 0.0
         if self.loss_scale is not None:

@@ -10,8 +10,9 @@ from minidist.parallel.common.sharing import divisors
 ZERO_STAGES = (0, 1, 2, 3)
 """What the data axis divides among its ranks: nothing, the optimizer, the gradients too, the parameters too."""
 
-PRECISIONS = ("fp32", "bf16", "fp16")
-"""How weights and gradients are kept: as the model's dtype says, or in two bytes beside float32 master weights."""
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+"""How weights and gradients are kept: as the model's dtype says, or in two bytes beside float32 master weights; with
+fp8 the inputs of matrix products are rounded to one byte."""
 
 OFFLOADS = ("none", "optimizer", "all")
 """What leaves the device: nothing; optimizer state and update, to the host; all that lasts, to disk."""

@@ -35,7 +35,7 @@ def job(world: Any, *, precision: str, zero: int = 0, steps: int = 3, optimizer:
 
 # --------------------------------------------------------------------------------------------- parallel equals serial
 
-BOUNDS = {"bf16": 0.05, "fp16": 0.01}
+BOUNDS = {"bf16": 0.05, "fp16": 0.01, "fp8": 0.05}
 """Gradients are rounded to 8 or 11 bits, and in another order on several ranks; Adam divides a gradient by its size, so
 one that is mostly rounding moves a weight by up to the rate, 0.01 a step beside weights of about 1."""
 
@@ -190,7 +190,7 @@ def test_bytes_a_parameter(zero: int, size: int) -> None:
 # ----------------------------------------------------------------------------------------------------------- mistakes
 
 def test_refuses() -> None:
-    with pytest.raises(PlanError, match="precision='fp12': choose one of fp32, bf16, fp16"):
+    with pytest.raises(PlanError, match="precision='fp12': choose one of fp32, bf16, fp16, fp8"):
         Plan(precision="fp12")
     with pytest.raises(ConfigError, match="the model asks for float64; choose dtype float32, or precision fp32"):
         md.run(lambda world: Trainer(Plan(precision="bf16"), tiny(), world), size=1)

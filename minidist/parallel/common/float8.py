@@ -1,0 +1,161 @@
+"""fp8: the inputs of matrix products in one byte, each tensor with a scale of its own that lags one step behind.
+
+A float8 has so small a range that every tensor needs its own scale, a power of two that brings its largest element just
+below the format's end. To know the largest, one would have to read the tensor before it is rounded; so the scale comes
+from earlier steps: from the largest |element| of the last HISTORY of them ("delayed scaling"). What grew since is cut
+off at the end of the range. A tensor without a history is not rounded: the first step runs in bf16 and only looks.
+
+    x, w    e4m3: 4 digits, up to 448              y  = x w     in float32, rounded once to bf16
+    dy      e5m2: 3 digits, up to 57,344           dx = dy wᵀ,  dw = xᵀ dy     likewise
+
+Hardware multiplies the bytes; here their values are looked up in a table and multiplied in float32: rounding is exact,
+speed is not gained. What backward needs of x is kept as bytes, half of bf16's.
+
+Source:  Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; delayed scaling as in NVIDIA's Transformer Engine.
+"""
+
+import math
+from collections import deque
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+
+from minidist.backend import Array, matmul, narrow, widen
+from minidist.comm.group import Group
+from minidist.nn import GPT, Linear
+from minidist.ops.linear import column_sums, rows
+from minidist.tape import Node, Saved, op, saved
+from minidist.tensor import is_grad_enabled
+
+HISTORY = 16
+FORMATS = {"x": np.dtype(ml_dtypes.float8_e4m3fn), "w": np.dtype(ml_dtypes.float8_e4m3fn),
+           "dy": np.dtype(ml_dtypes.float8_e5m2)}
+LARGEST = {kind: float(ml_dtypes.finfo(kind).max) for kind in FORMATS.values()}
+_VALUES = {kind: np.arange(256, dtype=np.uint8).view(kind).astype(np.float32) for kind in FORMATS.values()}
+
+
+def to_float8(array: np.ndarray, kind: np.dtype, scale: float) -> np.ndarray:
+    """array × scale, cut off at the format's ends, rounded once to nearest (ties to even). NaN stays NaN."""
+    wide = widen(array) * np.float32(scale)
+    np.clip(wide, -LARGEST[kind], LARGEST[kind], out=wide)
+    return wide.astype(kind)
+
+
+def to_float32(array: np.ndarray, scale: float) -> np.ndarray:
+    """float8 / scale, exactly."""
+    return np.take(_VALUES[array.dtype], array.view(np.uint8), mode="clip") * np.float32(1.0 / scale)
+
+
+class Scales:
+    """How large a linear's x, w and dy have been, and the scales that follow.
+
+    Attributes: history  of each tensor the largest |element| of recent steps, agreed by all ranks
+                seen     of each the largest of this step, on this rank
+    """
+
+    def __init__(self) -> None:
+        self.history: dict[str, deque[float]] = {name: deque(maxlen=HISTORY) for name in FORMATS}
+        self.seen = dict.fromkeys(FORMATS, 0.0)
+
+    def scale(self, name: str) -> float | None:
+        """The largest power of two that keeps the history's largest element in range; None without a history."""
+        largest = max(self.history[name], default=0.0)
+        if not largest:
+            return None
+        return 2.0 ** math.floor(math.log2(LARGEST[FORMATS[name]] / largest))
+
+    def store(self, name: str, array: np.ndarray) -> np.ndarray:
+        """The tensor as bytes, or as it is without a history; its largest element is noted for the steps to come."""
+        if is_grad_enabled() or name == "dy":
+            largest = float(np.abs(widen(array)).max(initial=0.0))
+            self.seen[name] = max(self.seen[name], largest if math.isfinite(largest) else 0.0)
+        scale = self.scale(name)
+        return array if scale is None else to_float8(array, FORMATS[name], scale)
+
+    def read(self, name: str, stored: np.ndarray) -> np.ndarray:
+        """What `store` gave, in float32."""
+        return to_float32(stored, self.scale(name) or 1.0) if stored.dtype == FORMATS[name] else widen(stored)
+
+
+@op
+def linear_fp8(x: Array, w: Array, b: Array | None = None, *, scales: Scales) -> tuple[Array, Saved]:
+    """(…, in) @ (in, out) + (out,) -> (…, out), with x and w rounded to e4m3, and dy to e5m2 in backward."""
+    stored = scales.store("x", rows(x))
+    y = matmul(scales.read("x", stored), scales.read("w", scales.store("w", w)))
+    if b is not None:
+        y += widen(b)
+    return narrow(y, x.dtype).reshape(*x.shape[:-1], w.shape[1]), saved(stored=stored, w=w, scales=scales)
+
+
+def _rounded_dy(node: Node, dy: Array) -> Array:
+    """dy as its e5m2 values, in float32: (rows, out)."""
+    scales: Scales = node.scales
+    return scales.read("dy", scales.store("dy", rows(dy)))
+
+
+@linear_fp8.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    w = node.scales.read("w", _again(node.scales, node.w))
+    return narrow(matmul(node.once(_rounded_dy, dy), w.T), dy.dtype).reshape(node.shapes["x"])
+
+
+@linear_fp8.gradient("w")
+def _(node: Node, dy: Array) -> Array:
+    dw = matmul(node.scales.read("x", node.stored).T, node.once(_rounded_dy, dy))
+    return narrow(dw, dy.dtype, node.room("w"))
+
+
+@linear_fp8.gradient("b")
+def _(node: Node, dy: Array) -> Array:
+    return column_sums(rows(dy), out=node.room("b"))
+
+
+def _again(scales: Scales, w: Array) -> Array:
+    """The weight's bytes once more: they are not kept, since ZeRO-3 frees the weight in between."""
+    scale = scales.scale("w")
+    return w if scale is None else to_float8(w, FORMATS["w"], scale)
+
+
+class Float8:
+    """All linears of a model's blocks, multiplying in fp8. Embedding and output layer stay as they are.
+
+    Args:    group: the ranks that share the batch, and must use the same scales.
+    """
+
+    def __init__(self, model: GPT, group: Group | None) -> None:
+        self.group = group
+        self.scales: dict[int, Scales] = {}
+        for block in model.blocks:
+            for module in block.modules():
+                if isinstance(module, Linear):
+                    scales = Scales()
+                    module.product = partial(linear_fp8, scales=scales)
+                    self.scales[id(module)] = scales
+
+    def agree(self) -> None:
+        """End of a step: the largest elements that any rank has seen enter every rank's history.
+
+        Cost:    one all-gather of three float64 a linear, counted under `control`.
+        """
+        seen = np.array([[scales.seen[name] for name in FORMATS] for scales in self.scales.values()])
+        if self.group is not None and self.group.size > 1:
+            with self.group.ledger.control():
+                everybody = self.group.all_gather(seen[None], algorithm="ring")
+            seen = everybody.max(axis=0)
+        for scales, largest in zip(self.scales.values(), seen, strict=True):
+            for name, value in zip(FORMATS, largest, strict=True):
+                scales.history[name].append(float(value))
+                scales.seen[name] = 0.0
+
+    def state(self) -> np.ndarray:
+        """All histories, (linears, 3, HISTORY) float64, oldest first, zeros before the first: part of a run's state."""
+        padded = [[[0.0] * (HISTORY - len(scales.history[name])) + list(scales.history[name]) for name in FORMATS]
+                  for scales in self.scales.values()]
+        return np.array(padded)
+
+    def load(self, state: np.ndarray) -> None:
+        """Take over what `state` returned."""
+        for scales, histories in zip(self.scales.values(), state, strict=True):
+            for name, history in zip(FORMATS, histories, strict=True):
+                scales.history[name] = deque((float(value) for value in history if value), maxlen=HISTORY)

@@ -1,0 +1,130 @@
+"""fp8 products: bytes rounded as ml_dtypes rounds them, scales that lag behind and are the same on every rank."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from training import SMALL_BUCKETS, global_batch, tiny
+
+import minidist as md
+from minidist import account, ops
+from minidist.errors import ConfigError
+from minidist.nn import GPT
+from minidist.parallel.common import float8
+from minidist.parallel.common.float8 import FORMATS, LARGEST, Float8, Scales, to_float8, to_float32
+from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.mixed_precision import MixedPrecision
+from minidist.tensor import no_grad, tensor
+
+CONFIG = tiny(dtype="float32", layers=1)
+
+
+@pytest.mark.parametrize("kind", sorted(set(FORMATS.values()), key=str))
+def test_rounding(kind: np.dtype) -> None:
+    """Every byte survives; numbers between are ml_dtypes' rounding; what is too large is cut off, NaN is not."""
+    every = np.arange(256, dtype=np.uint8).view(kind)
+    numbers = every[np.isfinite(every.astype(np.float32))]
+    np.testing.assert_array_equal(to_float8(to_float32(numbers, 8.0), kind, 8.0), numbers)
+    x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    np.testing.assert_array_equal(to_float8(x, kind, 4.0), (x * 4).astype(kind))
+    ends = to_float8(np.float32([1e30, -1e30, np.inf, np.nan]), kind, 1.0).astype(np.float32)
+    np.testing.assert_array_equal(ends, [LARGEST[kind], -LARGEST[kind], LARGEST[kind], np.nan])
+
+
+def test_the_scale_follows_the_history() -> None:
+    scales = Scales()
+    assert scales.scale("x") is None and scales.store("x", np.ones(2, np.float32)).dtype == np.float32
+    for value, expected in ((1.0, 256.0), (3.0, 128.0), (0.5, 128.0), (500.0, 0.5)):
+        scales.history["x"].append(value)
+        assert scales.scale("x") == expected and expected * max(scales.history["x"]) <= 448
+    for _ in range(float8.HISTORY):
+        scales.history["x"].append(0.5)
+    assert scales.scale("x") == 512.0       # what was large is forgotten
+
+
+def test_a_product_is_that_of_the_rounded_numbers() -> None:
+    rng, scales = np.random.default_rng(1), Scales()
+    for name in FORMATS:
+        scales.history[name].append(1.0)
+    x, w, b, dy = (rng.uniform(-1, 1, size).astype(ml_dtypes.bfloat16) for size in ((5, 4), (4, 3), (3,), (5, 3)))
+
+    def at(name: str, array: np.ndarray) -> np.ndarray:
+        scale = np.float32(scales.scale(name))
+        return (array.astype(np.float32) * scale).astype(FORMATS[name]).astype(np.float32) / scale
+
+    leaves = [tensor(array, requires_grad=True) for array in (x, w, b)]
+    y = float8.linear_fp8(*leaves, scales=scales)
+    np.testing.assert_array_equal(y.data, (at("x", x) @ at("w", w) + b.astype(np.float32)).astype(x.dtype))
+    y.backward(dy)
+    np.testing.assert_array_equal(leaves[0].grad, (at("dy", dy) @ at("w", w).T).astype(x.dtype))
+    np.testing.assert_array_equal(leaves[1].grad, (at("x", x).T @ at("dy", dy)).astype(x.dtype))
+    assert scales.seen == {name: float(np.abs(array).max()) for name, array in (("x", x), ("w", w), ("dy", dy))}
+
+
+def test_without_a_history_it_is_the_plain_product_and_evaluation_leaves_no_trace() -> None:
+    rng, scales = np.random.default_rng(2), Scales()
+    x, w = (tensor(rng.normal(size=(6, 6)).astype(ml_dtypes.bfloat16), requires_grad=True) for _ in range(2))
+    with no_grad():
+        result = float8.linear_fp8(x, w, scales=scales)
+    np.testing.assert_array_equal(result.data, ops.linear(x, w).data)
+    assert not any(scales.seen.values())
+
+
+def test_what_backward_keeps_is_one_byte() -> None:
+    x = tensor(np.ones((64, 32), ml_dtypes.bfloat16), requires_grad=True)
+    w = tensor(np.ones((32, 8), ml_dtypes.bfloat16), requires_grad=True)
+    scales = Scales()
+    scales.history["x"].append(1.0)
+    with account.use(account.MemoryAccount()) as memory:
+        y = float8.linear_fp8(x, w, scales=scales)
+        assert memory.now["activations"] == y.data.nbytes + x.size + w.data.nbytes
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_ranks_use_one_process_s_scales(zero: int) -> None:
+    def job(world: Any, zero: int) -> tuple[np.ndarray, str, list[float], int]:
+        trainer = Trainer(Plan(dp=world.size, zero=zero, precision="fp8", bucket_bytes=SMALL_BUCKETS), CONFIG, world,
+                          seed=3, lr=1e-2)
+        losses = [trainer.step(global_batch(step, 2, CONFIG)) for step in range(3)]
+        state, control = trainer.precision.float8.state(), world.ledger.sent_bytes("step").get("control", {})  # type: ignore
+        digest = trainer.weights_sha256()
+        trainer.close()
+        return state, digest, losses, sum(control.values())
+
+    serial = md.run(lambda world: job(world, 0), size=1)[0]
+    ranks = md.run(lambda world: job(world, zero), size=3)      # rank 2 has no row
+    assert len({digest for _, digest, _, _ in ranks}) == 1
+    for state, _, losses, _ in ranks:
+        np.testing.assert_array_equal(state, ranks[0][0])
+        np.testing.assert_allclose(state, serial[0], rtol=0.05)
+        np.testing.assert_array_equal(state[..., -3], serial[0][..., -3])       # before rounding parts them: the same
+        np.testing.assert_allclose(losses, serial[2], rtol=1e-2)
+    assert (serial[0][..., -3:] > 0).all() and (serial[0][..., :-3] == 0).all()
+
+
+def test_state_goes_into_another_run() -> None:
+    first, second = Float8(GPT(CONFIG), None), Float8(GPT(CONFIG), None)
+    for number, scales in enumerate(first.scales.values()):
+        scales.seen = dict.fromkeys(FORMATS, 1.0 + number)
+    first.agree()
+    second.load(first.state())
+    np.testing.assert_array_equal(second.state(), first.state())
+    assert len(first.scales) == 4 and first.state().shape == (4, 3, float8.HISTORY)
+
+
+def test_it_learns() -> None:
+    """The loss falls as in bf16."""
+    def learn(world: Any, precision: str) -> float:
+        trainer = Trainer(Plan(precision=precision), CONFIG, world, lr=0.02)
+        return [trainer.step(global_batch(0, 5, CONFIG)) for _ in range(20)][-1]
+
+    eighth, sixteenth = (md.run(learn, name, size=1)[0] for name in ("fp8", "bf16"))
+    assert eighth == pytest.approx(sixteenth, rel=0.1) and eighth < 1.7
+
+
+def test_refuses() -> None:
+    model = GPT(tiny(dtype="bfloat16"))
+    model.initialize(0)
+    with pytest.raises(ConfigError, match="call attach"):
+        MixedPrecision("fp8").masters(model.parameters())
