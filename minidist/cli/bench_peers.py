@@ -71,7 +71,7 @@ def torch_weights(weights: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return found
 
 
-def torch_step(config: GPTConfig, *, ranks: int, clip: float, peer: str = "DDP",
+def torch_step(config: GPTConfig, *, ranks: int, clip: float | None, peer: str = "DDP",
                weights: Mapping[str, np.ndarray] | None = None) -> Step:
     """Build the model, wrapped as `peer` where a process group of several ranks is up; returns its training step.
 
@@ -86,7 +86,8 @@ def torch_step(config: GPTConfig, *, ranks: int, clip: float, peer: str = "DDP",
         optimizer.zero_grad()
         loss = model(ids, targets)
         loss.backward()
-        clip_gradients(clip)
+        if clip is not None:
+            clip_gradients(clip)
         optimizer.step()
         return loss.item()
 
