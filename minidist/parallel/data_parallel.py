@@ -56,7 +56,7 @@ import numpy as np
 
 from minidist import account, ops
 from minidist.account import MemoryAccount
-from minidist.backend import Array
+from minidist.backend import Array, array_module
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.mailbox import connect
@@ -114,7 +114,8 @@ def replicate(model: Module) -> Module:
     """A copy of the model's structure, whose parameters have names, shapes and dtypes, and no values yet."""
     memo: dict[int, Parameter] = {}
     for parameter in model.parameters():
-        nothing = np.broadcast_to(np.zeros((), parameter.dtype), parameter.shape)
+        xp = array_module(parameter.data)
+        nothing = xp.broadcast_to(xp.zeros((), parameter.dtype), parameter.shape)
         memo[id(parameter)] = Parameter(nothing, name=parameter.name, requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, memo)
 

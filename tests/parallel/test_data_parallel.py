@@ -95,6 +95,11 @@ def test_very_many_jobs(replicas: int, accumulate: int, options: dict[str, Any])
     check_job(replicas, accumulate, options)
 
 
+def test_float32_stays_close() -> None:
+    options: dict[str, Any] = {"rule": SGD, "dtype": "float32"}
+    assert difference(train(3, **options)[0], train(0, **options)[0]) < 1e-5      # some hundred roundings of 6e-8
+
+
 class Regression(Module):
     """Rows of 3 numbers to 2; its loss is the squared error: neither a GPT nor a cross-entropy."""
 

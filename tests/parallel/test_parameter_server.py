@@ -135,6 +135,12 @@ def test_very_many_jobs(workers: int, servers: int, options: dict[str, Any]) -> 
     check_equal(workers, servers, steps=2, **options)
 
 
+def test_float32_stays_close() -> None:
+    serial, ranks = (run(workers, servers, {"dtype": "float32"}, optimizer="sgd") for workers, servers in
+                     ((1, 0), (3, 2)))
+    assert difference(ranks[0]["weights"], serial[0]["weights"]) < 1e-5      # some hundred roundings of 6e-8
+
+
 @pytest.mark.parametrize("bug", ["averages twice", "pushes twice", "forgets a worker", "pulls from one server"])
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gradients, collect, pull = ParameterServer.gradients, ParameterServer.collect, ParameterServer.pull
@@ -312,6 +318,11 @@ def test_a_lost_server_is_named(transport: str, asynchronous: bool, tmp_path: An
     for worker in (0, 1):
         text = (tmp_path / str(worker)).read_text()
         assert text.startswith("3 parameter server 1 of 2 is lost, and with it its keys: rank 3"), text
+
+
+def test_without_any_worker_the_server_ends() -> None:
+    with pytest.raises(PeerLostError, match="all 2 workers are lost, worker [01] first: rank [01] failed with Arith"):
+        run(2, 1, dies={0: 1, 1: 1}, asynchronous=True, steps=3)
 
 
 def test_a_lost_worker_ends_a_synchronous_job() -> None:

@@ -42,7 +42,7 @@ class Service:
     def serve(self, optimizer: Optimizer) -> None:
         """Return when every worker has finished or is lost.
 
-        Raises:  what ended the service: a lost server, an optimizer's error.
+        Raises:  what ended the service: a lost server, an optimizer's error; PeerLostError if every worker is lost.
         """
         if self.over:
             return
@@ -56,6 +56,10 @@ class Service:
             thread.join()
         if self.clocks.failure is not None:
             raise self.clocks.failure
+        if len(self.lost) == self.workers:
+            worker, error = next(iter(self.lost.items()))
+            raise PeerLostError(f"all {self.workers} workers are lost, worker {worker} first: {error}",
+                                error.world_rank)
 
     def _body(self, worker: int, optimizer: Optimizer, memory: account.MemoryAccount) -> None:
         """One worker's thread."""
