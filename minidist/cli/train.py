@@ -59,13 +59,13 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
     """The run from the first step to the report; the same on every rank, but that rank 0 speaks and writes."""
     args = settings.args
     speaks = world.rank == 0 and not args.quiet
-    if world.rank == 0:
-        make_folder(settings.out)   # before the first step: a run whose folder cannot be made would be lost at its end
     console, on_terminal = make_console() if speaks else (Console(quiet=True), False)
     timeline = Timeline(world.world_rank, limit=TRACE_SPANS)
     timeline.follow(world.ledger)
     trainer = Trainer(settings.plan(world.size), settings.config, world, recorder=timeline,
                       **settings.trainer_options())
+    if world.rank == 0:
+        make_folder(settings.out)   # before the first step: a run whose folder cannot be made would be lost at its end
     if speaks:
         announce(console, settings, world)
     report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else Silence()
