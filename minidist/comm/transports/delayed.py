@@ -137,7 +137,9 @@ class Delayed(Transport):
                     held.error = error
             with self._changed:
                 self._queue.popleft()       # only now: at no moment is it neither held nor sent
-            held.handed.set()
+            handed = held.handed
+            del held                        # else its array would live until the next message
+            handed.set()
 
     def _next(self) -> _Held | None:
         """The oldest message, once it is due or the job has ended; None when the port is closed and empty."""

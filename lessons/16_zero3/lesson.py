@@ -1,0 +1,300 @@
+"""Lesson 16: ZeRO-3 (FSDP): weights are fetched before use and freed after; prefetch; hybrid sharding.
+
+    mpirun -n 4 python lessons/16_zero3/lesson.py
+    python lessons/16_zero3/lesson.py                             # alone: four ranks as threads
+    python lessons/16_zero3/lesson.py --break forget-to-free      # see README.md, section 8
+"""
+
+from typing import Any
+
+import numpy as np
+from minidist.lessons import zero_lab as lab
+
+import minidist as md
+from minidist import account
+from minidist.comm.transports.delayed import delayed
+from minidist.nn import GPTConfig
+from minidist.observe.overlap import measure
+from minidist.observe.page import Page, size_text, verdict
+from minidist.observe.timeline import Timeline
+from minidist.parallel.common.flat import Flat
+from minidist.parallel.common.memory import SINGLE, STATE, in_flight, state_bytes
+from minidist.parallel.common.units import Unit
+from minidist.parallel.zero3 import Zero3
+from minidist.teaching import arguments, run_lesson
+
+TIMED = GPTConfig(vocabulary=64, context=64, layers=8, width=96, heads=4)      # to see overlap
+ALPHA, BANDWIDTH = 100e-6, 400e6                                               # of the links it is seen over
+
+
+def plain_zero3(model, units, new_optimizer, group, batches):
+    """The whole of ZeRO-3, unit by unit and without prefetch (README, section 1; the numbers are N4:398's)."""
+    pieces, gathers = [], []
+    for unit in units:
+        flat = Flat(list(unit.parameters()), group)
+        shard, mine = flat.join()[flat.own].copy(), np.zeros(flat.owned, flat.dtype)
+        pieces += flat.pieces(shard, mine)
+
+        def gather(*_, flat=flat, shard=shard):                       # forward 1, backward 1: all-gather
+            whole = group.all_gather(shard, algorithm="ring")
+            for p, view in flat.views(whole):
+                p.data = view
+
+        def free(*_, flat=flat):                                      # forward 3: nothing is left but the shard
+            for p in flat.parameters:
+                p.data = np.broadcast_to(np.nan, p.shape)
+
+        def reduce(*_, flat=flat, mine=mine, free=free):
+            gradient = np.concatenate([p.grad.ravel() for p in flat.parameters])
+            group.reduce_scatter(gradient, out=mine, algorithm="ring")       # backward 3: reduce-scatter
+            for p in flat.parameters:                                        # backward 4: free
+                p.zero_grad()
+            free()
+
+        unit.register_forward_pre_hook(gather)                        # forward 2, backward 2 compute in between
+        unit.register_forward_hook(free)
+        unit.register_backward_pre_hook(gather)
+        unit.register_backward_hook(reduce)
+        gathers.append(gather)
+        free()
+    optimizer = new_optimizer(pieces)
+    for inputs, targets, global_tokens in batches:
+        model.loss(inputs, targets, divisor=global_tokens).backward()
+        optimizer.step()                                              # and no all-gather at the end
+    for gather in gathers:                                            # only for us, who want to look at the weights
+        gather()
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson, run by every rank."""
+    page.heading("1  Equal weights: one process, the plain loop, ZeRO-3")
+    equal_weights(group, page)
+    page.heading("2  Memory: the only stage that stores nothing twice")
+    memory_table(group, page)
+    page.heading("3  Traffic: 3Ψ, 2Ψ if weights stay, 4Ψ with an all-gather too many")
+    traffic_table(group, page)
+    page.heading("4  Prefetch: off and on, over links that take their time")
+    overlap_table(group, page)
+    page.heading("5  Hybrid sharding: a copy for every pair of ranks")
+    hybrid_table(group, page)
+
+
+# -------------------------------------------------------------------------------------------------------- 1 equality
+
+def equal_weights(group: Any, page: Page) -> None:
+    """The same steps three ways."""
+    target, rows = lab.alone(), [["one process", "0", "0"]]
+    model = lab.new_model(lab.SMALL)
+    units = [module for _, module in model.children() if list(module.parameters())]
+    plain_zero3(model, units, lab.new_adam, group, lab.parts(group, lab.SMALL))
+    for name, weights in (("plain loop", lab.state_vector(model.state_dict())), ("ZeRO-3", lab.trained(group, 3))):
+        rows.append([name, f"{lab.off(weights, target):.1e}", f"{lab.apart(group, weights):.0e}"])
+    page.table(f"After {lab.STEPS} steps of Adam on {group.size} ranks, float64, 7 sequences a step",
+               ["", "off one process by", "gathered apart by"], rows)
+
+
+# ---------------------------------------------------------------------------------------------------------- 2 memory
+
+def unit_bytes() -> int:
+    """Of the largest unit: a block."""
+    return sum(p.data.nbytes for p in lab.new_model(lab.MEASURED).blocks[0].parameters())
+
+
+def memory_table(group: Any, page: Page) -> None:
+    """Every stage between steps, and the peak of ZeRO-3's parameters."""
+    parameters, _ = lab.parameter_bytes(lab.MEASURED)
+    rows, seen = [], {}
+    for stage in range(4):
+        seen = lab.memory(group, stage)
+        held = state_bytes(parameters, SINGLE, zero=stage, ranks=group.size)
+        together = sum(seen[name]["now"] for name in STATE)
+        rows.append([lab.NAMES[stage], *(f"{seen[name]['now'] / parameters:.2f}" for name in STATE),
+                     f"{together / parameters:.2f}", f"{held['total'] / parameters:.2f}",
+                     verdict(together, held["total"], 0.01)])
+    page.table(f"Bytes a parameter between steps, rank 0 of {group.size}, float32", ["", *STATE, "sum", "formula", ""],
+               rows)
+    held = state_bytes(parameters, SINGLE, zero=3, ranks=group.size)
+    more = in_flight(3, largest=unit_bytes())
+    rows = []
+    for name in ("parameters", "gradients"):
+        most, peak = held[name] + more[name], seen[name]["peak"]
+        rows.append([name, size_text(held[name]), size_text(peak), size_text(most),
+                     "ok" if peak <= 1.01 * most else verdict(peak, most)])
+    page.table(f"ZeRO-3 at the peak of a step; the largest unit, a block, has {size_text(unit_bytes())}",
+               ["", "shard", "peak", "shard + two units", ""], rows,
+               note="what N4:424 calls the minimum is the shard alone; units in flight and activations come on top")
+
+
+# ---------------------------------------------------------------------------------------------------------- 3 traffic
+
+def with_final_gather(group: Any) -> None:
+    """N0:375's step 8: after the update all cards synchronise the weights."""
+    strategy = Zero3(lab.new_model(lab.MEASURED), group)
+    strategy.step(lab.global_batch(lab.MEASURED, 0), lab.new_adam(strategy.parameters))
+    for unit in strategy.units:
+        unit.fetch()
+        unit.complete()
+
+
+def traffic_table(group: Any, page: Page) -> None:
+    """Bytes of one step over all ranks."""
+    _, nbytes = lab.parameter_bytes(lab.MEASURED)
+    cases = [("1 pass", 3, lab.traffic(group, 3)), ("2 passes", 6, lab.traffic(group, 3, accumulate=2)),
+             ("weights stay to backward", 2, lab.traffic(group, 3, free_after_forward=False)),
+             ("a final all-gather, N0:375", 4, lab.sent(group, lambda: with_final_gather(group)))]
+    rows = [["DDP", *_row(lab.traffic(group, 0), 2, group, nbytes)]]
+    rows += [[name, *_row(counted, times, group, nbytes)] for name, times, counted in cases]
+    page.table(f"One step, {group.size} ranks together, n = {size_text(nbytes)}",
+               ["", "all-gather", "reduce", "together", "formula", ""], rows,
+               note="50 % more than DDP for one pass; the next forward gathers anyway, so nothing is shared at the end")
+
+
+def _row(counted: dict[str, int], times: int, group: Any, nbytes: int) -> list[str]:
+    total = counted["all_reduce"] + counted["reduce_scatter"] + counted["all_gather"]
+    return [size_text(counted["all_gather"]), size_text(counted["reduce_scatter"] + counted["all_reduce"]),
+            size_text(total), f"{times}(P-1) n", verdict(total, times * (group.size - 1) * nbytes)]
+
+
+# ---------------------------------------------------------------------------------------------------------- 4 overlap
+
+def overlapped(group: Any, ahead: int, *, steps: int = 4) -> tuple[float, float, float]:
+    """(ms a step, ms of communication a step, the hidden share) on this rank, over delayed links."""
+    timeline = Timeline(group.rank)
+    with delayed(group, alpha=ALPHA, beta=1 / BANDWIDTH) as slow:
+        timeline.follow(slow.ledger)
+        strategy = Zero3(lab.new_model(TIMED), slow, ahead=ahead, recorder=timeline)
+        optimizer = lab.new_adam(strategy.parameters)
+        for step in range(steps):
+            with timeline.span("step", step=step):
+                strategy.step(lab.global_batch(TIMED, step, 4 * group.size), optimizer)
+    overlap = measure(timeline, steps=range(1, steps))
+    taken = [span for span in timeline.spans if span.name == "step"][1:]
+    return (1e3 * sum(span.stop - span.start for span in taken) / len(taken),
+            1e3 * overlap.communication / len(taken), overlap.share)
+
+
+def overlap_table(group: Any, page: Page) -> None:
+    """Two ranks, so that a small machine has a core for each."""
+    pair = group.split(0 if group.rank < 2 else None)
+    rows = []
+    for ahead in (0, 1, 2):
+        if pair is not None:
+            milliseconds, communication, share = overlapped(pair, ahead)
+            rows.append([f"ahead = {ahead}", f"{milliseconds:.0f} ms", f"{communication:.0f} ms", f"{share:.0%}"])
+        group.barrier()
+    page.table(f"Rank 0 of 2, each message {ALPHA * 1e6:.0f} µs and 1 s for {BANDWIDTH / 1e6:.0f} MB",
+               ["", "a step", "communication", "of it hidden"], rows,
+               note="ahead: how much may be gathered before its turn, in units as large as the largest")
+
+
+# ----------------------------------------------------------------------------------------------------------- 5 hybrid
+
+def hybrid_table(group: Any, page: Page) -> None:
+    """One copy for all, and one for every two: memory, and bytes inside and between copies."""
+    if group.size % 2 or group.size < 4:
+        page.say(f"{group.size} ranks cannot be cut into pairs; run this on 4.")
+        return
+    parameters, nbytes = lab.parameter_bytes(lab.MEASURED)
+    rows = []
+    for shard in (group.size, 2):
+        copies, seen = group.size // shard, lab.memory(group, 3, shard=shard)
+        counted = lab.traffic(group, 3, shard=shard)
+        held = state_bytes(parameters, SINGLE, zero=3, ranks=group.size, shard=shard)["total"]
+        inside, between = 3 * copies * (shard - 1) * nbytes, 2 * (copies - 1) * nbytes
+        measured = (counted["reduce_scatter"] + counted["all_gather"], counted["all_reduce"])
+        together = sum(seen[name]["now"] for name in STATE)
+        rows.append([f"{copies} cop{'ies' if copies > 1 else 'y'} of {shard} ranks", f"{together / parameters:.2f}",
+                     f"{held / parameters:.2f}", *map(size_text, measured), size_text(inside), size_text(between),
+                     "ok" if measured == (inside, between) else "off"])
+    page.table(f"{group.size} ranks: bytes a parameter on each, bytes of all in a step",
+               ["", "held", "formula", "inside", "between", "formula", "formula", ""], rows,
+               note="inside: gathers and reduce-scatters of a copy; between copies: gradients of shards, summed")
+
+
+# ------------------------------------------------------------------------------------------------------------ Break it
+
+def forget_to_free() -> None:
+    """A unit that is not freed after its forward, and one more in every step."""
+    def peak(group: Any, forgotten: int) -> int:
+        with account.use(account.MemoryAccount()) as seen:
+            strategy = Zero3(lab.new_model(lab.MEASURED), group)
+            for unit in strategy.units[1:1 + forgotten]:
+                unit.free = lambda: None  # type: ignore[method-assign]
+            optimizer = lab.new_adam(strategy.parameters)
+            for step in range(2):
+                seen.reset_peak()
+                strategy.step(lab.global_batch(lab.MEASURED, step), optimizer)
+            return seen.peak["parameters"]
+
+    print(f"all parameters are {size_text(lab.parameter_bytes(lab.MEASURED)[1])}, a block {size_text(unit_bytes())}")
+    for forgotten in (0, 2, 8):
+        print(f"{forgotten} units not freed: peak of parameters {size_text(md.run(peak, forgotten, size=4)[0])}")
+    print("and their weights are the first step's for ever: nobody gathers what is there")
+
+
+def tied_in_a_unit() -> None:
+    """The embedding is used at both ends; as a unit it is freed when the head wants it."""
+    from dataclasses import replace
+
+    def train(group: Any) -> None:
+        strategy = Zero3(lab.new_model(replace(lab.SMALL, tied=True)), group)
+        strategy.step(lab.global_batch(lab.SMALL, 0), lab.new_adam(strategy.parameters))
+
+    md.run(train, size=2)
+
+
+def no_second_gather() -> None:
+    """Backward with what a freed weight reads as."""
+    def train(group: Any) -> float:
+        strategy = Zero3(lab.new_model(lab.SMALL), group)
+        strategy._enter_backward = lambda unit: None  # type: ignore[method-assign]
+        strategy.step(lab.global_batch(lab.SMALL, 0), lab.new_adam(strategy.parameters))
+        return float(np.mean([np.isnan(piece.grad).mean() for piece in strategy.parameters if piece.grad.size]))
+
+    print(f"without the second all-gather {md.run(train, size=2)[0]:.0%} of the gradients are NaN: a freed weight "
+          f"reads as NaN, so that this does not pass unnoticed")
+
+
+def average_twice() -> None:
+    """Each unit's sum divided by P once more."""
+    from minidist.optim import SGD
+
+    def train(group: Any, factor: float) -> float:
+        strategy = Zero3(lab.new_model(lab.SMALL), group)
+        optimizer, loss = SGD(strategy.parameters, 0.5), 0.0
+        update = optimizer.step
+        optimizer.step = lambda lr=None, scale=1.0: update(lr, scale * factor)
+        for step in range(40):
+            loss = strategy.step(lab.global_batch(lab.SMALL, step), optimizer)
+        return loss
+
+    right, wrong = (md.run(train, factor, size=4)[0] for factor in (1.0, 0.25))
+    print(f"SGD: loss of step 40 {right:.4f}; with gradients averaged twice {wrong:.4f}")
+
+
+def stale_weights() -> None:
+    """Units kept from one step to the next: they miss the update of every chunk but the own."""
+    def train(group: Any, stale: bool) -> float:
+        strategy = Zero3(lab.new_model(lab.SMALL), group)
+        loss, optimizer = 0.0, lab.new_adam(strategy.parameters)
+        for unit in strategy.units if stale else ():
+            unit.free = lambda unit=unit: None if unit._whole else Unit.free(unit)  # type: ignore[method-assign]
+        for step in range(20):
+            loss = strategy.step(lab.global_batch(lab.SMALL, step), optimizer)
+        return loss
+
+    right, wrong = (md.run(train, stale, size=4)[0] for stale in (False, True))
+    print(f"loss of step 20: {right:.4f}; with weights gathered once and kept {wrong:.4f}")
+
+
+BREAKS = {"forget-to-free": forget_to_free, "tied-in-a-unit": tied_in_a_unit, "no-second-gather": no_second_gather,
+          "average-twice": average_twice, "stale-weights": stale_weights}
+
+
+def main() -> None:
+    """Parse the command line, then run on the ranks that were launched, or on four threads."""
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
+
+
+if __name__ == "__main__":
+    main()
