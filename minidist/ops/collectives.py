@@ -1,0 +1,213 @@
+"""Differentiable collectives: each verb beside the verb that carries its gradient back.
+
+A verb is a linear map over the ranks, and its gradient is the transposed map, which is a verb again:
+
+    op                forward                       backward                      what the ranks hold outside
+    copy_to           x itself                      all_reduce of dy              x whole, equal on all (Megatron's f)
+    reduce_from       all_reduce of x               dy itself                     y whole, equal on all (Megatron's g)
+    all_gather        shards joined along `dim`     reduce_scatter along `dim`    x a shard, y whole
+    reduce_scatter    summed, own slice of `dim`    all_gather along `dim`        x a summand, y a shard
+    gather_copies     shards joined along `dim`     own slice of dy               x a shard, y whole, equal on all
+    take_shard        own slice of `dim`            all_gather along `dim`        x whole, equal on all, y a shard
+    all_to_all        slices of `split` swapped     the same, the other way       x and y shards, of two dims
+
+"Equal on all" is what tells the pairs apart. all_gather and gather_copies compute the same; but if each rank goes on to
+do something of its own with y, their gradients differ and must be summed, and if all do the same, each already has the
+whole gradient and takes its slice: to sum would count it P times.
+
+Cost, elements over all ranks, n of the whole array, n' = P·ceil(d/P)·n/d of one whose dim of d is padded (n where P
+divides d: verbs that scatter cut equal chunks), s what stays at home in an exchange:
+
+    op                forward      backward
+    copy_to           0            2(P-1) n
+    reduce_from       2(P-1) n     0
+    all_gather        (P-1) n      (P-1) n'
+    reduce_scatter    (P-1) n'     (P-1) n
+    gather_copies     (P-1) n      0
+    take_shard        0            (P-1) n
+    all_to_all        n - s        n - s
+
+Shards are cut as numpy.array_split does, so sizes need not divide. Sums go round a ring by default, the same bits on
+every rank; algorithm="direct" adds in rank order, whatever the layout, for more bytes.
+Every rank of the group calls each op, and backward meets them in the same order, for the tape's order is the forward's.
+
+notes:   N2 张量并行; N4 §2
+Source:  Shoeybi et al. 2019, "Megatron-LM" (1909.08053), f and g; Korthikanti et al. 2022 for the sequence's pair.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from minidist.backend import Array, array_module
+from minidist.comm.collectives.chunks import bounds, longest
+from minidist.comm.group import Group
+from minidist.errors import ShapeError
+from minidist.tape import Node, Saved, op, saved
+
+# -------------------------------------------------------------------------------------------- whole arrays in and out
+
+@op
+def copy_to(x: Array, *, group: Group, algorithm: str = "ring") -> tuple[Array, Saved]:
+    """Megatron's f: x, whole and equal on all ranks, enters where each rank works on its own. Shape unchanged."""
+    return x, saved()
+
+
+@copy_to.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return _summed(dy, node.options)
+
+
+@op
+def reduce_from(x: Array, *, group: Group, algorithm: str = "ring") -> tuple[Array, Saved]:
+    """Megatron's g: the ranks' summands x leave as their sum, whole and equal on all ranks. Shape unchanged."""
+    return _summed(x, {"group": group, "algorithm": algorithm}), saved()
+
+
+@reduce_from.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return dy
+
+
+def _summed(x: Array, options: dict[str, Any]) -> Array:
+    return options["group"].all_reduce(x, algorithm=options.get("algorithm", "ring"))   # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------------- shards of a dim
+
+@op
+def all_gather(x: Array, *, dim: int, group: Group, algorithm: str = "ring") -> tuple[Array, Saved]:
+    """Shards joined along `dim`, for ranks that then do different things: (…, own, …) -> (…, d, …).
+
+    Raises:  ShapeError if the shards are not numpy.array_split's.
+    """
+    return _join(x, dim, group, algorithm), saved()
+
+
+@all_gather.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return _sum_and_cut(dy, node.options["dim"], node.options["group"])
+
+
+@op
+def reduce_scatter(x: Array, *, dim: int, group: Group, algorithm: str = "ring") -> tuple[Array, Saved]:
+    """The ranks' summands x added, and of the sum this rank's slice of `dim`: (…, d, …) -> (…, own, …)."""
+    return _sum_and_cut(x, dim, group, algorithm), saved()
+
+
+@reduce_scatter.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return _join(dy, node.options["dim"], node.options["group"], node.options.get("algorithm", "ring"))
+
+
+@op
+def gather_copies(x: Array, *, dim: int, group: Group, algorithm: str = "ring") -> tuple[Array, Saved]:
+    """Shards joined along `dim`, for ranks that all do the same with it: (…, own, …) -> (…, d, …).
+
+    Raises:  ShapeError if the shards are not numpy.array_split's.
+    """
+    return _join(x, dim, group, algorithm), saved()
+
+
+@gather_copies.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return _own(dy, node.options["dim"], node.options["group"])
+
+
+@op
+def take_shard(x: Array, *, dim: int, group: Group, algorithm: str = "ring") -> tuple[Array, Saved]:
+    """This rank's slice of `dim` of an x that is whole and equal on all ranks: (…, d, …) -> (…, own, …), a view."""
+    return _own(x, dim, group), saved()
+
+
+@take_shard.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    return _join(dy, node.options["dim"], node.options["group"], node.options.get("algorithm", "ring"))
+
+
+def shard_of(length: int, group: Group) -> slice:
+    """Where this rank's part of a dim of so many lies."""
+    edges = bounds(length, group.size)
+    return slice(edges[group.rank], edges[group.rank + 1])
+
+
+def _own(x: Array, dim: int, group: Group) -> Array:
+    """This rank's slice of `dim`: a view."""
+    return array_module(x).moveaxis(array_module(x).moveaxis(x, dim, 0)[shard_of(x.shape[dim], group)], 0, dim)
+
+
+def _join(x: Array, dim: int, group: Group, algorithm: str) -> Array:
+    """All ranks' x one after the other along `dim`, contiguous."""
+    xp = array_module(x)
+    whole = group.all_gather(xp.ascontiguousarray(xp.moveaxis(x, dim, 0)), algorithm=algorithm)
+    own = shard_of(len(whole), group)
+    if own.stop - own.start != x.shape[dim]:
+        raise ShapeError(f"{group.axis} rank {group.rank} of {group.size}: a shard of {x.shape[dim]} in dim {dim}, but "
+                         f"of {len(whole)} altogether it should have {own.stop - own.start}; cut as numpy.array_split")
+    return xp.ascontiguousarray(xp.moveaxis(whole, 0, dim))
+
+
+def _sum_and_cut(x: Array, dim: int, group: Group, algorithm: str = "ring") -> Array:
+    """All ranks' x added, and this rank's slice of `dim`, contiguous.
+
+    The verb cuts the flattened array in equal chunks; where P does not divide the dim, shorter slices are padded.
+    """
+    xp, length, own = array_module(x), x.shape[dim], shard_of(x.shape[dim], group)
+    rows = xp.moveaxis(x, dim, 0)
+    most = longest(length, group.size)
+    if length % group.size:
+        padded = xp.zeros((group.size, most, *rows.shape[1:]), x.dtype)
+        edges = bounds(length, group.size)
+        for rank in range(group.size):
+            padded[rank, :edges[rank + 1] - edges[rank]] = rows[edges[rank]:edges[rank + 1]]
+        rows = padded
+    chunk = group.reduce_scatter(xp.ascontiguousarray(rows), algorithm=algorithm)
+    chunk = chunk.reshape(most, *x.shape[:dim % x.ndim], *x.shape[dim % x.ndim + 1:])[:own.stop - own.start]
+    return xp.ascontiguousarray(xp.moveaxis(chunk, 0, dim))
+
+
+# ---------------------------------------------------------------------------------------------- from one dim to another
+
+@op
+def all_to_all(x: Array, *, split: int, join: int, group: Group, counts: Sequence[int] | None = None,
+               algorithm: str = "pairwise") -> tuple[Array, Saved]:
+    """Cut x along dim `split`, give each rank its slice, and join what comes along dim `join`.
+
+    So a whole `split` dim and a shard of `join` become a shard of `split` and a whole `join`; both may be one dim.
+    Args:    counts: how much of `split` goes to each rank (default: as numpy.array_split cuts).
+    Raises:  ShapeError if counts do not add up.
+    """
+    length = x.shape[split]
+    edges = [0]
+    for count in _counts(length, group.size) if counts is None else counts:
+        edges.append(edges[-1] + count)
+    if len(edges) != group.size + 1 or edges[-1] != length:
+        raise ShapeError(f"all_to_all: counts {list(counts or ())} for {group.size} ranks do not cut the {length} of "
+                         f"dim {split}; pass one a rank, which add up to it")
+    y, came = _swap(x, split, join, edges, group, algorithm)
+    return y, saved(came=came)
+
+
+@all_to_all.gradient("x")
+def _(node: Node, dy: Array) -> Array:
+    options = node.options
+    return _swap(dy, options["join"], options["split"], node.came, options["group"],
+                 options.get("algorithm", "pairwise"))[0]
+
+
+def _counts(length: int, size: int) -> list[int]:
+    edges = bounds(length, size)
+    return [edges[rank + 1] - edges[rank] for rank in range(size)]
+
+
+def _swap(x: Array, split: int, join: int, edges: Sequence[int], group: Group,
+          algorithm: str) -> tuple[Array, tuple[int, ...]]:
+    """What the others cut for this rank, joined; and where along `join` each one's piece begins and the last ends."""
+    xp = array_module(x)
+    rows = xp.moveaxis(x, split, 0)
+    pieces = [xp.ascontiguousarray(xp.moveaxis(rows[edges[rank]:edges[rank + 1]], 0, split))
+              for rank in range(group.size)]
+    came = group.all_to_all(pieces, algorithm=algorithm)
+    where = [0]
+    for piece in came:
+        where.append(where[-1] + piece.shape[join])
+    return xp.concatenate(came, axis=join), tuple(where)
