@@ -31,7 +31,7 @@ class CausalSelfAttention(Module):
         queries, keys = self.heads * self.head_width, self.key_heads * self.head_width
         q, k, v = ops.split(qkv, [queries, keys, keys], dim=-1)
         y = self.attend(self._by_head(q), self._by_head(k), self._by_head(v), positions)       # (B, H, T, D)
-        return self.out(y.transpose(0, 2, 1, 3).reshape(x.shape))
+        return self.out(y.transpose(0, 2, 1, 3).reshape(*qkv.shape[:-1], queries))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
         """(B, H, T, D), (B, H_kv, T, D) twice, global positions (T,) -> (B, H, T, D)."""

@@ -17,3 +17,7 @@ class Embedding(Module):
 
     def forward(self, ids: Array) -> Tensor:
         return ops.embedding(self.weight, ids)
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """Logits by the same (tied) table: (…, width) -> (…, count)."""
+        return ops.unembed(x, self.weight)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from minidist import ops
 from minidist.backend import Array, device_of, random_uniform, to_device, to_host
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn.attention import CausalSelfAttention
@@ -26,6 +25,7 @@ from minidist.nn.linear import Linear
 from minidist.nn.mlp import MLP
 from minidist.nn.module import Module
 from minidist.nn.norm import LayerNorm, RMSNorm
+from minidist.nn.output import Output
 from minidist.tensor import Tensor, no_grad
 
 STD = 0.02
@@ -63,6 +63,7 @@ class GPT(Module):
         self.norm = (LayerNorm if config.norm == "layer" else RMSNorm)(config.width, dtype=config.dtype)
         self.head = (None if config.tied else
                      Linear(config.width, config.vocabulary, bias=False, std=STD, dtype=config.dtype))
+        self.output = Output()
         self.assign_names()
 
     def forward(self, ids: Array, positions: Array | None = None, key: DropoutKey | None = None) -> Tensor:
@@ -97,9 +98,9 @@ class GPT(Module):
         return self.dropout(x, key)
 
     def project(self, x: Tensor) -> Tensor:
-        """(…, width) -> logits (…, vocabulary)."""
+        """(…, width) -> logits (…, vocabulary), or of a slice of it, where a strategy split the vocabulary."""
         x = self.norm(x)
-        return ops.unembed(x, self.tokens.weight) if self.head is None else self.head(x)
+        return self.tokens.unembed(x) if self.head is None else self.head(x)
 
     def loss(self, inputs: Array, targets: Array, divisor: float | None = None, *, positions: Array | None = None,
              key: DropoutKey | None = None) -> Tensor:
@@ -108,7 +109,7 @@ class GPT(Module):
         Args:    inputs, targets: (B, T) integers; a strategy passes the global token count as divisor.
         """
         logits = self(inputs, positions, key)
-        return ops.cross_entropy(logits, self._here(targets), divisor=divisor)
+        return self.output.loss(logits, self._here(targets), divisor=divisor)
 
     def generate(self, ids: Sequence[int] | Array, count: int, *, temperature: float = 1.0,
                  seed: int = 0) -> np.ndarray:
@@ -130,7 +131,7 @@ class GPT(Module):
             with no_grad():
                 for stop in range(len(ids), len(text)):
                     seen = text[max(0, stop - self.config.context):stop]
-                    logits = self.project(self.hidden(seen[None])[:, -1])
+                    logits = self.output.whole(self.project(self.hidden(seen[None])[:, -1]))
                     text[stop] = pick(to_host(logits.data)[0], temperature, float(chances[stop - len(ids)]))
         finally:
             self.train(mode)

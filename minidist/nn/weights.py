@@ -102,12 +102,15 @@ class Weight(Parameter):
 
         Raises:  ConfigError without a name; ShapeError if the part does not fit.
         """
-        if not self.name:
-            raise ConfigError(f"a parameter of shape {self.shape} has no name yet, and its values depend on it; "
-                              f"draw through model.initialize(seed), or call model.assign_names() first")
+        self._require_name()
         if isinstance(part, tuple) and not part:
             return self.init.draw(self.name, seed, range(self.size), self.dtype, device=device).reshape(self.shape)
         return self.init.draw(self.name, seed, positions_of(self.shape, part), self.dtype, device=device)
+
+    def _require_name(self) -> None:
+        if not self.name:
+            raise ConfigError(f"a parameter of shape {self.shape} has no name yet, and its values depend on it; "
+                              f"draw through model.initialize(seed), or call model.assign_names() first")
 
 
 def positions_of(shape: Sequence[int], part: Part) -> Any:

@@ -1,0 +1,17 @@
+"""What becomes of a model's logits."""
+
+from minidist import ops
+from minidist.backend import Array
+from minidist.tensor import Tensor
+
+
+class Output:
+    """The loss of logits, and the logits themselves; a strategy that splits the vocabulary puts its own in place."""
+
+    def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
+        """(…, vocabulary) and integers (…) -> sum of the cross-entropies over `divisor`, one number."""
+        return ops.cross_entropy(logits, targets, divisor=divisor)  # type: ignore[no-any-return]
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """The logits of the whole vocabulary: (…, vocabulary)."""
+        return logits

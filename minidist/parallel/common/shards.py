@@ -1,0 +1,146 @@
+"""Weights of which each rank holds a part, and what must be known of them to train: drawing, norms, sums, saving.
+
+A shard keeps the whole tensor's name, and draws its own part under that name, so that any split starts with the bits of
+the whole. Parts may overlap: a key head that several ranks need is held by each, `sharers` being the group of those;
+the gradient of each is then a summand, and the sum over the sharers is the head's.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidist import account
+from minidist.backend import Array, array_module
+from minidist.comm.group import Group
+from minidist.errors import GradientError
+from minidist.nn import Module, Weight
+from minidist.nn.weights import Part, positions_of
+from minidist.optim import sum_of_squares
+from minidist.tensor import Parameter
+
+Place = tuple[Any, ...]
+"""A part of a tensor: a slice or an integer array for each leading dim."""
+
+
+class WeightShard(Weight):
+    """This rank's part of a declared weight; its data, gradient and optimizer state are of that part alone.
+
+    Args:    weight: the whole one, not yet drawn; parts: of every rank of the group; rank: this one's.
+             sharers: the ranks that hold what lies at `shared` of this part too, or None.
+    Attributes: whole: the whole tensor's shape
+    """
+
+    __slots__ = ("whole", "parts", "rank", "sharers", "shared")
+
+    def __init__(self, weight: Weight, parts: Sequence[Place], rank: int, *, sharers: Group | None = None,
+                 shared: Place = ()) -> None:
+        own = np.broadcast_to(np.zeros(()), weight.shape)[_mesh(parts[rank], weight.shape)]
+        super().__init__(own.shape, weight.init, dtype=weight.dtype, name=weight.name)
+        self.requires_grad = weight.requires_grad
+        self.whole, self.parts, self.rank, self.sharers, self.shared = weight.shape, parts, rank, sharers, shared
+
+    def draw(self, seed: int, part: Part = (), *, device: str = "cpu") -> Array:
+        """The first values of this rank's part, or of `part` of that."""
+        places = positions_of(self.whole, self.parts[self.rank])
+        if not (isinstance(part, tuple) and not part):
+            places = places.reshape(-1)[np.asarray(positions_of(self.shape, part))]
+        self._require_name()
+        return self.init.draw(self.name, seed, places, self.dtype, device=device)
+
+
+def _mesh(part: Place, shape: Sequence[int]) -> tuple[Any, ...]:
+    """`part` as one NumPy index: integer arrays of several dims combine as a grid."""
+    chosen = [np.arange(size)[part[dim] if dim < len(part) else slice(None)] for dim, size in enumerate(shape)]
+    return np.ix_(*chosen)
+
+
+def assemble(model: Module, own: Mapping[str, np.ndarray], group: Group) -> dict[str, np.ndarray]:
+    """Weights in the serial layout, whole, on every rank: shards put together, the others as they are.
+
+    Args:    own: this rank's arrays by dotted path.
+    Cost:    an all-gather of each split weight.
+    """
+    state = {}
+    for name, parameter in model.named_parameters():
+        state[name] = own[name]
+        if isinstance(parameter, WeightShard):
+            flat = group.all_gather(np.ascontiguousarray(own[name]).reshape(-1))
+            state[name] = np.empty(parameter.whole, own[name].dtype)
+            start = 0
+            for part in parameter.parts:
+                where = _mesh(part, parameter.whole)
+                shape = tuple(index.size for index in where)
+                state[name][where] = flat[start:start + math.prod(shape)].reshape(shape)
+                start += math.prod(shape)
+    return state
+
+
+class Summand(NamedTuple):
+    """A gradient, or what lies at `place` of it, that must be added up over the ranks of `group`."""
+
+    parameter: Parameter
+    place: Place
+    group: Group
+
+
+def summands(parameters: Iterable[Parameter], outside: Group | None = None) -> list[Summand]:
+    """The gradients that are summands after backward.
+
+    Args:    outside: the group over which the gradients of weights that are not split must be added up; None if each
+             rank has them whole.
+    """
+    found = []
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        if isinstance(parameter, WeightShard):
+            if parameter.sharers is not None and parameter.sharers.size > 1:
+                found.append(Summand(parameter, parameter.shared, parameter.sharers))
+        elif outside is not None:
+            found.append(Summand(parameter, (), outside))
+    return found
+
+
+def add_up(parts: Sequence[Summand], *, algorithm: str = "ring") -> None:
+    """All-reduce what is a summand, in place: one call a group and dtype, in the order of the parameters.
+
+    Call it once a step, after the last backward.
+    Raises:  GradientError for a parameter without a gradient.
+    """
+    runs: dict[tuple[int, str], list[Summand]] = {}
+    for part in parts:
+        if part.parameter.grad is None:
+            raise GradientError(f"{part.parameter.name!r} has no gradient to add up; call zero_unused first")
+        runs.setdefault((part.group.id, part.parameter.dtype.name), []).append(part)
+    for run in runs.values():
+        pieces: list[Any] = [part.parameter.grad[part.place] for part in run]   # type: ignore[index]
+        xp = array_module(*pieces)
+        flat = account.current().hold(xp.concatenate([piece.reshape(-1) for piece in pieces]), "communication")
+        run[0].group.all_reduce(flat, out=flat, algorithm=algorithm)
+        start = 0
+        for piece in pieces:
+            piece[...] = flat[start:start + piece.size].reshape(piece.shape)
+            start += piece.size
+
+
+def squares_once(parameters: Iterable[Parameter], group: Group) -> float:
+    """The sum of the squares of the whole gradient, each weight counted once: the same bits on every rank.
+
+    Split weights count where they are, shared parts at the first of their sharers, all others at rank 0.
+    Cost:    one all-gather of a float64 a rank, counted under `control`.
+    """
+    counted: list[Array | None] = []
+    for parameter in parameters:
+        if not isinstance(parameter, WeightShard):
+            counted += [parameter.grad] if group.rank == 0 else []
+        elif parameter.sharers is None or parameter.sharers.rank == 0 or parameter.grad is None:
+            counted.append(parameter.grad)
+        else:
+            own = array_module(parameter.grad).array(parameter.grad)
+            own[parameter.shared] = 0
+            counted.append(own)
+    with group.ledger.control():
+        each = group.all_gather(np.array([sum_of_squares(counted)]))
+    return float(math.fsum(each)) if np.isfinite(each).all() else float(np.sum(each))

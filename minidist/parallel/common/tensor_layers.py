@@ -1,0 +1,139 @@
+"""Layers cut between the ranks of a tensor-parallel group, and the edges of the regions that they make.
+
+A block has two regions, attention and MLP. In each, a column linear, then something elementwise or head by head, then a
+row linear: between them each rank works on its own columns, and nothing travels.
+
+    x ── enter ── x W1 of own columns ── gelu, or attention of own heads ── y W2 of own rows ── leave ── + bias
+
+What enter and leave do is the Region's affair: Megatron's f and g in chapter 12, a gather and a scatter of the sequence
+in chapter 13. Layers, not whole models, are replaced: their weights keep their names, and the GPT its definition.
+"""
+
+from collections.abc import Sequence
+
+from minidist import ops
+from minidist.backend import Array, array_module
+from minidist.comm.collectives.chunks import bounds
+from minidist.comm.group import Group
+from minidist.nn import MLP, Embedding, Linear, Module, Weight
+from minidist.nn.output import Output
+from minidist.ops import collectives
+from minidist.ops.vocabulary import split_cross_entropy
+from minidist.parallel.common.shards import Place, WeightShard
+from minidist.tensor import Tensor
+
+
+class Region:
+    """Where each rank works on its own columns: what is done at its two edges.
+
+    Attributes: group, algorithm: of the collectives
+    """
+
+    def __init__(self, group: Group, algorithm: str = "ring") -> None:
+        self.group, self.algorithm = group, algorithm
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Megatron's f: x, whole on all ranks, goes in as it is; its gradients are all-reduced."""
+        return collectives.copy_to(x, group=self.group, algorithm=self.algorithm)       # type: ignore[no-any-return]
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Megatron's g: the ranks' summands are all-reduced; the gradient goes in as it is."""
+        return collectives.reduce_from(x, group=self.group, algorithm=self.algorithm)   # type: ignore[no-any-return]
+
+
+def ranges(length: int, size: int) -> list[slice]:
+    """The part of each rank of a dim of `length`, in numpy.array_split order."""
+    edges = bounds(length, size)
+    return [slice(edges[rank], edges[rank + 1]) for rank in range(size)]
+
+
+class ColumnLinear(Module):
+    """y_r = x W[:, columns of r] + b[columns of r]: (…, inputs) -> (…, own outputs).
+
+    Args:    linear: the whole layer, its weights not yet drawn.
+             columns: of every rank; numpy.array_split's unless given.
+             enter: whether x comes from outside the region; no if the caller let it in (two layers, one x).
+             sharers, shared: the ranks that hold the columns `shared` of this rank's too.
+    """
+
+    def __init__(self, linear: Linear, tp: Region, *, columns: Sequence[slice | Array] | None = None,
+                 enter: bool = True, sharers: Group | None = None, shared: slice = slice(0)) -> None:
+        group = tp.group
+        chosen = columns or ranges(linear.weight.shape[1], group.size)
+        self.region = tp if enter else None
+        self.weight = WeightShard(linear.weight, [(slice(None), part) for part in chosen], group.rank, sharers=sharers,
+                                  shared=(slice(None), shared))
+        self.bias = None if linear.bias is None else WeightShard(
+            linear.bias, [(part,) for part in chosen], group.rank, sharers=sharers, shared=(shared,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x if self.region is None else self.region.enter(x), self.weight,      # type: ignore
+                          self.bias)
+
+
+class RowLinear(Module):
+    """y = Σ_r x_r W[rows of r, :] + b: (…, own inputs) -> (…, outputs).
+
+    The bias stays whole on every rank, and is added once, after the sum: before it, it would count P times.
+    Args:    rows: of every rank; numpy.array_split's unless given.
+    """
+
+    def __init__(self, linear: Linear, tp: Region, *, rows: Sequence[slice] | None = None) -> None:
+        self.region = tp
+        parts: list[Place] = [(part,) for part in rows or ranges(linear.weight.shape[0], tp.group.size)]
+        self.weight = WeightShard(linear.weight, parts, tp.group.rank)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.region.leave(ops.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+
+class SplitMLP(MLP):
+    """MLP whose hidden numbers are divided: columns of gate and up, rows of down. What enters does so once for both."""
+
+    def __init__(self, mlp: MLP, tp: Region) -> None:
+        self.region = tp
+        self.gate = None if mlp.gate is None else ColumnLinear(mlp.gate, tp, enter=False)       # type: ignore
+        self.up = ColumnLinear(mlp.up, tp, enter=False)             # type: ignore[assignment]
+        self.down = RowLinear(mlp.down, tp)                         # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.region.enter(x))
+
+
+class SplitEmbedding(Embedding):
+    """Rows of the table are divided: a rank looks up the ids that it has, with zeros for the others, and all add up."""
+
+    def __init__(self, embedding: Embedding, tp: Region) -> None:
+        self.region, self.count = tp, embedding.weight.shape[0]
+        self.rows = ranges(self.count, tp.group.size)[tp.group.rank]
+        self.weight: Weight = WeightShard(embedding.weight, [(part,) for part in ranges(self.count, tp.group.size)],
+                                          tp.group.rank)
+
+    def forward(self, ids: Array) -> Tensor:
+        xp = array_module(ids)
+        mine = (ids >= self.rows.start) & (ids < self.rows.stop)
+        found = ops.embedding(self.weight, xp.where(mine, ids - self.rows.start, 0))
+        return self.region.leave(ops.where(mine[..., None], found, 0.0))
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """Logits of the own rows of a tied table: (…, width) -> (…, own rows)."""
+        return ops.unembed(self.region.enter(x), self.weight)       # type: ignore[no-any-return]
+
+
+class SplitOutput(Output):
+    """Logits of a slice of the vocabulary: their loss without ever joining them."""
+
+    def __init__(self, vocabulary: int, tp: Region) -> None:
+        self.vocabulary, self.region = vocabulary, tp
+        self.first = ranges(vocabulary, tp.group.size)[tp.group.rank].start
+
+    def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
+        """As Output.loss, the same bits on every rank."""
+        return split_cross_entropy(logits, targets, first=self.first, vocabulary=self.vocabulary,  # type: ignore
+                                   group=self.region.group, divisor=divisor, algorithm=self.region.algorithm)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Joined, for generating text: an all-gather of `vocabulary` numbers a row."""
+        return collectives.gather_copies(logits, dim=-1, group=self.region.group)   # type: ignore[no-any-return]

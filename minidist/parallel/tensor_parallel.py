@@ -1,0 +1,101 @@
+"""Chapter 12 · Tensor parallelism: each layer's matrices are cut, and the ranks multiply at the same time.
+
+The idea. A matrix product falls apart along columns, Y = X [A1 A2] = [X A1  X A2], and along rows,
+Y = [X1 X2] [A1; A2] = X1 A1 + X2 A2. Put the two behind each other, and the pieces that the first makes are the pieces
+that the second needs: an MLP is columns, gelu, rows, and attention is columns (a rank's heads), softmax, rows. Between
+them nothing travels; after the rows the summands are added up.
+
+    forward     x ── f ── A1 ── gelu ── B1 ──┐                 f: as it is             (backward: all-reduce)
+                  ├─ f ── A2 ── gelu ── B2 ──┴─ g ── + bias    g: all-reduce           (backward: as it is)
+
+f and g are Megatron's names; here they are ops.collectives.copy_to and reduce_from, of a Region
+(common/tensor_layers.py). N2:156 has an all-gather after a column linear; none is needed.
+
+Who holds what, of a block of width h, P ranks:
+
+    weight (serial)            each rank
+    attention.qkv  (h, 3h)     the columns of its heads: of queries, of keys and of values
+    attention.out  (h, h)      the rows of its heads; bias whole
+    mlp.up, gate   (h, 4h)     columns
+    mlp.down       (4h, h)     rows; bias whole
+    tokens         (V, h)      rows: a slice of the vocabulary; tied, it is the head too
+    head           (h, V)      columns: the logits of a slice
+    norms, positions, biases of row linears: whole on all, with gradients that are equal without being sent
+
+Sizes need not divide: heads, hidden numbers and vocabulary are cut as numpy.array_split does. Of fewer key heads than
+ranks each is held by several ranks, which divide its query heads and add up its gradient.
+
+Cost, a step, all ranks together, in numbers (ring; B sequences of T tokens, L blocks):
+
+    blocks       2(P-1) × 4 L B T h      2 all-reduces a block forward (g), 2 backward (f); with blocks computed again
+                                         (chapter 19) 6: their forward runs twice
+    embedding    2(P-1) × B T h          forward
+    head         2(P-1) × B T h          backward
+    loss         2(P-1) × 3 B T          maxima; sums and targets' logits
+    key heads    2(P-K) × L (h + 1) × 2 D for K of them, P > K, of width D: gradients, after the last backward
+    control      with clipping one float64: each weight counts once in the norm
+
+"The volume is small" (N2:158): beside data parallel's 2(P-1) × 12 L h² it is more from B T > 3h on.
+
+Memory: weights, gradients and optimizer state are divided, and so are the activations inside the regions; what lies
+outside (the residual stream, norms, dropout) each rank keeps whole, which chapter 13 goes on to divide.
+
+notes:   N0 Tensor Parallelism, N2 张量并行
+Source:  Shoeybi et al. 2019, "Megatron-LM" (1909.08053; N0:256 cites 2104.04473, which is its successor).
+"""
+
+from minidist.comm.group import Group
+from minidist.nn import GPT, GPTConfig
+from minidist.parallel.common.precision import Precision
+from minidist.parallel.common.recorder import Recorder
+from minidist.parallel.common.split_gpt import split_gpt
+from minidist.parallel.common.split_model import SplitModel
+from minidist.parallel.common.tensor_layers import (
+    ColumnLinear,
+    Region,
+    RowLinear,
+    SplitEmbedding,
+    SplitMLP,
+    SplitOutput,
+)
+from minidist.parallel.common.update import Loss
+
+__all__ = ["ColumnLinear", "Region", "RowLinear", "SplitEmbedding", "SplitMLP", "SplitOutput", "TensorParallel",
+           "elements_sent", "tensor_parallel"]
+
+
+def tensor_parallel(model: GPT, group: Group, *, algorithm: str = "ring") -> GPT:
+    """Cut a GPT between the ranks of `group`, in place; then `model.initialize(seed)` draws this rank's part.
+
+    Args:    algorithm: of the all-reduces; pinned, so that the same run gives the same bits.
+    Raises:  as split_gpt.
+    """
+    split_gpt(model, Region(group, algorithm))
+    return model
+
+
+def elements_sent(config: GPTConfig, *, ranks: int, tokens: int, recomputed: int = 0) -> int:
+    """Numbers that all ranks together send in a step along the axis, whatever the number of passes: the cost above.
+
+    Args:    tokens: of the batch, B·T; recomputed: how many blocks are computed again in backward.
+    """
+    crossings = 4 * config.layers + 2 * recomputed + 2
+    shared = max(0, ranks - config.key_heads) * config.layers * (config.width + 1) * 2 * config.head_width
+    return 2 * (ranks - 1) * tokens * (crossings * config.width + 3) + 2 * shared
+
+
+class TensorParallel(SplitModel):
+    """A GPT cut by `tensor_parallel`, trained on batches that every rank of the group sees whole.
+
+        model = tensor_parallel(GPT(config), group)
+        model.initialize(seed)
+        strategy = TensorParallel(model, group)
+        loss = strategy.step(batch, AdamW(strategy.parameters, lr))
+
+    The step is one process's step: forward, backward, update. What travels does so inside forward and backward.
+    Args:    as SplitModel.
+    """
+
+    def __init__(self, model: GPT, group: Group, *, loss: Loss | None = None, algorithm: str = "ring",
+                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
+        super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)

@@ -1,0 +1,364 @@
+"""Tensor parallelism: equal to one process, at the cost its docstring states, whatever the sizes."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from split import SIZES, tensor, tensor_in_processes
+from training import difference, global_batch, tiny
+
+import minidist as md
+from minidist import account, ops
+from minidist.errors import ConfigError, MismatchError, PlanError, ShapeError
+from minidist.nn import GPT, GPTConfig
+from minidist.ops import collectives, vocabulary
+from minidist.optim import SGD, AdamW
+from minidist.parallel.common import shards, split_gpt, tensor_layers
+from minidist.parallel.common.shards import WeightShard
+from minidist.parallel.common.split_gpt import head_shares
+from minidist.parallel.tensor_parallel import TensorParallel, elements_sent, tensor_parallel
+from minidist.tensor import tensor as leaf
+
+BOUND = 1e-10
+GROUPED = {"heads": 8, "kv_heads": 2, "width": 32, "positions": "rotary", "activation": "silu", "norm": "rms",
+           "tied": True}
+
+
+def run(size: int, changes: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    """What each of `size` threads holds after training."""
+    return md.run(lambda world: tensor(world, changes, **options), size=size)
+
+
+def digest(rank: dict[str, Any]) -> str:
+    return hashlib.sha256(b"".join(array.tobytes() for array in rank["weights"].values())).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def serial() -> dict[str, Any]:
+    """One process, three steps of three sequences."""
+    return run(1, {})[0]
+
+
+# ------------------------------------------------------------------------------------------- parallel equals serial
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
+    """Heads (8), hidden numbers (64) and vocabulary (13) that do not divide."""
+    ranks = run(size, {})
+    assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
+    np.testing.assert_allclose(ranks[0]["losses"], serial["losses"], rtol=1e-12)
+    assert len({digest(rank) for rank in ranks}) == 1            # the same bits on all ranks
+    assert len({tuple(rank["losses"]) for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("transport", ["sockets", "mpi"])
+def test_same_bits_on_every_transport(transport: str) -> None:
+    over_threads = run(3, GROUPED, steps=2)[0]
+    over_processes = md.run(tensor_in_processes, GROUPED, {"steps": 2}, size=3, transport=transport)[0]
+    assert digest(over_processes) == digest(over_threads)
+
+
+any_job = given(
+    size=st.integers(2, 5), changes=st.fixed_dictionaries({
+        "heads": st.sampled_from([6, 8]), "kv_heads": st.sampled_from([None, 1, 2]), "width": st.just(48),
+        "tied": st.booleans(), "activation": st.sampled_from(["gelu", "silu"]), "layers": st.integers(1, 2),
+        "norm": st.sampled_from(["layer", "rms"]), "positions": st.sampled_from(["learned", "rotary"]),
+        "dropout": st.sampled_from([0.0, 0.2]), "vocabulary": st.integers(5, 14)}),
+    options=st.fixed_dictionaries({
+        "sequences": st.integers(1, 4), "accumulate": st.integers(1, 2), "clip": st.sampled_from([None, 0.1]),
+        "checkpoint": st.sampled_from(["none", "scores", "all", "0"]), "optimizer": st.sampled_from([AdamW, SGD])}))
+
+
+@settings(max_examples=12)
+@any_job
+def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
+    check_job(size, changes, options, steps=2)
+
+
+@pytest.mark.soak
+@settings(max_examples=200)
+@any_job
+def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
+    """The same, more often."""
+    check_job(size, changes, options, steps=3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
+    """With and without key heads that ranks share."""
+    for changes in ({"context": 16}, GROUPED):
+        serial = run(1, changes, steps=20)[0]
+        ranks = md.run(tensor_in_processes, changes, {"steps": 20}, size=size, transport=transport)
+        assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
+        assert len({digest(rank) for rank in ranks}) == 1
+
+
+def check_job(size: int, changes: dict[str, Any], options: dict[str, Any], *, steps: int) -> None:
+    """Ranks equal one process and each other, and send what the formula says."""
+    ranks, alone = run(size, changes, steps=steps, **options), run(1, changes, steps=steps, **options)[0]
+    assert difference(ranks[0]["weights"], alone["weights"]) < BOUND
+    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-12)
+    assert len({digest(rank) for rank in ranks}) == 1
+    check_traffic(ranks, steps=steps, sequences=options["sequences"], checkpoint=options["checkpoint"])
+
+
+def check_traffic(ranks: list[dict[str, Any]], *, steps: int, sequences: int = 3, checkpoint: str = "none") -> None:
+    """To the byte, whatever the number of passes: along the axis, and under control at most the clipping norm."""
+    config = GPTConfig(**ranks[0]["config"])
+    again = {"none": 0, "scores": 0, "all": config.layers, "0": 1}[checkpoint]
+    formula = elements_sent(config, ranks=len(ranks), tokens=sequences * config.context, recomputed=again)
+    sent = [{verb: nbytes for axis, verbs in rank["sent"].items() if axis != "control"
+             for verb, nbytes in verbs.items()} for rank in ranks]
+    assert {verb for rank in sent for verb in rank} == {"all_reduce"}
+    assert sum(rank["all_reduce"] for rank in sent) == 8 * steps * formula
+    assert sum(sum(rank["sent"].get("control", {}).values()) for rank in ranks) in (
+        0, 8 * steps * len(ranks) * (len(ranks) - 1))
+
+
+# -------------------------------------------------------------------------------------------------------- what it costs
+
+@pytest.mark.parametrize(("size", "checkpoint"), [(2, "none"), (4, "all")])
+def test_traffic_is_the_formula(size: int, checkpoint: str) -> None:
+    """Written out: 4 all-reduces a block of batch × sequence × width, 2 more where it is computed again, and so on."""
+    ranks = run(size, {}, steps=2, checkpoint=checkpoint)
+    config, tokens = GPTConfig(**ranks[0]["config"]), 3 * 6
+    each = 4 if checkpoint == "none" else 6
+    numbers = tokens * config.width * (each * config.layers + 1 + 1) + 3 * tokens
+    axis = "world"
+    assert sum(rank["sent"][axis]["all_reduce"] for rank in ranks) == 8 * 2 * 2 * (size - 1) * numbers
+    check_traffic(ranks, steps=2, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_weights_and_optimizer_state_are_divided(size: int) -> None:
+    for rank, held in enumerate(run(size, {}, steps=1)):
+        config = GPTConfig(**held["config"])
+        h, layers = config.width, config.layers
+
+        def part(count: int, rank: int = rank) -> int:
+            return len(np.array_split(np.arange(count), size)[rank])
+
+        columns, hidden = part(config.heads) * config.head_width, part(config.hidden)
+        block = (h + 1) * 3 * columns + columns * h + h + (h + 1) * hidden + hidden * h + h + 4 * h
+        count = layers * block + 2 * part(config.vocabulary) * h + config.context * h + 2 * h
+        now = [held["memory"][category]["now"] for category in ("parameters", "gradients", "optimizer")]
+        assert now[:2] == [8 * count, 8 * count] and now[2] == 2 * 8 * count
+
+
+def held_by_a_block(size: int, layers: int) -> int:
+    """Activation bytes of rank 0 at the end of forward."""
+    config = tiny(heads=8, width=32, context=16, layers=layers, vocabulary=16)
+
+    def job(world: Any) -> int:
+        with account.use(account.MemoryAccount()) as memory:
+            model = GPT(config)
+            if size > 1:
+                tensor_parallel(model, world)
+            model.initialize(0)
+            loss = model.loss(*global_batch(0, 2, config))
+            assert loss.requires_grad
+            return memory.now["activations"]
+
+    return md.run(job, size=size)[0]
+
+
+def test_activations_inside_the_regions_are_divided() -> None:
+    """What a block keeps is a + b/P: a outside (what two norms keep and give, 4 h + 2 a token), b inside."""
+    each = {size: held_by_a_block(size, 3) - held_by_a_block(size, 2) for size in (1, 2, 4, 8)}
+    tokens, h = 2 * 16, 32
+    outside = 8 * tokens * (4 * h + 2)
+    inside = each[1] - outside
+    assert each == {size: outside + inside // size for size in each}
+    scores = 2 * 8 * 16 * 16
+    assert inside == 8 * (tokens * (3 * h + h + 8 + 2 * 4 * h) + scores)        # qkv, attention's result and sums; gelu
+
+
+# --------------------------------------------------------------------------------------- the parity test sees the bugs
+
+Spoil = Callable[[pytest.MonkeyPatch], Callable[[GPT], None] | None]
+
+
+def no_f(patch: pytest.MonkeyPatch) -> None:
+    """Megatron's f forgotten: what enters the regions is not all-reduced in backward."""
+    patch.setattr(tensor_layers.Region, "enter", lambda self, x: x)
+
+
+def reduce_twice(patch: pytest.MonkeyPatch) -> None:
+    """g's backward as the sum that it need not be."""
+    patch.setattr(tensor_layers.Region, "leave", lambda self, x: collectives.copy_to(
+        collectives.reduce_from(x, group=self.group), group=self.group))
+
+
+def bias_before_the_sum(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tensor_layers.RowLinear, "forward", lambda self, x: self.region.leave(
+        ops.linear(x, self.weight, self.bias)))
+
+
+def shared_heads_not_added(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(shards, "add_up", lambda parts, **options: None)
+    import minidist.parallel.common.split_model as split_model
+
+    patch.setattr(split_model, "add_up", lambda parts, **options: None)
+
+
+def norm_counts_twice(patch: pytest.MonkeyPatch) -> None:
+    import minidist.parallel.common.split_model as split_model
+
+    def squares(parameters: Any, group: Any) -> float:
+        own = shards.sum_of_squares(p.grad for p in parameters)
+        return float(group.all_reduce(np.array([own]))[0])
+
+    patch.setattr(split_model, "squares_once", squares)
+
+
+def contiguous_columns(patch: pytest.MonkeyPatch) -> None:
+    """qkv cut as one matrix: a rank gets queries of all heads and no values."""
+    patch.setattr(split_gpt, "head_columns", lambda heads, keys, width, shares: [
+        np.arange(3 * heads * width)[part] for part in tensor_layers.ranges(3 * heads * width, len(shares))])
+
+
+def target_counted_everywhere(patch: pytest.MonkeyPatch) -> None:
+    """Ids of other ranks' slices wrap round: negative indices."""
+    patch.setattr(tensor_layers.SplitEmbedding, "forward", lambda self, ids: self.region.leave(
+        ops.embedding(self.weight, (ids - self.rows.start) % self.weight.shape[0])))
+
+
+@pytest.mark.parametrize("bug", [no_f, reduce_twice, bias_before_the_sum, shared_heads_not_added, norm_counts_twice,
+                                 contiguous_columns, target_counted_everywhere], ids=lambda bug: bug.__name__)
+def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With SGD: Adam forgives a wrong scale. Clipped only where clipping is the bug."""
+    changes: dict[str, Any] = {"kv_heads": 1} if bug is shared_heads_not_added else {}
+    options: dict[str, Any] = {"optimizer": SGD, "clip": 0.1 if bug is norm_counts_twice else None, "steps": 2,
+                               "seed": 4}
+
+    def with_biases(model: GPT) -> None:
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.init = type(parameter.init)("ones")
+
+    serial = run(1, changes, spoil=with_biases, **options)[0]
+    assert difference(run(4, changes, spoil=with_biases, **options)[0]["weights"], serial["weights"]) < BOUND
+    bug(monkeypatch)
+    wrong = run(4, changes, spoil=with_biases, **options)
+    assert not all(difference(rank["weights"], serial["weights"]) < 1e-7 for rank in wrong)
+
+
+# ------------------------------------------------------------------------------------------------------------- parts
+
+@pytest.mark.parametrize(("heads", "key_heads", "size", "expected"), [
+    (4, 4, 2, [(0, 2, 0, 2), (2, 4, 2, 4)]),
+    (6, 6, 4, [(0, 2, 0, 2), (2, 4, 2, 4), (4, 5, 4, 5), (5, 6, 5, 6)]),
+    (6, 3, 2, [(0, 4, 0, 2), (4, 6, 2, 3)]),
+    (8, 2, 5, [(0, 2, 0, 1), (2, 3, 0, 1), (3, 4, 0, 1), (4, 6, 1, 2), (6, 8, 1, 2)]),
+])
+def test_heads_of_each_rank(heads: int, key_heads: int, size: int, expected: list[tuple[int, ...]]) -> None:
+    shares = head_shares(heads, key_heads, size)
+    assert [(q.start, q.stop, k.start, k.stop) for q, k in shares] == expected
+
+
+@given(size=st.integers(1, 12), key_heads=st.integers(1, 6), each=st.integers(1, 6))
+def test_heads_are_all_given_and_look_at_whole_key_heads(size: int, key_heads: int, each: int) -> None:
+    heads = key_heads * each
+    if heads < size:
+        return
+    shares = head_shares(heads, key_heads, size)
+    assert [head for queries, _ in shares for head in queries] == list(range(heads))
+    for queries, keys in shares:
+        assert len(queries) and len(queries) % len(keys) == 0
+        assert {head // each for head in queries} == set(keys)
+
+
+def test_a_shard_draws_its_part_alone() -> None:
+    """And any piece of it, by flat position or index: the bits of the whole."""
+    def job(world: Any) -> None:
+        whole, model = GPT(tiny(**SIZES)), tensor_parallel(GPT(tiny(**SIZES)), world)
+        whole.initialize(5)
+        model.assign_names()
+        shard = model.blocks[0].attention.qkv.weight
+        assert isinstance(shard, WeightShard)
+        own = whole.blocks[0].attention.qkv.weight.data[:, shard.parts[world.rank][1]]
+        np.testing.assert_array_equal(shard.draw(5), own)
+        np.testing.assert_array_equal(shard.draw(5, range(3, 20)), own.reshape(-1)[3:20])
+        np.testing.assert_array_equal(shard.draw(5, (slice(2, 4), [0, 5])), own[2:4, [0, 5]])
+
+    md.run(job, size=3)
+
+
+def test_generating_text() -> None:
+    """Every rank draws the text that one process draws."""
+    def job(world: Any) -> list[int]:
+        model = GPT(tiny(**SIZES))
+        if world.size > 1:
+            tensor_parallel(model, world)
+        model.initialize(5)
+        return model.generate([1, 2], 9, temperature=0.9).tolist()
+
+    expected = md.run(job, size=1)[0]
+    assert md.run(job, size=3) == [expected] * 3
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision(precision: str) -> None:
+    """Replicas stay equal, and near one process: sums are rounded where they are cut."""
+    changes = {"dtype": {"bf16": "bfloat16", "fp16": "float16"}[precision]}
+    alone, ranks = run(1, changes, precision=precision)[0], run(3, changes, precision=precision)
+    assert len({digest(rank) for rank in ranks}) == 1
+    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=2e-2)
+
+
+# ------------------------------------------------------------------------------------------------ the loss of slices
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_cross_entropy_of_slices(size: int) -> None:
+    """Value and gradient beside the whole's, with logits so far apart that exp overflows."""
+    logits = np.random.default_rng(0).normal(size=(2, 5, 11)) * 400.0
+    targets = np.random.default_rng(1).integers(0, 11, (2, 5))
+    whole = leaf(logits, requires_grad=True)
+    expected = ops.cross_entropy(whole, targets, divisor=7)
+    expected.backward()
+
+    def job(world: Any) -> None:
+        own = tensor_layers.ranges(11, size)[world.rank]
+        x = leaf(logits[..., own].copy(), requires_grad=True)
+        loss = vocabulary.split_cross_entropy(x, targets, first=own.start, vocabulary=11, group=world, divisor=7)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
+        loss.backward()
+        np.testing.assert_allclose(x.grad, whole.grad[..., own], atol=1e-15)
+        with pytest.raises(ShapeError, match=r"targets 0\.\.11 outside the vocabulary, which allows 0\.\.10"):
+            vocabulary.split_cross_entropy(x, targets % 2 * 11, first=own.start, vocabulary=11, group=world)
+
+    md.run(job, size=size)
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"heads": 2}, "tp=3 ranks: 2 heads leave a rank without any; choose tp from 1 to 2, or at least 3 heads"),
+    ({"vocabulary": 2}, "2 token ids leave a rank without any; choose tp from 1 to 2, or at least 3 token ids"),
+])
+def test_what_cannot_be_cut_says_what_would_fit(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        run(3, changes)
+
+
+def test_a_model_is_cut_before_it_is_drawn() -> None:
+    model = GPT(tiny())
+    model.initialize(0)
+    with pytest.raises(ConfigError, match="drawn already; cut it first"):
+        md.run(lambda world: tensor_parallel(model, world), size=1)
+
+
+def test_replicas_must_start_equal() -> None:
+    def job(world: Any) -> None:
+        model = tensor_parallel(GPT(tiny(**SIZES)), world)
+        model.initialize(world.rank)
+        TensorParallel(model, world)
+
+    with pytest.raises(MismatchError, match=r"weights of ranks \[1\] differ"):
+        md.run(job, size=2)

@@ -1,0 +1,66 @@
+"""What the tests of tensor and sequence parallelism share: a GPT trained by either, beside one process."""
+
+from typing import Any
+
+from training import global_batch, tiny
+
+from minidist import account
+from minidist.nn import GPT, DropoutKey
+from minidist.optim import AdamW
+from minidist.parallel.activations import checkpoint_blocks
+from minidist.parallel.mixed_precision import MixedPrecision
+from minidist.parallel.single import Single
+
+SIZES: dict[str, Any] = {"heads": 8, "width": 16, "vocabulary": 13}
+
+
+def train(world: Any, cut: Any, strategy_of: Any, changes: dict[str, Any], *, steps: int = 3, sequences: int = 3,
+          clip: float | None = 0.5, accumulate: int = 1, checkpoint: str = "none", seed: int = 3,
+          precision: str | None = None, optimizer: Any = AdamW, spoil: Any = None) -> dict[str, Any]:
+    """What a rank holds after some steps: whole and own weights, losses, what was sent, memory.
+
+    Args:    cut: makes the model a part of itself; strategy_of: trains it; not used on one rank.
+             spoil: is given the cut model before its weights are drawn.
+    """
+    config = tiny(**{**SIZES, **changes})
+    with account.use(account.MemoryAccount()) as memory:
+        model = GPT(config)
+        if world.size > 1:
+            cut(model, world)
+        if spoil is not None:
+            spoil(model)
+        model.initialize(seed)
+        checkpoint_blocks(model, checkpoint)
+        state = {"step": 0}
+
+        def loss(part: Any, divisor: int) -> Any:
+            key = (DropoutKey.of_sequences(seed, state["step"], part.first, *part.inputs.shape)
+                   if config.dropout else None)
+            return model.loss(part.inputs, part.targets, divisor, key=key)
+
+        kind = {} if precision is None else {"precision": MixedPrecision(precision)}
+        strategy = (strategy_of if world.size > 1 else lambda model, _, **options: Single(model, **options))(
+            model, world, loss=loss, **kind)
+        update = optimizer(strategy.parameters, 1e-2)
+        losses = []
+        with world.ledger.during("step"):
+            for step in range(steps):
+                state["step"] = step
+                losses.append(strategy.step(global_batch(step, sequences, config), update, clip=clip,
+                                            accumulate=accumulate))
+        sent = world.ledger.sent_bytes("step")
+        return {"weights": strategy.state_dict(), "losses": losses, "sent": sent, "memory": memory.snapshot(),
+                "config": config.as_dict()}
+
+
+
+def tensor(world: Any, changes: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """`train` under tensor parallelism."""
+    from minidist.parallel.tensor_parallel import TensorParallel, tensor_parallel
+
+    return train(world, tensor_parallel, TensorParallel, changes, **options)
+
+
+def tensor_in_processes(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The same, with arguments that can travel to ranks of a new mpirun."""
+    return tensor(world, changes, **options)
