@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ import minidist as md
 from minidist import ops
 from minidist.cli import train_options
 from minidist.errors import ConfigError, GradientError, PlanError
+from minidist.nn import GPT
 from minidist.optim import SGD
+from minidist.parallel.common.update import part_of
 from minidist.parallel.hybrid import Plan, Trainer
 from minidist.parallel.mixed_precision import DTYPES, LossScale, MixedPrecision
 from minidist.tensor import Parameter
@@ -66,6 +69,30 @@ def test_same_bits_over_other_transports(transport: str) -> None:
     over_threads = md.run(job_as_told, "bf16", 2, size=2)[0]
     others = md.run(job_as_told, "bf16", 2, size=2, transport=transport)
     assert {rank["digest"] for rank in others} == {over_threads["digest"]}
+
+
+@pytest.mark.parametrize(("zero", "algorithm"), [(0, "direct"), (0, "naive"), (2, "naive"), (3, "naive")])
+def test_summed_in_float32_and_rounded_once(zero: int, algorithm: str) -> None:
+    """Gradients of five ranks are the rounding of their exact sum: the master moves by it, at a rate of 1 by SGD."""
+    def run(world: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        batch = global_batch(0, 5, CONFIG)
+        part = part_of(batch, size=world.size, rank=world.rank)
+        model = GPT(replace(CONFIG, dtype="bfloat16"))
+        model.initialize(3)
+        model.loss(part.inputs, part.targets, batch[1].size).backward()
+        own = {name: p.grad.astype(np.float32) for name, p in model.named_parameters()}
+        trainer = Trainer(Plan(dp=world.size, zero=zero, precision="bf16", algorithm=algorithm), CONFIG, world, seed=3,
+                          lr=1.0, clip=None, optimizer="sgd")
+        before = trainer.state_dict()
+        trainer.step(batch)
+        after = trainer.state_dict()
+        trainer.close()
+        return own, {name: before[name] - after[name] for name in before}
+
+    ranks = md.run(run, size=5)
+    for name, moved in ranks[0][1].items():
+        total = np.sum([own[name].astype(np.float64) for own, _ in ranks], axis=0)
+        np.testing.assert_allclose(moved, total, rtol=2.0 ** -8, atol=2e-7)       # half a unit of bf16; float32's
 
 
 # ------------------------------------------------------------------------------------------------------- an overflow
