@@ -95,7 +95,7 @@ def traffic(replicas: int, sequences: int, config: GPTConfig = SMALL) -> dict[st
             "formula_received": (replicas - 1) * nbytes + outputs}
 
 
-def smi_of_dp(replicas: int, *, steps: int = 3, sequences: int = 16) -> list[dict[str, Any]]:
+def smi_of_dp(replicas: int, *, steps: int = 2, sequences: int = 16) -> list[dict[str, Any]]:
     """Process, peak memory and busy seconds a step of each device of one process."""
     with account.use(account.MemoryAccount()):
         model = new_model(TALL)
@@ -107,7 +107,7 @@ def smi_of_dp(replicas: int, *, steps: int = 3, sequences: int = 16) -> list[dic
                 for device, busy in zip(strategy.devices, strategy.busy, strict=True)]
 
 
-def smi_of_ddp(group: Any, *, steps: int = 3, sequences: int = 16) -> list[dict[str, Any]] | None:
+def smi_of_ddp(group: Any, *, steps: int = 2, sequences: int = 16) -> list[dict[str, Any]] | None:
     """The same of the ranks of a group that train by DDP; on rank 0."""
     clock = time.thread_time if group.transport.name.startswith("threads") else time.process_time
     with account.use(account.MemoryAccount()) as memory:
@@ -153,7 +153,7 @@ def turns(config: GPTConfig, replicas: int, *, sequences: int, steps: int) -> di
             "seconds": seconds / steps, "cores": sum(strategy.busy) / seconds, "replicas": replicas}
 
 
-def products(threads: int, *, size: int = 256, count: int = 4) -> float:
+def products(threads: int, *, size: int = 192, count: int = 3) -> float:
     """Seconds until each of so many threads has multiplied `count` pairs of matrices."""
     pairs = [np.random.default_rng(number).normal(size=(2, size, size)) for number in range(threads)]
 

@@ -220,7 +220,7 @@ def too_many_threads() -> None:
         with threadpool_limits(threads, user_api="blas"):
             seconds = min(lab.products(4) for _ in range(2))
         print(f"4 replicas with {threads} BLAS thread{'s' * (threads > 1)} each on {os.cpu_count()} processors: "
-              f"{1e3 * seconds:.0f} ms for 4 products of 256 x 256 each")
+              f"{1e3 * seconds:.0f} ms for 3 products of 192 x 192 each")
 
 
 BREAKS = {"average-twice": average_twice, "scatter-the-loss": scatter_the_loss, "forget-the-copy": forget_the_copy,

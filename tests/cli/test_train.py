@@ -133,22 +133,26 @@ def test_zero(stage: int, options: list[str], says: str, book: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(("options", "who"), [
-    pytest.param(["--strategy", "data-parallel", "--replicas", "3", "--accumulate", "2", "--checkpoint-blocks",
-                  "--dropout", "0.1", "--verify"], ["device 0", "device 2"], marks=pytest.mark.soak),
-    (["-n", "3", "--strategy", "parameter-server", "--servers", "2", "--verify"], ["worker 0", "server 1"]),
+    (["--strategy", "data-parallel", "--replicas", "3", "--accumulate", "2", "--checkpoint-blocks", "--dropout", "0.1",
+      "--verify"], ["device 0", "device 2"]),
+    pytest.param(["-n", "3", "--strategy", "parameter-server", "--servers", "2", "--verify"], ["worker 0", "server 1"],
+                 marks=pytest.mark.soak),
     pytest.param(["-n", "3", "--strategy", "parameter-server", "--asynchronous", "--staleness=-1"],
                  ["worker 1", "server 0"], marks=pytest.mark.soak)])
-def test_one_place_that_everything_passes(options: list[str], who: list[str], book: Path, tmp_path: Path) -> None:
+def test_one_place_that_everything_passes(options: list[str], who: list[str], book: Path, tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """data-parallel and parameter-server: who sent what is the formula, device by device or rank by rank."""
-    done = execute([*MINIDIST, "train", *TINY, *options, "--data", str(book), "--out", "run"], tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    monkeypatch.chdir(tmp_path)
+    status = main(["train", *TINY, *options, "--data", str(book), "--out", "run"])
+    printed, error = capfd.readouterr()
+    assert (status, error) == (0, "")
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert len(metrics["losses"]) == 4 and metrics["losses"][-1] < metrics["losses"][0]
     assert "--asynchronous" in options or metrics["verify"]["largest"] <= 1e-10
     for rank, expected in zip(metrics["ranks"], metrics["formula"]["by_rank"], strict=True):
         assert [sum(rank[kind].get("dp", {}).values()) for kind in ("sent_bytes", "messages")] == expected
     for words in (*who, "what each sent in a step"):
-        assert words in done.stdout
+        assert words in printed
     weights = load_file(tmp_path / "run" / "model.safetensors")
     assert weights_digest(weights) == metrics["weights_sha256"] and np.isfinite(metrics["validation_loss"])
 

@@ -98,7 +98,7 @@ def test_equals_one_process_after_twenty_steps(workers: int, servers: int) -> No
     check_equal(workers, servers, steps=20, sequences=9)
 
 
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "mpi"])
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", pytest.param("mpi", marks=pytest.mark.soak)])
 def test_same_bits_on_every_transport(transport: str) -> None:
     over_threads, ranks = run(2, 2), check_equal(2, 2, transport=transport)
     for name, array in over_threads[0]["weights"].items():
