@@ -18,7 +18,7 @@ from minidist.parallel.single import Single
 SMALL = GPTConfig(vocabulary=31, context=8, layers=2, width=16, heads=2, dtype="float64")     # to compare weights
 TALL = GPTConfig(vocabulary=256, context=64, layers=2, width=64, heads=4)                     # to see its memory
 PYTHON = GPTConfig(vocabulary=16, context=4, layers=12, width=8, heads=2)         # small products: Python does the most
-BLAS = GPTConfig(vocabulary=128, context=128, layers=1, width=384, heads=6)       # large ones: BLAS does
+BLAS = GPTConfig(vocabulary=128, context=128, layers=1, width=256, heads=4)       # large ones: BLAS does
 
 
 def new_model(config: GPTConfig, seed: int = 0) -> GPT:

@@ -139,7 +139,7 @@ def lock(page: Page) -> None:
     """Processors busy at once, for a model that is mostly Python and one that is mostly BLAS."""
     rows = []
     for name, config, sequences, steps in (("Python: 12 layers of width 8", lab.PYTHON, 4, 2),
-                                           ("BLAS: 1 layer of width 384", lab.BLAS, 4, 1)):
+                                           ("BLAS: 1 layer of width 256", lab.BLAS, 4, 1)):
         for replicas in (1, 4):
             found = lab.turns(config, replicas, sequences=sequences, steps=steps)
             rows.append([name, replicas, f"{1e3 * found['seconds']:.1f} ms", f"{found['cores']:.2f}"])
