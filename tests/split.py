@@ -64,3 +64,15 @@ def tensor(world: Any, changes: dict[str, Any], **options: Any) -> dict[str, Any
 def tensor_in_processes(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """The same, with arguments that can travel to ranks of a new mpirun."""
     return tensor(world, changes, **options)
+
+
+def sequence(world: Any, changes: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """`train` under sequence parallelism."""
+    from minidist.parallel.sequence_parallel import SequenceParallel, sequence_parallel
+
+    return train(world, sequence_parallel, SequenceParallel, changes, **options)
+
+
+def sequence_in_processes(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The same, with arguments that can travel to ranks of a new mpirun."""
+    return sequence(world, changes, **options)

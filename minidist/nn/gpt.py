@@ -131,8 +131,8 @@ class GPT(Module):
             with no_grad():
                 for stop in range(len(ids), len(text)):
                     seen = text[max(0, stop - self.config.context):stop]
-                    logits = self.output.whole(self.project(self.hidden(seen[None])[:, -1]))
-                    text[stop] = pick(to_host(logits.data)[0], temperature, float(chances[stop - len(ids)]))
+                    logits = self.output.whole(self.project(self.output.last(self.hidden(seen[None]))))
+                    text[stop] = pick(to_host(logits.data)[0, 0], temperature, float(chances[stop - len(ids)]))
         finally:
             self.train(mode)
         return text

@@ -1,4 +1,4 @@
-"""What becomes of a model's logits."""
+"""What becomes of a model's last hidden states and logits."""
 
 from minidist import ops
 from minidist.backend import Array
@@ -6,7 +6,11 @@ from minidist.tensor import Tensor
 
 
 class Output:
-    """The loss of logits, and the logits themselves; a strategy that splits the vocabulary puts its own in place."""
+    """The loss of logits, and what generating text needs; a strategy that splits them puts its own in place."""
+
+    def last(self, x: Tensor) -> Tensor:
+        """The last token's: (B, T, width) -> (B, 1, width)."""
+        return x[:, -1:]
 
     def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
         """(…, vocabulary) and integers (…) -> sum of the cross-entropies over `divisor`, one number."""

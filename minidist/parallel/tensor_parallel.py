@@ -48,7 +48,7 @@ from minidist.comm.group import Group
 from minidist.nn import GPT, GPTConfig
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder
-from minidist.parallel.common.split_gpt import split_gpt
+from minidist.parallel.common.split_gpt import shared_numbers, split_gpt
 from minidist.parallel.common.split_model import SplitModel
 from minidist.parallel.common.tensor_layers import (
     ColumnLinear,
@@ -80,8 +80,7 @@ def elements_sent(config: GPTConfig, *, ranks: int, tokens: int, recomputed: int
     Args:    tokens: of the batch, B·T; recomputed: how many blocks are computed again in backward.
     """
     crossings = 4 * config.layers + 2 * recomputed + 2
-    shared = max(0, ranks - config.key_heads) * config.layers * (config.width + 1) * 2 * config.head_width
-    return 2 * (ranks - 1) * tokens * (crossings * config.width + 3) + 2 * shared
+    return 2 * (ranks - 1) * tokens * (crossings * config.width + 3) + shared_numbers(config, ranks)
 
 
 class TensorParallel(SplitModel):

@@ -7,7 +7,7 @@ import numpy as np
 from minidist.backend import Array
 from minidist.comm.group import Group
 from minidist.errors import ConfigError, PlanError
-from minidist.nn import GPT, CausalSelfAttention
+from minidist.nn import GPT, CausalSelfAttention, GPTConfig
 from minidist.parallel.common.tensor_layers import (
     ColumnLinear,
     Region,
@@ -55,6 +55,16 @@ def head_columns(heads: int, key_heads: int, head_width: int, shares: Sequence[t
         return np.arange((first + chosen.start) * head_width, (first + chosen.stop) * head_width)
 
     return [np.concatenate([of(0, queries), of(heads, keys), of(heads + key_heads, keys)]) for queries, keys in shares]
+
+
+def shared_numbers(config: GPTConfig, ranks: int) -> int:
+    """Numbers that all ranks together send in a step to add up the gradients of key heads that several of them hold.
+
+    2(c-1) times a head's columns of keys and values, with their biases, where c ranks hold it: with fewer key heads
+    than ranks the c of all heads add up to the ranks.
+    """
+    heads_again = max(0, ranks - config.key_heads)
+    return 2 * heads_again * config.layers * (config.width + 1) * 2 * config.head_width
 
 
 def split_attention(attention: CausalSelfAttention, tp: Region, sharers: Group | None) -> None:

@@ -1,0 +1,155 @@
+"""Chapter 13 · Sequence parallelism, Megatron's: outside the tensor-parallel regions, each rank has some of the tokens.
+
+The idea. Tensor parallelism (chapter 12) divides what lies inside its regions. Norms, dropout and the residual stream
+lie outside: every rank computes and keeps them whole, the same numbers P times. But they work token by token, so there
+the *sequence* can be cut. An all-reduce is a reduce-scatter and an all-gather; put what lies outside between the two:
+
+    tensor      … B_r ── all-reduce ──────── + residual, dropout, norm: whole ──────── A_r …
+    sequence    … B_r ── reduce-scatter ──── + residual, dropout, norm: T/P tokens ──── all-gather ── A_r …
+
+So the region's edges become another pair: enter gathers the tokens (backward: reduce-scatter), leave scatters the sums
+(backward: all-gather). Nothing else of the layers changes.
+
+Who holds what, P ranks, beside chapter 12's table:
+
+    outside     residual stream, norms, dropout: own tokens, cut as numpy.array_split does (dim 1)
+    inside      all tokens, own heads and hidden numbers; rotary positions are those of all tokens
+    weights     norms, positions, biases of row linears: whole on all, but each rank's gradient is its tokens' alone
+
+Cost, a step, all ranks together, in numbers (ring; B sequences of T tokens, T' = P ceil(T/P), L blocks, R of them
+computed again):
+
+    blocks      (P-1) × (4 L + 2 R) B h (T + T')        as tensor parallel where P divides T: half of them all-gathers
+    ends        (P-1) × 2 B h (T + T')                  embedding and head
+    loss        2(P-1) × 3 B T
+    outside     2(P-1) × numbers of the weights outside, after the last backward
+    key heads   as in chapter 12
+
+Memory: what lies outside is divided too, but for the two inputs a block that were gathered and that the weights'
+gradients need: 2 h a token stay whole. Korthikanti et al. keep their shards and gather again in backward, which costs
+two all-gathers a block more; with blocks computed again (chapter 19) a block keeps T/P × h alone, and neither matters.
+
+Not to be taken for context parallelism, which cuts attention itself: N2 序列并行 draws that (ring_attention.py).
+
+notes:   N2 序列并行
+Source:  Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
+"""
+
+from dataclasses import replace
+
+from minidist.backend import Array
+from minidist.comm.group import Group
+from minidist.nn import GPT, Dropout, DropoutKey, Embedding, GPTConfig
+from minidist.ops import collectives
+from minidist.ops.collectives import shard_of
+from minidist.parallel.common.precision import Precision
+from minidist.parallel.common.recorder import Recorder
+from minidist.parallel.common.split_gpt import shared_numbers, split_gpt
+from minidist.parallel.common.split_model import SplitModel
+from minidist.parallel.common.tensor_layers import Region, SplitOutput
+from minidist.parallel.common.update import Loss
+from minidist.tensor import Tensor
+
+TOKENS = 1      # the dim of (B, T, width) that is cut
+
+
+class SequenceRegion(Region):
+    """A region into which all tokens are gathered, and out of which each rank takes the sums of its own."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """(B, own, width) -> (B, T, width)."""
+        return collectives.all_gather(x, dim=TOKENS, group=self.group,          # type: ignore[no-any-return]
+                                      algorithm=self.algorithm)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Summands (B, T, width) -> sums (B, own, width)."""
+        return collectives.reduce_scatter(x, dim=TOKENS, group=self.group,      # type: ignore[no-any-return]
+                                          algorithm=self.algorithm)
+
+
+# ------------------------------------------------------------------------------------------------------- partition
+
+class OwnPositions(Embedding):
+    """A position embedding that is asked for all positions and looks up those of the own tokens."""
+
+    def __init__(self, embedding: Embedding, group: Group) -> None:
+        self.weight, self.group = embedding.weight, group
+
+    def forward(self, ids: Array) -> Tensor:
+        return super().forward(ids[shard_of(len(ids), self.group)])
+
+
+class OwnDropout(Dropout):
+    """Dropout of the own tokens, by the key of all: what falls is what would fall on one rank."""
+
+    def __init__(self, dropout: Dropout, group: Group) -> None:
+        super().__init__(dropout.rate)
+        self.group = group
+
+    def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
+        if key is not None:
+            key = replace(key, tokens=key.tokens[:, shard_of(key.tokens.shape[TOKENS], self.group)])
+        return super().forward(x, key)
+
+
+class SequenceOutput(SplitOutput):
+    """Logits of all tokens and a slice of the vocabulary, from hidden states of the own tokens."""
+
+    def last(self, x: Tensor) -> Tensor:
+        """The last token's, as a sequence of one token that is cut in turn: (B, own, width) -> (B, 1 or 0, width)."""
+        group = self.region.group
+        whole = collectives.gather_copies(x, dim=TOKENS, group=group)
+        return collectives.take_shard(whole[:, -1:], dim=TOKENS, group=group)   # type: ignore[no-any-return]
+
+
+def sequence_parallel(model: GPT, group: Group, *, algorithm: str = "ring") -> GPT:
+    """Cut a GPT's layers as chapter 12 does, and the sequence between them; then `model.initialize(seed)` draws.
+
+    Args:    algorithm: of gathers and scatters; pinned, so that the same run gives the same bits.
+    Raises:  as split_gpt.
+    """
+    region = SequenceRegion(group, algorithm)
+    split_gpt(model, region)
+    model.output = SequenceOutput(model.config.vocabulary, region)
+    if model.positions is not None:
+        model.positions = OwnPositions(model.positions, group)
+    model.dropout = OwnDropout(model.dropout, group)
+    for block in model.blocks:
+        block.dropout_attention = OwnDropout(block.dropout_attention, group)
+        block.dropout_mlp = OwnDropout(block.dropout_mlp, group)
+    model.assign_names()
+    return model
+
+
+def outside_numbers(config: GPTConfig) -> int:
+    """Numbers of the weights outside the regions: norms, biases of row linears, positions."""
+    of_norm = (2 if config.norm == "layer" else 1) * config.width
+    positions = config.context * config.width if config.positions == "learned" else 0
+    return config.layers * (2 * of_norm + 2 * config.width) + of_norm + positions
+
+
+def elements_sent(config: GPTConfig, *, ranks: int, sequences: int, recomputed: int = 0) -> int:
+    """Numbers that all ranks together send along the axis in a step, whatever the passes: the cost above.
+
+    Args:    sequences: of config.context tokens; recomputed: how many blocks are computed again in backward.
+    """
+    tokens, padded = config.context, ranks * -(-config.context // ranks)
+    crossings = 4 * config.layers + 2 * recomputed + 2
+    activations = crossings * sequences * config.width * (tokens + padded) + 2 * 3 * sequences * tokens
+    return (ranks - 1) * (activations + 2 * outside_numbers(config)) + shared_numbers(config, ranks)
+
+
+# ------------------------------------------------------------------------------------------------------------ step
+
+class SequenceParallel(SplitModel):
+    """A GPT cut by `sequence_parallel`, trained on batches that every rank of the group sees whole.
+
+    After the last backward the gradients of the weights outside the regions, of which each rank has its own tokens'
+    part, are all-reduced; else the step is chapter 12's.
+    Args:    as SplitModel.
+    """
+
+    def __init__(self, model: GPT, group: Group, *, loss: Loss | None = None, algorithm: str = "ring",
+                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
+        super().__init__(model, group, outside=group, loss=loss, algorithm=algorithm, precision=precision,
+                         recorder=recorder)
