@@ -1,0 +1,112 @@
+"""Grades exercise 11: the lists are proved and timed by the library's checker, and stages that compute run them."""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from minidist.errors import ScheduleError
+from minidist.parallel.schedule_checker import check, clock_of, needs, peak_held
+from minidist.parallel.schedules import (
+    RECEIVES,
+    Backward,
+    Forward,
+    Instruction,
+    RecvActivation,
+    Schedule,
+    make_schedule,
+    of_orders,
+)
+from minidist.teaching import Result, expect
+
+SIZES = ((1, 3), (2, 4), (4, 8), (4, 2), (3, 7))        # ranks, microbatches; also fewer microbatches than stages
+
+
+def grade(exercise: ModuleType) -> Iterator[Result]:
+    """How many ahead; then the lists: proved, as long as they can be, no hungrier; then messages and formulas."""
+    for ranks, microbatches in SIZES:
+        yield from _ahead(exercise, ranks, microbatches)
+    for ranks, microbatches in SIZES:
+        yield from _lists(exercise, ranks, microbatches)
+    yield from _messages(exercise)
+    for ranks, microbatches in SIZES:
+        yield from _formulas(exercise, ranks, microbatches)
+
+
+def _ahead(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Result]:
+    target = [min(ranks - 1 - rank, microbatches) for rank in range(ranks)]
+    measured = [exercise.ahead(rank, ranks, microbatches) for rank in range(ranks)]
+    known = {"that is the first stage's number for all": [min(ranks - 1, microbatches)] * ranks,
+             "that is GPipe: all forwards first": [microbatches] * ranks,
+             "none is ahead: only the last stage begins so": [0] * ranks,
+             "the other way round: the first stage has most stages after it": [min(r, microbatches)
+                                                                               for r in range(ranks)],
+             "the one of the first turn is not ahead": [min(ranks - rank, microbatches) for rank in range(ranks)],
+             "more than there are microbatches": [ranks - 1 - rank for rank in range(ranks)]}
+    mistake = next((name for name, numbers in known.items() if numbers == measured), "other numbers")
+    yield expect(f"forwards ahead, {ranks} ranks, {microbatches} microbatches", target, measured, mistake,
+                 "stages after this one: section 3 (hole 1)")
+
+
+def _lists(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Result]:
+    """Proved, then by the clock, then by what they hold."""
+    what = f"{ranks} ranks, {microbatches} microbatches"
+    orders = [exercise.one_f_one_b(rank, ranks, microbatches) for rank in range(ranks)]
+    right = make_schedule("1f1b", ranks, microbatches)
+    schedule = of_orders("your 1F1B", orders)
+    schedule = Schedule("your 1F1B", ranks, microbatches, 1, schedule.lists)
+    try:
+        check(schedule)
+        mistake = ""
+    except ScheduleError as error:
+        mistake = str(error)
+    yield Result(f"your lists, {what}", not mistake, "proved", "refused" if mistake else "proved", mistake,
+                 "each microbatch once forward and once backward: section 3 (holes 2, 3)")
+    length, target = clock_of(schedule).length, clock_of(right).length
+    yield expect(f"length, {what}", target, length, "ranks wait longer than they must",
+                 "forwards and backwards in turn: section 3 (holes 2, 3)")
+    yield expect(f"microbatches held, {what}", peak_held(right), peak_held(schedule), "that holds more than 1F1B",
+                 "a backward as soon as there can be one: section 4 (holes 2, 3)")
+
+
+def _messages(exercise: ModuleType) -> Iterator[Result]:
+    """What each compute of three stages waits for."""
+    schedule = make_schedule("1f1b", 3, 2)
+    for instruction in (kind(stage, 1) for kind in (Forward, Backward) for stage in range(3)):
+        target = next((needed for needed in needs(instruction, schedule) if isinstance(needed, RECEIVES)), None)
+        measured = exercise.waits_for(instruction, 3)
+        yield expect(f"what the {instruction} waits for, 3 stages", _name(target), _name(measured),
+                     _mistake(target, measured), "section 2 (holes 4, 5)")
+
+
+def _name(instruction: Instruction | None) -> str:
+    return str(instruction) if instruction is not None else "nothing"
+
+
+def _mistake(target: Any, measured: Any) -> str:
+    if target is None:
+        return "there is no stage there: the first stage reads the batch, the last has the loss"
+    if measured is None:
+        return "it would use what has not come"
+    if type(target) is not type(measured):
+        return f"a {'forward' if isinstance(target, RecvActivation) else 'backward'} needs the other kind of message"
+    return "a receive carries the number of the stage that receives"
+
+
+def _formulas(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Result]:
+    right = make_schedule("1f1b", ranks, microbatches)
+    target, measured = clock_of(right).bubble, exercise.bubble(ranks, microbatches)
+    known = {(ranks - 1) / microbatches: "that is idle time over busy time; the bubble is over all of it",
+             (ranks - 1) / ranks: "that is the naive schedule's"}
+    name = next((name for value, name in known.items() if abs(value - measured) < 1e-9), "another number")
+    yield Result(f"bubble, {ranks} ranks, {microbatches} microbatches", abs(target - measured) < 1e-9,
+                 f"{target:.4f}", f"{measured:.4f}", name, "what the checker's clock finds: section 3 (hole 6)")
+    yield expect(f"held, {ranks} ranks, {microbatches} microbatches", peak_held(right),
+                 [exercise.held(rank, ranks, microbatches) for rank in range(ranks)],
+                 "not what the list holds", "min(m, p - stage): section 4 (hole 7)")
+
+
+if __name__ == "__main__":
+    from minidist.cli import main
+
+    raise SystemExit(main(["check", "11", *sys.argv[1:]]))

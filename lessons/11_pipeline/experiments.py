@@ -1,0 +1,206 @@
+"""What lesson 11 and its figure run: small GPTs in stages, stages that sleep, and the chart of N2:201."""
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from minidist import account
+from minidist.backend import random_bits
+from minidist.nn import GPT, GPTConfig
+from minidist.observe.timeline import Timeline
+from minidist.optim import SGD
+from minidist.parallel.common.worker import Worker, computes_of
+from minidist.parallel.pipeline import Pipeline
+from minidist.parallel.schedule_checker import Clock, Span, Times
+from minidist.parallel.schedules import SENDS, Backward, Forward, Schedule, make_schedule, received_as, sent_as
+
+CHUNKS = 2                  # stages a rank of the interleaved schedule
+NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1")
+TITLES = {"naive": "naive", "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb-h1": "ZB-H1"}
+
+
+def config_for(ranks: int) -> GPTConfig:
+    """A small GPT with layers enough for two stages a rank, and one table for both ends."""
+    return GPTConfig(vocabulary=32, context=16, layers=max(8, 2 * ranks), width=32, heads=4, tied=True,
+                     dtype="float64")
+
+
+def global_batch(config: GPTConfig, step: int, sequences: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, targets): by step alone."""
+    bits = random_bits(f"lesson 11, step {step}", 0, range(sequences * (config.context + 1)))
+    ids = (bits % np.uint64(config.vocabulary)).astype(np.int64).reshape(sequences, -1)
+    return np.array(ids[:, :-1]), np.array(ids[:, 1:])
+
+
+def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
+    """One of NAMES."""
+    return make_schedule(name, ranks, microbatches, chunks=CHUNKS if name == "interleaved" else None)
+
+
+def times_of(name: str, unit: float = 1.0) -> Times:
+    """The same work a microbatch and rank in every schedule: `unit` forward and two backward, over all its stages."""
+    share = unit / (CHUNKS if name == "interleaved" else 1)
+    return Times(share, 2 * share, share, share)
+
+
+def ideal_bubble(name: str, p: int, m: int) -> tuple[str, float]:
+    """The formula and its value, where p divides m."""
+    return {"naive": ("(p-1)/p", (p - 1) / p), "gpipe": ("(p-1)/(m+p-1)", (p - 1) / (m + p - 1)),
+            "1f1b": ("(p-1)/(m+p-1)", (p - 1) / (m + p - 1)),
+            "interleaved": ("(p-1)/(v m+p-1)", (p - 1) / (CHUNKS * m + p - 1)),
+            "zb-h1": ("(p-1)/(3m+p-1)", (p - 1) / (3 * m + p - 1))}[name]
+
+
+# ------------------------------------------------------------------------------------------------- stages that sleep
+
+class Sleeper:
+    """Stages that sleep instead of computing, and hand on an array of one number: a rank needs no core of its own."""
+
+    def __init__(self, schedule: Schedule, times: Times) -> None:
+        self.last, self.times = schedule.stages - 1, times
+
+    def skips(self, microbatch: int) -> bool:
+        """None is empty."""
+        return False
+
+    def room(self, receive: Any) -> None:
+        """A new array."""
+        return
+
+    def forward(self, stage: int, microbatch: int, x: Any) -> Any:
+        """Sleeps."""
+        time.sleep(self.times.forward)
+        return None if stage == self.last else np.zeros(1)
+
+    def backward(self, stage: int, microbatch: int, dy: Any, *, whole: bool) -> Any:
+        """Sleeps, half as long if the weights are put off."""
+        time.sleep(self.times.backward if whole else self.times.backward_input)
+        return None if stage == 0 else np.zeros(1)
+
+    def backward_weights(self, stage: int, microbatch: int) -> None:
+        """Sleeps."""
+        time.sleep(self.times.backward_weights)
+
+
+def slept(group: Any, name: str, microbatches: int, unit: float, *, rounds: int = 1) -> list[Span]:
+    """What the ranks did and when, by their recorded spans, in the quickest of some runs; on rank 0, else empty."""
+    schedule, runs = schedule_of(name, group.size, microbatches), []
+    for _ in range(rounds):
+        timeline = Timeline(group.rank)
+        worker = Worker(schedule, group, recorder=timeline)
+        group.barrier()
+        worker.run(Sleeper(schedule, times_of(name, unit)))
+        timelines = timeline.collect(group)
+        runs.append([] if timelines is None else computes_of(timelines))
+    return min(runs, key=lambda spans: Clock(group.size, tuple(spans)).length if spans else 0.0)
+
+
+# ----------------------------------------------------------------------------------------------------- a GPT in stages
+
+def pipeline_for(group: Any, name: str, microbatches: int) -> Pipeline:
+    """The lesson's GPT under a schedule."""
+    return Pipeline(GPT(config_for(group.size)), group, schedule_of(name, group.size, microbatches), seed=0)
+
+
+def peak_activations(group: Any, name: str, microbatches: int) -> int:
+    """Bytes of activations at this rank's peak in a step of one sequence a microbatch."""
+    pipeline, memory = pipeline_for(group, name, microbatches), account.current()
+    optimizer, batch = SGD(pipeline.parameters, 1e-2), global_batch(config_for(group.size), 0, microbatches)
+    memory.reset_peak()
+    before = memory.now["activations"]
+    pipeline.step(batch, optimizer)
+    return memory.peak["activations"] - before
+
+
+def run_unchecked(group: Any, lists: Sequence[Sequence[Any]]) -> None:
+    """The messages of a schedule that nobody has checked, sent and received one by one."""
+    for instruction in lists[group.rank]:
+        if isinstance(instruction, SENDS):
+            group.send(np.zeros(1), dst=received_as(instruction).stage % group.size)
+        elif not isinstance(instruction, (Forward, Backward)):
+            group.recv(src=sent_as(instruction).stage % group.size)
+
+
+# ------------------------------------------------------------------------------------------------------- charts
+
+LETTERS = {"forward": "F", "backward": "B", "backward for the input": "I", "backward for the weights": "W"}
+
+
+def as_text(clock: Clock, *, cell: float = 1.0) -> list[str]:
+    """Each rank's line: F2 a forward of microbatch 2, B2, I2, W2 its backwards, one column for each `cell` of time."""
+    lines = []
+    for rank in range(clock.ranks):
+        cells = [".."] * round(clock.length / cell)
+        for span in clock.spans:
+            if span.rank == rank:
+                name = f"{LETTERS[span.instruction.word]}{span.instruction.microbatch}"
+                first, last = round(span.start / cell), round(span.stop / cell)
+                cells[first:last] = [name] * (last - first)
+        lines.append(" ".join(cells))
+    return lines
+
+
+NOTES_CHART = """
+    section GPU 0
+    F1    :0, 2
+    F2    :2, 4
+    F3    :4, 6
+    F4    :6, 8
+    B4    :8, 10
+    B3    :10, 12
+    B2    :12, 14
+    B1    :14, 16
+    section GPU 1
+    idle1 :0, 2
+    F1    :2, 4
+    F2    :4, 6
+    F3    :6, 8
+    F4    :8, 10
+    B4    :10, 12
+    B3    :12, 14
+    B2    :14, 16
+    B1    :16, 18
+    section GPU 2
+    idle2 :0, 4
+    F1    :4, 6
+    F2    :6, 8
+    F3    :8, 10
+    F4    :10, 12
+    B4    :12, 14
+    B3    :14, 16
+    B2    :16, 18
+    B1    :18, 20
+    section GPU 3
+    idle3 :0, 6
+    F1    :6, 8
+    F2    :8, 10
+    F3    :10, 12
+    F4    :12, 14
+    B4    :14, 16
+    B3    :16, 18
+    B2    :18, 20
+    B1    :20, 22
+"""
+"""The sections of the Gantt chart of N2:201."""
+
+
+def notes_spans() -> list[Span]:
+    """The notes' chart as spans; its microbatches 1 to 4 are 0 to 3 here."""
+    spans, rank = [], -1
+    for line in NOTES_CHART.strip().splitlines():
+        if section := re.search(r"section GPU (\d)", line):
+            rank = int(section[1])
+        elif drawn := re.search(r"([FB])(\d) +:(\d+), (\d+)", line):
+            kind = Forward if drawn[1] == "F" else Backward
+            spans.append(Span(rank, kind(rank, int(drawn[2]) - 1), float(drawn[3]), float(drawn[4])))
+    return spans
+
+
+def orders_of(spans: Sequence[Span]) -> list[list[Any]]:
+    """What each rank computes, in the order of a chart."""
+    ranks = range(max(span.rank for span in spans) + 1)
+    ordered = sorted(spans, key=lambda span: span.start)
+    return [[span.instruction for span in ordered if span.rank == rank] for rank in ranks]

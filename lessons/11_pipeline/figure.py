@@ -1,0 +1,72 @@
+"""The figure of lesson 11: each schedule as stages that sleep ran it, with its measured beside its ideal bubble.
+
+    python lessons/11_pipeline/figure.py [--out DIR]      # figure.png
+"""
+
+from pathlib import Path
+from typing import Any
+
+from minidist.observe import lesson_figures as look
+from minidist.parallel.schedule_checker import Clock, broken, peak_held
+from minidist.teaching import draw_figure, load_module
+
+HERE = Path(__file__).resolve().parent
+lab = load_module(HERE / "experiments.py", "11")
+RANKS, MICROBATCHES, UNIT, ROUNDS = 4, 8, 0.02, 3
+COLORS = {"forward": look.PHASES["forward"], "backward": look.PHASES["backward"],
+          "backward for the input": look.PHASES["backward"], "backward for the weights": look.PHASES["optimizer"]}
+SECOND = {"forward": "#b5d1ec", "backward": "#5a83b8"}      # of the second stage of a rank
+
+
+def record(group: Any) -> dict[str, Any]:
+    """Rank 0: the recorded spans of each schedule, the quickest of some rounds."""
+    return {name: lab.slept(group, name, MICROBATCHES, UNIT, rounds=1 if name == "naive" else ROUNDS)
+            for name in lab.NAMES}
+
+
+def draw(recorded: dict[str, Any], folder: Path) -> None:
+    """figure.png from what was recorded."""
+    figure = look.new_figure(13.5, 11.0, f"Five schedules of one batch: {RANKS} stages, {MICROBATCHES} microbatches, "
+                             f"as recorded", f"Stages that sleep {1e3 * UNIT:g} ms for a forward and twice that for a "
+                             "backward; the number is the microbatch. White is idle: the bubble.")
+    kinds = {"forward": "forward", "backward": "backward (ZB-H1: for the input)",
+             "backward for the weights": "backward for the weights"}
+    figure.legend([look.patch(COLORS[kind]) for kind in kinds] + [look.patch(SECOND[kind]) for kind in SECOND],
+                  [*kinds.values(), "forward,", "backward of the rank's second stage"], frameon=False, fontsize=10, ncols=5,
+                  loc="upper left", bbox_to_anchor=(0.02, 0.925), labelcolor=look.INK, handlelength=1.3)
+    for number, name in enumerate(lab.NAMES):
+        _timeline(figure.add_axes((0.06, 0.745 - 0.174 * number, 0.92, 0.115)), name, recorded[name])
+    look.save(figure, folder)
+
+
+def _timeline(ax: Any, name: str, spans: list[Any]) -> None:
+    """One schedule: a row for each rank, in units of a forward."""
+    assert not broken(spans)
+    clock, begin = Clock(RANKS, tuple(spans)), min(span.start for span in spans)
+    shown = 36.0 if name != "naive" else 1.01 * clock.length / UNIT
+    for span in spans:
+        left, width = (span.start - begin) / UNIT, (span.stop - span.start) / UNIT
+        color = COLORS[span.instruction.word]
+        if span.instruction.stage >= RANKS:
+            color = SECOND[span.instruction.word]
+        ax.barh(span.rank, width, 0.86, left, color=color, edgecolor="white", linewidth=0.7)
+        if name != "naive" or width > 1.5:
+            ax.text(left + width / 2, span.rank, str(span.instruction.microbatch), ha="center",
+                    va="center_baseline", fontsize=8, color=look.INK if "forward" == span.instruction.word else "white")
+    look.quiet(ax)
+    ax.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)])
+    ax.tick_params(axis="y", length=0)
+    ax.set_ylim(RANKS - 0.45, -0.55)
+    ax.set_xlim(0, shown)
+    formula, ideal = lab.ideal_bubble(name, RANKS, MICROBATCHES)
+    held = peak_held(lab.schedule_of(name, RANKS, MICROBATCHES))
+    unit = "half-size " if name == "interleaved" else ""
+    look.caption(ax, f"{lab.TITLES[name]}: idle {clock.bubble:.1%} measured, {ideal:.1%} = {formula} ideal; "
+                     f"ranks hold {', '.join(map(str, held))} {unit}microbatches"
+                     + ("; this row has its own, longer scale" if name == "naive" else ""))
+    if name == lab.NAMES[-1]:
+        ax.set_xlabel("time, in forwards of a microbatch through a rank's layers", color=look.SOFT, fontsize=10.5)
+
+
+if __name__ == "__main__":
+    draw_figure(record, draw, HERE, size=RANKS)

@@ -1,0 +1,258 @@
+"""Lesson 11: pipelines: schedules as lists, proved, timed and run; bubble, activations and traffic beside formulas.
+
+    mpirun -n 4 python lessons/11_pipeline/lesson.py
+    python lessons/11_pipeline/lesson.py                      # alone: four ranks as threads
+    python lessons/11_pipeline/lesson.py --break swap-order   # see README.md, section 7
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist.errors import ScheduleError
+from minidist.nn import GPT
+from minidist.observe.page import Page, size_text, verdict
+from minidist.optim import AdamW
+from minidist.parallel.common.stages import Stages
+from minidist.parallel.schedule_checker import Clock, broken, check, check_spans, clock_of, peak_held
+from minidist.parallel.schedules import Forward, RecvActivation, RecvGradient, Schedule, SendActivation, of_orders
+from minidist.parallel.single import Single
+from minidist.teaching import arguments, load_module, run_lesson
+from minidist.tensor import tensor
+
+lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "11")
+STEPS, MICROBATCHES, UNIT = 3, 4, 0.01      # UNIT: seconds that a sleeping stage takes for a forward
+
+
+def plain_gpipe(stage, group, micros, divisor):
+    """One step of GPipe, without a schedule, a checker or overlap (README, section 1). stage(x, targets, divisor)."""
+    first, last, kept = group.rank == 0, group.rank == group.size - 1, []
+    for inputs, targets in micros:                                                 # all forwards
+        x = inputs if first else tensor(group.recv(src=group.rank - 1), requires_grad=True)
+        y = stage(x, targets, divisor)                                             # the last stage: the loss
+        if not last:
+            group.send(y.data, dst=group.rank + 1)
+        kept.append((x, y))
+    for x, y in reversed(kept):                                                    # all backwards
+        y.backward(None if last else group.recv(src=group.rank + 1))
+        if not first:
+            group.send(x.grad, dst=group.rank - 1)
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson, run by every rank."""
+    page.heading("1  The same weights as one process")
+    same_weights(group, page)
+    page.heading("2  What each rank does, by the checker's clock")
+    if group.rank == 0:
+        charts(group.size, page)
+    page.heading("3  The bubble")
+    bubbles(group, page)
+    page.heading("4  Activations held")
+    activations(group, page)
+    page.heading("5  Traffic")
+    traffic(group, page)
+    page.heading("6  The notes' chart (N2:201)")
+    if group.rank == 0:
+        notes_chart(page)
+
+
+# ------------------------------------------------------------------------------------------------------ 1 equality
+
+def same_weights(group: Any, page: Page) -> None:
+    """The plain loop's gradients, then each schedule's weights after some steps, beside one process."""
+    config = lab.config_for(group.size)
+    alone = GPT(config)
+    alone.initialize(0)
+    gradients = plain_gradients(group, alone)
+    single = Single(alone)
+    optimizer = AdamW(single.parameters, 1e-2)
+    for step in range(STEPS):
+        single.step(lab.global_batch(config, step), optimizer, clip=0.5)
+    target, rows = single.state_dict(), [["plain loop, gradients", "1 pass", gradients]]
+    largest = max(np.abs(array).max() for array in target.values())
+    for name in lab.NAMES:
+        pipeline = lab.pipeline_for(group, name, MICROBATCHES)
+        optimizer = AdamW(pipeline.parameters, 1e-2)
+        for step in range(STEPS):
+            pipeline.step(lab.global_batch(config, step), optimizer, clip=0.5)
+        off = max(np.abs(array - target[key]).max() for key, array in pipeline.state_dict().items()) / largest
+        rows.append([f"{lab.TITLES[name]}, weights", f"{STEPS} steps", f"{off:.0e}"])
+    page.table(f"Off one process by, in float64: {group.size} ranks, {MICROBATCHES} microbatches, "
+               f"{config.layers} layers", ["", "after", "largest difference"], rows)
+
+
+def plain_gradients(group: Any, alone: GPT) -> str:
+    """How far the plain loop's gradients of a block are from those of one process."""
+    config, layers = alone.config, np.full(group.size, alone.config.layers // group.size)
+    layers[:alone.config.layers % group.size] += 1
+    mine = Stages(GPT(config), layers.tolist(), [group.rank])
+    mine.model.initialize(0)
+    inputs, targets = lab.global_batch(config, 0)
+
+    def stage(x: Any, targets: Any, divisor: int) -> Any:
+        return mine.forward(group.rank, x, targets=targets, divisor=divisor)
+
+    micros = list(zip(np.array_split(inputs, MICROBATCHES), np.array_split(targets, MICROBATCHES), strict=True))
+    plain_gpipe(stage, group, micros, targets.size)
+    alone.loss(inputs, targets, targets.size).backward()
+    serial = dict(alone.named_parameters())
+    off = [np.abs(weight.grad - serial[name].grad).max() for name, weight in mine.model.named_parameters()
+           if name.startswith("blocks.")]
+    alone.zero_grad()
+    with group.ledger.control():
+        return f"{float(group.all_reduce(np.array([max(off)]), op='max')[0]):.0e}"
+
+
+# ------------------------------------------------------------------------------------------- 2 charts, 3 the bubble
+
+def charts(ranks: int, page: Page) -> None:
+    """Each schedule as text, one column a forward of a microbatch (of one of its two stages, where interleaved)."""
+    for name in lab.NAMES[1:]:
+        schedule = lab.schedule_of(name, ranks, MICROBATCHES)
+        clock = clock_of(schedule, lab.times_of(name))
+        page.say(f"{lab.TITLES[name]}: {len(schedule.lists[0])} instructions for rank 0, bubble {clock.bubble:.0%}")
+        for line in lab.as_text(clock, cell=lab.times_of(name).forward):
+            page.say(f"    {line}" if len(line) < 105 else f"    {line[:100]} …")
+        page.say()
+
+
+def bubbles(group: Any, page: Page) -> None:
+    """Formula, clock and stages that sleep."""
+    size, count, rows = group.size, 2 * group.size, []
+    for name in lab.NAMES:
+        spans = lab.slept(group, name, count, UNIT)
+        formula, ideal = lab.ideal_bubble(name, size, count)
+        clock = clock_of(lab.schedule_of(name, size, count), lab.times_of(name))
+        if spans:
+            measured = Clock(size, tuple(spans))
+            rows.append([lab.TITLES[name], f"{clock.length:g} F", formula, f"{ideal:.1%}", f"{clock.bubble:.1%}",
+                         f"{measured.bubble:.1%}", verdict(clock.bubble, ideal, 1e-9)])
+    page.table(f"The share of idle time: p = {size} ranks, m = {count} microbatches, backward = 2 forward, v = "
+               f"{lab.CHUNKS}", ["", "length", "formula", "", "clock", "slept", ""], rows,
+               note=f"slept: stages that sleep {1e3 * UNIT:g} ms for a forward, by their recorded spans")
+
+
+# ----------------------------------------------------------------------------------------- 4 activations, 5 traffic
+
+def activations(group: Any, page: Page) -> None:
+    """Microbatches held by the list, and bytes by the account."""
+    count, rows = 2 * group.size, []
+    for name in lab.NAMES:
+        held = peak_held(lab.schedule_of(name, group.size, count))
+        with group.ledger.control():
+            peaks = group.all_gather(np.array([lab.peak_activations(group, name, count)]))
+        rows.append([lab.TITLES[name], held[0], size_text(int(peaks[0])), held[-1], size_text(int(peaks[-1]))])
+    page.table(f"At the peak, {count} microbatches of one sequence",
+               ["", "rank 0 holds", "bytes", f"rank {group.size - 1} holds", "bytes"], rows,
+               note="microbatches; of the interleaved ranks' two stages each counts, and is half as large")
+
+
+def traffic(group: Any, page: Page) -> None:
+    """Bytes over all ranks beside the formula."""
+    config, rows = lab.config_for(group.size), []
+    inputs, _ = batch = lab.global_batch(config, 0)
+    for name in lab.NAMES:
+        pipeline = lab.pipeline_for(group, name, MICROBATCHES)
+        optimizer = AdamW(pipeline.parameters, 1e-2)
+        with group.ledger.during(f"lesson 11, {name}"):
+            pipeline.step(batch, optimizer)
+        sent = group.ledger.sent_bytes(f"lesson 11, {name}").get(group.axis, {})
+        with group.ledger.control():
+            sends, tables = group.all_reduce(np.array([sent.get("send", 0), sent.get("all_reduce", 0)]))
+        boundaries = pipeline.schedule.stages - 1 if group.size > 1 else 0
+        formula = 2 * boundaries * inputs.size * config.width * 8
+        table = 2 * config.vocabulary * config.width * 8 * (group.size > 1)
+        rows.append([lab.TITLES[name], boundaries, size_text(sends), size_text(formula), size_text(tables),
+                     size_text(table), "ok" if (sends, tables) == (formula, table) else "off"])
+    page.table(f"One step, B = {len(inputs)} sequences of T = {config.context}, width h = {config.width}, float64",
+               ["", "boundaries", "sent", "2 B T h each", "tied table", "2 V h", ""], rows)
+
+
+# ------------------------------------------------------------------------------------------------- 6 the notes' chart
+
+def notes_chart(page: Page) -> None:
+    """As drawn, and as it must be."""
+    spans = lab.notes_spans()
+    drawn = Clock(4, tuple(spans))
+    right = clock_of(of_orders("the notes' order", lab.orders_of(spans)), lab.Times(2.0, 2.0))
+    rows = [["as drawn", f"{drawn.length:g}", f"{drawn.bubble:.0%}", len(broken(spans))],
+            ["the same order, each waiting for what it needs", f"{right.length:g}", f"{right.bubble:.0%}",
+             len(broken(right.spans))]]
+    page.table("The chart of N2:201: GPipe, 4 stages, 4 microbatches, F = B = 2",
+               ["", "length", "bubble", "dependencies broken"], rows)
+    for line in lab.as_text(right, cell=2.0):
+        page.say(f"    {line}")
+
+
+# ------------------------------------------------------------------------------------------------------- Break it
+
+def refused(schedule: Schedule) -> None:
+    """What the checker says."""
+    try:
+        check(schedule)
+    except ScheduleError as error:
+        print(f"the checker, before anything runs:\n  {error}")
+
+
+def swap_order() -> None:
+    """Two stages, each of which wants to receive before it sends."""
+    right = lab.schedule_of("naive", 2, 2)
+    turn = {SendActivation(0, 0): RecvGradient(0, 0), RecvGradient(0, 0): SendActivation(0, 0)}
+    lists = (tuple(turn.get(instruction, instruction) for instruction in right.lists[0]), right.lists[1])
+    print("rank 0:", "; ".join(map(str, lists[0][:4])))
+    refused(Schedule("swapped", 2, 2, 1, lists))
+    print("run without it, by plain sends and receives:")
+    md.run(lab.run_unchecked, lists, size=2)
+
+
+def notes_chart_checked() -> None:
+    """The chart of N2:201, given to the checker."""
+    for early, needed in broken(lab.notes_spans()):
+        print(f"GPU {early.rank} begins B{early.instruction.microbatch + 1} at {early.start:g}, GPU {needed.rank} ends "
+              f"it at {needed.stop:g}")
+    check_spans(lab.notes_spans())
+
+
+def too_early() -> None:
+    """A stage that computes before its input has come."""
+    right = lab.schedule_of("1f1b", 2, 3)
+    turn = {RecvActivation(1, 1): Forward(1, 1), Forward(1, 1): RecvActivation(1, 1)}
+    refused(Schedule("too early", 2, 3, 1, (right.lists[0], tuple(turn.get(i, i) for i in right.lists[1]))))
+
+
+def crossed() -> None:
+    """Microbatches sent in another order than they are received: nothing hangs, and everything is wrong."""
+    def loss(group: Any, order: list[int]) -> float:
+        config = lab.config_for(2)
+        mine = Stages(GPT(config), [4, 4], [group.rank])
+        mine.model.initialize(0)
+        inputs, targets = (np.array_split(ids, 2) for ids in lab.global_batch(config, 0))
+        if group.rank == 0:
+            for number in order:
+                group.send(mine.forward(0, inputs[number]).data, dst=1)
+            return 0.0
+        return sum(mine.forward(1, tensor(group.recv(src=0)), targets=targets[number], divisor=8 * 16).item()
+                   for number in (0, 1))
+
+    for name, order in (("in order", [0, 1]), ("crossed", [1, 0])):
+        print(f"sent {name}: loss {md.run(loss, order, size=2)[1]:.6f}")
+    right = lab.schedule_of("gpipe", 2, 2)
+    kinds = (Forward, SendActivation)
+    lists = (tuple(sorted(right.lists[0], key=lambda i: (
+        kinds.index(type(i)) if isinstance(i, kinds) else 2, -i.microbatch))), right.lists[1])
+    refused(Schedule("crossed", 2, 2, 1, lists))
+
+
+BREAKS = {"swap-order": swap_order, "notes-chart": notes_chart_checked, "too-early": too_early, "crossed": crossed}
+
+
+def main() -> None:
+    """Parse the command line, then run on the ranks that were launched, or on four threads."""
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
+
+
+if __name__ == "__main__":
+    main()
