@@ -24,7 +24,7 @@ TITLES = {"naive": "naive", "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "in
 
 def config_for(ranks: int) -> GPTConfig:
     """A small GPT with layers enough for two stages a rank, and one table for both ends."""
-    return GPTConfig(vocabulary=32, context=16, layers=max(8, 2 * ranks), width=32, heads=4, tied=True,
+    return GPTConfig(vocabulary=32, context=8, layers=max(8, 2 * ranks), width=16, heads=2, tied=True,
                      dtype="float64")
 
 
