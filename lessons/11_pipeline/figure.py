@@ -20,7 +20,7 @@ SECOND = {"forward": "#b5d1ec", "backward": "#5a83b8"}      # of the second stag
 
 def record(group: Any) -> dict[str, Any]:
     """Rank 0: the recorded spans of each schedule, the quickest of some rounds."""
-    return {name: lab.slept(group, name, MICROBATCHES, UNIT, rounds=1 if name == "naive" else ROUNDS)
+    return {name: lab.slept(group, name, MICROBATCHES, UNIT, rounds=2 if name == "naive" else ROUNDS)
             for name in lab.NAMES}
 
 
@@ -32,7 +32,8 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     kinds = {"forward": "forward", "backward": "backward (ZB-H1: for the input)",
              "backward for the weights": "backward for the weights"}
     figure.legend([look.patch(COLORS[kind]) for kind in kinds] + [look.patch(SECOND[kind]) for kind in SECOND],
-                  [*kinds.values(), "forward,", "backward of the rank's second stage"], frameon=False, fontsize=10, ncols=5,
+                  [*kinds.values(), "forward,", "backward of the rank's second stage"], frameon=False,
+                  fontsize=10, ncols=5,
                   loc="upper left", bbox_to_anchor=(0.02, 0.925), labelcolor=look.INK, handlelength=1.3)
     for number, name in enumerate(lab.NAMES):
         _timeline(figure.add_axes((0.06, 0.745 - 0.174 * number, 0.92, 0.115)), name, recorded[name])
@@ -52,7 +53,8 @@ def _timeline(ax: Any, name: str, spans: list[Any]) -> None:
         ax.barh(span.rank, width, 0.86, left, color=color, edgecolor="white", linewidth=0.7)
         if name != "naive" or width > 1.5:
             ax.text(left + width / 2, span.rank, str(span.instruction.microbatch), ha="center",
-                    va="center_baseline", fontsize=8, color=look.INK if "forward" == span.instruction.word else "white")
+                    va="center_baseline", fontsize=8,
+                    color=look.INK if span.instruction.word == "forward" else "white")
     look.quiet(ax)
     ax.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)])
     ax.tick_params(axis="y", length=0)

@@ -23,7 +23,7 @@ from minidist.teaching import arguments, load_module, run_lesson
 from minidist.tensor import tensor
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "11")
-STEPS, MICROBATCHES, UNIT = 2, 4, 0.005      # UNIT: seconds that a sleeping stage takes for a forward
+STEPS, MICROBATCHES, UNIT = 2, 4, 0.01      # UNIT: seconds that a sleeping stage takes for a forward
 
 
 def plain_gpipe(stage, group, micros, divisor):
@@ -234,8 +234,8 @@ def crossed() -> None:
             for number in order:
                 group.send(mine.forward(0, inputs[number]).data, dst=1)
             return 0.0
-        return sum(mine.forward(1, tensor(group.recv(src=0)), targets=targets[number], divisor=8 * config.context).item()
-                   for number in (0, 1))
+        return sum(mine.forward(1, tensor(group.recv(src=0)), targets=part, divisor=8 * config.context).item()
+                   for part in targets)
 
     for name, order in (("in order", [0, 1]), ("crossed", [1, 0])):
         print(f"sent {name}: loss {md.run(loss, order, size=2)[1]:.6f}")
