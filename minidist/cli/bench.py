@@ -29,7 +29,7 @@ from minidist.comm.profile import Profile, profile_path, save_profile
 from minidist.errors import ConfigError
 from minidist.launch import detect, init
 from minidist.observe import bench_plots
-from minidist.parallel.plan import ZERO_STAGES, Plan
+from minidist.parallel.plan import Plan
 
 Result = dict[str, Any]
 Progress = Callable[[str], None]
@@ -70,20 +70,13 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--ranks", type=counts, metavar="N,N",
                         help="rank counts (1,2; with --zero 2,4; with --plan the plan's)")
     parser.add_argument("--plan", metavar="dp=N", help="how a job is cut: its size is the rank count")
-    parser.add_argument("--zero", type=stages, metavar="S,S", help="ZeRO stages, of 0 (DDP), 1, 2, 3, each beside "
+    parser.add_argument("--zero", type=bench_step.stages, metavar="S,S", help="ZeRO stages, of 0 (DDP), 1, 2, 3, each beside "
                         "PyTorch's: DDP, ZeroRedundancyOptimizer, FSDP")
     parser.add_argument("--rounds", type=positive, default=4, help="turns each contender gets (4)")
     parser.add_argument("--steps", type=positive, default=5, help="steps a turn (5)")
     parser.add_argument("--transport", choices=("sockets", "shm"), default="sockets",
                         help="ours, between ranks (sockets)")
     _add_model(parser, bench_step.Model())
-
-
-def stages(text: str) -> list[int]:
-    """'0,2' -> [0, 2]: ZeRO stages."""
-    if not all(part.isdigit() and int(part) in ZERO_STAGES for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} are not ZeRO stages; choose of 0,1,2,3")
-    return [int(part) for part in text.split(",")]
 
 
 def _add_overlap(parser: argparse.ArgumentParser) -> None:

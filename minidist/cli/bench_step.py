@@ -9,6 +9,7 @@ Jobs take turns round by round. Memory is the peak resident size less what the p
 warm-up step of a tiny model (so that nobody pays for modules loaded on first use), in separate processes.
 """
 
+import argparse
 import importlib.util
 import statistics
 import sys
@@ -24,6 +25,7 @@ from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_comman
 from minidist.errors import LaunchError
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPTConfig
+from minidist.parallel.plan import ZERO_STAGES
 
 OURS, SEPARATE, PEER = "minidist", "separate", "PyTorch"
 MODULE = "minidist.cli.bench_step"
@@ -52,6 +54,13 @@ class Model:
     def arguments(self) -> list[str]:
         """The same, as the worker's arguments."""
         return [f"--{name}={value}" for name, value in vars(self).items()]
+
+
+def stages(text: str) -> list[int]:
+    """'0,2' -> [0, 2]: ZeRO stages."""
+    if not all(part.isdigit() and int(part) in ZERO_STAGES for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} are not ZeRO stages; choose of 0,1,2,3")
+    return [int(part) for part in text.split(",")]
 
 
 @dataclass(frozen=True)
