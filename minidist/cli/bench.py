@@ -70,8 +70,9 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--ranks", type=counts, metavar="N,N",
                         help="rank counts (1,2; with --zero 2,4; with --plan the plan's)")
     parser.add_argument("--plan", metavar="dp=N", help="how a job is cut: its size is the rank count")
-    parser.add_argument("--zero", type=bench_step.stages, metavar="S,S", help="ZeRO stages, of 0 (DDP), 1, 2, 3, each beside "
-                        "PyTorch's: DDP, ZeroRedundancyOptimizer, FSDP")
+    parser.add_argument("--zero", type=bench_step.stages, metavar="S,S",
+                        help="ZeRO stages, of 0 (DDP), 1, 2, 3, each beside PyTorch's: DDP, ZeroRedundancyOptimizer, "
+                             "FSDP")
     parser.add_argument("--rounds", type=positive, default=4, help="turns each contender gets (4)")
     parser.add_argument("--steps", type=positive, default=5, help="steps a turn (5)")
     parser.add_argument("--transport", choices=("sockets", "shm"), default="sockets",
