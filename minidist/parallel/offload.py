@@ -61,7 +61,7 @@ from minidist import account
 from minidist.backend import LOW_PRECISION, Array, device_of, to_host, widen
 from minidist.optim.clip import add_exactly, block_sums
 from minidist.optim.optimizer import Slot
-from minidist.parallel.common.copies import copy, host_bytes, mark
+from minidist.parallel.common.copies import bring, copy, host_bytes, mark
 from minidist.parallel.common.disk import Disk
 from minidist.parallel.common.flat import Flat, Piece
 from minidist.parallel.common.lodging import Offload, by_run, move_in, nothing
@@ -104,16 +104,12 @@ class OnHost(Offload):
             if first:
                 copy(chunk, sums, ready)
             else:
-                arrived = chunk
-                if device_of(chunk) != "cpu":
-                    arrived = host_bytes(chunk.nbytes, "cuda").view(chunk.dtype)
-                    copy(chunk, arrived, ready)
-                np.add(sums, arrived, out=sums)
+                np.add(sums, bring(chunk, ready), out=sums)
 
         self.go_down(flat, chunk, work)
 
     def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
-        """Zeros on the host."""
+        """Zeros."""
         return {name: self.host.hold(np.zeros(weights.data.shape, weights.data.dtype), "optimizer") for name in names}
 
     def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:
@@ -222,7 +218,7 @@ class OnDisk(Offload):
             if first:
                 copy(chunk, sums, ready)
             else:
-                np.add(sums, to_host(chunk), out=sums)
+                np.add(sums, bring(chunk, ready), out=sums)
             self._sums[id(flat)] = [float(block) for _, place, _ in flat.owned_spans()
                                     for block in block_sums(sums[place])]
 
@@ -256,7 +252,8 @@ class OnDisk(Offload):
             for number, (flat, run) in enumerate(runs):
                 record = self._records[id(flat)]
                 loan = ahead or self.disk.start_read(record, _needed(record))
-                ahead = self._read_ahead(runs[number + 1][0]) if number + 1 < len(runs) else None
+                following = [self._records[id(other)] for other, _ in runs[number + 1:number + 2]]
+                ahead = self.disk.start_read(following[0], _needed(following[0]), spare=1) if following else None
                 assert loan is not None
                 with self.recorder.span(f"wait for {self._names[id(flat)]}"):
                     loan.wait()
@@ -267,10 +264,6 @@ class OnDisk(Offload):
                 for slot, (data, grad, state) in zip(run, empty, strict=True):
                     slot.weights.data, slot.weights.grad, slot.state = data, grad, state    # type: ignore[misc]
                 self._write_back(record, loan) if changes else loan.end()
-
-    def _read_ahead(self, flat: Flat) -> Loan | None:
-        record = self._records[id(flat)]
-        return self.disk.start_read(record, _needed(record), spare=1)
 
     def _write_back(self, record: Record, loan: Loan) -> None:
         if "master" in record.regions:

@@ -29,6 +29,18 @@ def test_equals_one_process_on_the_cpu(size: int, changes: dict[str, Any]) -> No
     assert len({rank["digest"] for rank in ranks}) == 1
 
 
+@pytest.mark.parametrize("plan", [{"offload": "optimizer"}, {"offload": "optimizer", "zero": 2},
+                                  {"offload": "all", "zero": 3}], ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_offloaded_equals_one_process_on_the_cpu(plan: dict[str, Any], size: int) -> None:
+    """Through pinned memory, on streams of the copying threads' own."""
+    if size > 1 and "zero" not in plan:
+        return
+    serial = md.run(lambda world: train(world), size=1)[0]
+    ranks = md.run(lambda world: train(world, device="cuda", **plan), size=size)
+    assert difference(ranks[0]["weights"], serial["weights"]) < 1e-10
+
+
 def test_float32_stays_close_and_repeats() -> None:
     config = tiny(dtype="float32")
     serial = md.run(lambda world: train(world, config=config), size=1)[0]

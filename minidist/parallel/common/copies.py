@@ -46,6 +46,15 @@ def copy(source: Array, target: Array, ready: Any = None) -> None:
         stream.synchronize()
 
 
+def bring(source: Array, ready: Any = None) -> np.ndarray:
+    """`source` on the host: itself, or a copy in pinned memory. Args: as copy."""
+    if isinstance(source, np.ndarray):
+        return source
+    target = host_bytes(source.nbytes, "cuda").view(source.dtype)
+    copy(source, target, ready)
+    return target
+
+
 def _stream(xp: Any) -> Any:
     """The calling thread's stream for copies."""
     if not hasattr(_local, "stream"):
