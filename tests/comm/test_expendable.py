@@ -62,6 +62,24 @@ def test_the_job_goes_on_without_it(transport, how, says):
     assert "rank 1" in text and says in text and "rank 2 was in recv" in text, text
 
 
+@pytest.mark.parametrize("transport", ["threads", "sockets", "shm"])
+def test_what_it_had_sent_still_arrives(transport):
+    def job(world):
+        if world.rank == 1:
+            world.expendable()
+        world.barrier()
+        if world.rank == 1:
+            world.send(np.arange(3.0), dst=0)
+            raise ArithmeticError("on purpose")
+        time.sleep(0.7)                         # by then it is known
+        received = world.recv(src=1).tolist()
+        with pytest.raises(PeerLostError, match="rank 1"):
+            world.recv(src=1)
+        return received
+
+    assert run(job, size=2, transport=transport)[0] == [0.0, 1.0, 2.0]
+
+
 @pytest.mark.parametrize("transport", ["threads", "sockets"])
 def test_who_did_not_say_so_still_ends_the_job(transport):
     def job(world):

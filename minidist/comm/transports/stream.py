@@ -14,6 +14,7 @@ front of one that is asked for is buffered, within UNEXPECTED_LIMIT. How the lea
 mpi.py.
 """
 
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -29,6 +30,7 @@ from minidist.errors import CommError, PeerLostError
 
 UNEXPECTED_LIMIT = 256 << 20    # bytes of messages from one peer that may wait here unasked for
 _NOTHING = np.empty(0, np.uint8)
+_LAST_WORDS = 0.5               # seconds to wait for a lost peer's messages; if its link ends, that ends the wait
 
 
 class StreamTransport(Engine):
@@ -73,6 +75,8 @@ class StreamTransport(Engine):
                 self._attend(source)
         if early is not None and delivers:
             self._deliver(source, early, receive)
+        if peer in self.lost and not receive.finished:
+            self._await_last_words(source)
         return receive
 
     def _peer(self, rank: int) -> Peer:
@@ -225,7 +229,17 @@ class StreamTransport(Engine):
     def lose(self, error: PeerLostError) -> None:
         assert error.world_rank is not None
         self.lost[error.world_rank] = error
-        self._lose(self._peer(error.world_rank), str(error))
+        self._await_last_words(self._peer(error.world_rank))
+
+    def _await_last_words(self, peer: Peer) -> None:
+        """`peer` is lost: what it had sent is still read; who waits for more is told when no more has come."""
+        def give_up() -> None:
+            if peer.mute is None and peer.receives:
+                self._lose(peer, str(self.lost[peer.rank]))
+
+        timer = threading.Timer(_LAST_WORDS, give_up)
+        timer.daemon = True
+        timer.start()
 
     # --- ending ------------------------------------------------------------------------------------------------------
 
