@@ -230,7 +230,8 @@ def test_refuses() -> None:
 def test_loss_within_a_hundredth_of_float32_after_200_steps(precision: str) -> None:
     """Held-out loss of `minidist train --steps 200 --lr 1e-3` on the default text, beside the same in float32.
 
-    At the default rate, four times that, two float32 runs that add up in another order differ by more.
+    At the default rate, four times that, runs part: bf16 ended 2.6 % lower, and a float32 run whose first weights had
+    been off by 2^-9 of themselves 1.1 % lower.
     """
     parser = argparse.ArgumentParser()
     train_options.add_arguments(parser)
