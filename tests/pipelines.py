@@ -9,6 +9,7 @@ from minidist.nn import GPT
 from minidist.nn.dropout import DropoutKey
 from minidist.optim import AdamW
 from minidist.parallel.common.update import Part
+from minidist.parallel.model_parallel import ModelParallel
 from minidist.parallel.pipeline import Pipeline
 from minidist.parallel.schedules import make_schedule
 from minidist.parallel.single import Single
@@ -17,7 +18,7 @@ from minidist.parallel.single import Single
 def train_stages(world: Any, name: str, changes: dict[str, Any], *, microbatches: int = 4, chunks: int | None = None,
                  layers: list[int] | None = None, sequences: int = 5, steps: int = 3, accumulate: int = 1,
                  clip: float | None = 0.5) -> dict[str, Any]:
-    """What a rank holds after `steps` steps under the schedule `name`; "single": one process without stages."""
+    """What a rank holds after `steps` steps under the schedule `name`, or "model parallel"; "single": one process."""
     config, step = tiny(**changes), 0
 
     def key(part: Part) -> DropoutKey | None:
@@ -28,6 +29,8 @@ def train_stages(world: Any, name: str, changes: dict[str, Any], *, microbatches
         model.initialize(3)
         strategy: Any = Single(model, loss=lambda part, divisor: model.loss(part.inputs, part.targets, divisor,
                                                                             key=key(part)))
+    elif name == "model parallel":
+        strategy = ModelParallel(model, world, seed=3, layers=layers, key=key)
     else:
         schedule = make_schedule(name, world.size, microbatches, chunks=chunks)
         strategy = Pipeline(model, world, schedule, seed=3, layers=layers, key=key)

@@ -35,32 +35,26 @@ notes:   N0 Pipeline Parallelism; N1 §2.3; N2 流水线并行
 Source:  Huang et al. 2019; Narayanan et al. 2021; Qi et al. 2023.
 """
 
-from collections.abc import Callable, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from minidist import account, backend
 from minidist.backend import Array
 from minidist.backward import WeightGradient
 from minidist.comm.group import Group
 from minidist.nn import GPT
-from minidist.nn.dropout import DropoutKey
-from minidist.optim import Optimizer, sum_of_squares
+from minidist.optim import Optimizer
 from minidist.parallel.accumulation import micro_parts
-from minidist.parallel.common.flat import sum_in_order, trainable
+from minidist.parallel.common.layered import Layered
 from minidist.parallel.common.precision import Precision
-from minidist.parallel.common.recorder import Recorder, Silent
-from minidist.parallel.common.stages import Arrived, Stages, balanced_layers, hollow
-from minidist.parallel.common.update import Batch, Part, zero_unused
+from minidist.parallel.common.recorder import Recorder
+from minidist.parallel.common.stages import Arrived, hollow
+from minidist.parallel.common.update import Batch, Key, Part
 from minidist.parallel.common.worker import Worker
 from minidist.parallel.schedules import Instruction, RecvActivation, Schedule
 from minidist.tensor import Tensor
 
-Key = Callable[[Part], DropoutKey | None]
-"""`key(part)`: which tokens of which step these rows are, for dropout."""
 
-
-class Pipeline:
+class Pipeline(Layered):
     """The stages of a GPT that this rank of a group has, and a worker that trains them.
 
     Args:    model: weights not yet drawn; what other ranks have is taken out of it, the rest drawn from `seed`.
@@ -72,28 +66,15 @@ class Pipeline:
     Raises:  ScheduleError if the schedule cannot run; ShardError if the layers do not fit its stages.
     """
 
+    # ------------------------------------------------------------------------------------------------- partition
+
     def __init__(self, model: GPT, group: Group, schedule: Schedule, *, seed: int, layers: Sequence[int] | None = None,
                  device: str = "cpu", key: Key | None = None, precision: Precision | None = None,
                  recorder: Recorder | None = None) -> None:
-        self.config, self.group, self.schedule = model.config, group, schedule
-        self.precision, self.recorder = precision or Precision(), recorder or Silent()
+        self.schedule, self.worker = schedule, Worker(schedule, group, recorder=recorder)
+        super().__init__(model, group, schedule.stages, seed=seed, layers=layers, device=device, precision=precision,
+                         recorder=recorder)
         self.key: Key = key or (lambda part: None)
-        self.worker = Worker(schedule, group, recorder=self.recorder)
-        self.layers = list(layers or balanced_layers([1.0] * self.config.layers, schedule.stages))
-        self.stages = self._cut(model, group.rank)
-        self.model = self.stages.model
-        self.model.initialize(seed, device=device)
-        self.weights = trainable(self.model.parameters())
-        self.parameters = self.precision.masters(self.weights)
-        both_ends = self.config.tied and group.size > 1
-        at_an_end = both_ends and group.rank in (0, group.size - 1)
-        self.ends = group.split(0 if at_an_end else None, axis=group.axis) if both_ends else None
-
-    # ------------------------------------------------------------------------------------------------- partition
-
-    def _cut(self, model: GPT, rank: int) -> Stages:
-        """The stages that a rank has: every `size`-th from its own number on."""
-        return Stages(model, self.layers, range(rank, self.schedule.stages, self.group.size))
 
     # --------------------------------------------------------------------------------------- forward and backward
 
@@ -106,36 +87,7 @@ class Pipeline:
         self.worker.run(work)
         return work.total
 
-    def _sum_ends(self) -> None:
-        """A tied token table has two gradients, the embedding's and the output's: both ends take the sum."""
-        if self.ends is not None:
-            table = self.model.tokens.weight
-            with self.recorder.span("wait for the other end's table"):
-                table.grad = self.ends.all_reduce(table.grad, op="sum", algorithm="ring")
-
-    # ------------------------------------------------------------------------------------------------------- weights
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted path.
-
-        Cost:    one all-gather, counted under `control`. Every rank calls it.
-        """
-        mine = self.precision.state_dict(self.model)
-        with self.group.ledger.control():
-            joined = self.group.all_gather(np.concatenate([mine[name].reshape(-1) for name in mine]), algorithm="ring")
-        whole, start = {}, 0
-        for rank in range(self.group.size):
-            for name, weight in self._cut(GPT(self.config), rank).model.named_parameters():
-                whole[name] = joined[start:start + weight.size].reshape(weight.shape).copy()
-                start += weight.size
-        return {name: whole[name] for name, _ in GPT(self.config).named_parameters()}
-
-    def _squares(self) -> float:
-        """The sum of squares of the whole gradient: each rank's own, the tied table's once."""
-        twice = self.model.tokens.weight if self.ends is not None and self.group.rank else None
-        return sum_in_order(self.group, sum_of_squares(p.grad for p in self.weights if p is not twice))
-
-    # ---------------------------------------------------------------------------------------------------------- step
+    # ------------------------------------------------------------------------------------------------------ step
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
@@ -148,11 +100,8 @@ class Pipeline:
         share = 0.0
         for part in micro_parts(Part(*batch, first=0), accumulate):
             share += self.run(part, divisor=batch[1].size)
-        zero_unused(self.weights)
-        self._sum_ends()
-        with self.recorder.span("optimizer"):
-            self.precision.update(optimizer, self._squares, lr=lr, clip=clip)
-        return sum_in_order(self.group, share)
+        self.update(optimizer, lr=lr, clip=clip)
+        return self.sum_shares(share)
 
 
 class _Pass:

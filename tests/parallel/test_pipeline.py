@@ -17,6 +17,7 @@ from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD
 from minidist.parallel import pipeline as pipeline_module
+from minidist.parallel.common import layered
 from minidist.parallel.common import stages as stages_module
 from minidist.parallel.common.worker import Worker, computes_of
 from minidist.parallel.pipeline import Pipeline
@@ -120,10 +121,10 @@ def test_planted_bugs_break_parity(serial: dict[str, Any], bug: str, monkeypatch
     if bug == "table not summed":
         monkeypatch.setattr(Pipeline, "_sum_ends", lambda self: None)
     elif bug == "table counted twice":
-        monkeypatch.setattr(Pipeline, "_squares", lambda self: pipeline_module.sum_in_order(
-            self.group, pipeline_module.sum_of_squares(p.grad for p in self.weights)))
+        monkeypatch.setattr(Pipeline, "_squares", lambda self: layered.sum_in_order(
+            self.group, layered.sum_of_squares(p.grad for p in self.weights)))
     elif bug == "own norm":
-        monkeypatch.setattr(pipeline_module, "sum_in_order", lambda group, value: value)
+        monkeypatch.setattr(layered, "sum_in_order", lambda group, value: value)
     elif bug == "first row forgotten":
         micro = pipeline_module.micro_parts
         monkeypatch.setattr(pipeline_module, "micro_parts", lambda part, count: [

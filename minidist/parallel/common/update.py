@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minidist.backend import Array, array_module
+from minidist.nn.dropout import DropoutKey
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.common.precision import Precision
 from minidist.tensor import Parameter, Tensor
@@ -21,6 +22,9 @@ class Part:
     targets: Array
     first: int
 
+
+Key = Callable[[Part], DropoutKey | None]
+"""`key(part)`: which tokens of which step these rows are, for dropout."""
 
 Loss = Callable[[Part, int], Tensor]
 """`loss(part, divisor)`: the sum of the losses of the part's targets over `divisor`, one number."""

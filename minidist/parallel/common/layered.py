@@ -1,0 +1,88 @@
+"""Layered: what every strategy does that divides a GPT by layers, apart from when who computes.
+
+Each rank draws and updates its own layers. Together they must know the loss, the norm of the whole gradient, and of a
+tied output's token table, which lies at both ends, the sum of its two gradients.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minidist.comm.group import Group
+from minidist.nn import GPT
+from minidist.optim import Optimizer, sum_of_squares
+from minidist.parallel.common.flat import sum_in_order, trainable
+from minidist.parallel.common.precision import Precision
+from minidist.parallel.common.recorder import Recorder, Silent
+from minidist.parallel.common.stages import Stages, balanced_layers
+from minidist.parallel.common.update import zero_unused
+
+
+class Layered:
+    """The stages of a GPT that this rank of a group has, rank r of p stages r, r + p, …
+
+    Args:    model: weights not yet drawn; what other ranks have is taken out of it, the rest drawn from `seed`.
+             stages: how many there are in all; layers: of each (default: as even as can be).
+             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
+    Attributes: model: what is left of it; parameters: what the optimizer is made of: those of this rank's stages.
+    Raises:  ShardError if the layers do not fit the stages.
+    """
+
+    def __init__(self, model: GPT, group: Group, stages: int, *, seed: int, layers: Sequence[int] | None = None,
+                 device: str = "cpu", precision: Precision | None = None, recorder: Recorder | None = None) -> None:
+        self.config, self.group = model.config, group
+        self.precision, self.recorder = precision or Precision(), recorder or Silent()
+        self.layers = list(layers or balanced_layers([1.0] * self.config.layers, stages))
+        self.stages = self._cut(model, group.rank)
+        self.model = self.stages.model
+        self.model.initialize(seed, device=device)
+        self.weights = trainable(self.model.parameters())
+        self.parameters = self.precision.masters(self.weights)
+        both_ends = self.config.tied and group.size > 1
+        at_an_end = both_ends and group.rank in (0, group.size - 1)
+        self.ends = group.split(0 if at_an_end else None, axis=group.axis) if both_ends else None
+
+    def _cut(self, model: GPT, rank: int) -> Stages:
+        """The stages that a rank has."""
+        return Stages(model, self.layers, range(rank, len(self.layers), self.group.size))
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted path.
+
+        Cost:    one all-gather, counted under `control`. Every rank calls it.
+        """
+        mine = self.precision.state_dict(self.model)
+        with self.group.ledger.control():
+            joined = self.group.all_gather(np.concatenate([mine[name].reshape(-1) for name in mine]), algorithm="ring")
+        whole, start = {}, 0
+        for rank in range(self.group.size):
+            for name, weight in self._cut(GPT(self.config), rank).model.named_parameters():
+                whole[name] = joined[start:start + weight.size].reshape(weight.shape).copy()
+                start += weight.size
+        return {name: whole[name] for name, _ in GPT(self.config).named_parameters()}
+
+    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
+        """The optimizer's step on this rank's weights, when all backwards are over.
+
+        Cost:    one all-reduce of a tied token table, between the ends; with clipping one float64 a rank (`control`).
+        """
+        zero_unused(self.weights)
+        self._sum_ends()
+        with self.recorder.span("optimizer"):
+            self.precision.update(optimizer, self._squares, lr=lr, clip=clip)
+
+    def _sum_ends(self) -> None:
+        """A tied token table has two gradients, the embedding's and the output's: both ends take the sum."""
+        if self.ends is not None:
+            table = self.model.tokens.weight
+            with self.recorder.span("wait for the other end's table"):
+                table.grad = self.ends.all_reduce(table.grad, op="sum", algorithm="ring")
+
+    def _squares(self) -> float:
+        """The sum of squares of the whole gradient: each rank's own, the tied table's once."""
+        twice = self.model.tokens.weight if self.ends is not None and self.group.rank else None
+        return sum_in_order(self.group, sum_of_squares(p.grad for p in self.weights if p is not twice))
+
+    def sum_shares(self, share: float) -> float:
+        """The ranks' shares of the loss, added in rank order; counted under `control`."""
+        return sum_in_order(self.group, share)

@@ -1,0 +1,113 @@
+"""Chapter 10 · Model parallel: the layers over the ranks, batch after batch, and its idle time.
+
+The idea. The model does not fit on one device, so each rank holds a run of its layers. A batch goes through the first
+rank's layers, then through the second's, and so on; its gradients come back the same way. Nothing is computed twice and
+nothing is divided but the layers. And at any moment one rank works, and the others wait:
+
+    rank 0   F .. .. .. .. .. B B | F .. ..           activations  (B, T, width)  ---> next rank
+    rank 1   .. F .. .. B B .. .. | .. F ..           gradients    the same shape <--- next rank
+    rank 2   .. .. F B B .. .. .. | .. .. F           loss on the last
+
+Who holds what, Ψ parameters on p ranks:
+
+    parameters, gradients, optimizer     Ψ/p of each, where layers are alike: what it is for
+    activations                          of its own layers, for the whole batch
+
+Cost, a step, over all ranks, B sequences of T tokens:
+
+    send         2 × B × T × width elements a boundary; p - 1 boundaries
+    all_reduce   with a tied output and p > 1: one, of the token table, between the two ends
+    control      one float64 a rank for the loss; with clipping, one for the norm
+    idle         (p-1)/p of the ranks' time, whatever the split of the layers: the step takes as long as on one rank
+
+The notes' steps (N0, "Model Parallelism"):
+
+    1  the model is cut by layers, and the layers are placed on the GPUs.
+    2  all data goes through these GPUs, one after the other, forward and backward.
+
+Its problems by the notes: communication (N0:227), which is little, for activations cross p - 1 boundaries and weights
+none; and waiting (N0:228), which is why the pipeline (chapter 11) cuts the batch too.
+
+notes:   N0 Model Parallelism; N1 §2.2 says "model parallel" and means tensor parallelism (chapter 12)
+"""
+
+from collections.abc import Sequence
+
+from minidist.comm.group import Group
+from minidist.nn import GPT
+from minidist.optim import Optimizer
+from minidist.parallel.accumulation import micro_parts
+from minidist.parallel.common.layered import Layered
+from minidist.parallel.common.precision import Precision
+from minidist.parallel.common.recorder import Recorder
+from minidist.parallel.common.stages import Arrived
+from minidist.parallel.common.update import Batch, Key, Part
+from minidist.tensor import Tensor
+
+
+class ModelParallel(Layered):
+    """The layers of a GPT that this rank of a group has.
+
+    Args:    model: weights not yet drawn; what other ranks have is taken out of it, the rest drawn from `seed`.
+             layers: of each rank (default: as even as can be); key: for dropout.
+             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
+    Attributes: parameters: what the optimizer is made of: those of this rank's layers.
+    Raises:  ShardError if the layers do not fit the ranks.
+    """
+
+    # ------------------------------------------------------------------------------------------------- partition
+
+    def __init__(self, model: GPT, group: Group, *, seed: int, layers: Sequence[int] | None = None,
+                 device: str = "cpu", key: Key | None = None, precision: Precision | None = None,
+                 recorder: Recorder | None = None) -> None:
+        super().__init__(model, group, group.size, seed=seed, layers=layers, device=device, precision=precision,
+                         recorder=recorder)
+        self.key: Key = key or (lambda part: None)
+        self.first, self.last = group.rank == 0, group.rank == group.size - 1
+
+    # --------------------------------------------------------------------------------------------------- forward
+
+    def forward(self, part: Part, *, divisor: int) -> tuple[Arrived | None, Tensor]:
+        """(what came from the rank before, what this rank made of it): on the last rank, the loss."""
+        x = None
+        if not self.first:
+            with self.recorder.span("wait for the activation"):
+                x = Arrived(self.group.recv(src=self.group.rank - 1))
+        with self.recorder.span("forward", rows=len(part.inputs)):
+            y = self.stages.forward(self.group.rank, part.inputs if x is None else x, targets=part.targets,
+                                    divisor=divisor, key=self.key(part))
+        if not self.last:
+            self.group.send(y.data, dst=self.group.rank + 1)
+        return x, y
+
+    # -------------------------------------------------------------------------------------------------- backward
+
+    def backward(self, x: Arrived | None, y: Tensor) -> None:
+        """Add this rank's gradients; hand the gradient of its input to the rank before."""
+        dy = None
+        if not self.last:
+            with self.recorder.span("wait for the gradient"):
+                dy = self.group.recv(src=self.group.rank + 1)
+        with self.recorder.span("backward"):
+            self.precision.backward(y, dy)
+        if x is not None:
+            self.group.send(x.grad, dst=self.group.rank - 1)
+
+    # ------------------------------------------------------------------------------------------------------ step
+
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
+        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
+
+        Args:    lr: this step's learning rate (None: the optimizer's own); clip: bound of the norm of the gradient of
+                 all ranks together. accumulate: in how many passes the rows are taken, one after the other.
+        """
+        optimizer.zero_grad()
+        share = 0.0
+        for part in micro_parts(Part(*batch, first=0), accumulate):
+            if len(part.inputs):
+                x, y = self.forward(part, divisor=batch[1].size)
+                share += float(y.item()) if self.last else 0.0
+                self.backward(x, y)
+        self.update(optimizer, lr=lr, clip=clip)
+        return self.sum_shares(share)
