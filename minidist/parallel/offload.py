@@ -24,9 +24,10 @@ rank of P, with Adam in float32 (and in mixed precision, with masters in float32
     disk                                                               16Ψ/P (16Ψ/P), on whole pages
 
 ZeRO-1 keeps its gradients on the device, so OnHost saves 8Ψ (12Ψ) there; with ZeRO-3 the device holds 4Ψ/P (2Ψ/P).
+Under a limit of device memory the third buffer or unit is waited for, so that the peak is the same in every run.
 
-Traffic, a step and rank, A backward passes, w bytes a weight and a gradient, s a state array and a master, each Ψ/P
-long; K the optimizer's bytes a parameter, the master's among them in mixed precision:
+Traffic, a step and rank, A backward passes, w bytes a weight and a gradient, each Ψ/P long; K the optimizer's bytes a
+parameter, the master's among them in mixed precision:
 
     OnHost   device to host    A w Ψ/P      gradients (ZeRO-1: once, whatever A)
              host to device    w Ψ/P        new weights: 2Ψ + 2Ψ for A = 1 in fp16, as the paper has it
@@ -98,9 +99,10 @@ class OnHost(Offload):
 
     def add(self, flat: Flat, chunk: Array, *, first: bool) -> None:
         """Begin to take a sum down; returns at once, or when the one before is down."""
-        sums, ready = self._gradients[id(flat)], mark(chunk)
+        sums, ready, bus = self._gradients[id(flat)], mark(chunk), [chunk]
 
         def work() -> None:
+            chunk = bus.pop()           # so that its buffer is free when this returns
             if first:
                 copy(chunk, sums, ready)
             else:
@@ -211,9 +213,10 @@ class OnDisk(Offload):
         record, ready = self._records[id(flat)], mark(chunk)
         loan = self.disk.lend(record) if first else self.disk.start_read(record, ["gradients"])
         assert loan is not None
-        sums = loan.arrays["gradients"]
+        sums, bus = loan.arrays["gradients"], [chunk]
 
         def work() -> None:
+            chunk = bus.pop()           # so that its buffer is free when this returns
             loan.wait()
             if first:
                 copy(chunk, sums, ready)

@@ -209,6 +209,9 @@ def test_a_model_four_times_over_the_limit_trains() -> None:
     plan = {**HOMES[4], "device_memory": limit, "checkpoint_blocks": "all"}
     held = md.run(lambda world: job(world, plan, DEEP, sequences=2), size=1)[0]
     assert held["memory"]["total"]["peak"] <= limit
+    model = GPT(tiny(**DEEP))
+    largest = max(4 * sum(p.size for p in module.parameters()) for _, module in model.children())
+    assert held["memory"]["gradients"]["peak"] <= 2 * largest       # under a limit no third one is on its way down
     assert held["digest"] == free["digest"] and held["losses"] == free["losses"]
 
 

@@ -7,7 +7,7 @@ host's memory and the disk.
 
     keep, keep_gradients, pieces      once: here are the weights, make room for gradients, what is the optimizer made of
     prefetch, weights                 before a unit computes (ZeRO-3): its weights will be wanted; are wanted now
-    room, add, settle                 when a run's gradients are final
+    room, add, let_go, settle         when a run's gradients are final
     walk                              the optimizer takes one tensor after the other (optim/optimizer.py)
     state                             for a checkpoint
 """
@@ -87,6 +87,9 @@ class Home:
             self._gradients[id(flat)][...] = chunk
         else:
             self._gradients[id(flat)] += chunk
+
+    def let_go(self) -> None:
+        """Memory on the device is about to be taken."""
 
     def settle(self) -> None:
         """A backward is over: return when the gradients are where they belong."""

@@ -63,6 +63,11 @@ class Offload(Home):
         self._going = self.down.start(f"gradients {self._names[id(flat)]} down", chunk.nbytes, work)
         return self._going
 
+    def let_go(self) -> None:
+        """Wait for what is on its way down, under a limit: else how much is held would depend on how fast it goes."""
+        if self._going is not None and account.current().limit is not None:
+            self._going.wait()
+
     def settle(self) -> None:
         """Return when the last gradients have left the device."""
         if self._going is not None:

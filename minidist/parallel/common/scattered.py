@@ -59,6 +59,7 @@ class Scattered:
         if index not in self._buffers:
             if sum(earlier < index for earlier in self._buffers) > 1:
                 self.settle()       # one flies and one still fills (a bias may come after the weight behind it)
+            self.home.let_go()
             self._buffers[index] = empty_like(flat.parameters[0].data, flat.size, "gradients")
         return next(view for other, view in flat.views(self._buffers[index]) if other is parameter)
 
