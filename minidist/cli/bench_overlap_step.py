@@ -24,7 +24,7 @@ from minidist.observe.timeline import Timeline
 MODULE = "minidist.cli.bench_overlap_step"
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 LINKS = ("delayed", "sockets")
-MODEL = Model(layers=8, width=128, heads=4, context=128, batch=4)
+MODEL = Model(layers=8, width=128, heads=4, context=128, batch=8)
 
 
 @dataclass(frozen=True)
