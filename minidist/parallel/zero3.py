@@ -27,6 +27,7 @@ Cost, a step and rank, with A backward passes, R of the Ψ parameters in the roo
     bytes        (P-1)/P × 4 × (3A(Ψ-R) + (1+A)R)   gather, gather, reduce; the notes' "50 % more" than DDP for A = 1
                  (P-1)/P × 4 × (2A(Ψ-R) + (1+A)R)   where units stay to backward (`free_after_forward=False`)
     messages     P-1 for each of these collectives
+    With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies (common/sharing.py).
     control      two float64: the loss, the squares of the gradient's norm
 
 No all-gather ends the step (N0:375 has one, which would make it 4Ψ): the next forward gathers anyway.
