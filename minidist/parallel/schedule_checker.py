@@ -62,7 +62,7 @@ def needs(instruction: Instruction, schedule: Schedule) -> Iterator[Instruction]
     elif isinstance(instruction, (Backward, BackwardInput)):
         yield Forward(stage, microbatch)
         if stage < schedule.stages - 1:
-            yield (type(instruction)(stage + 1, microbatch) if alone else RecvGradient(stage, microbatch))
+            yield type(instruction)(stage + 1, microbatch) if alone else RecvGradient(stage, microbatch)
     elif isinstance(instruction, BackwardWeights):
         yield BackwardInput(stage, microbatch)
     elif isinstance(instruction, SENDS):
@@ -73,9 +73,8 @@ def _source(send: Instruction, schedule: Schedule) -> Instruction:
     """The compute whose result a send takes along."""
     if isinstance(received_as(send), RecvActivation):
         return Forward(send.stage, send.microbatch)
-    whole = Backward(send.stage, send.microbatch)
-    return whole if whole in schedule.lists[schedule.rank_of(send.stage)] else BackwardInput(send.stage,
-                                                                                             send.microbatch)
+    whole, half = Backward(send.stage, send.microbatch), BackwardInput(send.stage, send.microbatch)
+    return whole if whole in schedule.lists[schedule.rank_of(send.stage)] else half
 
 
 def _check_list(schedule: Schedule, rank: int) -> None:
@@ -128,11 +127,11 @@ def _check_links(schedule: Schedule) -> None:
                 if receive not in sent:
                     raise ScheduleError(f"{schedule.name}: rank {target} does the {receive}, but rank {source} never "
                                         f"sends it")
-            for first, second in zip(sent, taken, strict=True):
-                if first != second:
-                    raise ScheduleError(f"{schedule.name}: messages from rank {source} to rank {target} are received "
-                                        f"in another order than sent: the {first} comes first, but rank {target} "
-                                        f"expects the {second}")
+            crossed = next((pair for pair in zip(sent, taken, strict=True) if pair[0] != pair[1]), None)
+            if crossed:
+                raise ScheduleError(f"{schedule.name}: messages from rank {source} to rank {target} are received in "
+                                    f"another order than sent: the {crossed[0]} comes first, but rank {target} "
+                                    f"expects the {crossed[1]}")
 
 
 # -------------------------------------------------------------------------------------------------------- the clock
@@ -294,8 +293,7 @@ def _dependencies(instruction: Instruction, last: int, known: Callable[[Instruct
 
 
 def check_spans(spans: Sequence[Span]) -> None:
-    """Raises ScheduleError if a chart lets something begin before what it needs has ended: names the first, counts all.
-    """
+    """Raises ScheduleError if something begins before what it needs has ended: names the first, counts all."""
     pairs = broken(spans)
     if pairs:
         early, needed = pairs[0]

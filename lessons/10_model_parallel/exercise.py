@@ -1,0 +1,52 @@
+"""Exercise 10: a model cut by layers: who has which, one batch there and back, what it sends and who waits.
+
+Copy this file (`minidist lesson 10 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
+`minidist check 10 DIR/exercise_10.py`. What you may use:
+
+    group.send(x, dst=r), group.recv(src=r)     an array to or from rank r
+    tensor(array, requires_grad=True)           the start of a tape, whose .grad is there after backward
+    y.backward(dy)                              backward from y, whose gradient is dy; a loss needs none
+"""
+
+from minidist.teaching import hole
+from minidist.tensor import tensor  # noqa: F401 - you will want it
+
+
+def layers_of(rank, ranks, layers):
+    """The numbers of the layers that a rank has: a range. Neighbours together; sizes differ by at most 1, first larger.
+    """
+    each, more = divmod(layers, ranks)
+    first = hole(1, "how many layers the ranks before this one have; the first `more` have one more", each, more)
+    return range(first, first + each + (rank < more))
+
+
+def forward(group, blocks, x):
+    """(this rank's input, its output), Tensors. `blocks` are functions of one Tensor; `x` is the batch, for rank 0."""
+    if group.rank > 0:
+        x = hole(2, "what comes from the rank before, as the start of a tape of this rank's own", group)
+    y = x
+    for block in blocks:
+        y = block(y)
+    if group.rank < group.size - 1:
+        hole(3, "hand this rank's output, an array, to the next rank", group, y)
+    return x, y
+
+
+def backward(group, x, y):
+    """Add the gradients of this rank's weights. On the last rank `y` is the loss, one number."""
+    if group.rank == group.size - 1:
+        y.backward()
+    else:
+        hole(4, "backward from y, with the gradient that comes from the next rank", group, y)
+    if group.rank > 0:
+        hole(5, "hand the gradient of this rank's input, an array, to the rank before", group, x)
+
+
+def bytes_sent(ranks, sequences, tokens, width, itemsize):
+    """What all ranks together send in a step."""
+    return hole(6, "how many cuts, how often each, how large (section 4)")
+
+
+def idle(times):
+    """The share of the ranks' time in which they wait; `times[r]` is how long rank r computes in a step."""
+    return hole(7, "the step takes as long as all of them one after the other (section 3)")

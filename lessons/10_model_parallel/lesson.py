@@ -1,0 +1,237 @@
+"""Lesson 10: model parallel: layers over ranks; who holds what, what crosses the cuts, and who waits.
+
+    mpirun -n 4 python lessons/10_model_parallel/lesson.py
+    python lessons/10_model_parallel/lesson.py                          # alone: four ranks as threads
+    python lessons/10_model_parallel/lesson.py --break no-gradient-back # see README.md, section 6
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist.nn import GPT
+from minidist.observe.page import Page, size_text, verdict
+from minidist.optim import AdamW
+from minidist.parallel.common.stages import Stages
+from minidist.parallel.model_parallel import ModelParallel
+from minidist.parallel.single import Single
+from minidist.teaching import arguments, load_module, run_lesson
+from minidist.tensor import tensor
+
+lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "10")
+STEPS = 3
+
+
+def plain_loop(layers, group, inputs, targets, divisor):
+    """One batch through all ranks and back (README, section 1). layers(x, targets, divisor) are this rank's."""
+    first, last = group.rank == 0, group.rank == group.size - 1
+    x = inputs if first else tensor(group.recv(src=group.rank - 1), requires_grad=True)      # wait
+    y = layers(x, targets, divisor)                                                          # the last: the loss
+    if not last:
+        group.send(y.data, dst=group.rank + 1)
+    y.backward(None if last else group.recv(src=group.rank + 1))                             # wait, longer
+    if not first:
+        group.send(x.grad, dst=group.rank - 1)
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson, run by every rank."""
+    page.heading("1  The same model as on one rank")
+    same(group, page)
+    page.heading("2  Who holds what")
+    holdings(group, page)
+    page.heading("3  Who waits")
+    waiting(group, page)
+    page.heading("4  What crosses the cuts")
+    traffic(group, page)
+
+
+# ------------------------------------------------------------------------------------------------------ 1 equality
+
+def same(group: Any, page: Page) -> None:
+    """The plain loop's gradients after a batch, the framework's weights after some, beside one process."""
+    config = lab.config_for(group.size)
+    alone = GPT(config)
+    alone.initialize(0)
+    plain = plain_gradients(group, alone)
+    single = Single(alone)
+    strategy = ModelParallel(GPT(config), group, seed=0)
+    for rule in (single, strategy):
+        optimizer = AdamW(rule.parameters, 1e-2)
+        for step in range(STEPS):
+            rule.step(lab.global_batch(config, step), optimizer, clip=0.5)
+    target = single.state_dict()
+    off = max(np.abs(array - target[name]).max() for name, array in strategy.state_dict().items())
+    page.table(f"Off one process by, in float64, {group.size} ranks", ["", "after", "largest difference"],
+               [["plain loop, gradients of blocks", "1 batch", f"{plain:.0e}"],
+                ["ModelParallel, weights", f"{STEPS} steps", f"{off:.0e}"]])
+
+
+def plain_gradients(group: Any, alone: GPT) -> float:
+    """How far the plain loop's gradients of blocks are from those of one process."""
+    config = alone.config
+    mine = part_of_model(group, config)
+    inputs, targets = lab.global_batch(config, 0)
+    plain_loop(lambda x, targets, divisor: mine.forward(group.rank, x, targets=targets, divisor=divisor), group,
+               inputs, targets, targets.size)
+    alone.loss(inputs, targets, targets.size).backward()
+    serial = dict(alone.named_parameters())
+    off = [np.abs(weight.grad - serial[name].grad).max() for name, weight in mine.model.named_parameters()
+           if name.startswith("blocks.")]
+    alone.zero_grad()
+    with group.ledger.control():
+        return float(group.all_reduce(np.array([max(off)]), op="max")[0])
+
+
+def part_of_model(group: Any, config: Any) -> Stages:
+    """This rank's layers, drawn."""
+    layers = [len(part) for part in np.array_split(np.arange(config.layers), group.size)]
+    mine = Stages(GPT(config), layers, [group.rank])
+    mine.model.initialize(0)
+    return mine
+
+
+# -------------------------------------------------------------------------------------------------- 2 who holds what
+
+def holdings(group: Any, page: Page) -> None:
+    """Parameters of each rank."""
+    config = lab.config_for(group.size)
+    strategy = ModelParallel(GPT(config), group, seed=0)
+    with group.ledger.control():
+        counts = group.all_gather(np.array([sum(weight.size for weight in strategy.weights)]))
+    whole, table = sum(p.size for p in GPT(config).parameters()), config.vocabulary * config.width
+    rows = [[f"rank {rank}", _parts(strategy.layers, rank), f"{count:,}", f"{count / whole:.0%}"]
+            for rank, count in enumerate(counts)]
+    expected = whole + table * (group.size > 1)
+    rows.append(["together", f"{config.layers} blocks", f"{counts.sum():,}",
+                 "ok" if counts.sum() == expected else f"off {counts.sum() - expected}"])
+    page.table(f"Parameters; the whole model has {whole:,}", ["", "has", "parameters", "of the whole"], rows,
+               note=f"together {table:,} more than the model: the tied token table lies at both ends")
+
+
+def _parts(layers: list[int], rank: int) -> str:
+    """What a rank has, in words."""
+    names = ["embedding"] * (rank == 0) + [f"{layers[rank]} blocks"] + ["norm, output"] * (rank == len(layers) - 1)
+    return ", ".join(names)
+
+
+# ------------------------------------------------------------------------------------------------------ 3 who waits
+
+def waiting(group: Any, page: Page) -> None:
+    """Milliseconds of each rank in the quickest of some steps; then with another split of the layers."""
+    config = lab.config_for(group.size, layers=2 * group.size)
+    spans = lab.recorded_step(group, config, sequences=8)
+    last = [1] * (group.size - 1) + [group.size + 1]
+    uneven = lab.recorded_step(group, config, sequences=8, layers=last)
+    if not spans:
+        return
+
+    def total(rank: list[Any], name: str) -> str:
+        return f"{1e3 * sum(stop - start for kind, start, stop in rank if kind.startswith(name)):.2f}"
+
+    page.table("Milliseconds in one step", ["", "forward", "backward", "waits for an activation", "for a gradient"],
+               [[f"rank {number}", *(total(rank, name) for name in (
+                   "forward", "backward", "wait for the activation", "wait for the gradient"))]
+                for number, rank in enumerate(spans)])
+    ideal = (group.size - 1) / group.size
+    page.table("The share of the ranks' time in which they do not compute", ["layers", "measured", "(p-1)/p"],
+               [["2 on each rank", f"{lab.idle(spans):.1%}", f"{ideal:.1%}"],
+                [f"{', '.join(map(str, last))}", f"{lab.idle(uneven):.1%}", f"{ideal:.1%}"]],
+               note="one rank works at a time, so the split of the layers changes nothing; it changes who has memory")
+
+
+# -------------------------------------------------------------------------------------------------------- 4 traffic
+
+def traffic(group: Any, page: Page) -> None:
+    """Bytes of a step beside the formula."""
+    config, size = lab.config_for(group.size), group.size
+    strategy = ModelParallel(GPT(config), group, seed=0)
+    inputs, _ = batch = lab.global_batch(config, 0)
+    with group.ledger.during("lesson 10"):
+        strategy.step(batch, AdamW(strategy.parameters, 1e-2), clip=0.5)
+    sent = group.ledger.sent_bytes("lesson 10").get(group.axis, {})
+    with group.ledger.control():
+        sends, tables = (int(n) for n in group.all_reduce(np.array([sent.get("send", 0), sent.get("all_reduce", 0)])))
+    cut, table = 2 * (size - 1) * inputs.size * config.width * 8, 2 * config.vocabulary * config.width * 8 * (size > 1)
+    ddp = 2 * (size - 1) * sum(p.size for p in GPT(config).parameters()) * 8
+    page.table(f"One step over all ranks: B = {len(inputs)} sequences of T = {config.context}, width h = "
+               f"{config.width}, float64", ["", "measured", "formula", "", ""],
+               [["activations and their gradients", size_text(sends), "2 B T h (p-1)", size_text(cut),
+                 verdict(sends, cut)],
+                ["tied table", size_text(tables), "2 V h", size_text(table), verdict(tables, table)],
+                ["DDP would send", "", "2 (p-1) Ψ", size_text(ddp), ""]])
+
+
+# ------------------------------------------------------------------------------------------------------- Break it
+
+def train(group: Any, steps: int, broken: str) -> dict[str, Any]:
+    """Weights after some steps, with one thing left out."""
+    config = lab.config_for(group.size)
+    strategy: Any = Single(GPT(config)) if broken == "single" else ModelParallel(GPT(config), group, seed=0)
+    if broken == "gradient":
+        backward = strategy.backward
+
+        def silent(x: Any, y: Any) -> None:
+            if x is not None:
+                x.register_hook(lambda dx: dx * 0.0)
+            backward(x, y)
+
+        strategy.backward = silent
+    if broken == "table":
+        strategy.ends = None
+    optimizer, losses = AdamW(strategy.parameters, 1e-2, weight_decay=0.0), []
+    for _ in range(steps):
+        losses.append(strategy.step(lab.global_batch(config, 0), optimizer))
+    fresh = part_of_model(group, config).model.state_dict()
+    moved = {name: float(np.abs(weight - fresh[name]).max()) for name, weight in strategy.model.state_dict().items()}
+    return {"losses": losses, "moved": moved, "table": strategy.model.state_dict().get("tokens.weight")}
+
+
+def no_gradient_back() -> None:
+    """Each rank sends zeros instead of the gradient of its input."""
+    for name, what in (("right", ""), ("no gradient back", "gradient")):
+        ranks = md.run(train, 40, what, size=4)
+        moved = [max(value for key, value in rank["moved"].items() if key.startswith("blocks.")) for rank in ranks]
+        print(f"{name}: loss {ranks[0]['losses'][0]:.3f} -> {ranks[0]['losses'][-1]:.3f}; the ranks' blocks moved by "
+              f"{', '.join(f'{value:.2f}' for value in moved)}")
+
+
+def forget_the_table() -> None:
+    """A tied table at both ends whose gradients are not added."""
+    for name, what in (("summed", ""), ("each end by itself", "table")):
+        ranks = md.run(train, 20, what, size=4)
+        apart = np.abs(ranks[0]["table"] - ranks[3]["table"]).max()
+        print(f"{name}: loss {ranks[0]['losses'][-1]:.4f} after 20 steps; the two copies of the table are {apart:.3f} "
+              f"apart")
+
+
+def everybody_receives() -> None:
+    """Each rank waits for a gradient before it has sent its activation."""
+    def job(group: Any) -> None:
+        mine, batch = part_of_model(group, lab.config_for(group.size)), lab.global_batch(lab.config_for(2), 0)
+        if group.rank == 0:
+            y = mine.forward(0, batch[0])
+            dy = group.recv(src=1)
+            group.send(y.data, dst=1)
+            y.backward(dy)
+        else:
+            x = tensor(group.recv(src=0), requires_grad=True)
+            mine.forward(1, x, targets=batch[1]).backward()
+            group.send(x.grad, dst=0)
+
+    md.run(job, size=2)
+
+
+BREAKS = {"no-gradient-back": no_gradient_back, "forget-the-table": forget_the_table,
+          "everybody-receives": everybody_receives}
+
+
+def main() -> None:
+    """Parse the command line, then run on the ranks that were launched, or on four threads."""
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Exercise 10: filled rightly it passes, and each wrong filling fails under its name."""
+
+from pathlib import Path
+
+import pytest
+from filling import graded
+
+RIGHT = {
+    1: "rank * each + min(rank, more)",
+    2: "tensor(group.recv(src=group.rank - 1), requires_grad=True)",
+    3: "group.send(y.data, dst=group.rank + 1)",
+    4: "y.backward(group.recv(src=group.rank + 1))",
+    5: "group.send(x.grad, dst=group.rank - 1)",
+    6: "2 * (ranks - 1) * sequences * tokens * width * itemsize",
+    7: "1 - sum(times) / (len(times) * sum(times))",
+}
+WRONG = {
+    "a layer has two ranks": {1: "rank * each"},
+    "a layer has no rank": {1: "rank * each + min(rank, more) + 1"},
+    "the ranks wait for each other": {5: "group.recv(src=group.rank - 1)"},
+    "it must be handed back": {5: "group.send(x.grad * 0.0, dst=group.rank - 1)"},
+    "another loss": {3: "group.send(y.data * 2.0, dst=group.rank + 1)"},
+    "more or less than each cut needs": {3: "group.send(y.data, dst=group.rank + 1)\ngroup.send(y.data, dst=group.rank)"
+                                            "\ngroup.send(y.data, dst=group.rank + 1)"},
+    "p ranks have p - 1 cuts": {6: "2 * ranks * sequences * tokens * width * itemsize"},
+    "there and back": {6: "(ranks - 1) * sequences * tokens * width * itemsize"},
+    "elements are not bytes": {6: "2 * (ranks - 1) * sequences * tokens * width"},
+    "that is how long the slowest waits": {7: "1 - max(times) / sum(times)"},
+}
+
+
+def test_the_right_filling_passes(tmp_path: Path) -> None:
+    result = graded("10", RIGHT, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    result = graded("10", {**RIGHT, **WRONG[mistake]}, tmp_path)
+    assert not result.passed
+    assert mistake in result.results[-1].line()
+
+
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("10", {}, tmp_path)
+    assert "fill hole 1" in result.results[-1].line() and "exercise_10.py line" in result.results[-1].line()
