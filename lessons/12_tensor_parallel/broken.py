@@ -1,0 +1,128 @@
+"""What goes wrong without: the experiments of section 7, each a mistake and what comes of it."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist import ops
+from minidist.nn import GPT, GPTConfig
+from minidist.observe.page import size_text
+from minidist.optim import Adam
+from minidist.parallel.common.split_gpt import split_gpt
+from minidist.parallel.common.tensor_layers import Region
+from minidist.parallel.tensor_parallel import TensorParallel, tensor_parallel
+from minidist.tensor import tensor
+
+CONFIG = GPTConfig(vocabulary=23, context=8, layers=3, width=16, heads=4, dtype="float64")
+
+
+def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of a step."""
+    ids = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (4, CONFIG.context + 1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+class OneWay(Region):
+    """A region without f: what enters is not all-reduced on its way back."""
+
+    def enter(self, x: Any) -> Any:
+        """x itself."""
+        return x
+
+
+def gradients(group: Any, region: type[Region]) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses of thirty steps on one batch, without clipping, and rank 0's gradients of the first."""
+    model = GPT(CONFIG)
+    split_gpt(model, region(group))
+    model.initialize(0)
+    strategy = TensorParallel(model, group)
+    optimizer, losses, first = Adam(strategy.parameters, 3e-3), [], {}
+    for _ in range(30):
+        losses.append(strategy.step(batch(0), optimizer))
+        first = first or {name: p.grad.copy() for name, p in model.named_parameters()}
+    return losses, first
+
+
+def no_f() -> None:
+    """The backward all-reduce of the column linears left out."""
+    right = md.run(partial(gradients, region=Region), size=2)[0]
+    wrong = md.run(partial(gradients, region=OneWay), size=2)[0]
+    print(f"loss of step 1: {right[0][0]:.6f} and {wrong[0][0]:.6f}; of step 30: {right[0][-1]:.6f} and "
+          f"{wrong[0][-1]:.6f}.\nNo error, and another model. Gradients of step 1 on rank 0, relative error, from the end of the model:")
+    for name in reversed(right[1]):
+        if name.endswith("weight"):
+            scale = np.abs(right[1][name]).max()
+            print(f"  {name:32} {np.abs(wrong[1][name] - right[1][name]).max() / scale:8.2%}")
+
+
+def straddle() -> None:
+    """Three heads on two ranks, cut in the middle: each rank makes scores of half a head."""
+    draw = np.random.default_rng(0)
+    heads, t, width = 3, 6, 8
+    q, k, v = (draw.normal(size=(1, heads, t, width)) for _ in range(3))
+    right = ops.causal_attention(q, k, v).data
+    pieces = {0: [slice(0, 8)], 1: [slice(0, 4), slice(4, 8)], 2: [slice(0, 8)]}    # rank 0: head 0, half of head 1
+    for head, parts in pieces.items():
+        y = np.concatenate([ops.causal_attention(*(x[:, head:head + 1, :, part] for x in (q, k, v))).data
+                            for part in parts], axis=-1)
+        error = np.abs(y - right[:, head:head + 1]).max() / np.abs(right).max()
+        owner = "on both ranks" if len(parts) > 1 else f"on rank {head // 2}"
+        print(f"head {head}, {owner:13}: off by {error:.1%}")
+    print("softmax of a part of a score is not a part of its softmax: heads are cut between, never through")
+
+
+def bias_early() -> None:
+    """A row linear that adds its bias before the sum."""
+    def job(group: Any) -> list[float]:
+        x, w, b = np.ones((1, 8)), np.full((8, 2), 0.5), np.array([1.0, 2.0])
+        own = np.array_split(np.arange(8), group.size)[group.rank]
+        early = group.all_reduce(x[:, own] @ w[own] + b)
+        late = group.all_reduce(x[:, own] @ w[own]) + b
+        return [*early[0], *late[0]]
+
+    for size in (1, 2, 4):
+        early0, early1, late0, late1 = md.run(job, size=size)[0]
+        print(f"{size} rank{'s' * (size > 1)}: bias before the sum ({early0:g}, {early1:g}), after it "
+              f"({late0:g}, {late1:g}); right is (5, 6)")
+
+
+def gather_between() -> None:
+    """N2:156: an all-gather after the column linear, and then each rank takes its columns again."""
+    def job(group: Any, gathers: bool) -> tuple[float, int]:
+        draw = np.random.default_rng(0)
+        x, up, down = draw.normal(size=(64, 16)), draw.normal(size=(16, 64)), draw.normal(size=(64, 16))
+        own = np.array_split(np.arange(64), group.size)[group.rank]
+        inner = np.maximum(x @ up[:, own], 0)
+        if gathers:
+            inner = np.ascontiguousarray(group.all_gather(inner.T.copy())[own].T)
+        y = group.all_reduce(inner @ down[own], algorithm="ring")
+        return float(y.sum()), sum(row["nbytes"] for row in group.ledger.rows())
+
+    for gathers in (False, True):
+        ranks = md.run(partial(job, gathers=gathers), size=4)
+        print(f"{'with' if gathers else 'without'} the gather: the sum of y is {ranks[0][0]:.6f}, all ranks sent "
+              f"{size_text(sum(sent for _, sent in ranks))}")
+    print("the gather fetches what nobody uses: the rows of the second matrix want just the columns that are here")
+
+
+def local_softmax() -> None:
+    """Each rank takes the cross-entropy of its own slice of the vocabulary."""
+    def job(group: Any) -> tuple[float, float]:
+        model = tensor_parallel(GPT(CONFIG), group)
+        model.initialize(0)
+        inputs, targets = batch(0)
+        logits = model(inputs)
+        first = model.output.first                              # type: ignore[attr-defined]
+        mine = (targets >= first) & (targets < first + logits.shape[-1])
+        own = ops.cross_entropy(tensor(logits.data[mine]), targets[mine] - first).item()
+        return own, model.output.loss(logits, targets, divisor=None).item()
+
+    for rank, (own, right) in enumerate(md.run(job, size=3)):
+        print(f"rank {rank}: its own slice's loss {own:.4f}, the vocabulary's {right:.4f}")
+    print("a softmax over fewer ids is surer than it should be: the sum of exp must come from all ranks")
+
+
+BREAKS = {"no-f": no_f, "straddle": straddle, "bias-early": bias_early, "gather-between": gather_between,
+          "local-softmax": local_softmax}

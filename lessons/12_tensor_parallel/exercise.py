@@ -1,0 +1,64 @@
+"""Exercise 12: cut heads, an MLP, and the cross-entropy of a vocabulary between ranks.
+
+Copy this file (`minidist lesson 12 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
+`minidist check 12 DIR/exercise_12.py`. Every rank runs it with its own part. What you may use:
+
+    group.rank, group.size
+    group.all_reduce(x) -> the sum of all ranks' x; group.all_reduce(x, "max") -> the largest of each number
+"""
+
+import numpy as np
+
+from minidist.teaching import hole
+
+
+def head_columns(heads, head_width, rank, size):
+    """Which columns of the (h, 3h) weight of queries, keys and values rank `rank` keeps: an array of integers.
+
+    The 3h columns are the queries of all heads, then the keys of all heads, then the values. Whole heads, divided as
+    numpy.array_split divides.
+    """
+    mine = np.array_split(np.arange(heads), size)[rank]                    # this rank's heads
+    queries = hole(1, "the columns of the queries of these heads (head i has head_width columns)", mine)
+    return hole(2, "these columns of queries, then the same heads' keys, then values", queries)
+
+
+def mlp_forward(x, up, down, bias, group):
+    """relu(x W1) W2 + bias, with `up` this rank's columns of W1 and `down` its rows of W2: (y, inner).
+
+    y (n, h) is the whole result, the same on every rank; inner (n, own) is x @ up, which backward needs.
+    """
+    inner = x @ up
+    active = np.maximum(inner, 0)
+    y = hole(3, "the whole product of the two matrices (Megatron's g)", active)
+    return hole(4, "add the bias: how often?", y), inner
+
+
+def mlp_backward(x, up, down, inner, dy, group):
+    """(dx, gradient of up, gradient of down, gradient of bias); dy (n, h) is whole, the same on every rank."""
+    ddown = np.maximum(inner, 0).T @ dy
+    dinner = (dy @ down.T) * (inner > 0)
+    dup = x.T @ dinner
+    dx = hole(5, "the whole gradient of x, which every rank's columns used (Megatron's f)", dinner)
+    dbias = hole(6, "the gradient of the bias, which every rank has", dy)
+    return dx, dup, ddown, dbias
+
+
+def cross_entropy(logits, targets, first, group):
+    """The mean of -log softmax(logits)[target] over the tokens.
+
+    logits (n, own) are those of ids first, first + 1, …; targets (n,) are ids of the whole vocabulary. Never gather the
+    logits: all that may travel are numbers of shape (n,).
+    """
+    highest = hole(7, "each token's largest logit, of all ranks", logits)
+    total = hole(8, "each token's sum of exp(logit - highest), of all ranks", highest)
+    mine = (targets >= first) & (targets < first + logits.shape[1])
+    target = np.zeros(len(targets))
+    target[mine] = logits[mine, targets[mine] - first]
+    target = hole(9, "each token's target logit, whoever has it", target)
+    return float(np.mean(np.log(total) + highest - target))
+
+
+def numbers_sent(blocks, tokens, width, ranks):
+    """Numbers that all ranks together send for the blocks of one training step (ring all-reduces), nothing else."""
+    return hole(10, "how many all-reduces a block, of how many numbers, at what price each?", tokens * width)

@@ -1,0 +1,303 @@
+"""Lesson 12: tensor parallelism: every matrix cut, two all-reduces a region, and the loss of a split vocabulary.
+
+    mpirun -n 4 python lessons/12_tensor_parallel/lesson.py
+    python lessons/12_tensor_parallel/lesson.py                     # alone: four ranks as threads
+    python lessons/12_tensor_parallel/lesson.py --break no-f        # see README.md, section 7
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidist import account, ops
+from minidist.nn import GPT, GPTConfig
+from minidist.observe.page import Page, size_text, verdict
+from minidist.ops.collectives import gather_copies
+from minidist.optim import Adam
+from minidist.parallel.activations import checkpoint_blocks
+from minidist.parallel.common.shards import WeightShard
+from minidist.parallel.common.split_gpt import head_shares
+from minidist.parallel.common.tensor_layers import SplitOutput
+from minidist.parallel.ddp import DDP
+from minidist.parallel.single import Single
+from minidist.parallel.tensor_parallel import TensorParallel, elements_sent, tensor_parallel
+from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
+from minidist.tensor import tensor
+
+CONFIG = GPTConfig(vocabulary=103, context=16, layers=2, width=48, heads=6, dtype="float64")
+BATCH, STEPS = 4, 3
+ITEM = 8
+broken = load_module(Path(__file__).resolve().with_name("broken.py"), "12")
+
+
+def plain_mlp(x, up, down, bias, dy, group):
+    """An MLP forward and backward; `up` has this rank's columns, `down` its rows (README, section 1)."""
+    inner = x @ up                                                   # (n, h) (h, own) -> (n, own): complete
+    active = np.maximum(inner, 0)                                    # number by number: no rank needs another's
+    y = group.all_reduce(active @ down, algorithm="ring") + bias     # g: (n, own) (own, h) are summands
+    ddown = active.T @ dy                                            # g backward: dy, whole everywhere, as it is
+    dinner = (dy @ down.T) * (inner > 0)
+    dup = x.T @ dinner
+    dx = group.all_reduce(dinner @ up.T, algorithm="ring")           # f backward: all columns used x: add up
+    return y, dx, dup, ddown
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson, run by every rank."""
+    page.heading("1  Columns, then rows: an MLP by hand")
+    by_hand(group, page)
+    page.heading("2  Who holds what")
+    shapes(group, page)
+    page.heading("3  Equal to one process")
+    equal(group, page)
+    page.heading("4  Traffic beside its formula, and beside data parallelism's")
+    traffic(group, page)
+    beside_data_parallel(group, page)
+    page.heading("5  The loss without the logits")
+    loss_of_slices(group, page)
+    page.heading("6  Memory: what is divided, and what is not")
+    memory(group, page)
+
+
+# ----------------------------------------------------------------------------------------------------- 1 by hand
+
+def by_hand(group: Any, page: Page) -> None:
+    """The plain loop beside the same MLP in one piece."""
+    draw = np.random.default_rng(0)
+    x, dy = draw.normal(size=(10, 8)), draw.normal(size=(10, 8))
+    up, down, bias = draw.normal(size=(8, 32)), draw.normal(size=(32, 8)), draw.normal(size=8)
+    own = np.array_split(np.arange(32), group.size)[group.rank]
+    before = totals(group.ledger)
+    y, dx, dup, ddown = plain_mlp(x, up[:, own], down[own], bias, dy, group)
+    _, nbytes = sent_since(group.ledger, before)
+    inner = x @ up
+    active, dinner = np.maximum(inner, 0), (dy @ down.T) * (inner > 0)
+    whole = {"y": (y, active @ down + bias), "dx": (dx, dinner @ up.T), "d up, own columns": (dup, x.T @ dinner[:, own]),
+             "d down, own rows": (ddown, active[:, own].T @ dy)}
+    rows = [[name, str(ours.shape), f"{np.abs(ours - target).max() / np.abs(target).max():.0e}"]
+            for name, (ours, target) in whole.items()]
+    sent, formula = everybody(group, nbytes), 2 * 2 * (group.size - 1) * x.nbytes
+    rows.append(["sent by all ranks", f"{size_text(sent)} of {size_text(formula)}", verdict(sent, formula)])
+    page.table(f"x (10, 8), up (8, 32), down (32, 8) on {group.size} ranks, rank 0", ["", "shape", "off by"], rows,
+               note="two all-reduces of x's size; no gather between the two products (N2:156)")
+
+
+def everybody(group: Any, number: float) -> int:
+    """The sum of a number over the ranks, counted under control."""
+    with group.ledger.control():
+        return int(group.all_reduce(np.array([float(number)]))[0])
+
+
+# ------------------------------------------------------------------------------------------------ 2 who holds what
+
+def cut_model(group: Any, config: GPTConfig = CONFIG, *, seed: int = 0) -> GPT:
+    """This rank's part of a model."""
+    model = tensor_parallel(GPT(config), group)
+    model.initialize(seed)
+    return model
+
+
+def whole_model(config: GPTConfig = CONFIG, *, seed: int = 0) -> GPT:
+    """The model in one piece."""
+    model = GPT(config)
+    model.initialize(seed)
+    return model
+
+
+def shapes(group: Any, page: Page) -> None:
+    """Each weight of a block and of the ends: whole, and on the first and last rank."""
+    model = cut_model(group)
+    mine = np.array([[p.size] for p in model.parameters()], dtype=np.int64)
+    with group.ledger.control():
+        sizes = group.all_gather(mine.reshape(1, -1))
+    rows = []
+    for number, (name, p) in enumerate(model.named_parameters()):
+        if name.startswith("blocks.") and not name.startswith("blocks.0."):
+            continue
+        whole = p.whole if isinstance(p, WeightShard) else p.shape
+        how = "cut" if isinstance(p, WeightShard) else "whole"
+        rows.append([name, str(whole), how, *(f"{100 * sizes[r, number] / np.prod(whole):.0f} %"
+                                              for r in (0, group.size - 1))])
+    page.table(f"{CONFIG.heads} heads, {CONFIG.hidden} hidden numbers and {CONFIG.vocabulary} ids on {group.size} ranks",
+               ["weight", "serial", "", "rank 0 has", f"rank {group.size - 1} has"], rows,
+               note="sizes need not divide: the first ranks have one more. A key head is never cut through")
+    shares = head_shares(8, 2, min(group.size, 8))
+    page.table("8 query heads on 2 key heads (grouped-query)", ["", "query heads", "key heads"],
+               [[f"rank {rank}", f"{q.start}..{q.stop - 1}", f"{k.start}..{k.stop - 1}"]
+                for rank, (q, k) in enumerate(shares)],
+               note="fewer key heads than ranks: several ranks hold the same one, and add up its gradient")
+
+
+# -------------------------------------------------------------------------------------------------------- 3 equal
+
+CASES = {
+    "as CONFIG": {},
+    "tied, rotary, rms, gated": {"tied": True, "positions": "rotary", "norm": "rms", "activation": "silu"},
+    "2 key heads": {"kv_heads": 2},
+}
+
+
+def batch_of(config: GPTConfig, step: int, sequences: int = BATCH) -> tuple[np.ndarray, np.ndarray]:
+    """The global batch of a step."""
+    ids = np.random.default_rng(step).integers(0, config.vocabulary, (sequences, config.context + 1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def off(ours: dict[str, np.ndarray], target: dict[str, np.ndarray]) -> float:
+    """The largest difference over the largest weight."""
+    gap = max(np.abs(ours[name] - target[name]).max() for name in target)
+    return float(gap / max(np.abs(array).max() for array in target.values()))
+
+
+def equal(group: Any, page: Page) -> None:
+    """Several models, trained by one process and by all."""
+    rows = []
+    for name, changes in CASES.items():
+        config = replace(CONFIG, **changes)         # type: ignore[arg-type]
+        single = Single(whole_model(config))
+        cut = TensorParallel(cut_model(group, config), group)
+        optimizers = [Adam(s.parameters, 1e-2) for s in (single, cut)]
+        for step in range(STEPS):
+            losses = [strategy.step(batch_of(config, step), optimizer, clip=0.5)        # type: ignore[attr-defined]
+                      for strategy, optimizer in zip((single, cut), optimizers, strict=True)]
+        difference = off(cut.state_dict(), single.state_dict())
+        rows.append([name, f"{losses[0]:.9f}", f"{losses[1]:.9f}", f"{difference:.0e}",
+                     "ok" if difference < 1e-10 else f"off {difference:.0e}"])
+    page.table(f"After {STEPS} steps of Adam with clipping, float64, {group.size} ranks",
+               ["", "loss, one process", f"loss, {group.size} ranks", "weights off by", "1e-10"], rows,
+               note="state_dict puts the shards together in one process's layout")
+
+
+# ------------------------------------------------------------------------------------------------------ 4 traffic
+
+def measure_step(group: Any, strategy: Any, batch: Any) -> tuple[int, list[int]]:
+    """(bytes that all ranks sent in a step, this rank's bytes of each call but control's)."""
+    calls: list[int] = []
+    end = group.ledger.subscribe(lambda event: calls.append(event.details["nbytes"])
+                                 if event.kind == "call" and event.details["axis"] == group.axis
+                                 and event.details["verb"] == "all_reduce" else None)
+    optimizer, before = Adam(strategy.parameters, 1e-3), totals(group.ledger)
+    strategy.step(batch, optimizer)
+    _, nbytes = sent_since(group.ledger, before)
+    end()
+    return everybody(group, nbytes), calls
+
+
+def traffic(group: Any, page: Page) -> None:
+    """A step, as it is and with blocks computed again: by what it was for."""
+    rows, p = [], group.size
+    tokens, h, layers = BATCH * CONFIG.context, CONFIG.width, CONFIG.layers
+    for which, each in (("none", 4), ("all", 6)):
+        model = cut_model(group)
+        checkpoint_blocks(model, which)
+        nbytes, calls = measure_step(group, TensorParallel(model, group), batch_of(CONFIG, 0))
+        formula = ITEM * elements_sent(CONFIG, ranks=p, tokens=tokens, recomputed=layers if which == "all" else 0)
+        name = "kept" if which == "none" else "blocks computed again"
+        expected = each * layers + 4 if p > 1 else len(calls)
+        rows.append([name, len(calls), f"{each} L + 4", verdict(len(calls), expected), size_text(nbytes),
+                     size_text(formula), verdict(nbytes, formula)])
+    parts = {"blocks": 4 * layers * tokens * h, "embedding, forward": tokens * h, "head, backward": tokens * h,
+             "loss": 3 * tokens}
+    page.table(f"All-reduces of a step: L = {layers} blocks, {tokens} tokens, width {h}, {p} ranks",
+               ["activations", "calls", "formula", "", "all ranks sent", "formula", ""], rows,
+               note="  ".join(f"{name} {size_text(2 * (p - 1) * ITEM * numbers)}" for name, numbers in parts.items())
+                    + "; the loss is two of the calls")
+
+
+def beside_data_parallel(group: Any, page: Page) -> None:
+    """The same model and batch both ways: N2:158 finds the volume small."""
+    config = replace(CONFIG, vocabulary=8, layers=4)
+    rows = []
+    for sequences in (group.size, 2 * group.size, 4 * group.size):
+        batch = batch_of(config, 0, sequences)
+        cut, _ = measure_step(group, TensorParallel(cut_model(group, config), group), batch)
+        replicas, _ = measure_step(group, DDP(whole_model(config), group), batch)
+        tokens = sequences * config.context
+        formula = ITEM * elements_sent(config, ranks=group.size, tokens=tokens)
+        rows.append([tokens, f"{tokens / config.width:.1f} h", size_text(cut), verdict(cut, formula),
+                     size_text(replicas), f"{cut / replicas:.2f}" if replicas else "-"])
+    page.table(f"{config.layers} blocks of width h = {config.width}: one step, all ranks",
+               ["tokens B T", "", "tensor parallel", "", "data parallel", "ratio"], rows,
+               note="4 L B T h against 12 L h²: equal at B T = 3 h a step, and training takes many more tokens than that")
+
+
+# --------------------------------------------------------------------------------------------------------- 5 loss
+
+def loss_of_slices(group: Any, page: Page) -> None:
+    """The loss by gathering logits, and by two all-reduces: value, bytes, memory."""
+    tokens, vocabulary = 64, 1003
+    logits = np.random.default_rng(0).normal(size=(tokens, vocabulary))
+    targets = np.random.default_rng(1).integers(0, vocabulary, tokens)
+    own = np.array_split(np.arange(vocabulary), group.size)[group.rank]
+    output = SplitOutput(vocabulary, cut_model(group).tokens.region)
+    ways: dict[str, Callable[[Any], Any]] = {
+        "gathered": lambda x: ops.cross_entropy(gather_copies(x, dim=1, group=group), targets),
+        "two all-reduces": lambda x: output.loss(x, targets, divisor=None)}
+    target, rows = ops.cross_entropy(logits, targets).item(), []
+    formulas = {"gathered": (group.size - 1) * tokens * vocabulary, "two all-reduces": 6 * (group.size - 1) * tokens}
+    for name, way in ways.items():
+        with account.use(account.MemoryAccount()) as memory:
+            x = tensor(logits[:, own].copy(), requires_grad=True)
+            before = totals(group.ledger)
+            loss = way(x)
+            sent = everybody(group, sent_since(group.ledger, before)[1])
+            loss.backward()
+            peak = memory.peak["total"]
+        rows.append([name, f"{loss.item() - target:.0e}", size_text(sent), size_text(ITEM * formulas[name]),
+                     verdict(sent, ITEM * formulas[name]), size_text(peak)])
+    page.table(f"{tokens} tokens, {vocabulary} ids, {group.size} ranks; the logits are {size_text(logits.nbytes)}",
+               ["", "loss off by", "all ranks sent", "formula", "", "peak, rank 0"], rows,
+               note="maxima first, then sums of exp(logit - maximum) and the targets' logits together: 3 numbers a token")
+
+
+# ------------------------------------------------------------------------------------------------------- 6 memory
+
+def alive(make: Callable[[], GPT], config: GPTConfig) -> tuple[int, int]:
+    """(parameter bytes, activation bytes at the end of forward)."""
+    with account.use(account.MemoryAccount()) as memory:
+        model = make()
+        loss = model.loss(*batch_of(config, 0))
+        assert loss.requires_grad
+        return memory.now["parameters"], memory.now["activations"]
+
+
+def block_bytes(config: GPTConfig, make: Callable[[GPTConfig], GPT]) -> tuple[int, int]:
+    """What one block more makes: (parameter bytes, activation bytes)."""
+    more, fewer = (alive(lambda c=c: make(c), c) for c in (replace(config, layers=3), config))
+    return more[0] - fewer[0], more[1] - fewer[1]
+
+
+def memory(group: Any, page: Page) -> None:
+    """A block on one rank and on each of many: weights, and activations inside and outside the regions."""
+    config, p = replace(CONFIG, heads=8, width=64), group.size
+    one = block_bytes(config, whole_model)
+    ours = block_bytes(config, lambda c: cut_model(group, c))
+    with group.ledger.control():
+        everyone = group.all_gather(np.array([ours]))
+    h, tokens = config.width, BATCH * config.context
+    outside = ITEM * tokens * (4 * h + 2)
+    held = int(everyone[:, 1].sum())
+    rows = [["weights", size_text(one[0]), size_text(int(everyone[:, 0].max())), size_text(int(everyone[:, 0].sum())),
+             verdict(int(everyone[:, 0].sum()), one[0] + (p - 1) * 6 * h * ITEM)],
+            ["activations", size_text(one[1]), size_text(int(everyone[:, 1].max())), size_text(held),
+             verdict(held, one[1] + (p - 1) * outside)],
+            ["  of these outside", size_text(outside), size_text(outside), size_text(p * outside), ""]]
+    page.table(f"One block of width {h}, {tokens} tokens, float64", ["", "one process", f"most of {p} ranks",
+                                                                     "all ranks together", ""], rows,
+               note="norms and two biases (6 h), and what norms keep and give (4 h + 2 a token), are on every rank: "
+                    "lesson 13 divides the second")
+
+
+BREAKS = broken.BREAKS
+
+
+def main() -> None:
+    """Parse the command line, then run here, or on every rank that was launched."""
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS)
+
+
+if __name__ == "__main__":
+    main()
