@@ -49,8 +49,9 @@ def no_f() -> None:
     """The backward all-reduce of the column linears left out."""
     right = md.run(partial(gradients, region=Region), size=2)[0]
     wrong = md.run(partial(gradients, region=OneWay), size=2)[0]
-    print(f"loss of step 1: {right[0][0]:.6f} and {wrong[0][0]:.6f}; of step 30: {right[0][-1]:.6f} and "
-          f"{wrong[0][-1]:.6f}.\nNo error, and another model. Gradients of step 1 on rank 0, relative error, from the end of the model:")
+    for step in (0, 29):
+        print(f"loss of step {step + 1:2}: right {right[0][step]:.6f}, without f {wrong[0][step]:.6f}")
+    print("No error, and another model. Gradients of step 1 on rank 0, relative error, from the end of the model:")
     for name in reversed(right[1]):
         if name.endswith("weight"):
             scale = np.abs(right[1][name]).max()

@@ -167,7 +167,8 @@ def _loss(size: int, ranks: list[list[tuple[float, int]]]) -> Iterator[Result]:
 
 def _traffic(exercise: ModuleType, blocks: int, tokens: int, width: int, ranks: int) -> Result:
     """Beside the library's formula, as the difference of a model of so many blocks and one more."""
-    configs = [GPTConfig(vocabulary=8, context=8, layers=layers, width=width, heads=ranks) for layers in (1, blocks + 1)]
+    configs = [GPTConfig(vocabulary=8, context=8, layers=layers, width=width, heads=ranks)
+               for layers in (1, blocks + 1)]
     less, more = (elements_sent(config, ranks=ranks, tokens=tokens) for config in configs)
     target, measured = more - less, exercise.numbers_sent(blocks, tokens, width, ranks)
     known = {target // 2: "forward or backward alone", target // (2 * (ranks - 1)): "numbers of a message, not sent",

@@ -93,8 +93,8 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png and figure.mmd from what was recorded."""
     figure = look.new_figure(13.5, 8.6, f"Every matrix of a GPT on {RANKS} ranks, as held, sent and stored",
                              f"{CONFIG.layers} blocks, width h = {CONFIG.width}, {CONFIG.heads} heads, V = "
-                             f"{CONFIG.vocabulary} ids: neither heads nor ids divide by {RANKS}. {lesson.BATCH} sequences of "
-                             f"{CONFIG.context} tokens, float64.")
+                             f"{CONFIG.vocabulary} ids: neither heads nor ids divide by {RANKS}. "
+                             f"{lesson.BATCH} sequences of {CONFIG.context} tokens, float64.")
     _matrices(figure.add_axes((0.03, 0.385, 0.95, 0.50)), recorded["held"])
     _traffic(figure.add_axes((0.07, 0.08, 0.44, 0.20)), recorded["calls"])
     _memory(figure.add_axes((0.61, 0.08, 0.36, 0.20)), recorded["memory"])
@@ -127,7 +127,8 @@ def _traffic(ax: Any, calls: list[int]) -> None:
     tokens, each = lesson.BATCH * CONFIG.context, 2 * (RANKS - 1) * lesson.ITEM
     forward = 1 + 2 * CONFIG.layers
     kinds = ["forward"] * forward + ["loss"] * 2 + ["backward"] * (len(calls) - forward - 2)
-    colours = {"forward": look.PHASES["forward"], "backward": look.PHASES["backward"], "loss": look.PHASES["all_reduce"]}
+    colours = {"forward": look.PHASES["forward"], "backward": look.PHASES["backward"],
+               "loss": look.PHASES["all_reduce"]}
     formula = [each * tokens * {"loss": 1}.get(kind, CONFIG.width) for kind in kinds]
     formula[forward + 1] *= 2
     ax.bar(range(len(calls)), np.array(calls) / 1024, color=[colours[kind] for kind in kinds], width=0.7)

@@ -75,8 +75,8 @@ def by_hand(group: Any, page: Page) -> None:
     _, nbytes = sent_since(group.ledger, before)
     inner = x @ up
     active, dinner = np.maximum(inner, 0), (dy @ down.T) * (inner > 0)
-    whole = {"y": (y, active @ down + bias), "dx": (dx, dinner @ up.T), "d up, own columns": (dup, x.T @ dinner[:, own]),
-             "d down, own rows": (ddown, active[:, own].T @ dy)}
+    whole = {"y": (y, active @ down + bias), "dx": (dx, dinner @ up.T),
+             "d up, own columns": (dup, x.T @ dinner[:, own]), "d down, own rows": (ddown, active[:, own].T @ dy)}
     rows = [[name, str(ours.shape), f"{np.abs(ours - target).max() / np.abs(target).max():.0e}"]
             for name, (ours, target) in whole.items()]
     sent, formula = everybody(group, nbytes), 2 * 2 * (group.size - 1) * x.nbytes
@@ -121,7 +121,7 @@ def shapes(group: Any, page: Page) -> None:
         how = "cut" if isinstance(p, WeightShard) else "whole"
         rows.append([name, str(whole), how, *(f"{100 * sizes[r, number] / np.prod(whole):.0f} %"
                                               for r in (0, group.size - 1))])
-    page.table(f"{CONFIG.heads} heads, {CONFIG.hidden} hidden numbers and {CONFIG.vocabulary} ids on {group.size} ranks",
+    page.table(f"{CONFIG.heads} heads, {CONFIG.hidden} hidden numbers, {CONFIG.vocabulary} ids on {group.size} ranks",
                ["weight", "serial", "", "rank 0 has", f"rank {group.size - 1} has"], rows,
                note="sizes need not divide: the first ranks have one more. A key head is never cut through")
     shares = head_shares(8, 2, min(group.size, 8))
@@ -221,7 +221,7 @@ def beside_data_parallel(group: Any, page: Page) -> None:
                      size_text(replicas), f"{cut / replicas:.2f}" if replicas else "-"])
     page.table(f"{config.layers} blocks of width h = {config.width}: one step, all ranks",
                ["tokens B T", "", "tensor parallel", "", "data parallel", "ratio"], rows,
-               note="4 L B T h against 12 L h²: equal at B T = 3 h a step, and training takes many more tokens than that")
+               note="4 L B T h against 12 L h²: equal at B T = 3 h a step; training takes many more tokens")
 
 
 # --------------------------------------------------------------------------------------------------------- 5 loss
@@ -250,7 +250,7 @@ def loss_of_slices(group: Any, page: Page) -> None:
                      verdict(sent, ITEM * formulas[name]), size_text(peak)])
     page.table(f"{tokens} tokens, {vocabulary} ids, {group.size} ranks; the logits are {size_text(logits.nbytes)}",
                ["", "loss off by", "all ranks sent", "formula", "", "peak, rank 0"], rows,
-               note="maxima first, then sums of exp(logit - maximum) and the targets' logits together: 3 numbers a token")
+               note="maxima first, then sums of exp(logit - maximum) and targets' logits together: 3 numbers a token")
 
 
 # ------------------------------------------------------------------------------------------------------- 6 memory
