@@ -226,6 +226,7 @@ def test_refuses() -> None:
 # ------------------------------------------------------------------------------------------------------------ it learns
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("precision", DTYPES)
 def test_loss_within_a_hundredth_of_float32_after_200_steps(precision: str) -> None:
     """Held-out loss of `minidist train --steps 200 --lr 1e-3` on the default text, beside the same in float32.
