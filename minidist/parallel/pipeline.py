@@ -31,8 +31,18 @@ The notes' steps (N0, "Pipeline Parallelism"):
     3  and goes on with the second at once.         4  so all work at the same time, without waiting.
        Nearly: in the bubble, at the beginning and at the end, they still wait (N0's own second problem).
 
-notes:   N0 Pipeline Parallelism; N1 §2.3; N2 流水线并行
-Source:  Huang et al. 2019; Narayanan et al. 2021; Qi et al. 2023.
+PipeDream has no bubble but the first and the last: each microbatch makes an update of its own, at once, on each stage
+by itself, while others are on their way. A microbatch's backward must then meet the weights that its forward met; so a
+stage that changes them keeps the old ones for those on their way (weight stashing):
+
+    stage 0   F0 F1 F2 B0 update F3 B1 update …   F3 meets weights of which B0 alone is part: p - 1 - stage updates late
+    stage 2   .. .. F0 B0 update F1 B1 update …   the last stage is never late
+
+It is not the serial training, but a definite other one: one process that uses weights as late repeats it to the bit of
+rounding. Cost: no more messages; p - 1 - stage copies of the stage's weights.
+
+notes:   N0 Pipeline Parallelism; N1 §2.3 (names PipeDream); N2 流水线并行
+Source:  Huang et al. 2019; Narayanan et al. 2019 (PipeDream), 2021; Qi et al. 2023.
 """
 
 from collections.abc import Sequence
@@ -41,6 +51,7 @@ from minidist import account, backend
 from minidist.backend import Array
 from minidist.backward import WeightGradient
 from minidist.comm.group import Group
+from minidist.errors import PlanError
 from minidist.nn import GPT
 from minidist.optim import Optimizer
 from minidist.parallel.accumulation import micro_parts
@@ -48,9 +59,9 @@ from minidist.parallel.common.layered import Layered
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.stages import Arrived, hollow
-from minidist.parallel.common.update import Batch, Key, Part
+from minidist.parallel.common.update import Batch, Key, Part, zero_unused
 from minidist.parallel.common.worker import Worker
-from minidist.parallel.schedules import Instruction, RecvActivation, Schedule
+from minidist.parallel.schedules import BackwardInput, Instruction, RecvActivation, Schedule
 from minidist.tensor import Tensor
 
 
@@ -149,3 +160,87 @@ class _Pass:
         """What backward put off."""
         for gradient in self._put_off.pop((stage, microbatch)):
             gradient()
+
+
+class PipeDream(Pipeline):
+    """A pipeline whose microbatches each make an update, without waiting for the others.
+
+    Args:    as Pipeline's; the schedule has one stage a rank and whole backwards (1f1b, as the paper; naive is serial).
+    Attributes: updates: of the last step (microbatch, version of the weights that it met) in the order in which this
+             rank made them, for a replay; version n is the weights after n updates of that step.
+    Raises:  PlanError for tied ends, whose sum would make both ends wait for each other.
+    """
+
+    def __init__(self, model: GPT, group: Group, schedule: Schedule, *, seed: int, layers: Sequence[int] | None = None,
+                 device: str = "cpu", key: Key | None = None, recorder: Recorder | None = None) -> None:
+        if model.config.tied and group.size > 1:
+            raise PlanError("PipeDream: a tied output has its table on the first and the last rank, which would have "
+                            "to meet for each update; take a model with tied=False, or Pipeline")
+        if schedule.chunks > 1 or any(isinstance(i, BackwardInput) for i in schedule.computes(0)):
+            raise PlanError(f"PipeDream: schedule {schedule.name} has several stages a rank or backwards in two "
+                            f"halves; choose 1f1b")
+        super().__init__(model, group, schedule, seed=seed, layers=layers, device=device, key=key, recorder=recorder)
+        self.updates: list[tuple[int, int]] = []
+
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
+        """As many updates as the schedule has microbatches, on a *global* batch; returns the mean of the losses met.
+
+        Each update is by the mean loss of its own microbatch. At the end nothing is on its way.
+        Raises:  PlanError for `clip` or `accumulate`: no stage knows the others' gradients, or waits for a second.
+        """
+        if clip is not None or accumulate != 1:
+            raise PlanError(f"PipeDream: clip={clip}, accumulate={accumulate}: each stage updates by itself after each "
+                            f"microbatch; leave both out")
+        optimizer.zero_grad()
+        work = _Stashing(self, micro_parts(Part(*batch, first=0), self.schedule.microbatches), optimizer, lr)
+        self.worker.run(work)
+        self.updates = work.updates
+        return self.sum_shares(work.total / batch[1].size)
+
+
+class _Stashing(_Pass):
+    """A run in which each backward ends in an update, and old weights are kept for the microbatches that met them."""
+
+    def __init__(self, pipeline: PipeDream, parts: list[Part], optimizer: Optimizer, lr: float | None) -> None:
+        super().__init__(pipeline, parts, 1)
+        self.weights, self.optimizer, self.lr = pipeline.weights, optimizer, lr
+        self.recorder, self.version, self.updates = pipeline.recorder, 0, list[tuple[int, int]]()
+        self._met: dict[int, int] = {}                  # microbatch on its way -> version that its forward met
+        self._stash: dict[int, list[Array]] = {}        # version -> weights
+
+    def forward(self, stage: int, microbatch: int, x: Array | None) -> Array | None:
+        """With the newest weights."""
+        self._met[microbatch] = self.version
+        return super().forward(stage, microbatch, x)
+
+    def backward(self, stage: int, microbatch: int, dy: Array | None, *, whole: bool) -> Array | None:
+        """With the weights that forward met, from the mean of the microbatch's losses; then an update of the newest."""
+        met, newest = self._met.pop(microbatch), [weight.data for weight in self.weights]
+        if dy is None:
+            size = self.parts[microbatch].targets.size
+            start, loss = self._kept[stage, microbatch]
+            self._kept[stage, microbatch] = start, loss * (1.0 / size)
+        self._put(self._stash.get(met, newest))
+        dx = super().backward(stage, microbatch, dy, whole=whole)
+        self._put(newest)
+        if met not in self._met.values():
+            self._stash.pop(met, None)
+        self._update(microbatch, met)
+        return dx
+
+    def _put(self, arrays: list[Array]) -> None:
+        for weight, array in zip(self.weights, arrays, strict=True):
+            weight.data = array
+
+    def _update(self, microbatch: int, met: int) -> None:
+        """Update in place, after a copy of the weights for those on their way that have met them."""
+        if self.version in self._met.values():
+            self._stash[self.version] = [account.current().hold(weight.data.copy(), "parameters")
+                                         for weight in self.weights]
+        with self.recorder.span("optimizer", microbatch=microbatch):
+            zero_unused(self.weights)
+            self.precision.update(self.optimizer, lambda: 0.0, lr=self.lr, clip=None)
+        self.optimizer.zero_grad()
+        self.updates.append((microbatch, met))
+        self.version += 1

@@ -7,9 +7,9 @@
     peak_held(schedule)                                 # [4, 3, 2, 1] microbatches
     check_spans(clock.spans)                            # also for spans of a drawn chart, or of a measured timeline
 
-A schedule computes what one process does if each microbatch goes once forward and once backward through every stage,
-and nothing is used before it is there. It ends if no ranks wait for each other. As sends never wait, one play of the
-lists settles that: who can go on does, until all are done, or none can go on; the order of play does not matter.
+A schedule is right if each microbatch goes once forward and once backward through every stage and nothing is used
+before it is there; it ends if no ranks wait for each other. As sends never wait, one play of the lists settles that:
+who can go on does, until all are done or none can go on. The order of play does not matter.
 
 notes:   N2:201, the Gantt chart
 """
@@ -38,9 +38,8 @@ from minidist.parallel.schedules import (
 def check(schedule: Schedule) -> None:
     """Prove that a schedule computes what one process does, and ends.
 
-    Raises:  ScheduleError, which names the first instruction that is wrong: of a foreign stage, missing or twice, used
-             before it is there, sent or received without the other, received in another order than sent; or the ranks
-             that wait for each other.
+    Raises:  ScheduleError: an instruction of a foreign stage, missing or twice, before what it needs, sent or received
+             without the other, received in another order than sent; or the ranks that wait for each other.
     """
     for rank in range(schedule.ranks):
         _check_list(schedule, rank)
@@ -188,10 +187,7 @@ class Clock:
 
 
 def clock_of(schedule: Schedule, times: Times | None = None) -> Clock:
-    """When every rank computes what, if each goes on as soon as it can.
-
-    Raises:  ScheduleError if ranks wait for each other.
-    """
+    """When every rank computes what, if each goes on as soon as it can. Raises ScheduleError in a deadlock."""
     play = _Play(schedule, times or Times())
     stuck = play.run()
     if stuck:
@@ -211,7 +207,7 @@ class _Play:
 
     def run(self) -> list[tuple[int, Instruction]]:
         """Play to the end; the ranks that did not come there, and the receives they stand at."""
-        while any([self._go_on(rank) for rank in range(self.schedule.ranks)]):
+        while sum(self._go_on(rank) for rank in range(self.schedule.ranks)):
             pass
         return [(rank, instructions[place]) for rank, (instructions, place) in
                 enumerate(zip(self.schedule.lists, self._next, strict=True)) if place < len(instructions)]

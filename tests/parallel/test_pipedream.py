@@ -1,0 +1,123 @@
+"""PipeDream: equal to one process that uses weights as late as the stages recorded; late and hungry by the formula."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from training import difference, global_batch, tiny
+
+import minidist as md
+from minidist import account
+from minidist.errors import PlanError
+from minidist.nn import GPT
+from minidist.optim import AdamW
+from minidist.parallel import pipeline as pipeline_module
+from minidist.parallel.common.update import part_of
+from minidist.parallel.pipeline import PipeDream
+from minidist.parallel.schedules import make_schedule
+
+BOUND, STEPS, SEQUENCES = 1e-10, 2, 9
+CONFIG = {"layers": 4}
+
+
+def run_stages(world: Any, microbatches: int, name: str = "1f1b") -> dict[str, Any]:
+    """What a rank holds and recorded after some steps."""
+    config = tiny(**CONFIG)
+    strategy = PipeDream(GPT(config), world, make_schedule(name, world.size, microbatches), seed=3)
+    optimizer, losses, updates = AdamW(strategy.parameters, 1e-2), [], []
+    names = sorted(strategy.model.state_dict())
+    for step in range(STEPS):
+        losses.append(strategy.step(global_batch(step, SEQUENCES, config), optimizer))
+        updates.append([list(update) for update in strategy.updates])
+    return {"weights": strategy.state_dict(), "losses": losses, "updates": updates, "names": names,
+            "parameters": account.current().peak["parameters"], "own": sum(w.data.nbytes for w in strategy.weights),
+            "now": account.current().now["parameters"]}
+
+
+def replay(ranks: list[dict[str, Any]], microbatches: int) -> dict[str, Any]:
+    """One process: each microbatch forward and backward with every stage's weights as late as its rank recorded."""
+    config = tiny(**CONFIG)
+    model = GPT(config)
+    model.initialize(3)
+    stages = [[dict(model.named_parameters())[name] for name in rank["names"]] for rank in ranks]
+    optimizers, losses = [AdamW(stage, 1e-2) for stage in stages], []
+    for step in range(STEPS):
+        batch, total = global_batch(step, SEQUENCES, config), 0.0
+        versions = [[[p.data.copy() for p in stage]] for stage in stages]
+        for microbatch in range(microbatches):
+            part = part_of(batch, size=microbatches, rank=microbatch)
+            if not len(part.inputs):
+                continue
+            for stage, rank, kept in zip(stages, ranks, versions, strict=True):
+                met = dict(rank["updates"][step])[microbatch]
+                for parameter, array in zip(stage, kept[met], strict=True):
+                    parameter.data[...] = array
+            loss = model.loss(part.inputs, part.targets)
+            loss.backward()
+            total += loss.item() * part.targets.size
+            for stage, optimizer, kept in zip(stages, optimizers, versions, strict=True):
+                for parameter, array in zip(stage, kept[-1], strict=True):
+                    parameter.data[...] = array
+                optimizer.step()
+                optimizer.zero_grad()
+                kept.append([p.data.copy() for p in stage])
+        losses.append(total / batch[1].size)
+    return {"weights": model.state_dict(), "losses": losses}
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 7, 11])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_equals_the_replay(size: int, microbatches: int) -> None:
+    ranks = md.run(run_stages, microbatches, size=size)
+    again = replay(ranks, microbatches)
+    assert difference(ranks[0]["weights"], again["weights"]) < BOUND
+    np.testing.assert_allclose(ranks[-1]["losses"], again["losses"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm", "mpi"])
+def test_the_same_bits_on_every_transport(transport: str) -> None:
+    here, there = (md.run(run_stages, 7, size=3, transport=way) for way in ("threads", transport))
+    assert here[0]["losses"] == there[0]["losses"] and here[0]["updates"] == there[0]["updates"]
+    for name, array in here[0]["weights"].items():
+        np.testing.assert_array_equal(array, there[2]["weights"][name])
+
+
+def test_weights_are_as_late_as_there_are_stages_ahead() -> None:
+    """Version max(0, b - (p - 1 - stage)); on the last stage always the newest: and naive is never late."""
+    for rank, result in enumerate(md.run(run_stages, 7, size=4)):
+        assert result["updates"][0] == [[b, max(0, b - (3 - rank))] for b in range(7)]
+    for result in md.run(run_stages, 7, "naive", size=3):
+        assert result["updates"][1] == [[b, b] for b in range(7)]
+
+
+def test_copies_of_the_weights() -> None:
+    """At the peak a stage has p - 1 - stage copies beside the newest, at the end none."""
+    for rank, result in enumerate(md.run(run_stages, 9, size=4)):
+        assert result["parameters"] == (4 - rank) * result["own"] and result["now"] == result["own"]
+
+
+@pytest.mark.parametrize("bug", ["no stash", "forward with old weights"])
+def test_planted_bugs_break_the_replay(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stashing = pipeline_module._Stashing
+    if bug == "no stash":
+        put = stashing._put
+        monkeypatch.setattr(stashing, "_put", lambda self, arrays: put(self, [w.data for w in self.weights]))
+    else:
+        monkeypatch.setattr(stashing, "_update", lambda self, microbatch, met: (
+            self.updates.append((microbatch, met)), setattr(self, "version", self.version + 1),
+            self.optimizer.zero_grad()))
+    ranks = md.run(run_stages, 7, size=3)
+    assert not difference(ranks[0]["weights"], replay(ranks, 7)["weights"]) < 1e-6
+
+
+def test_what_it_cannot_do() -> None:
+    def job(world: Any, name: str, tied: bool, **options: Any) -> None:
+        config = tiny(layers=4, tied=tied)
+        strategy = PipeDream(GPT(config), world, make_schedule(name, world.size, 4), seed=0)
+        strategy.step(global_batch(0, 4, config), AdamW(strategy.parameters, 0.1), **options)
+
+    for name, tied, options, says in (("1f1b", True, {}, "tied=False"), ("interleaved", False, {}, "choose 1f1b"),
+                                      ("zb-h1", False, {}, "choose 1f1b"), ("1f1b", False, {"clip": 1.0}, "clip=1.0"),
+                                      ("1f1b", False, {"accumulate": 2}, "accumulate=2")):
+        with pytest.raises(PlanError, match=says):
+            md.run(lambda world, name=name, tied=tied, options=options: job(world, name, tied, **options), size=2)
