@@ -1,4 +1,4 @@
-"""What the tests of tensor and sequence parallelism share: a GPT trained by either, beside one process."""
+"""What the tests of tensor, sequence and context parallelism share: a GPT trained by either, beside one process."""
 
 from typing import Any
 
@@ -76,3 +76,15 @@ def sequence(world: Any, changes: dict[str, Any], **options: Any) -> dict[str, A
 def sequence_in_processes(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """The same, with arguments that can travel to ranks of a new mpirun."""
     return sequence(world, changes, **options)
+
+
+def context(world: Any, changes: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """`train` under context parallelism, by a ring."""
+    from minidist.parallel.ring_attention import ContextParallel, context_parallel
+
+    return train(world, context_parallel, ContextParallel, changes, **options)
+
+
+def context_in_processes(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The same, with arguments that can travel to ranks of a new mpirun."""
+    return context(world, changes, **options)

@@ -16,6 +16,7 @@ class CausalSelfAttention(Module):
     """
 
     keeps_scores = True         # or backward computes them again (parallel/activations.py)
+    takes_packed = True         # where nothing is done to q and k; or `attend` always gets its three
 
     def __init__(self, config: GPTConfig, *, out_std: float) -> None:
         self.heads, self.key_heads, self.head_width = config.heads, config.key_heads, config.head_width
@@ -26,7 +27,7 @@ class CausalSelfAttention(Module):
 
     def forward(self, x: Tensor, positions: Array) -> Tensor:
         qkv = self.qkv(x)
-        if self.key_heads == self.heads and not self.rotary:
+        if self.takes_packed and self.key_heads == self.heads and not self.rotary:
             return self.out(ops.causal_attention_packed(qkv, heads=self.heads, keep=self.keeps_scores))
         queries, keys = self.heads * self.head_width, self.key_heads * self.head_width
         q, k, v = ops.split(qkv, [queries, keys, keys], dim=-1)

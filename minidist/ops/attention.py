@@ -23,7 +23,7 @@ SCORES = 64 * 1024       # numbers; short sequences are taken together up to thi
 KEEP_UP_TO = 256         # tokens in a sequence whose probabilities are kept: two of backward's seven products less
 
 
-def _sequences(q: Array) -> Iterator[slice]:
+def sequences(q: Array) -> Iterator[slice]:
     """Which sequences of a batch (B, H, T, D) to take together: a cacheful on the host, all of them on a GPU."""
     b, heads, t, _ = q.shape
     together = max(1, SCORES // max(1, heads * min(t, QUERY_BLOCK) * t)) if array_module(q) is np else max(1, b)
@@ -31,7 +31,7 @@ def _sequences(q: Array) -> Iterator[slice]:
         yield slice(start, start + together)
 
 
-def _blocks(q: Array) -> Iterator[tuple[slice, slice, Array]]:
+def query_blocks(q: Array) -> Iterator[tuple[slice, slice, Array]]:
     """(queries, the keys that some of them see, mask), the last block first: it sees all keys, the others a part.
 
     The mask (Q, Q) is added to the scores of the block's own tokens: -inf where a key lies ahead of a query, else 0.
@@ -45,19 +45,19 @@ def _blocks(q: Array) -> Iterator[tuple[slice, slice, Array]]:
         yield slice(start, stop), slice(0, stop), mask[:stop - start, :stop - start]
 
 
-def _flip(x: Array) -> Array:
+def flip(x: Array) -> Array:
     """(…, m, n) -> (…, n, m): a view."""
     return x.swapaxes(-1, -2)
 
 
 def _scores(q: Array, k: Array, queries: slice, keys: slice, mask: Array) -> Array:
     """k qᵀ of one block, -inf where a key lies ahead of its query: (…, T, D) twice -> (…, K, Q); q comes scaled."""
-    scores = matmul(k[..., keys, :], _flip(q[..., queries, :]))
+    scores = matmul(k[..., keys, :], flip(q[..., queries, :]))
     scores[..., queries, :] += mask
     return scores
 
 
-def _highest(scores: Array) -> Array:
+def highest(scores: Array) -> Array:
     """The maximum over the keys: (…, K, Q) -> (…, 1, Q).
 
     Taken over K/8 rows of 8·Q numbers first: NumPy's inner loop is then 8 times longer, and the whole 2 to 4 times
@@ -76,14 +76,14 @@ def _attend(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: list
     """
     xp = array_module(q)
     q = q * q.dtype.type(q.shape[-1] ** -0.5)
-    for queries, keys, mask in _blocks(q):
+    for queries, keys, mask in query_blocks(q):
         p = _scores(q, k, queries, keys, mask)
-        top = _highest(p)
+        top = highest(p)
         p -= top
         xp.exp(p, out=p)
         total = matmul(xp.ones((1, keys.stop), p.dtype), p)
         p *= 1.0 / total
-        matmul(_flip(p), v[..., keys, :], out=y[..., queries, :])
+        matmul(flip(p), v[..., keys, :], out=y[..., queries, :])
         xp.add(xp.log(total), top, out=log_total[..., queries])
         if kept is not None:
             kept.append(p)
@@ -100,17 +100,17 @@ def _attend_gradients(q: Array, k: Array, v: Array, y: Array, log_total: Array, 
     scale = q.dtype.type(q.shape[-1] ** -0.5)
     q = q * scale
     row = xp.einsum("...td,...td->...t", dy, y)[..., None, :]
-    for queries, keys, mask in _blocks(q):
+    for queries, keys, mask in query_blocks(q):
         q_block, dy_block = q[..., queries, :], dy[..., queries, :]
         p = next(kept, None)
         if p is None:
             p = _scores(q, k, queries, keys, mask)
             p -= log_total[..., queries]
             xp.exp(p, out=p)
-        ds = matmul(v[..., keys, :], _flip(dy_block))
+        ds = matmul(v[..., keys, :], flip(dy_block))
         ds -= row[..., queries]
         ds *= p
-        matmul(_flip(ds), k[..., keys, :], out=dq[..., queries, :])
+        matmul(flip(ds), k[..., keys, :], out=dq[..., queries, :])
         if queries.stop == q.shape[-2]:   # the first block taken sees all keys: it writes, the others add
             matmul(p, dy_block, out=dv)
             matmul(ds, q_block, out=dk)
@@ -120,7 +120,7 @@ def _attend_gradients(q: Array, k: Array, v: Array, y: Array, log_total: Array, 
     dq *= scale
 
 
-def _shared(x: Array, heads: int) -> Array:
+def shared(x: Array, heads: int) -> Array:
     """(…, H_kv, T, D) with each head repeated for the query heads that share it: x itself if they are as many."""
     return x if x.shape[-3] == heads else array_module(x).repeat(x, heads // x.shape[-3], axis=-3)
 
@@ -132,8 +132,8 @@ def _forward(q: Array, k: Array, v: Array, y: Array, keep: bool) -> tuple[Array,
     xp, (b, heads, t, _) = array_module(q), q.shape
     log_total = xp.empty((b, heads, 1, t), q.dtype)
     kept: list[Array] = []
-    for i in _sequences(q):
-        _attend(q[i], _shared(k[i], heads), _shared(v[i], heads), y[i], log_total[i],
+    for i in sequences(q):
+        _attend(q[i], shared(k[i], heads), shared(v[i], heads), y[i], log_total[i],
                 kept if keep and t <= KEEP_UP_TO else None)
     return log_total, kept
 
@@ -142,24 +142,25 @@ def _backward(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: li
               dq: Array, dk: Array, dv: Array) -> None:
     """Write the gradients of a batch into dq (B, H, T, D) and dk, dv (B, H_kv, T, D)."""
     xp, heads, kv_heads, blocks = array_module(q), q.shape[1], k.shape[1], iter(kept)
-    for i in _sequences(q):
+    for i in sequences(q):
         if heads == kv_heads:
             _attend_gradients(q[i], k[i], v[i], y[i], log_total[i], blocks, dy[i], dq[i], dk[i], dv[i])
             continue
         dk_all, dv_all = xp.empty(q[i].shape, q.dtype), xp.empty(q[i].shape, q.dtype)
-        _attend_gradients(q[i], _shared(k[i], heads), _shared(v[i], heads), y[i], log_total[i], blocks, dy[i],
+        _attend_gradients(q[i], shared(k[i], heads), shared(v[i], heads), y[i], log_total[i], blocks, dy[i],
                           dq[i], dk_all, dv_all)
         for target, each in ((dk, dk_all), (dv, dv_all)):   # a key head's gradient is the sum over its query heads
             shape = target[i].shape
             target[i] = each.reshape(*shape[:-2], heads // kv_heads, *shape[-2:]).sum(axis=-3)
 
 
-def _check(q: Array, k: Array, v: Array) -> None:
+def check_shapes(name: str, q: Array, k: Array, v: Array) -> None:
+    """(B, H, T, D), (B, H_kv, T, D) twice, H a multiple of H_kv; ShapeError for anything else."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (len(q), *q.shape[2:]) != (len(k), *k.shape[2:]):
-        raise ShapeError(f"causal_attention: q {q.shape}, k {k.shape}, v {v.shape}; they need shapes (B, H, T, D), "
+        raise ShapeError(f"{name}: q {q.shape}, k {k.shape}, v {v.shape}; they need shapes (B, H, T, D), "
                          f"(B, H_kv, T, D), (B, H_kv, T, D)")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ShapeError(f"causal_attention: {q.shape[1]} query heads do not divide among {k.shape[1]} key heads")
+        raise ShapeError(f"{name}: {q.shape[1]} query heads do not divide among {k.shape[1]} key heads")
 
 
 @op
@@ -171,7 +172,7 @@ def causal_attention(q: Array, k: Array, v: Array, *, keep: bool = True) -> tupl
     Cost:    4·T²·D FLOPs a head forward, less what lies ahead; memory: B·H·T numbers beside q, k, v and the result.
     Source: Vaswani et al. 2017; Dao et al. 2022.
     """
-    _check(q, k, v)
+    check_shapes("causal_attention", q, k, v)
     q_wide, k_wide, v_wide = widen(q), widen(k), widen(v)
     y = array_module(q).empty(q.shape, q_wide.dtype)
     log_total, kept = _forward(q_wide, k_wide, v_wide, y, keep)

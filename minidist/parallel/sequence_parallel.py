@@ -35,13 +35,13 @@ notes:   N2 序列并行
 Source:  Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
 """
 
-from dataclasses import replace
+from functools import partial
 
-from minidist.backend import Array
 from minidist.comm.group import Group
-from minidist.nn import GPT, Dropout, DropoutKey, Embedding, GPTConfig
+from minidist.nn import GPT, GPTConfig
 from minidist.ops import collectives
 from minidist.ops.collectives import shard_of
+from minidist.parallel.common.own_tokens import TOKENS, keep_own_dropouts
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.split_gpt import shared_numbers, split_gpt
@@ -49,8 +49,6 @@ from minidist.parallel.common.split_model import SplitModel
 from minidist.parallel.common.tensor_layers import Region, SplitOutput
 from minidist.parallel.common.update import Loss
 from minidist.tensor import Tensor
-
-TOKENS = 1      # the dim of (B, T, width) that is cut
 
 
 class SequenceRegion(Region):
@@ -68,29 +66,6 @@ class SequenceRegion(Region):
 
 
 # ------------------------------------------------------------------------------------------------------- partition
-
-class OwnPositions(Embedding):
-    """A position embedding that is asked for all positions and looks up those of the own tokens."""
-
-    def __init__(self, embedding: Embedding, group: Group) -> None:
-        self.weight, self.group = embedding.weight, group
-
-    def forward(self, ids: Array) -> Tensor:
-        return super().forward(ids[shard_of(len(ids), self.group)])
-
-
-class OwnDropout(Dropout):
-    """Dropout of the own tokens, by the key of all: what falls is what would fall on one rank."""
-
-    def __init__(self, dropout: Dropout, group: Group) -> None:
-        super().__init__(dropout.rate)
-        self.group = group
-
-    def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
-        if key is not None:
-            key = replace(key, tokens=key.tokens[:, shard_of(key.tokens.shape[TOKENS], self.group)])
-        return super().forward(x, key)
-
 
 class SequenceOutput(SplitOutput):
     """Logits of all tokens and a slice of the vocabulary, from hidden states of the own tokens."""
@@ -111,12 +86,7 @@ def sequence_parallel(model: GPT, group: Group, *, algorithm: str = "ring") -> G
     region = SequenceRegion(group, algorithm)
     split_gpt(model, region)
     model.output = SequenceOutput(model.config.vocabulary, region)
-    if model.positions is not None:
-        model.positions = OwnPositions(model.positions, group)
-    model.dropout = OwnDropout(model.dropout, group)
-    for block in model.blocks:
-        block.dropout_attention = OwnDropout(block.dropout_attention, group)
-        block.dropout_mlp = OwnDropout(block.dropout_mlp, group)
+    keep_own_dropouts(model, partial(shard_of, group=group))
     model.assign_names()
     return model
 

@@ -15,7 +15,7 @@ from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD, AdamW
 from minidist.parallel import sequence_parallel as chapter
 from minidist.parallel.activations import checkpoint_blocks
-from minidist.parallel.common import split_model
+from minidist.parallel.common import own_tokens, split_model
 from minidist.parallel.sequence_parallel import elements_sent, outside_numbers, sequence_parallel
 
 BOUND = 1e-10
@@ -162,8 +162,8 @@ def norms_not_added(patch: pytest.MonkeyPatch) -> None:
 
 def positions_of_the_first_tokens(patch: pytest.MonkeyPatch) -> None:
     """The position offset forgotten."""
-    patch.setattr(chapter.OwnPositions, "forward", lambda self, ids: super(chapter.OwnPositions, self).forward(
-        ids[:len(ids[chapter.shard_of(len(ids), self.group)])]))
+    patch.setattr(own_tokens.OwnPositions, "forward", lambda self, ids: super(own_tokens.OwnPositions, self).forward(
+        ids[:len(ids[self.own(len(ids))])]))
 
 
 def gathered_as_copies(patch: pytest.MonkeyPatch) -> None:

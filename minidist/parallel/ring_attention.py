@@ -1,0 +1,254 @@
+"""Chapter 13 · Ring attention: the sequence is cut, keys and values go round, and no rank ever has all of them.
+
+The idea. Everything in a block but attention works token by token, so each rank can hold some of the tokens and all of
+the weights. In attention a rank's queries must see the keys of all ranks. They come in pieces: each rank passes the
+keys and values that it has just used on to the next and gets the previous rank's, and after P - 1 hops every query has
+met every key. Softmax over keys that come in pieces is what ops/online_attention.py is about: a running maximum, a
+running sum. While a rank computes with one piece, the next is on its way.
+
+    P=3      r0 sees    r1 sees    r2 sees        r -> r+1 meanwhile
+    hop 0    kv0        kv1        kv2            each its own
+    hop 1    kv2        kv0        kv1            each what it had at hop 0
+    hop 2    kv1        kv2        kv0            nothing
+
+N2:315 draws two ranks with L/2 × L/2 scores each: half of the scores are lost. Each rank needs L/2 × L, in two pieces.
+
+Who holds what. A causal query sees what lies before it, so ranks that hold consecutive tokens would work from 1 to
+2P - 1 parts of the same size. The sequence is cut in 2P blocks instead, and rank r holds blocks r and 2P-1-r (zigzag):
+
+    P=3      block 0    1      2      3      4      5
+    rank     0          1      2      2      1      0
+
+Then at each later hop every rank multiplies two pairs of blocks, all of them without a mask: of an earlier rank's piece
+both its query blocks see the first block, of a later one's the last query block sees both. At hop 0 there
+are three pairs, two of which a mask halves. Blocks are cut as numpy.array_split does; any length will do.
+
+    weights      whole on all ranks; gradients, each of the own tokens, are all-reduced
+    positions    of the own tokens, in the whole sequence: rotary angles, learned positions
+    activations  those of T/P tokens, and at most three pieces of keys and values on their way
+
+Backward goes round once more, and the gradients of a piece travel with it: each rank adds what its queries contribute,
+and after P hops they are home. (A rank could keep its own contribution and send one piece less, 2 blocks of 4P - 2,
+for as many more in memory.)
+
+Cost, a block and step, over all ranks, of B·T × key-value width numbers (of a rank on average 1/P of it):
+
+    forward      2(P-1)      keys and values, P - 1 hops
+    backward     4P - 2      the same, and their gradients, P hops
+    with the block computed again (chapter 19) the forward counts twice
+    gradients    2(P-1)Ψ once a step;   control: the loss, and with clipping the norm
+
+Half-precision keys and values travel as they are; their gradients in float32, for each hop adds to them.
+
+notes:   N2 序列并行, §10.4 环形注意力 (N2:410)
+Source:  Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers"; two blocks a rank, one from either
+         end: Llama team 2024, "The Llama 3 Herd of Models", §3.3.2.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+
+from minidist import account, ops
+from minidist.backend import Array, array_module, narrow, widen
+from minidist.comm.collectives.chunks import bounds
+from minidist.comm.group import Group
+from minidist.comm.pending import Pending
+from minidist.errors import ShapeError
+from minidist.nn import GPT, CausalSelfAttention, GPTConfig
+from minidist.ops.attention import check_shapes
+from minidist.ops.online_attention import Backward, Running
+from minidist.parallel.common.own_tokens import keep_own_tokens, pick
+from minidist.parallel.common.precision import Precision
+from minidist.parallel.common.recorder import Recorder
+from minidist.parallel.common.split_model import SplitModel
+from minidist.parallel.common.update import Loss
+from minidist.tape import Node, Saved, op, saved
+from minidist.tensor import Tensor
+
+# ------------------------------------------------------------------------------------------------------- partition
+
+def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
+    """A rank's two blocks of a sequence: (number among the 2P, where it lies among the rank's own tokens)."""
+    edges = bounds(length, 2 * size)
+    first, last = rank, 2 * size - 1 - rank
+    middle = edges[first + 1] - edges[first]
+    return [(first, slice(0, middle)), (last, slice(middle, middle + edges[last + 1] - edges[last]))]
+
+
+def zigzag(length: int, rank: int, size: int) -> np.ndarray:
+    """The positions of a rank's tokens in a sequence of so many, ascending: (own,) int64."""
+    edges = bounds(length, 2 * size)
+    return np.concatenate([np.arange(edges[number], edges[number + 1]) for number in (rank, 2 * size - 1 - rank)])
+
+
+def visible(length: int, rank: int, source: int, size: int) -> Iterator[tuple[slice, slice, bool]]:
+    """(queries, keys, causal): which of a rank's own blocks see which blocks of the piece of rank `source`.
+
+    Block against block: later queries see all keys, earlier ones none, and a block's own tokens see those before them.
+    """
+    for own, queries in own_blocks(length, rank, size):
+        for other, keys in own_blocks(length, source, size):
+            if own >= other:
+                yield queries, keys, own == other
+
+
+# ------------------------------------------------------------------------------------------------------------ ring
+
+def pass_on(group: Group, array: Array, tokens: int) -> Pending:
+    """Start to send `array` (…, own, D) to the next rank and to receive (…, tokens, D) from the previous one."""
+    xp = array_module(array)
+    room = account.current().hold(xp.empty((*array.shape[:-2], tokens, array.shape[-1]), array.dtype), "communication")
+    return group.start_exchange(array, (group.rank + 1) % group.size, (group.rank - 1) % group.size, out=room)
+
+
+def around(group: Group, own: Array, length: int) -> Iterator[tuple[int, Array]]:
+    """(whose, piece) for each rank's piece of keys and values, the own first: (2, B, H_kv, tokens, D).
+
+    The next one comes, and this one leaves, while the caller computes with it; it must not be written to.
+    Cost:    P - 1 messages.
+    """
+    piece = own
+    for hop in range(group.size):
+        source, after = (group.rank - hop) % group.size, (group.rank - hop - 1) % group.size
+        last = hop == group.size - 1
+        coming = None if last else pass_on(group, piece, len(zigzag(length, after, group.size)))
+        yield source, piece
+        if coming is not None:
+            piece = coming.wait()
+
+
+# --------------------------------------------------------------------------------------------- forward and backward
+
+@op
+def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -> tuple[Array, Saved]:
+    """causal_attention of a sequence of `length` tokens of which each rank has its own (`zigzag`).
+
+    (B, H, own, D), (B, H_kv, own, D) twice -> (B, H, own, D); every rank calls it, and backward, in the same order.
+    Cost:    over all ranks, in pieces of B·length·H_kv·D numbers: 2(P-1) forward, 4P-2 backward (none for P = 1).
+             Memory: B·H·own numbers beside q, k, v and the result; while it runs two pieces of keys and values, in
+             backward three and two of gradients.
+    Raises:  ShapeError if this rank's tokens are not as many as `zigzag` says.
+    """
+    check_shapes("ring_attention", q, k, v)
+    own = len(zigzag(length, group.rank, group.size))
+    if q.shape[2] != own:
+        raise ShapeError(f"ring_attention: {group.axis} rank {group.rank} of {group.size} has {q.shape[2]} tokens, but "
+                         f"of a sequence of {length} it should have {own}; cut it as zigzag(length, rank, size) says")
+    scaled = _scaled(q)
+    running = Running.of(scaled)
+    for source, piece in around(group, _packed(k, v), length):
+        keys_all, values_all = widen(piece)
+        for queries, keys, causal in visible(length, group.rank, source, group.size):
+            running.absorb(scaled, keys_all[:, :, keys], values_all[:, :, keys], queries, causal=causal)
+    y, log_total = running.finish()
+    y = narrow(y, q.dtype)
+    return y, saved(q=q, k=k, v=v, y=y, log_total=log_total)
+
+
+def _gradients(node: Node, dy: Array) -> dict[str, Array]:
+    """Once more round the ring, each piece followed by its gradients."""
+    group, length = node.options["group"], node.options["length"]
+    backward = Backward.of(_scaled(node.q), widen(node.y), node.log_total, widen(dy))
+    coming: Pending | None = None
+    for source, piece in around(group, _packed(node.k, node.v), length):
+        keys_all, values_all = widen(piece)
+        gradients = account.current().hold(array_module(dy).zeros(piece.shape, keys_all.dtype), "communication")
+        for queries, keys, causal in visible(length, group.rank, source, group.size):
+            dk, dv = gradients[:, :, :, keys]
+            backward.add(keys_all[:, :, keys], values_all[:, :, keys], queries, dk, dv, causal=causal)
+        if coming is not None:
+            gradients += coming.wait()          # of this piece, from the ranks that had it before
+        if group.size > 1:
+            after = (source - 1) % group.size   # whose gradients the previous rank passes on meanwhile
+            coming = pass_on(group, gradients, len(zigzag(length, after, group.size)))
+    dk, dv = gradients if coming is None else coming.wait()         # home
+    return {"q": narrow(backward.finish(), dy.dtype), "k": narrow(dk, dy.dtype), "v": narrow(dv, dy.dtype)}
+
+
+def _scaled(q: Array) -> Array:
+    """q / sqrt(D), widened."""
+    wide = widen(q)
+    return wide * wide.dtype.type(q.shape[-1] ** -0.5)
+
+
+def _packed(k: Array, v: Array) -> Array:
+    """Keys and values as one message: (2, B, H_kv, own, D)."""
+    return account.current().hold(array_module(k).stack([k, v]), "communication")
+
+
+@ring_attention.gradient("q")
+def _(node: Node, dy: Array) -> Array:
+    return node.once(_gradients, dy)["q"]
+
+
+@ring_attention.gradient("k")
+def _(node: Node, dy: Array) -> Array:
+    return node.once(_gradients, dy)["k"]
+
+
+@ring_attention.gradient("v")
+def _(node: Node, dy: Array) -> Array:
+    return node.once(_gradients, dy)["v"]
+
+
+# ----------------------------------------------------------------------------------------------------------- layers
+
+class RingSelfAttention(CausalSelfAttention):
+    """A GPT's attention over a sequence of which this rank has its own tokens: (B, own, width) -> (B, own, width)."""
+
+    takes_packed = False
+
+    def __init__(self, attention: CausalSelfAttention, group: Group) -> None:
+        self.heads, self.key_heads, self.head_width = attention.heads, attention.key_heads, attention.head_width
+        self.rotary, self.qkv, self.out = attention.rotary, attention.qkv, attention.out
+        self.group, self.own = group, partial(zigzag, rank=group.rank, size=group.size)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
+        """(B, H, own, D), (B, H_kv, own, D) twice, the positions of *all* tokens (T,) -> (B, H, own, D)."""
+        if self.rotary:
+            own = pick(positions, self.own, 0)
+            q, k = ops.rotary(q, own), ops.rotary(k, own)
+        return ring_attention(q, k, v, group=self.group, length=len(positions))     # type: ignore[no-any-return]
+
+
+def context_parallel(model: GPT, group: Group) -> GPT:
+    """Cut a GPT's sequences between the ranks of `group`, in place; weights stay whole. Before or after drawing them.
+
+    The model then takes whole sequences on every rank, works on its own tokens of them, and returns the loss of all.
+    """
+    for block in model.blocks:
+        block.attention = RingSelfAttention(block.attention, group)
+    keep_own_tokens(model, group, partial(zigzag, rank=group.rank, size=group.size))
+    return model
+
+
+def elements_sent(config: GPTConfig, parameters: int, *, ranks: int, sequences: int, recomputed: int = 0) -> int:
+    """Numbers that all ranks together send along the axis in a step, whatever the passes: the cost above.
+
+    Args:    sequences: of config.context tokens; recomputed: how many blocks are computed again in backward.
+    """
+    piece = sequences * config.context * config.key_heads * config.head_width
+    pieces = 0 if ranks == 1 else (6 * ranks - 4) * config.layers + 2 * (ranks - 1) * recomputed
+    return pieces * piece + 2 * (ranks - 1) * parameters
+
+
+# ------------------------------------------------------------------------------------------------------------ step
+
+class ContextParallel(SplitModel):
+    """A GPT cut by `context_parallel` or `ulysses`, trained on batches that every rank of the group sees whole.
+
+        model = context_parallel(GPT(config), group)
+        model.initialize(seed)
+        strategy = ContextParallel(model, group)
+        loss = strategy.step(batch, AdamW(strategy.parameters, lr))
+
+    A rank's loss is that of its tokens over the number of all; after the last backward gradients are all-reduced.
+    Args:    as SplitModel.
+    """
+
+    def __init__(self, model: GPT, group: Group, *, loss: Loss | None = None, algorithm: str = "ring",
+                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
+        super().__init__(model, group, outside=group, loss=loss, algorithm=algorithm, precision=precision,
+                         recorder=recorder)

@@ -1,0 +1,385 @@
+"""Ring attention: equal to one process, its bytes, its balance, and memory that is that of a shard."""
+
+import time
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import run as run_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from split import context, context_in_processes
+from training import difference, global_batch, tiny
+
+import minidist as md
+from minidist import account, ops
+from minidist.backend import random_uniform
+from minidist.comm.transports.delayed import delayed
+from minidist.errors import MemoryLimitError, ShapeError
+from minidist.nn import GPT, GPTConfig
+from minidist.ops import online_attention
+from minidist.optim import SGD, AdamW
+from minidist.parallel import ring_attention as chapter
+from minidist.parallel.common import own_tokens, split_model
+from minidist.parallel.ring_attention import context_parallel, elements_sent, ring_attention, visible, zigzag
+from minidist.tensor import tensor
+
+BOUND = 1e-10
+GROUPED = {"heads": 8, "kv_heads": 2, "width": 32, "positions": "rotary", "activation": "silu", "norm": "rms",
+           "tied": True}
+
+
+# ------------------------------------------------------------------------------------------------------ attention
+
+def numbers(name: str, *shape: int, dtype: str = "float64") -> Any:
+    """The same numbers on every rank, between -1 and 1."""
+    return (2 * random_uniform(name, 0, range(int(np.prod(shape))), "float64") - 1).reshape(shape).astype(dtype)
+
+
+def parts(length: int, kv_heads: int, each: int, scale: float) -> dict[str, Any]:
+    """q, k, v and the result's gradient, of whole sequences."""
+    shapes = {"q": kv_heads * each, "k": kv_heads, "v": kv_heads, "dy": kv_heads * each}
+    return {name: (scale if name == "q" else 1.0) * numbers(name, 2, heads, length, 4)
+            for name, heads in shapes.items()}
+
+
+def attend(world: Any, length: int, kv_heads: int, each: int, scale: float, dtype: str = "float64") -> list[Any]:
+    """This rank's tokens; attention to them, and the gradients of their q, k, v."""
+    own = zigzag(length, world.rank, world.size)
+    whole = {name: array[:, :, own].astype(dtype) for name, array in parts(length, kv_heads, each, scale).items()}
+    dy = whole.pop("dy")
+    leaves = {name: tensor(array, requires_grad=True) for name, array in whole.items()}
+    with world.ledger.during("step"):
+        y = ring_attention(**leaves, group=world, length=length)
+        forward = world.ledger.sent_bytes("step")
+        y.backward(dy)
+    sent = [ledger.get("world", {}).get("exchange", 0) for ledger in (forward, world.ledger.sent_bytes("step"))]
+    return [own, [y.data, *(leaf.grad for leaf in leaves.values())], sent[0], sent[1] - sent[0]]
+
+
+def alone(length: int, kv_heads: int, each: int, scale: float) -> list[Any]:
+    """causal_attention's result and gradients."""
+    whole = parts(length, kv_heads, each, scale)
+    dy = whole.pop("dy")
+    leaves = {name: tensor(array, requires_grad=True) for name, array in whole.items()}
+    y = ops.causal_attention(**leaves)
+    y.backward(dy)
+    return [y.data, *(leaf.grad for leaf in leaves.values())]
+
+
+def check_attention(size: int, length: int, kv_heads: int = 2, each: int = 2, scale: float = 1.0, *,
+                    transport: str = "threads", dtype: str = "float64", bound: float = BOUND) -> None:
+    """Every rank's part equals that part of causal_attention's, and the bytes are the formula's."""
+    expected = alone(length, kv_heads, each, scale)
+    ranks = run_ranks(attend, length, kv_heads, each, scale, dtype, size=size, transport=transport)
+    for own, arrays, _, _ in ranks:
+        for ours, whole in zip(arrays, expected, strict=True):
+            assert np.all(np.abs(ours.astype("float64") - whole[:, :, own]) < bound * max(1.0, np.abs(whole).max()))
+    assert sorted(np.concatenate([own for own, *_ in ranks])) == list(range(length))
+    if dtype == "float64":
+        whole_piece = 8 * 2 * length * kv_heads * 4 * (size > 1)
+        assert sum(forward for _, _, forward, _ in ranks) == 2 * (size - 1) * whole_piece
+        assert sum(backward for _, _, _, backward in ranks) == (4 * size - 2) * whole_piece
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_equals_causal_attention(size: int) -> None:
+    """Lengths that 2P divides and does not, less than 2P, and of several blocks of queries."""
+    for length in (1, 7, 20, 139):
+        check_attention(size, length)
+    check_attention(size, 7, transport="threads-unbuffered")
+
+
+any_attention = given(size=st.integers(1, 5), length=st.integers(1, 40), kv_heads=st.integers(1, 3),
+                      each=st.integers(1, 3), scale=st.sampled_from([1.0, 1e-3, 3e4]))
+
+
+@settings(max_examples=8)
+@any_attention
+def test_any_attention(size: int, length: int, kv_heads: int, each: int, scale: float) -> None:
+    """Also where scores are so large that exp of them would overflow."""
+    check_attention(size, length, kv_heads, each, scale)
+
+
+@pytest.mark.soak
+@settings(max_examples=300)
+@any_attention
+def test_very_many_attentions(size: int, length: int, kv_heads: int, each: int, scale: float) -> None:
+    """The same, more often."""
+    check_attention(size, length, kv_heads, each, scale)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-6), ("bfloat16", 2e-2)])
+def test_low_precision(dtype: str, bound: float) -> None:
+    """Off float64 by the rounding of what comes in and goes out: in between sums and gradients are float32."""
+    check_attention(4, 33, dtype=dtype, bound=bound)
+
+
+def test_a_rank_sends_its_blocks() -> None:
+    """Where 2P divides the tokens each rank sends 2(P-1) blocks forward and 4P-2 backward."""
+    block = 8 * 2 * (24 // 4) * 2 * 4       # batch × sequence/P × key-value width
+    for _, _, forward, backward in md.run(attend, 24, 2, 2, 1.0, size=4):
+        assert (forward, backward) == (6 * block, 14 * block)
+
+
+def test_every_rank_has_as_much_to_do() -> None:
+    """Zigzag: the scores that ranks compute differ by no more than blocks do; consecutive tokens would be 1 to 2P-1."""
+    def scores(rank: int, size: int, length: int) -> int:
+        pairs = [pair for source in range(size) for pair in visible(length, rank, source, size)]
+        return sum((q.stop - q.start) * (k.stop - k.start) if not causal else
+                   (q.stop - q.start) * (q.stop - q.start + 1) // 2 for q, k, causal in pairs)
+
+    for size, length in ((1, 5), (4, 64), (5, 73)):
+        each = [scores(rank, size, length) for rank in range(size)]
+        assert sum(each) == length * (length + 1) // 2
+        assert max(each) - min(each) <= (0 if length % (2 * size) == 0 else 2 * length)
+
+
+def test_wrong_number_of_tokens() -> None:
+    def job(world: Any) -> None:
+        q = tensor(np.zeros((1, 2, 5, 4)))
+        ring_attention(q, q, q, group=world, length=9)
+
+    with pytest.raises(ShapeError, match=r"rank \d of 2 has 5 tokens, but of a sequence of 9 it should have \d"):
+        md.run(job, size=2)
+    with pytest.raises(ShapeError, match="ring_attention: 3 query heads do not divide among 2"):
+        q, k = tensor(np.zeros((1, 3, 4, 4))), tensor(np.zeros((1, 2, 4, 4)))
+        md.run(lambda world: ring_attention(q, k, k, group=world, length=4), size=1)
+
+
+# -------------------------------------------------------------------------------------------------------- memory, time
+
+LONG = {"heads": 2, "width": 8, "layers": 1, "vocabulary": 16, "positions": "rotary"}
+
+
+def step_under(world: Any, context: int, limit: int | None, serial: bool = False) -> dict[str, int]:
+    """Peak bytes of a rank after a step of one sequence of so many tokens."""
+    with account.use(account.MemoryAccount(limit=limit)) as memory:
+        model = GPT(tiny(**LONG, context=context))
+        if not serial:
+            context_parallel(model, world)
+        model.initialize(0)
+        model.loss(*global_batch(0, 1, model.config)).backward()
+        return memory.peak
+
+
+def test_the_peak_is_that_of_a_shard() -> None:
+    """A context P times as long: P ranks need no more than one needs of its P-th part, but for pieces on their way."""
+    context, size = 128, 4
+    one = step_under(None, context, None, serial=True)
+    piece = 8 * 2 * context * LONG["width"]                     # keys and values of a rank's tokens
+    limit = one["total"] + 6 * piece
+    for peak in md.run(step_under, context * size, limit, size=size):
+        assert peak["total"] <= limit
+        assert peak["activations"] <= one["activations"] + 2 * piece
+        assert peak["communication"] <= 6 * piece
+    with pytest.raises(MemoryLimitError, match="do not fit under the limit"):
+        step_under(None, context * size, limit, serial=True)
+
+
+def test_nobody_makes_all_scores() -> None:
+    """By what NumPy allocates, over all ranks: a fraction of even one rank's scores with one other's keys."""
+    length, size = 2048, 4
+    whole = {name: numbers(name, 1, 1, length, 4) for name in ("q", "k", "v")}
+
+    def job(world: Any) -> None:
+        own = zigzag(length, world.rank, world.size)
+        leaves = [tensor(array[:, :, own], requires_grad=True) for array in whole.values()]
+        y = ring_attention(*leaves, group=world, length=length)
+        y.backward(np.ones(y.shape))
+
+    tracemalloc.start()
+    try:
+        md.run(job, size=size)
+        assert tracemalloc.get_traced_memory()[1] < 8 * (length // size) ** 2 * size
+    finally:
+        tracemalloc.stop()
+
+
+def test_pieces_travel_while_others_are_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece takes 40 ms on its way and 20 ms of work for each of two pairs of blocks: both at once."""
+    original = online_attention.Running.absorb
+
+    def slowly(self: Any, *args: Any, **options: Any) -> None:
+        time.sleep(0.02)
+        original(self, *args, **options)
+
+    monkeypatch.setattr(chapter.Running, "absorb", slowly)
+    size, length = 3, 12
+    nbytes = 8 * 2 * 2 * 2 * (length // size) * 4
+
+    def job(world: Any) -> float:
+        q, k = (tensor(numbers(name, 2, 2, length // size, 4)) for name in "qk")
+        with delayed(world, alpha=0.0, beta=0.04 / nbytes) as slow:
+            slow.barrier()
+            start = time.perf_counter()
+            ring_attention(q, k, k, group=slow, length=length)
+            return time.perf_counter() - start
+
+    one_after_the_other = 0.06 + 2 * (0.04 + 0.04)
+    assert min(max(md.run(job, size=size)) for _ in range(2)) < one_after_the_other - 0.04
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+def run(size: int, changes: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    """What each of `size` threads holds after training."""
+    return md.run(lambda world: context(world, changes, **options), size=size)
+
+
+def check_job(size: int, changes: dict[str, Any], options: dict[str, Any], *, steps: int) -> None:
+    """Ranks equal one process and each other, and send what the formula says."""
+    ranks, alone = run(size, changes, steps=steps, **options), run(1, changes, steps=steps, **options)[0]
+    for rank in ranks:
+        assert difference(rank["weights"], ranks[0]["weights"]) == 0.0
+        assert rank["losses"] == ranks[0]["losses"]
+    assert difference(ranks[0]["weights"], alone["weights"]) < BOUND
+    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-12)
+    config = GPTConfig(**ranks[0]["config"])
+    again = {"none": 0, "scores": 0, "all": config.layers, "0": 1}[options.get("checkpoint", "none")]
+    formula = elements_sent(config, sum(array.size for array in alone["weights"].values()), ranks=size,
+                            sequences=options["sequences"], recomputed=again)
+    sent = sum(nbytes for rank in ranks for axis, verbs in rank["sent"].items() if axis != "control"
+               for nbytes in verbs.values())
+    assert sent == 8 * steps * formula
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_training_equals_one_process(size: int) -> None:
+    """Seven tokens: less than 2P blocks for the largest; one rank more gets one more."""
+    check_job(size, {"dropout": 0.2, "context": 7}, {"sequences": 3}, steps=3)
+
+
+def test_grouped_queries_and_rotary_positions() -> None:
+    check_job(3, {**GROUPED, "context": 13}, {"sequences": 2, "checkpoint": "all", "accumulate": 2}, steps=3)
+
+
+any_job = given(
+    size=st.integers(2, 5), changes=st.fixed_dictionaries({
+        "heads": st.sampled_from([6, 8]), "kv_heads": st.sampled_from([None, 1, 2]), "width": st.just(48),
+        "tied": st.booleans(), "activation": st.sampled_from(["gelu", "silu"]), "layers": st.integers(1, 2),
+        "norm": st.sampled_from(["layer", "rms"]), "positions": st.sampled_from(["learned", "rotary"]),
+        "dropout": st.sampled_from([0.0, 0.2]), "context": st.integers(1, 23)}),
+    options=st.fixed_dictionaries({
+        "sequences": st.integers(1, 4), "clip": st.sampled_from([None, 0.1]),
+        "optimizer": st.sampled_from([AdamW, SGD]), "accumulate": st.integers(1, 2),
+        "checkpoint": st.sampled_from(["none", "scores", "all", "0"])}))
+
+
+@settings(max_examples=5)
+@any_job
+def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
+    check_job(size, changes, {**options, "accumulate": min(options["accumulate"], options["sequences"])}, steps=2)
+
+
+@pytest.mark.soak
+@settings(max_examples=200)
+@any_job
+def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
+    """The same, more often."""
+    check_job(size, changes, {**options, "accumulate": min(options["accumulate"], options["sequences"])}, steps=3)
+
+
+@pytest.mark.parametrize("transport", ["sockets", "mpi"])
+def test_same_bits_on_every_transport(transport: str) -> None:
+    over_threads = run(3, GROUPED, steps=2)[0]
+    over_processes = md.run(context_in_processes, GROUPED, {"steps": 2}, size=3, transport=transport)[0]
+    for name, array in over_threads["weights"].items():
+        np.testing.assert_array_equal(over_processes["weights"][name], array, err_msg=name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
+    for changes in ({"context": 17}, GROUPED):
+        serial = run(1, changes, steps=20)[0]
+        ranks = md.run(context_in_processes, changes, {"steps": 20}, size=size, transport=transport)
+        assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
+
+
+def test_generating_text() -> None:
+    """Every rank draws the text that one process draws, also while it has fewer tokens than ranks."""
+    def job(world: Any) -> list[int]:
+        model = GPT(tiny(context=9))
+        if world.size > 1:
+            context_parallel(model, world)
+        model.initialize(5)
+        return model.generate([1], 12, temperature=0.9).tolist()
+
+    expected = md.run(job, size=1)[0]
+    assert md.run(job, size=3) == [expected] * 3
+
+
+# --------------------------------------------------------------------------------------- the parity test sees the bugs
+
+def gradients_not_added(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(split_model, "add_up", lambda parts, **options: None)
+
+
+def positions_of_the_first_tokens(patch: pytest.MonkeyPatch) -> None:
+    """The position offset forgotten: learned and rotary."""
+    patch.setattr(chapter, "pick", lambda array, own, dim: array[:len(own(len(array)))])
+
+
+def no_scaling_down(patch: pytest.MonkeyPatch) -> None:
+    """What was summed under an old maximum is left as it is."""
+    patch.setattr(online_attention, "_update", forgetful_update)
+
+
+def forgetful_update(scores: Any, v: Any, y: Any, top: Any, total: Any) -> None:
+    now = np.maximum(top, scores.max(axis=-2, keepdims=True))
+    p = np.exp(scores - now)
+    total += p.sum(axis=-2, keepdims=True)
+    y += p.swapaxes(-1, -2) @ v
+    top[...] = now
+
+
+def own_piece_alone(patch: pytest.MonkeyPatch) -> None:
+    """N2:315: L/2 × L/2 scores a rank."""
+    original = chapter.visible
+    patch.setattr(chapter, "visible", lambda length, rank, source, size: original(length, rank, source, size)
+                  if rank == source else iter(()))
+
+
+def no_mask(patch: pytest.MonkeyPatch) -> None:
+    original = chapter.visible
+    patch.setattr(chapter, "visible", lambda *args: ((q, k, False) for q, k, _ in original(*args)))
+
+
+def share_of_the_loss_by_own_tokens(patch: pytest.MonkeyPatch) -> None:
+    """A mean of means."""
+    original = own_tokens.OwnOutput.loss
+    patch.setattr(own_tokens.OwnOutput, "loss", lambda self, logits, targets, *, divisor: original(
+        self, logits, targets, divisor=logits.shape[1] * len(targets) * self.group.size))
+
+
+BUGS = [gradients_not_added, positions_of_the_first_tokens, no_scaling_down, own_piece_alone, no_mask,
+        share_of_the_loss_by_own_tokens]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"positions": "rotary", "context": 7}
+    options: dict[str, Any] = {"optimizer": SGD, "clip": None, "steps": 2}
+    serial = run(1, changes, **options)[0]
+    bug(monkeypatch)
+    assert not all(difference(rank["weights"], serial["weights"]) < 1e-7 for rank in run(3, changes, **options))
+
+
+@pytest.mark.parametrize("layer", [own_tokens.OwnPositions, own_tokens.OwnDropout])
+def test_other_tokens_break_parity(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learned positions and dropout, each of the first tokens instead of the own."""
+    changes = {"dropout": 0.2}
+    serial, forward = run(1, changes)[0], layer.forward
+
+    def of_the_first(self: Any, *args: Any) -> Any:
+        own, self.own = self.own, lambda length: slice(0, len(own(length)))
+        try:
+            return forward(self, *args)
+        finally:
+            self.own = own
+
+    monkeypatch.setattr(layer, "forward", of_the_first)
+    assert not difference(run(2, changes)[0]["weights"], serial["weights"]) < 1e-7
