@@ -82,12 +82,14 @@ class Reduction(NamedTuple):
 
     def finish(self, total: np.ndarray, out: np.ndarray) -> None:
         """Write the result, given all ranks' values combined: a mean is divided here, once. `out` may be `total`."""
+        if out is total and self.op != "mean":
+            return
         with np.errstate(all="ignore"):
             if self.op == "mean" and not isinstance(total, np.ndarray):
                 out[...] = widen(total) / self.size             # on a GPU
             elif self.op == "mean":
                 np.divide(total, self.size, out=out, dtype=self.loop, casting="same_kind")
-            elif out is not total:
+            else:
                 self.pass_on(total, out)
 
 

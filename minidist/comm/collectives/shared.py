@@ -22,6 +22,7 @@ notes: N4 §3 (inside a node).    Source: Jain, Kaleem et al. 2018 (shared-memor
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -69,8 +70,10 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
     chunks = split(x, call.size)
     step = piece_bytes(call.size) // x.itemsize
     for start in range(0, max(len(chunks[0]), 1), step):
-        piece = slice(start, start + step)
-        _add(call, _of_chunk(call, [chunk[piece] for chunk in chunks]), out[piece], op)
+        pieces = [chunk[start:start + step] for chunk in chunks]
+        edges = [0, *accumulate(map(len, pieces))]
+        own = pieces.pop(call.rank)
+        _add(call, _of_chunk(call, own, pieces, edges), out[start:start + step], op)
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
@@ -185,20 +188,22 @@ def _add_all(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
 def _add_chunks(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     edges = bounds(len(x), call.size)
     low, high = edges[call.rank:call.rank + 2]
-    _add(call, _of_chunk(call, split(x, call.size)), out[low:high], op)
-    for rank, shown in enumerate(call.show(out[low:high])):
+    own = out[low:high]
+    _add(call, _of_chunk(call, x[low:high], (x[:low], x[high:]), edges), own, op)
+    for rank, shown in enumerate(call.show(own)):
         if rank != call.rank:
             out[edges[rank]:edges[rank + 1]] = shown
 
 
-def _of_chunk(call: Call, chunks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What all ranks have of chunk `rank`, this one first; each shows the chunks of the others, one after the other."""
-    own = chunks[call.rank]
-    before = sum(map(len, chunks[:call.rank]))
-    values = [own]
-    for rank, shown in enumerate(call.show(*chunks[:call.rank], *chunks[call.rank + 1:])):
+def _of_chunk(call: Call, own: np.ndarray, others: Sequence[np.ndarray], edges: Sequence[int]) -> list[np.ndarray]:
+    """What all ranks have of chunk `rank`, this one first; each shows the chunks of the others, one after the other.
+
+    Args: own, others: this rank's chunk `rank`, and its other chunks; edges: where chunks lie, one after the other.
+    """
+    before, values = edges[call.rank], [own]
+    for rank, shown in enumerate(call.show(*others)):
         if rank != call.rank:
-            start = before if rank > call.rank else before - len(chunks[rank])   # it does not show its own
+            start = before if rank > call.rank else before - (edges[rank + 1] - edges[rank])  # it does not show its own
             values.append(shown[start:start + len(own)])
     return values
 

@@ -25,8 +25,9 @@ import numpy as np
 
 from minidist.comm.transport import META_LIMIT, SHOWN_BYTES, Board, Tag
 from minidist.comm.transports import cross_memory
+from minidist.comm.transports.claim import Writer
 from minidist.comm.transports.engine import Operation, yield_core
-from minidist.comm.transports.ring import LINE, Fence, copy
+from minidist.comm.transports.ring import LINE, Fence
 
 if TYPE_CHECKING:
     from minidist.comm.transports.shm import ShmTransport
@@ -49,25 +50,24 @@ class Part:
         self._lengths = [memory[start:start + LINE].cast("Q") for start in starts]
         self._metas = [memory[start + LINE:start + LINE + META_LIMIT] for start in starts]
         self._octets = [np.frombuffer(memory[start + _HEADER_BYTES:start + _TURN_BYTES], np.uint8) for start in starts]
+        self._writer = Writer()
 
     def clear(self) -> None:
         """Begin anew: nothing was posted."""
         self.words[_POSTED] = self.words[_ASLEEP] = 0
 
     def write(self, turn: int, meta: bytes, arrays: Sequence[np.ndarray]) -> None:
-        """Put arrays here, one after the other."""
-        octets, stop, lengths = self._octets[turn], 0, self._lengths[turn]
-        for array in arrays:
-            start, stop = stop, stop + array.nbytes
-            copy(octets[start:stop], array.view(np.uint8))
+        """Put arrays here, one after the other (claim.py)."""
+        lengths = self._lengths[turn]
         if meta:
             self._metas[turn][:len(meta)] = meta
-        lengths[0], lengths[1] = len(meta), stop
+        lengths[0], lengths[1] = len(meta), self._writer.write(self._octets[turn], arrays)
 
     def read(self, turn: int) -> tuple[bytes, np.ndarray]:
         """Meta, and the bytes where they lie."""
         lengths = self._lengths[turn]
-        return bytes(self._metas[turn][:lengths[0]]), self._octets[turn][:lengths[1]]
+        meta = bytes(self._metas[turn][:lengths[0]]) if lengths[0] else b""
+        return meta, self._octets[turn][:lengths[1]]
 
 
 class SharedBoard(Board):
