@@ -183,6 +183,11 @@ class MixedPrecision(Precision):
         with np.errstate(over="ignore", invalid="ignore"):
             return loss.backward(seed, defer_weights=defer_weights, surveyed=surveyed)
 
+    def backward_weights(self, put_off: Iterable[WeightGradient]) -> None:
+        """Compute the gradients that a backward put off; too large ones become infinite."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            super().backward_weights(put_off)
+
     @property
     def _scale(self) -> float:
         return 1.0 if self.loss_scale is None else self.loss_scale.value

@@ -158,8 +158,7 @@ class _Pass:
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
         """What backward put off."""
-        for gradient in self._put_off.pop((stage, microbatch)):
-            gradient()
+        self.precision.backward_weights(self._put_off.pop((stage, microbatch)))
 
 
 class PipeDream(Pipeline):

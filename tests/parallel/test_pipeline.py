@@ -8,21 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import differ, train_stages
-from training import global_batch, tiny
+from training import difference, global_batch, tiny
 
 import minidist as md
 from minidist import account
 from minidist.errors import ScheduleError, ShardError
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
-from minidist.optim import SGD
+from minidist.optim import SGD, AdamW
 from minidist.parallel import pipeline as pipeline_module
 from minidist.parallel.common import layered
 from minidist.parallel.common import stages as stages_module
 from minidist.parallel.common.worker import Worker, computes_of
+from minidist.parallel.mixed_precision import LossScale, MixedPrecision
 from minidist.parallel.pipeline import Pipeline
 from minidist.parallel.schedule_checker import Clock, Span, Times, broken, clock_of, peak_held
 from minidist.parallel.schedules import COMPUTES, ORDERS, Schedule, make_schedule
+from minidist.parallel.single import Single
 
 BOUND = 1e-10
 CHANGES = {"layers": 6, "tied": True, "dropout": 0.2}       # what most can go wrong in
@@ -136,6 +138,34 @@ def test_planted_bugs_break_parity(serial: dict[str, Any], bug: str, monkeypatch
     else:
         monkeypatch.setattr(pipeline_module._Pass, "backward_weights", lambda self, stage, microbatch: None)
     assert not differ(md.run(train_stages, name, CHANGES, size=3)[0], serial) < 1e-6
+
+
+def in_half_precision(world: Any, name: str, dtype: str, scale: float) -> dict[str, Any]:
+    """Masters, losses and skipped steps after three steps in float16, or bfloat16."""
+    config = tiny(dtype=dtype, layers=4, tied=True)
+    precision = MixedPrecision("fp16", loss_scale=LossScale(scale)) if dtype == "float16" else MixedPrecision("bf16")
+    model = GPT(config)
+    if name == "single":
+        model.initialize(3)
+        strategy: Any = Single(model, precision=precision)
+    else:
+        strategy = Pipeline(model, world, make_schedule(name, world.size, 4), seed=3, precision=precision)
+    optimizer = AdamW(strategy.parameters, 1e-3)
+    losses = [strategy.step(global_batch(step, 8, config), optimizer, clip=0.5, accumulate=4 if name == "single" else 1)
+              for step in range(3)]
+    return {"weights": strategy.state_dict(), "losses": losses, "skipped": precision.skipped}
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("float16", 2.0**10), ("float16", 2.0**22)])
+def test_half_precision(dtype: str, scale: float) -> None:
+    """As near to one process as rounding lets it be; all stages skip a step together where one overflows."""
+    alone = md.run(in_half_precision, "single", dtype, scale, size=1)[0]
+    for name in ("1f1b", "zb-h1"):
+        ranks = md.run(in_half_precision, name, dtype, scale, size=3)
+        assert {rank["skipped"] for rank in ranks} == {alone["skipped"]} and (alone["skipped"] > 0) == (scale > 2**20)
+        # Adam's step is lr = 1e-3 whatever the gradient's size, and rounding may turn the sign of one near zero
+        assert difference(ranks[0]["weights"], alone["weights"]) < 3 * 2e-3
+        np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-2)
 
 
 # ------------------------------------------------------------------------------------------------------ what it costs

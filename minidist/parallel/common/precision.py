@@ -50,6 +50,11 @@ class Precision:
         """Backward from the loss, or from what a later stage gave the gradient `dy` for; as Tensor.backward."""
         return loss.backward(dy, defer_weights=defer_weights, surveyed=surveyed)
 
+    def backward_weights(self, put_off: Iterable[WeightGradient]) -> None:
+        """Compute the gradients that a backward put off."""
+        for gradient in put_off:
+            gradient()
+
     def update(self, optimizer: Optimizer, squares: Callable[[], float], *, lr: float | None,
                clip: float | None) -> None:
         """The optimizer's step, with gradients scaled so that their norm is at most `clip` (None: as they are).
