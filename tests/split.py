@@ -88,3 +88,15 @@ def context(world: Any, changes: dict[str, Any], **options: Any) -> dict[str, An
 def context_in_processes(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """The same, with arguments that can travel to ranks of a new mpirun."""
     return context(world, changes, **options)
+
+
+def swapped(world: Any, changes: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """`train` under context parallelism, by all-to-all attention."""
+    from minidist.parallel.ulysses import ContextParallel, ulysses
+
+    return train(world, ulysses, ContextParallel, changes, **options)
+
+
+def swapped_in_processes(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The same, with arguments that can travel to ranks of a new mpirun."""
+    return swapped(world, changes, **options)

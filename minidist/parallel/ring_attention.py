@@ -20,8 +20,8 @@ Who holds what. A causal query sees what lies before it, so ranks that hold cons
     rank     0          1      2      2      1      0
 
 Then at each later hop every rank multiplies two pairs of blocks, all of them without a mask: of an earlier rank's piece
-both its query blocks see the first block, of a later one's the last query block sees both. At hop 0 there
-are three pairs, two of which a mask halves. Blocks are cut as numpy.array_split does; any length will do.
+both its query blocks see the first block, of a later one's the last query block sees both. At hop 0 there are three
+pairs, two of which a mask halves. Blocks are cut as numpy.array_split does; any length will do.
 
     weights      whole on all ranks; gradients, each of the own tokens, are all-reduced
     positions    of the own tokens, in the whole sequence: rotary angles, learned positions
@@ -59,13 +59,13 @@ from minidist.errors import ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
 from minidist.ops.attention import check_shapes
 from minidist.ops.online_attention import Backward, Running
+from minidist.parallel.common.context_parallel import ContextParallel
 from minidist.parallel.common.own_tokens import keep_own_tokens, pick
-from minidist.parallel.common.precision import Precision
-from minidist.parallel.common.recorder import Recorder
-from minidist.parallel.common.split_model import SplitModel
-from minidist.parallel.common.update import Loss
 from minidist.tape import Node, Saved, op, saved
 from minidist.tensor import Tensor
+
+__all__ = ["ContextParallel", "RingSelfAttention", "around", "context_parallel", "elements_sent", "own_blocks",
+           "pass_on", "ring_attention", "visible", "zigzag"]
 
 # ------------------------------------------------------------------------------------------------------- partition
 
@@ -216,7 +216,8 @@ class RingSelfAttention(CausalSelfAttention):
 def context_parallel(model: GPT, group: Group) -> GPT:
     """Cut a GPT's sequences between the ranks of `group`, in place; weights stay whole. Before or after drawing them.
 
-    The model then takes whole sequences on every rank, works on its own tokens of them, and returns the loss of all.
+    The model then takes whole sequences on every rank, works on its own tokens of them, and returns the loss of all;
+    ContextParallel trains it.
     """
     for block in model.blocks:
         block.attention = RingSelfAttention(block.attention, group)
@@ -232,23 +233,3 @@ def elements_sent(config: GPTConfig, parameters: int, *, ranks: int, sequences: 
     piece = sequences * config.context * config.key_heads * config.head_width
     pieces = 0 if ranks == 1 else (6 * ranks - 4) * config.layers + 2 * (ranks - 1) * recomputed
     return pieces * piece + 2 * (ranks - 1) * parameters
-
-
-# ------------------------------------------------------------------------------------------------------------ step
-
-class ContextParallel(SplitModel):
-    """A GPT cut by `context_parallel` or `ulysses`, trained on batches that every rank of the group sees whole.
-
-        model = context_parallel(GPT(config), group)
-        model.initialize(seed)
-        strategy = ContextParallel(model, group)
-        loss = strategy.step(batch, AdamW(strategy.parameters, lr))
-
-    A rank's loss is that of its tokens over the number of all; after the last backward gradients are all-reduced.
-    Args:    as SplitModel.
-    """
-
-    def __init__(self, model: GPT, group: Group, *, loss: Loss | None = None, algorithm: str = "ring",
-                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
-        super().__init__(model, group, outside=group, loss=loss, algorithm=algorithm, precision=precision,
-                         recorder=recorder)
