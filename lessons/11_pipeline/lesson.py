@@ -2,20 +2,23 @@
 
     mpirun -n 4 python lessons/11_pipeline/lesson.py
     python lessons/11_pipeline/lesson.py                      # alone: four ranks as threads
-    python lessons/11_pipeline/lesson.py --break swap-order   # see README.md, section 7
+    python lessons/11_pipeline/lesson.py --break swap-order   # see README.md, section 8
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import minidist as md
+from minidist import account
 from minidist.errors import ScheduleError
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
 from minidist.parallel.common.stages import Stages
+from minidist.parallel.pipeline import PipeDream, Pipeline
 from minidist.parallel.schedule_checker import Clock, broken, check, check_spans, clock_of, peak_held
 from minidist.parallel.schedules import Forward, RecvActivation, RecvGradient, Schedule, SendActivation, of_orders
 from minidist.parallel.single import Single
@@ -57,6 +60,8 @@ def tour(group: Any, page: Page) -> None:
     page.heading("6  The notes' chart (N2:201)")
     if group.rank == 0:
         notes_chart(page)
+    page.heading("7  PipeDream: an update for each microbatch")
+    pipedream(group, page)
 
 
 # ------------------------------------------------------------------------------------------------------ 1 equality
@@ -185,6 +190,34 @@ def notes_chart(page: Page) -> None:
                ["", "length", "bubble", "dependencies broken"], rows)
     for line in lab.as_text(right, cell=2.0):
         page.say(f"    {line}")
+
+
+# ------------------------------------------------------------------------------------------------------ 7 PipeDream
+
+def pipedream(group: Any, page: Page) -> None:
+    """How late each stage's weights are and what that costs; what is learnt from as many sequences as 1F1B's."""
+    config, count = replace(lab.config_for(group.size), tied=False), 2 * group.size
+    schedule, losses, held = lab.schedule_of("1f1b", group.size, count), {}, [0.0, 0.0]
+    for kind in (Pipeline, PipeDream):
+        strategy = kind(GPT(config), group, schedule, seed=0)
+        optimizer, memory = AdamW(strategy.parameters, 1e-2), account.current()
+        memory.reset_peak()
+        before = memory.now["parameters"]
+        losses[kind] = [strategy.step(lab.global_batch(config, 0, count), optimizer) for _ in range(8)]
+        if isinstance(strategy, PipeDream):
+            late = max(microbatch - met for microbatch, met in strategy.updates)
+            held = [late, (memory.peak["parameters"] - before) / sum(weight.data.nbytes for weight in strategy.weights)]
+    with group.ledger.control():
+        table = group.all_gather(np.array([held]))
+    ranks = range(group.size)
+    page.table(f"PipeDream with {count} microbatches, by recorded updates and by the account",
+               ["", "updates late, at most", "copies of its weights", "p - 1 - stage", ""],
+               [[f"stage {rank}", f"{table[rank][0]:.0f}", f"{table[rank][1]:.0f}", group.size - 1 - rank,
+                 verdict(table[rank][1], group.size - 1 - rank)] for rank in ranks])
+    page.table("Loss on one batch, seen 8 times", ["", "updates", "first", "last"],
+               [["1F1B: one update a batch", 8, *(f"{losses[Pipeline][n]:.3f}" for n in (0, -1))],
+                [f"PipeDream: {count} updates a batch", 8 * count, *(f"{losses[PipeDream][n]:.3f}" for n in (0, -1))]],
+               note="not the same training: more updates, each from one sequence, with weights that are a little old")
 
 
 # ------------------------------------------------------------------------------------------------------- Break it
