@@ -14,6 +14,7 @@ those that led out of it, so a weight that is used inside and outside is counted
 Source: Griewank & Walther 2000; Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,12 @@ from minidist.backend import array_module
 from minidist.errors import GradientError
 from minidist.tape import Edge, Node, Op, saved
 from minidist.tensor import Parameter, Tensor, grad_mode, is_grad_enabled
+
+_thread = threading.local()     # `again`: whether this thread is in a retrace; ranks may be threads
+
+def computed_again() -> bool:
+    """Whether this is backward's second run of a stretch: what counts calls, and not work, leaves it out."""
+    return getattr(_thread, "again", False)
 
 
 def recompute(function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
@@ -62,8 +69,12 @@ class Stretch(Node):
         Raises:  GradientError if it did not use the same weights as often as the first time.
         """
         begin = Node(_STRETCH, [], {}, {}).order
-        with grad_mode(True):
-            result = self._saved["function"](*self._saved["args"], **self._saved["options"])
+        outer, _thread.again = computed_again(), True
+        try:
+            with grad_mode(True):
+                result = self._saved["function"](*self._saved["args"], **self._saved["options"])
+        finally:
+            _thread.again = outer
         edges = _edges_out(result.node, begin) if isinstance(result, Tensor) and result.node is not None else []
         if _weights(edges) != _weights(self.edges):
             raise GradientError(f"recompute: {_name(self._saved['function'])} used other weights the second time; "

@@ -181,6 +181,21 @@ def _(draw: Any) -> Case:
     return Case(lambda x: ops.take(x, index, dim=dim), [normal(draw, shape)])
 
 
+@case("add_rows")
+def _(draw: Any) -> Case:
+    count, n = draw(sizes), draw(st.integers(0, 4))
+    rows = np.random.default_rng(draw(seeds)).integers(0, count, size=n)
+    return Case(lambda x: ops.add_rows(x, rows, count=count), [normal(draw, (n, draw(sizes)))])
+
+
+@case("grouped_linear")
+def _(draw: Any) -> Case:
+    counts = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
+    k, n = draw(sizes), draw(sizes)
+    return Case(lambda x, w: ops.grouped_linear(x, w, counts=counts),
+                [normal(draw, (sum(counts), k)), normal(draw, (len(counts), k, n))])
+
+
 @case("concat")
 def _(draw: Any) -> Case:
     shape = [draw(sizes), draw(sizes)]

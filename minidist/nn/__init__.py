@@ -9,8 +9,10 @@ from minidist.nn.hooks import Handle
 from minidist.nn.linear import Linear
 from minidist.nn.mlp import MLP
 from minidist.nn.module import Module
+from minidist.nn.moe import Mixture, MixtureConfig, mixture
 from minidist.nn.norm import LayerNorm, RMSNorm
 from minidist.nn.weights import Init, Weight
 
 __all__ = ["GPT", "MLP", "Block", "CausalSelfAttention", "Dropout", "DropoutKey", "Embedding", "GPTConfig", "Handle",
-           "Init", "LayerNorm", "Linear", "Module", "RMSNorm", "Weight"]
+           "Init", "LayerNorm", "Linear", "Mixture", "MixtureConfig", "Module", "RMSNorm", "Weight",
+           "mixture"]

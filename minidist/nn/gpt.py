@@ -47,7 +47,7 @@ class Block(Module):
 
     def forward(self, x: Tensor, positions: Array, key: DropoutKey | None = None) -> Tensor:
         x = x + self.dropout_attention(self.attention(self.norm_attention(x), positions), key)
-        return x + self.dropout_mlp(self.mlp(self.norm_mlp(x)), key)
+        return x + self.dropout_mlp(self.mlp(self.norm_mlp(x), key), key)
 
 
 class GPT(Module):

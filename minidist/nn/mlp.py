@@ -4,6 +4,7 @@ from typing import Any
 
 from minidist import ops
 from minidist.errors import ConfigError
+from minidist.nn.dropout import DropoutKey
 from minidist.nn.linear import Linear
 from minidist.nn.module import Module
 from minidist.tensor import Tensor
@@ -23,6 +24,7 @@ class MLP(Module):
         self.up = Linear(width, hidden, std=std, dtype=dtype)
         self.down = Linear(hidden, width, std=std if out_std is None else out_std, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
+        """The key is for what may stand here instead (moe.py)."""
         inner = ops.gelu(self.up(x)) if self.gate is None else ops.silu(self.gate(x)) * self.up(x)
         return self.down(inner)

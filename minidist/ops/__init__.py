@@ -10,6 +10,7 @@ How an op is written: tape.py.
 from minidist.ops.activation import gelu, log_softmax, relu, silu, softmax
 from minidist.ops.arithmetic import add, cast, div, exp, log, mul, neg, power, sqrt, sub, tanh, where
 from minidist.ops.attention import causal_attention, causal_attention_packed
+from minidist.ops.experts import add_rows, grouped_linear
 from minidist.ops.gather import embedding, take
 from minidist.ops.linear import linear, matmul, unembed
 from minidist.ops.loss import cross_entropy
@@ -20,8 +21,8 @@ from minidist.ops.rotary import rotary
 from minidist.ops.shape import concat, getitem, reshape, split, transpose
 
 __all__ = [
-    "add", "cast", "causal_attention", "causal_attention_packed", "concat", "cross_entropy", "div", "dropout",
-    "embedding", "exp", "gelu", "getitem", "layer_norm", "linear", "log", "log_softmax", "matmul", "max", "mean", "mul",
-    "neg", "power", "relu", "reshape", "rms_norm", "rotary", "silu", "softmax", "split", "sqrt", "sub", "sum", "take",
-    "tanh", "transpose", "unembed", "var", "where",
+    "add", "add_rows", "cast", "causal_attention", "causal_attention_packed", "concat", "cross_entropy", "div",
+    "dropout", "embedding", "exp", "gelu", "getitem", "grouped_linear", "layer_norm", "linear", "log", "log_softmax",
+    "matmul", "max", "mean", "mul", "neg", "power", "relu", "reshape", "rms_norm", "rotary", "silu", "softmax", "split",
+    "sqrt", "sub", "sum", "take", "tanh", "transpose", "unembed", "var", "where",
 ]

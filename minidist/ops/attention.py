@@ -205,7 +205,7 @@ def _(node: Node, dy: Array) -> Array:
 
 def _by_head(x: Array, heads: int) -> Array:
     """(B, T, H·D) as (B, H, T, D): a view."""
-    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads).swapaxes(1, 2)
 
 
 def _unpack(qkv: Array, heads: int) -> tuple[Array, Array, Array]:

@@ -11,7 +11,7 @@ from minidist.tape import Node, Saved, op, saved
 _ONE_HOT_ROWS = 1024  # table rows summed by one matrix product on a GPU
 
 
-def _check(name: str, ids: Array, count: int) -> None:
+def check_positions(name: str, ids: Array, count: int) -> None:
     if ids.dtype.kind not in "iu":
         raise DtypeError(f"{name}: positions are integers, not {ids.dtype}")
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= count):
@@ -24,7 +24,7 @@ def embedding(table: Array, ids: Array) -> tuple[Array, Saved]:
     """table[ids]: (V, n), integers (…) -> (…, n)."""
     if table.ndim != 2:
         raise ShapeError(f"embedding: the table has shape (vocabulary, width), not {table.shape}")
-    _check("embedding", ids, len(table))
+    check_positions("embedding", ids, len(table))
     return array_module(table).take(table, ids, axis=0), saved(ids=ids)
 
 
@@ -59,7 +59,7 @@ def take(x: Array, index: Array, *, dim: int = 0) -> tuple[Array, Saved]:
     """Slices of x along `dim` at the integer positions `index` (any shape, no gradient)."""
     if not -x.ndim <= dim < x.ndim:
         raise ShapeError(f"take: no dim {dim} in x {x.shape}")
-    _check("take", index, x.shape[dim])
+    check_positions("take", index, x.shape[dim])
     return array_module(x).take(x, index, axis=dim), saved(index=index)
 
 

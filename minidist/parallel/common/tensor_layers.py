@@ -15,7 +15,7 @@ from minidist import ops
 from minidist.backend import Array, array_module
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.group import Group
-from minidist.nn import MLP, Embedding, Linear, Module, Weight
+from minidist.nn import MLP, DropoutKey, Embedding, Linear, Module, Weight
 from minidist.nn.output import Output
 from minidist.ops import collectives
 from minidist.ops.vocabulary import split_cross_entropy
@@ -98,8 +98,8 @@ class SplitMLP(MLP):
         self.up = ColumnLinear(mlp.up, tp, enter=False)             # type: ignore[assignment]
         self.down = RowLinear(mlp.down, tp)                         # type: ignore[assignment]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.region.enter(x))
+    def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
+        return super().forward(self.region.enter(x), key)
 
 
 class SplitEmbedding(Embedding):

@@ -1,0 +1,277 @@
+"""Mixture of experts: in place of one MLP there are many, and each token goes through a few of them.
+
+    model = mixture(GPT(config), MixtureConfig(experts=8, top_k=2))
+    model.initialize(seed=0)
+
+A gate scores the experts for each token; the k best compute, and their results, weighted by the gate's probabilities,
+add up. So a model has many weights and uses few of them on a token.
+
+    x (B, T, h) ── gate ── + noise ── softmax ── p (B, T, E) ── top k of p + bias ── capacity ── rows by expert
+    y = Σ over the token's kept experts e of  p[e] · expert_e(x)  +  Σ of shared experts(x)
+
+Nothing depends on how the batch is cut into parts: capacity, dropping and balance loss are of one sequence, noise is
+keyed by (layer, seed, step, global token), and loads are summed over the whole step before biases move.
+
+Source:  Shazeer et al. 2017 (1701.06538), noisy top-k; Fedus et al. 2021 (2101.03961), capacity and balance loss;
+         Dai et al. 2024 (2401.06066), shared experts; Wang et al. 2024 (2408.15664), balance by bias alone.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minidist import backend, ops
+from minidist.backend import LOW_PRECISION, Array, array_module, random_normal, to_host
+from minidist.errors import ConfigError
+from minidist.nn.dropout import DropoutKey
+from minidist.nn.gpt import GPT, STD
+from minidist.nn.linear import Linear
+from minidist.nn.mlp import MLP
+from minidist.nn.module import Module
+from minidist.nn.output import Output
+from minidist.nn.weights import ZEROS, Init, Weight
+from minidist.ops.experts import places_in_runs, top_positions
+from minidist.recompute import computed_again
+from minidist.tensor import Tensor, is_grad_enabled
+
+BALANCES = ("loss", "bias", "none")
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """How tokens find experts.
+
+    Raises:  ConfigError, one line: which value does not work and what would.
+    """
+
+    experts: int
+    top_k: int = 2                  # experts a token
+    capacity: float | None = None   # places an expert and sequence, as a multiple of the even share; None: dropless
+    noise: float = 0.0              # deviation of what is added to the gate's scores in training
+    balance: str = "loss"           # what keeps experts evenly loaded: "loss", "bias" or "none"
+    balance_weight: float = 0.01    # of the balance loss
+    bias_rate: float = 0.001        # how far a bias moves in a step
+    shared: int = 0                 # experts that see every token, beside the others
+    hidden: int | None = None       # numbers inside an expert; None: as many as the MLP it replaces
+
+    def __post_init__(self) -> None:
+        if self.experts < 1 or not 1 <= self.top_k <= self.experts or self.shared < 0:
+            raise ConfigError(f"mixture: {self.experts} experts, top_k={self.top_k}, {self.shared} shared; needs 1 "
+                              f"expert or more, top_k from 1 to their number, and no fewer than 0 shared")
+        if self.capacity is not None and not self.capacity > 0.0:
+            raise ConfigError(f"mixture: capacity is {self.capacity!r}; it is above 0, or None to drop nothing")
+        if self.balance not in BALANCES:
+            raise ConfigError(f"mixture: balance is {self.balance!r}; choose one of {', '.join(BALANCES)}")
+        if min(self.noise, self.balance_weight, self.bias_rate) < 0.0 or self.hidden is not None and self.hidden < 1:
+            raise ConfigError(f"mixture: noise {self.noise!r}, balance_weight {self.balance_weight!r} and bias_rate "
+                              f"{self.bias_rate!r} are 0 or more, hidden {self.hidden!r} is 1 or more or None")
+
+    def places(self, tokens: int) -> int:
+        """How many of a sequence's tokens an expert takes."""
+        if self.capacity is None:
+            return tokens
+        return math.ceil(self.capacity * self.top_k * tokens / self.experts)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where a layer's tokens went: `chosen` (B, T, k), the experts, best first; `kept` (B, T, k), False if dropped."""
+
+    chosen: Array
+    kept: Array
+
+
+class Experts(Module):
+    """MLPs without biases whose weights are stacked, one after the other along the first dim."""
+
+    def __init__(self, count: int, width: int, hidden: int, *, activation: str, out_std: float, dtype: Any) -> None:
+        def stack(inputs: int, outputs: int, std: float) -> Weight:
+            return Weight((count, inputs, outputs), Init("normal", std), dtype=dtype)
+
+        self.gate = stack(width, hidden, STD) if activation == "silu" else None
+        self.up = stack(width, hidden, STD)
+        self.down = stack(hidden, width, out_std)
+
+    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Rows sorted by expert (R, width), and how many each expert has -> (R, width)."""
+        up = ops.grouped_linear(rows, self.up, counts=counts)
+        inner = ops.gelu(up) if self.gate is None else ops.silu(
+            ops.grouped_linear(rows, self.gate, counts=counts)) * up
+        return ops.grouped_linear(inner, self.down, counts=counts)      # type: ignore[no-any-return]
+
+
+class Mixture(Module):
+    """In place of a block's MLP: (B, T, width) -> (B, T, width).
+
+    Attributes: routing   of the newest forward
+                load      (2, experts) integers: tokens that chose each expert, and that it took, since the last
+                          `clear`, in training; a block computed again counts once
+                balance   the newest forward's balance loss, a sum over tokens, or None
+    Raises:  ConfigError when training with noise and without a key.
+    """
+
+    def __init__(self, model: GPT, config: MixtureConfig) -> None:
+        of_model, self.config = model.config, config
+        hidden = config.hidden or of_model.hidden
+        dtype, out_std = of_model.dtype, STD * (2 * of_model.layers) ** -0.5
+        self.scores = Linear(of_model.width, config.experts, bias=False, std=STD, dtype=dtype)
+        self.experts = Experts(config.experts, of_model.width, hidden, activation=of_model.activation,
+                               out_std=out_std, dtype=dtype)
+        self.shared = [MLP(of_model.width, hidden, activation=of_model.activation, std=STD, out_std=out_std,
+                           dtype=dtype) for _ in range(config.shared)]
+        self.bias: Weight | None = None
+        if config.balance == "bias":
+            low = backend.dtype(dtype) in LOW_PRECISION
+            self.bias = Weight((config.experts,), ZEROS, dtype="float32" if low else dtype)
+            self.bias.requires_grad = False         # no gradient moves it
+        self.routing: Routing | None = None
+        self.balance: Tensor | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Count loads from nothing."""
+        self.load = np.zeros((2, self.config.experts), np.int64)
+
+    def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
+        chances = ops.softmax(self._scores(x, key))
+        self.routing = self.route(chances.data)
+        self.balance = self._balance(chances) if self.training and self.config.balance == "loss" else None
+        y = self._apply(x, chances, self.routing)
+        for expert in self.shared:
+            y = y + expert(x)
+        return y
+
+    # --------------------------------------------------------------------------------------------------- the gate
+
+    def _scores(self, x: Tensor, key: DropoutKey | None) -> Tensor:
+        """(B, T, width) -> (B, T, experts), in float32 at least, with noise in training."""
+        scores = self.scores(x)
+        if scores.dtype in LOW_PRECISION:
+            scores = ops.cast(scores, "float32")
+        if not self.training or self.config.noise == 0.0:
+            return scores
+        if key is None:
+            raise ConfigError(f"mixture {self.path!r} with noise {self.config.noise} trains without a key; "
+                              f"pass key=DropoutKey(seed, step, tokens) to the model, or call model.eval()")
+        xp = array_module(scores.data)
+        tokens = xp.asarray(key.tokens, dtype="int64")
+        places = tokens[..., None] * self.config.experts + xp.arange(self.config.experts)
+        noise = random_normal(f"{self.path}/noise/{key.step}", key.seed, places, scores.dtype)
+        return scores + noise * scores.dtype.type(self.config.noise)
+
+    def route(self, chances: Array) -> Routing:
+        """Who goes where: the k likeliest, biases added; of a sequence the first tokens, as far as there are places.
+
+        A token's place depends on no later token, as in a causal model it must not. Outside of training nothing falls.
+        """
+        xp, config = array_module(chances), self.config
+        rows, tokens, _ = chances.shape
+        chosen = top_positions(chances if self.bias is None else chances + self.bias.data, config.top_k)
+        kept = xp.ones(chosen.shape, bool)
+        if self.training and config.capacity is not None:
+            runs = (xp.arange(rows)[:, None, None] * config.experts + chosen).reshape(-1)
+            kept = (places_in_runs(runs) < config.places(tokens)).reshape(chosen.shape)
+        if self.training and is_grad_enabled() and not computed_again():
+            for number, ids in enumerate((chosen.reshape(-1), chosen[kept])):
+                self.load[number] += to_host(xp.bincount(ids, minlength=config.experts))
+        return Routing(chosen, kept)
+
+    def _balance(self, chances: Tensor) -> Tensor:
+        """Sum over tokens of weight · E · Σ_e f_e p_e: f the share of its sequence's choices that fell on e.
+
+        Of a sequence it is T · E · Σ f_e mean(p_e), which is T where all are equal; no gradient passes through f.
+        """
+        assert self.routing is not None
+        xp, (rows, tokens, experts) = array_module(chances.data), chances.shape
+        runs = (xp.arange(rows)[:, None, None] * experts + self.routing.chosen).reshape(-1)
+        counts = xp.bincount(runs, minlength=rows * experts).reshape(rows, 1, experts)
+        factor = counts * (self.config.balance_weight * experts / (self.config.top_k * tokens))
+        return ops.sum(chances * factor.astype(chances.dtype))      # type: ignore[no-any-return]
+
+    # ------------------------------------------------------------------------------------------------- the experts
+
+    def _apply(self, x: Tensor, chances: Tensor, routing: Routing) -> Tensor:
+        """Rows to their experts, sorted by expert and then by token; results back, weighted."""
+        xp, config, width = array_module(x.data), self.config, x.shape[-1]
+        count = x.size // width
+        where = xp.flatnonzero(routing.kept)
+        ids = routing.chosen.reshape(-1)[where]
+        order = xp.argsort(ids, kind="stable")
+        ids, tokens = ids[order], where[order] // config.top_k
+        counts = to_host(xp.bincount(ids, minlength=config.experts)).tolist()
+        weights = ops.take(chances.reshape(count * config.experts), tokens * config.experts + ids)
+        results = self.experts(ops.take(x.reshape(count, width), tokens), counts)
+        weights = ops.cast(weights, x.dtype) if weights.dtype != x.dtype else weights
+        y = ops.add_rows(results * weights.reshape(len(ids), 1), tokens, count=count)
+        return y.reshape(x.shape)       # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------------------- in a model
+
+class BalancedOutput(Output):
+    """The loss with the layers' balance losses added; else what it was.
+
+    A balance loss keeps what leads to it: of a block that backward computes again, all but the experts stays alive.
+    """
+
+    def __init__(self, output: Output, layers: Sequence[Mixture]) -> None:
+        self.output, self.layers = output, layers
+
+    def last(self, x: Tensor) -> Tensor:
+        """As the output's."""
+        return self.output.last(x)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """As the output's."""
+        return self.output.whole(logits)
+
+    def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
+        """Cross-entropies and balance losses, over `divisor` (default: the number of tokens)."""
+        loss = self.output.loss(logits, targets, divisor=divisor)
+        for layer in self.layers:
+            if layer.balance is not None:
+                loss = loss + layer.balance * (1.0 / (targets.size if divisor is None else divisor))
+        return loss
+
+
+def mixture(model: GPT, config: MixtureConfig) -> GPT:
+    """Put a mixture in place of every block's MLP, in place; then `model.initialize(seed)` draws.
+
+    Raises:  ConfigError if the weights are drawn already.
+    """
+    if any(getattr(parameter, "drawn", True) for parameter in model.parameters()):
+        raise ConfigError("mixture: the model's weights are drawn already; make it a mixture first")
+    for block in model.blocks:
+        block.mlp = Mixture(model, config)      # type: ignore[assignment]
+    model.output = BalancedOutput(model.output, mixtures(model))
+    model.assign_names()
+    return model
+
+
+def mixtures(model: Module) -> list[Mixture]:
+    """The mixtures of a model, first layer first."""
+    return [module for module in model.modules() if isinstance(module, Mixture)]
+
+
+def loads(model: Module) -> np.ndarray:
+    """Tokens that chose each expert, and that it took: (layers, 2, experts) integers, of this process since `clear`."""
+    layers = mixtures(model)
+    return np.stack([layer.load for layer in layers]) if layers else np.zeros((0, 2, 0), np.int64)
+
+
+def rebalance(model: Module, counted: np.ndarray) -> None:
+    """Move biases against the loads of a whole step, and count from nothing; call it once a step, after the update.
+
+    Who was chosen more often than the mean is liked less by bias_rate, the others more. No gradient is involved, and
+    the weights of the results are the gate's own.
+    Args:    counted: `loads` of the step, summed over all ranks that share the batch.
+    """
+    for layer, (chosen, _) in zip(mixtures(model), counted, strict=True):
+        if layer.bias is not None:
+            xp = array_module(layer.bias.data)
+            step = layer.config.bias_rate * np.sign(chosen.mean() - chosen)
+            layer.bias.data[...] += xp.asarray(step, layer.bias.dtype)
+        layer.clear()
