@@ -16,16 +16,18 @@ SIZES: dict[str, Any] = {"heads": 8, "width": 16, "vocabulary": 13}
 
 def train(world: Any, cut: Any, strategy_of: Any, changes: dict[str, Any], *, steps: int = 3, sequences: int = 3,
           clip: float | None = 0.5, accumulate: int = 1, checkpoint: str = "none", seed: int = 3,
-          precision: str | None = None, optimizer: Any = AdamW, spoil: Any = None) -> dict[str, Any]:
+          precision: str | None = None, optimizer: Any = AdamW, spoil: Any = None,
+          whole: bool | None = None) -> dict[str, Any]:
     """What a rank holds after some steps: whole and own weights, losses, what was sent, memory.
 
-    Args:    cut: makes the model a part of itself; strategy_of: trains it; not used on one rank.
+    Args:    cut: makes the model a part of itself; strategy_of: trains it; both not used if `whole` (on one rank).
              spoil: is given the cut model before its weights are drawn.
     """
     config = tiny(**{**SIZES, **changes})
+    whole = world.size == 1 if whole is None else whole
     with account.use(account.MemoryAccount()) as memory:
         model = GPT(config)
-        if world.size > 1:
+        if not whole:
             cut(model, world)
         if spoil is not None:
             spoil(model)
@@ -39,8 +41,7 @@ def train(world: Any, cut: Any, strategy_of: Any, changes: dict[str, Any], *, st
             return model.loss(part.inputs, part.targets, divisor, key=key)
 
         kind = {} if precision is None else {"precision": MixedPrecision(precision)}
-        strategy = (strategy_of if world.size > 1 else lambda model, _, **options: Single(model, **options))(
-            model, world, loss=loss, **kind)
+        strategy = (Single(model, loss=loss, **kind) if whole else strategy_of(model, world, loss=loss, **kind))
         update = optimizer(strategy.parameters, 1e-2)
         losses = []
         with world.ledger.during("step"):

@@ -34,14 +34,19 @@ def test_equals_one_process(size: int) -> None:
     check_job(size, {"dropout": 0.2}, {"sequences": 3, "checkpoint": "none"}, steps=3)
 
 
+def test_a_group_of_one_rank() -> None:
+    alone, serial = run(1, {}, whole=False)[0], run(1, {})[0]
+    assert difference(alone["weights"], serial["weights"]) < BOUND and along_the_axis([alone]) == 0
+
+
 def test_more_ranks_than_tokens() -> None:
     check_job(5, {"context": 3}, {"sequences": 2, "checkpoint": "all"}, steps=2)
 
 
-@pytest.mark.parametrize("transport", ["sockets", "mpi"])
-def test_same_bits_on_every_transport(transport: str) -> None:
+def test_same_bits_in_processes() -> None:
+    """Over sockets; over mpirun in the long run."""
     over_threads = run(3, GROUPED, steps=2)[0]
-    over_processes = md.run(sequence_in_processes, GROUPED, {"steps": 2}, size=3, transport=transport)[0]
+    over_processes = md.run(sequence_in_processes, GROUPED, {"steps": 2}, size=3, transport="sockets")[0]
     for name, array in over_threads["weights"].items():
         np.testing.assert_array_equal(over_processes["weights"][name], array, err_msg=name)
 
@@ -58,7 +63,7 @@ any_job = given(
         "checkpoint": st.sampled_from(["none", "scores", "all", "0"])}))
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @any_job
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     check_job(size, changes, options, steps=2)
@@ -135,7 +140,7 @@ def test_all_but_the_gathered_inputs_is_divided() -> None:
     """A block keeps (2 (h + 1) + inside) / P numbers a token, and 2 h that were gathered; computed again, h / P."""
     tokens, h = 2 * 16, 32
     for which in ("none", "all"):
-        each = {size: held(size, 3, which) - held(size, 2, which) for size in (1, 2, 4, 8)}
+        each = {size: held(size, 3, which) - held(size, 2, which) for size in (1, 2, 4)}
         whole = 8 * tokens * 2 * h if which == "none" else 0
         assert each == {size: whole + (each[1] - whole) // size for size in each}
         assert which == "none" or each[1] == 8 * tokens * h

@@ -55,6 +55,13 @@ def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
     assert len({tuple(rank["losses"]) for rank in ranks}) == 1
 
 
+def test_a_group_of_one_rank(serial: dict[str, Any]) -> None:
+    """Nothing to cut, nothing sent, the same weights."""
+    alone = run(1, {}, whole=False)[0]
+    assert difference(alone["weights"], serial["weights"]) < BOUND
+    assert sum(nbytes for verbs in alone["sent"].values() for nbytes in verbs.values()) == 0
+
+
 @pytest.mark.parametrize("transport", ["sockets", "mpi"])
 def test_same_bits_on_every_transport(transport: str) -> None:
     over_threads = run(3, GROUPED, steps=2)[0]
@@ -73,7 +80,7 @@ any_job = given(
         "checkpoint": st.sampled_from(["none", "scores", "all", "0"]), "optimizer": st.sampled_from([AdamW, SGD])}))
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @any_job
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     check_job(size, changes, options, steps=2)
@@ -286,6 +293,25 @@ def test_a_shard_draws_its_part_alone() -> None:
         np.testing.assert_array_equal(shard.draw(5), own)
         np.testing.assert_array_equal(shard.draw(5, range(3, 20)), own.reshape(-1)[3:20])
         np.testing.assert_array_equal(shard.draw(5, (slice(2, 4), [0, 5])), own[2:4, [0, 5]])
+
+    md.run(job, size=3)
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 1, "tied": True}], ids=str)
+def test_weights_in_the_serial_layout_are_cut_again(changes: dict[str, Any]) -> None:
+    """What one process saved, loaded by three ranks, comes out again; a part is refused."""
+    whole = GPT(tiny(**{**SIZES, **changes}))
+    whole.initialize(9)
+
+    def job(world: Any) -> None:
+        model = tensor_parallel(GPT(whole.config), world)
+        model.initialize(0)
+        strategy = TensorParallel(model, world)
+        strategy.load_state_dict(whole.state_dict())
+        for name, array in strategy.state_dict().items():
+            np.testing.assert_array_equal(array, whole.state_dict()[name], err_msg=name)
+        with pytest.raises(ShapeError, match=r"tokens.weight is \(\d, 16\), the whole weight \(13, 16\); load what"):
+            strategy.load_state_dict(model.state_dict())
 
     md.run(job, size=3)
 

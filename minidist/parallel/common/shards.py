@@ -14,7 +14,7 @@ import numpy as np
 from minidist import account
 from minidist.backend import Array, array_module
 from minidist.comm.group import Group
-from minidist.errors import GradientError
+from minidist.errors import GradientError, ShapeError
 from minidist.nn import Module, Weight
 from minidist.nn.weights import Part, positions_of
 from minidist.optim import sum_of_squares
@@ -75,6 +75,21 @@ def assemble(model: Module, own: Mapping[str, np.ndarray], group: Group) -> dict
                 state[name][where] = flat[start:start + math.prod(shape)].reshape(shape)
                 start += math.prod(shape)
     return state
+
+
+def cut(model: Module, whole: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """This rank's arrays of weights in the serial layout, for `model.load_state_dict`: what `assemble` put together.
+
+    Raises:  ShapeError for a weight of another shape than the whole one's; load_state_dict tells of names and dtypes.
+    """
+    own = dict(whole)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, WeightShard) and name in own:
+            if own[name].shape != parameter.whole:
+                raise ShapeError(f"{name} is {own[name].shape}, the whole weight {parameter.whole}; load what one "
+                                 f"process or state_dict saved, not a part")
+            own[name] = own[name][_mesh(parameter.parts[parameter.rank], parameter.whole)]
+    return own
 
 
 class Summand(NamedTuple):

@@ -1,5 +1,7 @@
 """The step of a model whose layers are divided between ranks that all see the whole batch."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from minidist.comm.group import Group
@@ -10,7 +12,7 @@ from minidist.parallel.common.flat import trainable
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
-from minidist.parallel.common.shards import WeightShard, add_up, assemble, squares_once, summands
+from minidist.parallel.common.shards import WeightShard, add_up, assemble, cut, squares_once, summands
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, zero_unused
 
 
@@ -43,6 +45,14 @@ class SplitModel:
         Cost:    an all-gather of each divided weight.
         """
         return assemble(self.model, self.precision.state_dict(self.model), self.group)
+
+    def load_state_dict(self, whole: Mapping[str, np.ndarray]) -> None:
+        """Take over weights in the serial layout, as `state_dict` or one process gave them: this rank its part.
+
+        Before the optimizer is made, in mixed precision: masters are copies of the weights as they were then.
+        Raises:  DataError, ShapeError if they are another model's; nothing changes then.
+        """
+        self.model.load_state_dict(cut(self.model, whole))
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
