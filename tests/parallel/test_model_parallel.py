@@ -26,14 +26,15 @@ def serial() -> dict[str, Any]:
     return md.run(train_stages, "single", CHANGES, size=1)[0]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
     ranks = md.run(train_stages, "model parallel", CHANGES, size=size)
     assert all(differ(rank, serial) < BOUND for rank in ranks)
     assert size == 1 or sum(len(rank["own"]) for rank in ranks) == len(serial["weights"]) + 1      # the table, twice
 
 
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", pytest.param("shm", marks=pytest.mark.soak),
+                                       pytest.param("mpi", marks=pytest.mark.soak)])
 def test_equals_one_process_on_every_transport(serial: dict[str, Any], transport: str) -> None:
     assert differ(md.run(train_stages, "model parallel", CHANGES, size=3, transport=transport)[0], serial) < BOUND
 
@@ -42,7 +43,7 @@ any_job = given(size=st.integers(1, 6), sequences=st.integers(1, 7), accumulate=
                 layers=st.integers(4, 7), tied=st.booleans(), positions=st.sampled_from(["learned", "rotary"]))
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @any_job
 def test_any_job(size: int, sequences: int, accumulate: int, layers: int, tied: bool, positions: str) -> None:
     """Also passes without a row."""

@@ -19,6 +19,7 @@ from minidist.optim import SGD, AdamW
 from minidist.parallel import pipeline as pipeline_module
 from minidist.parallel.common import layered
 from minidist.parallel.common import stages as stages_module
+from minidist.parallel.common.update import Part
 from minidist.parallel.common.worker import Worker, computes_of
 from minidist.parallel.mixed_precision import LossScale, MixedPrecision
 from minidist.parallel.pipeline import Pipeline
@@ -39,8 +40,8 @@ def serial() -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------- parallel equals serial
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("name", "size"), [*((name, size) for name in SCHEDULES for size in (2, 3)), ("gpipe", 1),
+                                            ("interleaved", 1), ("zb-h1", 5)])
 def test_equals_one_process(serial: dict[str, Any], name: str, size: int) -> None:
     """Microbatches of two rows and of one; weights at both ends; layers that do not divide."""
     ranks = md.run(train_stages, name, CHANGES, size=size)
@@ -62,7 +63,7 @@ any_job = given(size=st.integers(1, 5), name=st.sampled_from(SCHEDULES), microba
                     "positions": st.sampled_from(["learned", "rotary"]), "norm": st.sampled_from(["layer", "rms"])}))
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @any_job
 def test_any_job(size: int, name: str, microbatches: int, sequences: int, accumulate: int, chunks: int,
                  changes: dict[str, Any]) -> None:
@@ -156,22 +157,40 @@ def in_half_precision(world: Any, name: str, dtype: str, scale: float) -> dict[s
     return {"weights": strategy.state_dict(), "losses": losses, "skipped": precision.skipped}
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("float16", 2.0**10), ("float16", 2.0**22)])
+@pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("float16", 2.0**22)])
 def test_half_precision(dtype: str, scale: float) -> None:
     """As near to one process as rounding lets it be; all stages skip a step together where one overflows."""
     alone = md.run(in_half_precision, "single", dtype, scale, size=1)[0]
-    for name in ("1f1b", "zb-h1"):
-        ranks = md.run(in_half_precision, name, dtype, scale, size=3)
-        assert {rank["skipped"] for rank in ranks} == {alone["skipped"]} and (alone["skipped"] > 0) == (scale > 2**20)
-        # Adam's step is lr = 1e-3 whatever the gradient's size, and rounding may turn the sign of one near zero
-        assert difference(ranks[0]["weights"], alone["weights"]) < 3 * 2e-3
-        np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-2)
+    ranks = md.run(in_half_precision, "zb-h1", dtype, scale, size=3)
+    assert {rank["skipped"] for rank in ranks} == {alone["skipped"]} and (alone["skipped"] > 0) == (scale > 2**20)
+    # Adam's step is lr = 1e-3 whatever the gradient's size, and rounding may turn the sign of one near zero
+    assert difference(ranks[0]["weights"], alone["weights"]) < 3 * 2e-3
+    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "interleaved"])
+def test_evaluation_is_the_forwards_alone(name: str) -> None:
+    """The loss of one process, without dropout; nothing is kept, no weight has a gradient; training goes on."""
+    config = tiny(layers=6, dropout=0.5)
+    alone, batch = GPT(config), global_batch(0, 5, config)
+    alone.initialize(3)
+    expected = alone.eval().loss(*batch, 1.0).item()
+
+    def job(world: Any) -> float:
+        pipeline = Pipeline(GPT(config), world, make_schedule(name, world.size, 4), seed=3)
+        share = pipeline.evaluate(Part(*batch, first=0), divisor=1)
+        assert all(weight.grad is None for weight in pipeline.weights) and pipeline.model.training
+        assert account.current().now["activations"] <= 2 * batch[0].base.nbytes
+        return share
+
+    shares = md.run(job, size=3)
+    assert shares[:2] == [0.0, 0.0] and shares[2] == pytest.approx(expected, rel=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------------ what it costs
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("size", "tied"), [(1, True), (2, True), (3, False)])
+@pytest.mark.parametrize(("name", "size", "tied"), [*((name, 3, False) for name in SCHEDULES), ("1f1b", 1, True),
+                                                    ("1f1b", 2, True), ("interleaved", 2, True)])
 def test_bytes_are_the_formula(name: str, size: int, tied: bool) -> None:
     steps, changes = 2, {"layers": 6, "tied": tied}
     config, ranks = tiny(**changes), md.run(
@@ -204,12 +223,11 @@ def activations(world: Any, name: str, microbatches: int) -> tuple[int, int]:
 def test_activations_are_those_of_the_microbatches_held(name: str) -> None:
     """To the byte: a peak with k held is that with one, and k - 1 times what each adds; the ids of the batch apart."""
     one, two = md.run(activations, "gpipe", 1, size=3), md.run(activations, "gpipe", 2, size=3)
-    for microbatches in (2, 5):
-        held = peak_held(make_schedule(name, 3, microbatches))
-        for rank, (peak, left) in enumerate(md.run(activations, name, microbatches, size=3)):
-            each = two[rank][0] - one[rank][0]
-            assert peak == one[rank][0] + (held[rank] - 1) * each
-            assert left == 0
+    held = peak_held(make_schedule(name, 3, 5))
+    for rank, (peak, left) in enumerate(md.run(activations, name, 5, size=3)):
+        each = two[rank][0] - one[rank][0]
+        assert peak == one[rank][0] + (held[rank] - 1) * each
+        assert left == 0
 
 
 def test_zero_bubble_holds_no_more_than_1f1bs_first_stage() -> None:
@@ -267,8 +285,8 @@ def slept(schedule: Schedule, unit: float, transport: str = "threads") -> list[S
             md.run(sleep_through, schedule, unit, size=schedule.ranks, transport=transport)[0]]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets"])
+@pytest.mark.parametrize(("name", "transport"), [*((name, "threads-unbuffered") for name in SCHEDULES),
+                                                 ("interleaved", "sockets"), ("zb-h1", "shm")])
 def test_the_measured_timeline_is_the_schedule(name: str, transport: str) -> None:
     """Each message is the right one (the sleepers look), every dependency holds, each rank computes in its order."""
     schedule = make_schedule(name, 3, 4)
@@ -280,15 +298,17 @@ def test_the_measured_timeline_is_the_schedule(name: str, transport: str) -> Non
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_measured_bubble_is_the_ideal_one(name: str) -> None:
-    """Stages that sleep; the best of three, for the machine may have other work."""
-    schedule, best = make_schedule(name, 3, 3), 1.0
+    """Stages that sleep. Several runs, for a machine with other work wakes them late; a worker that waits where it
+    must not is late in all of them.
+    """
+    schedule, nearest = make_schedule(name, 3, 3), 1.0
     ideal = clock_of(schedule, Times()).bubble
-    for _ in range(3):
-        spans = slept(schedule, 0.006)
-        best = min(best, Clock(3, tuple(spans)).bubble)
-        if abs(best - ideal) < 0.05:
+    for _ in range(8):
+        bubble = Clock(3, tuple(slept(schedule, 0.006))).bubble
+        nearest = min(nearest, bubble, key=lambda value: abs(value - ideal))
+        if abs(nearest - ideal) < 0.05:
             break
-    assert ideal - 0.05 < best < ideal + 0.15
+    assert abs(nearest - ideal) < 0.05
 
 
 # ----------------------------------------------------------------------------------------------------------- mistakes

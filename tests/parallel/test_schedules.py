@@ -27,7 +27,7 @@ from minidist.parallel.schedules import (
 any_schedule = given(st.sampled_from([*ORDERS]), st.integers(1, 9), st.integers(1, 12), st.integers(1, 4))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @any_schedule
 def test_every_schedule_is_right_and_as_long_as_its_formula(name: str, ranks: int, microbatches: int, v: int) -> None:
     check_one(name, ranks, microbatches, v)
@@ -175,7 +175,7 @@ def test_the_deadlock_is_named_by_the_clock_too() -> None:
         clock_of(BROKEN["deadlock"][0])
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(any_place=st.integers(0, 10**6), ranks=st.integers(1, 4), microbatches=st.integers(1, 4),
        name=st.sampled_from([*ORDERS]))
 def test_nothing_can_be_left_out(any_place: int, ranks: int, microbatches: int, name: str) -> None:

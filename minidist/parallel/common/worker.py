@@ -8,7 +8,7 @@ begins to arrive while the present one computes; what was computed leaves while 
     arrives      activation 3 ------>  gradient 0 -------->
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from minidist.backend import Array
@@ -28,6 +28,7 @@ from minidist.parallel.schedules import (
     RecvActivation,
     RecvGradient,
     Schedule,
+    SendActivation,
     received_as,
     sent_as,
 )
@@ -76,8 +77,15 @@ class Worker:
 
     def run(self, work: Work) -> None:
         """Once through the list. Returns when all has been computed and has left."""
-        instructions = [instruction for instruction in self.schedule.lists[self.group.rank]
-                        if not work.skips(instruction.microbatch)]
+        self._carry_out(work, self.schedule.lists[self.group.rank])
+
+    def run_forwards(self, work: Work) -> None:
+        """The list's forwards and their messages alone: to evaluate. What is left of a right list is right."""
+        self._carry_out(work, [instruction for instruction in self.schedule.lists[self.group.rank]
+                               if isinstance(instruction, (Forward, SendActivation, RecvActivation))])
+
+    def _carry_out(self, work: Work, whole: Sequence[Instruction]) -> None:
+        instructions = [instruction for instruction in whole if not work.skips(instruction.microbatch)]
         for place, instruction in enumerate(instructions):
             if isinstance(instruction, COMPUTES):
                 self._start_receives(work, instructions[place + 1:])
