@@ -22,7 +22,7 @@ from minidist.comm.arrays import Place, address_of
 from minidist.comm.device import Side
 from minidist.comm.ledger import Event
 from minidist.comm.native import Native
-from minidist.comm.signature import Block, Shape, Signature, dtype_code, mismatch, pack_block, unpack
+from minidist.comm.signature import Block, Shape, Signature, block_behind, dtype_code, mismatch, pack_block, unpack
 from minidist.comm.transport import Handle, Reduce, Tag, Transport
 from minidist.comm.waits import Purpose
 from minidist.errors import MismatchError
@@ -65,8 +65,8 @@ class Call(Purpose):
         self._transport: Transport = group.transport
         self.board = group.board
         self.world_ranks, self._tag = group.world_ranks, Tag(group.id, COLLECTIVE)
-        self.side, self.origin = side, device
-        self._begun, self._done = None if side is None else side.begin(), None
+        self.side, self.origin, self._done = side, device, None
+        self._begun = None if side is None else side.begin()
         self._key, where = self.signature.pack()
         self._meta = self._key + where
         self._nbytes = self._messages = 0
@@ -106,7 +106,7 @@ class Call(Purpose):
 
         def accept(meta: bytes, nbytes: int) -> np.ndarray:
             if not meta.startswith(key):
-                self._compare(unpack(meta)[0], src)
+                self._compare(meta, src)
             if nbytes != into.nbytes:
                 raise self._refusal(MismatchError(
                     f"rank {self.world_ranks[self.rank]} in {self.signature.describe()} expects {into.nbytes} bytes "
@@ -136,8 +136,8 @@ class Call(Purpose):
     def start_send_block(self, dst: int, block: np.ndarray, *, step: int | None = None,
                          chunk: int | None = None) -> Handle:
         """As start_send, with dtype, shape and device in the header."""
-        meta = self._meta + pack_block(block.dtype, block.shape, self.origin or "cpu")
-        return self._start_send(dst, block, meta, step, chunk)
+        header = pack_block(block.dtype, block.shape, self.origin or "cpu")
+        return self._start_send(dst, block, self._meta + header, step, chunk)
 
     def send_block(self, dst: int, block: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> None:
         """start_send_block and wait."""
@@ -148,11 +148,9 @@ class Call(Purpose):
         arrived: list[np.ndarray] = []
 
         def accept(meta: bytes, nbytes: int) -> np.ndarray:
-            theirs, block = unpack(meta)
-            if not meta.startswith(self._key):
-                self._compare(theirs, src)
+            block = self._block_in(meta, src)
             if block is None:
-                raise self._mismatch(theirs, src)
+                raise self._mismatch(meta, src)
             self.device, self.origin = self.device or block.device, block.device
             arrived.append(place(block.shape, block.dtype))
             return arrived[0].reshape(-1)
@@ -212,7 +210,8 @@ class Call(Purpose):
                    lent: Arrays = ()) -> list[tuple[Block | None, np.ndarray]]:
         """The first show() of a call whose ranks do not know each other's shapes: of bytes of `block`, or lent."""
         header = b"" if block is None else pack_block(block.dtype, block.shape, self.device or "cpu")
-        told = [(unpack(theirs)[1], shown) for theirs, shown in self._show(self._meta + header, arrays, lent)]
+        told = [(self._block_in(theirs, rank), shown)
+                for rank, (theirs, shown) in enumerate(self._show(self._meta + header, arrays, lent))]
         self.device = self.device or next((theirs.device for theirs, _ in told if theirs is not None), None)
         return told
 
@@ -227,10 +226,9 @@ class Call(Purpose):
         if lent:
             arrays = [*arrays, np.array([address_of(array) for array in lent], np.uint64)]
         shown = self.board.show(meta, arrays)
-        if meta:  # said once a call
-            for rank, (theirs, _) in enumerate(shown):
-                if not theirs.startswith(self._key):
-                    self._compare(unpack(theirs)[0], rank)
+        for rank, (theirs, _) in enumerate(shown if meta else ()):  # said once a call
+            if not theirs.startswith(self._key):
+                self._compare(theirs, rank)
         return shown
 
     def native(self) -> Native:
@@ -240,7 +238,7 @@ class Call(Purpose):
         return library.native(self.signature.group, self.world_ranks)
 
     def count(self, nbytes: int) -> None:
-        """Count a message that leaves by another way than start_send: what is shown, or handed to `native`."""
+        """Count a message, however it leaves: sent, shown, or handed to `native`."""
         self._nbytes += nbytes
         self._messages += 1
 
@@ -249,24 +247,30 @@ class Call(Purpose):
         return account.current().hold(np.empty(length, dtype), "communication")
 
     def _start_send(self, dst: int, array: np.ndarray, meta: bytes, step: int | None, chunk: int | None) -> Handle:
-        self._nbytes += array.nbytes
-        self._messages += 1
+        self.count(array.nbytes)
         peer = self.world_ranks[dst]
         if not self.ledger.subscribers:
             return self._transport.start_send(peer, self._tag, array.reshape(-1), meta)
         start = time.perf_counter()
         handle = self._transport.start_send(peer, self._tag, array.reshape(-1), meta)
-        label = "" if chunk is None else f"c{chunk}"
         return Told(handle, lambda: self._publish("message", start, {
-            "src": self.world_ranks[self.rank], "dst": peer, "nbytes": array.nbytes, "label": label, "step": step,
-            "chunk": chunk}))
+            "src": self.world_ranks[self.rank], "dst": peer, "nbytes": array.nbytes, "step": step, "chunk": chunk,
+            "label": "" if chunk is None else f"c{chunk}"}))
 
-    def _compare(self, theirs: Signature, src: int) -> None:
-        if not theirs.agrees(self.signature):
-            raise self._mismatch(theirs, src)
+    def _block_in(self, meta: bytes, src: int) -> Block | None:
+        """What the header of a message in this call says that it brings."""
+        if meta.startswith(self._key):
+            return block_behind(meta[len(self._key):])
+        self._compare(meta, src)
+        return unpack(meta)[1]
 
-    def _mismatch(self, theirs: Signature, src: int) -> MismatchError:
-        return self._refusal(mismatch(self.signature, self.world_ranks[self.rank], theirs, self.world_ranks[src]))
+    def _compare(self, meta: bytes, src: int) -> None:
+        if not unpack(meta)[0].agrees(self.signature):
+            raise self._mismatch(meta, src)
+
+    def _mismatch(self, meta: bytes, src: int) -> MismatchError:
+        mine, theirs = self.world_ranks[self.rank], self.world_ranks[src]
+        return self._refusal(mismatch(self.signature, mine, unpack(meta)[0], theirs))
 
     def _refusal(self, error: MismatchError) -> MismatchError:
         """`error`, of which every other rank of the group has been told: it may hear from no rank that disagrees."""
@@ -288,12 +292,8 @@ class Told(Handle):
 
     def wait(self) -> None:
         self._handle.wait()
-        tell, self._tell = self._tell, _say_nothing
+        tell, self._tell = self._tell, lambda: None
         tell()
 
     def done(self) -> bool:
         return self._handle.done()
-
-
-def _say_nothing() -> None:
-    """What a send that has been told says when it is waited for again."""

@@ -58,8 +58,9 @@ class Block(NamedTuple):
     device: str
 
 
+@lru_cache(maxsize=256)
 def pack_block(dtype: np.dtype, shape: tuple[int, ...], device: str) -> bytes:
-    """The third object of a header."""
+    """The third object of a header. Remembered, as all parts of a call mostly have one shape."""
     return msgpack.packb((dtype_code(dtype), shape, device))
 
 
@@ -104,17 +105,37 @@ def unpack(meta: bytes) -> tuple[Signature, Block | None]:
 
     Raises: MismatchError if the header is not one of ours.
     """
-    unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=len(meta) or 1)
-    unpacker.feed(meta)
     try:
-        key, where, *block = unpacker
-        signature = Signature._make((*key, where))
-        if not block:
-            return signature, None
-        code, shape, device = block[0]
-        return signature, Block(dtype_of(code), shape, device)
+        key, where, *block = _objects(meta)
+        return Signature._make((*key, where)), _block(block)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MismatchError(f"a message whose header is not a call's: {meta[:80]!r}") from error
+
+
+@lru_cache(maxsize=256)
+def block_behind(rest: bytes) -> Block | None:
+    """The block of a header whose key is known, from what follows that. Remembered: it is the same in every step.
+
+    Raises: MismatchError if the header is not one of ours.
+    """
+    try:
+        _where, *block = _objects(rest)
+        return _block(block)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise MismatchError(f"a message whose header is not a call's: it ends in {rest[:80]!r}") from error
+
+
+def _objects(data: bytes) -> list[Any]:
+    unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=len(data) or 1)
+    unpacker.feed(data)
+    return list(unpacker)
+
+
+def _block(objects: list[Any]) -> Block | None:
+    if not objects:
+        return None
+    code, shape, device = objects[0]
+    return Block(dtype_of(code), shape, device)
 
 
 def mismatch(mine: Signature, my_rank: int, theirs: Signature, their_rank: int) -> MismatchError:

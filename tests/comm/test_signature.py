@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist.comm.signature import Signature, dtype_code, dtype_of, pack_block, unpack
+from minidist.comm.signature import Signature, block_behind, dtype_code, dtype_of, pack_block, unpack
 from minidist.errors import DtypeError, MismatchError
 
 
@@ -33,6 +33,16 @@ def test_headers_lead_back():
     theirs, block = unpack(key + where + pack_block(np.dtype(ml_dtypes.bfloat16), (0, 3), "cuda"))
     assert theirs == signature()
     assert block == (np.dtype(ml_dtypes.bfloat16), (0, 3), "cuda")
+
+
+def test_the_block_behind_a_known_key():
+    _key, where = signature().pack()
+    assert block_behind(where) is None
+    for shape in ((0, 3), (3, 0), (0, 3)):
+        assert block_behind(where + pack_block(np.dtype("f4"), shape, "cpu")) == (np.dtype("f4"), shape, "cpu")
+    for rest in (b"", where[:-1], where + b"\x01"):
+        with pytest.raises(MismatchError, match="not a call's"):
+            block_behind(rest)
 
 
 @given(st.binary(max_size=60))

@@ -52,6 +52,16 @@ def test_sample(verb, data):
     examine(data.draw(calls(verb, "shared", "shm")), run_shm)
 
 
+@settings(max_examples=25)
+@given(data=st.data())
+def test_sample_of_short_arrays_in_chunks(data):
+    """Arrays that every rank would add by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (shared, costs):
+            patch.setattr(module, "DIRECT_BYTES", -1)
+        examine(data.draw(calls("all_reduce", "shared", "shm")), run_shm)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("verb", SHARED)
