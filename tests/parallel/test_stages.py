@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from training import global_batch, tiny
 
 import minidist as md
+from minidist import account
 from minidist.errors import ShardError
 from minidist.nn import GPT
 from minidist.parallel.common.stages import Stages, balanced_layers, hollow, measured_costs
@@ -76,6 +77,17 @@ def test_a_hollow_tensor_goes_backward_like_a_full_one() -> None:
         grads.append(x.grad)
         assert y.shape == (2, 3)
     np.testing.assert_array_equal(*grads)
+
+
+def test_a_hollow_tensor_keeps_no_numbers() -> None:
+    held = []
+    for make in (lambda y: y, hollow):
+        with account.use(account.MemoryAccount()) as memory:
+            x = tensor(np.ones((100, 100)), requires_grad=True)
+            y = make(x + x)
+            held.append(memory.now["activations"])
+            assert y.shape == (100, 100)
+    assert held[0] - held[1] == 100 * 100 * 8
 
 
 def test_measured_costs_are_rank_0s() -> None:
