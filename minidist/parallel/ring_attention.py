@@ -25,7 +25,7 @@ pairs, two of which a mask halves. Blocks are cut as numpy.array_split does; any
 
     weights      whole on all ranks; gradients, each of the own tokens, are all-reduced
     positions    of the own tokens, in the whole sequence: rotary angles, learned positions
-    activations  those of T/P tokens, and at most three pieces of keys and values on their way
+    activations  those of T/P tokens, and at most five pieces on their way: two of keys and values, three of gradients
 
 Backward goes round once more, and the gradients of a piece travel with it: each rank adds what its queries contribute,
 and after P hops they are home. (A rank could keep its own contribution and send one piece less, 2 blocks of 4P - 2,
@@ -103,13 +103,12 @@ def pass_on(group: Group, array: Array, tokens: int) -> Pending:
     return group.start_exchange(array, (group.rank + 1) % group.size, (group.rank - 1) % group.size, out=room)
 
 
-def around(group: Group, own: Array, length: int) -> Iterator[tuple[int, Array]]:
-    """(whose, piece) for each rank's piece of keys and values, the own first: (2, B, H_kv, tokens, D).
+def around(group: Group, piece: Array, length: int) -> Iterator[tuple[int, Array]]:
+    """(whose, piece) for each rank's piece of keys and values, beginning with the own: (2, B, H_kv, tokens, D).
 
     The next one comes, and this one leaves, while the caller computes with it; it must not be written to.
     Cost:    P - 1 messages.
     """
-    piece = own
     for hop in range(group.size):
         source, after = (group.rank - hop) % group.size, (group.rank - hop - 1) % group.size
         last = hop == group.size - 1
@@ -127,8 +126,8 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
 
     (B, H, own, D), (B, H_kv, own, D) twice -> (B, H, own, D); every rank calls it, and backward, in the same order.
     Cost:    over all ranks, in pieces of B·length·H_kv·D numbers: 2(P-1) forward, 4P-2 backward (none for P = 1).
-             Memory: B·H·own numbers beside q, k, v and the result; while it runs two pieces of keys and values, in
-             backward three and two of gradients.
+             Memory: B·H·own numbers beside q, k, v and the result; while it runs two pieces of keys and values, and
+             in backward three of their gradients.
     Raises:  ShapeError if this rank's tokens are not as many as `zigzag` says.
     """
     check_shapes("ring_attention", q, k, v)
@@ -160,6 +159,7 @@ def _gradients(node: Node, dy: Array) -> dict[str, Array]:
             backward.add(keys_all[:, :, keys], values_all[:, :, keys], queries, dk, dv, causal=causal)
         if coming is not None:
             gradients += coming.wait()          # of this piece, from the ranks that had it before
+            coming = None                       # and the memory of what has come and gone
         if group.size > 1:
             after = (source - 1) % group.size   # whose gradients the previous rank passes on meanwhile
             coming = pass_on(group, gradients, len(zigzag(length, after, group.size)))

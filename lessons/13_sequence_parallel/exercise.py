@@ -1,0 +1,51 @@
+"""Exercise 13: which blocks a rank has, the online softmax, the positions, and what goes round.
+
+Copy this file (`minidist lesson 13 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
+`minidist check 13 DIR/exercise_13.py`. A sequence is cut in 2·ranks blocks, numbered from 0 (section 3).
+"""
+
+import numpy as np
+
+from minidist.teaching import hole
+
+
+def blocks_of(rank, ranks):
+    """The numbers of a rank's two blocks, the earlier one first."""
+    return [rank, hole(1, "as far from the end as the first is from the beginning", rank, ranks)]
+
+
+def tokens_of(length, rank, ranks):
+    """The positions in the whole sequence of a rank's tokens: (own,) integers."""
+    blocks = np.array_split(np.arange(length), 2 * ranks)
+    return np.concatenate([blocks[number] for number in blocks_of(rank, ranks)])
+
+
+def multiplied(query_block, key_block):
+    """Whether queries of one block look at keys of another, or of their own, at all: causal."""
+    return hole(2, "which of the two must not lie ahead of the other?", query_block, key_block)
+
+
+def update(top, total, y, scores, v):
+    """One more piece of keys: the online softmax (section 1). Returns the new top, total and y.
+
+    Args:    top, total: (queries, 1), the maximum and the sum so far; y: (queries, D), the weighted sum so far.
+             scores: (queries, keys) of the new piece; v: its values (keys, D).
+    """
+    now = hole(3, "the maximum over all keys so far: (queries, 1)", top, scores)
+    p = np.exp(scores - now)
+    shrink = hole(4, "what makes sums under the old maximum sums under the new one", top, now)
+    total = hole(5, "the sum over all keys so far", total, shrink, p)
+    y = hole(6, "the weighted sum over all keys so far", y, shrink, p, v)
+    return now, total, y
+
+
+def positions_for_rotary(length, rank, ranks):
+    """What `rotary` is given with a rank's queries and keys: (own,) integers."""
+    return hole(7, "the angle between a query and a key tells how far apart they are in the whole sequence")
+
+
+def blocks_sent(ranks):
+    """What a rank sends for attention (forward, backward), in blocks of its own tokens' keys, or values: section 4."""
+    forward = hole(8, "keys and values: how many hops?", ranks)
+    backward = hole(9, "the same again, and their gradients, which must also come home", ranks)
+    return forward, backward

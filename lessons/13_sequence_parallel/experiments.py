@@ -1,0 +1,125 @@
+"""What lesson 13 and its figure share: a small model cut in three ways, its costs, and the ring walked by hand."""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from minidist import account
+from minidist.backend import random_bits, random_uniform
+from minidist.nn import GPT, GPTConfig
+from minidist.ops.online_attention import Running
+from minidist.optim import AdamW
+from minidist.parallel import ring_attention, sequence_parallel, ulysses
+from minidist.parallel.activations import forget_scores
+from minidist.parallel.single import Single
+
+NAMES = ("sequence", "ring", "all-to-all")
+TITLES = {"sequence": "sequence (Megatron's)", "ring": "ring attention", "all-to-all": "all-to-all attention"}
+CUTS: dict[str, Any] = {"sequence": (sequence_parallel.sequence_parallel, sequence_parallel.SequenceParallel),
+                        "ring": (ring_attention.context_parallel, ring_attention.ContextParallel),
+                        "all-to-all": (ulysses.ulysses, ulysses.ContextParallel)}
+SEQUENCES = 2
+
+
+def config_for(ranks: int, context: int) -> GPTConfig:
+    """Two blocks with rotary positions and a head for every rank, in float64."""
+    heads = max(8, ranks)
+    return GPTConfig(vocabulary=max(32, ranks), context=context, layers=2, width=4 * heads, heads=heads,
+                     positions="rotary", dtype="float64")
+
+
+def global_batch(config: GPTConfig, step: int, sequences: int = SEQUENCES) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, targets), each (sequences, context): the same on every rank."""
+    bits = random_bits(f"lesson 13, batch {step}", 0, range(sequences * (config.context + 1)))
+    ids = (bits % np.uint64(config.vocabulary)).astype(np.int64).reshape(sequences, config.context + 1)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def strategy_for(group: Any, config: GPTConfig, name: str) -> Any:
+    """A model cut so and its strategy; "one process" is not cut."""
+    model = GPT(config)
+    if name == "one process" or group.size == 1:
+        model.initialize(0)
+        return Single(model)
+    cut, strategy = CUTS[name]
+    cut(model, group)
+    model.initialize(0)
+    return strategy(model, group)
+
+
+def train(group: Any, config: GPTConfig, name: str, steps: int, phase: str = "lesson 13") -> Any:
+    """The strategy after some steps; what it sent is counted under `phase`."""
+    strategy = strategy_for(group, config, name)
+    optimizer = AdamW(strategy.parameters, 1e-2)
+    for step in range(steps):
+        with group.ledger.during(phase):
+            strategy.step(global_batch(config, step), optimizer, clip=0.5)
+    return strategy
+
+
+def peaks(group: Any, config: GPTConfig, name: str, *, limit: int | None = None) -> dict[str, int]:
+    """Peak bytes of this rank in forward and backward of one sequence."""
+    with account.use(account.MemoryAccount(limit=limit)) as memory:
+        strategy = strategy_for(group, config, name)
+        forget_scores(strategy.model)
+        memory.reset_peak()
+        strategy.model.loss(*global_batch(config, 0, sequences=1)).backward()
+        return memory.peak
+
+
+def formula(group: Any, config: GPTConfig, name: str, parameters: int) -> int:
+    """Numbers that all ranks send in a step, by the module's own formula."""
+    if group.size == 1:
+        return 0
+    if name == "sequence":
+        return sequence_parallel.elements_sent(config, ranks=group.size, sequences=SEQUENCES)
+    module: Any = ring_attention if name == "ring" else ulysses
+    return module.elements_sent(config, parameters, ranks=group.size,       # type: ignore[no-any-return]
+                                sequences=SEQUENCES)
+
+
+# ------------------------------------------------------------------------------------------------- the ring by hand
+
+def numbers(name: str, length: int, width: int = 4) -> np.ndarray:
+    """(1, 1, length, width), the same on every rank, between -1 and 1."""
+    return (2 * random_uniform(f"lesson 13, {name}", 0, range(length * width), "float64") - 1).reshape(
+        1, 1, length, width)
+
+
+def consecutive(length: int, rank: int, size: int) -> np.ndarray:
+    """The positions of a rank's tokens if the sequence were simply cut in P."""
+    return np.array_split(np.arange(length), size)[rank]
+
+
+def scores_seen(length: int, rank: int, size: int) -> int:
+    """Scores of a rank that softmax uses, zigzag: by the library's own list of blocks."""
+    pairs = [pair for source in range(size) for pair in ring_attention.visible(length, rank, source, size)]
+    return sum((q.stop - q.start) * (q.stop - q.start + 1) // 2 if causal else
+               (q.stop - q.start) * (k.stop - k.start) for q, k, causal in pairs)
+
+
+def walk(group: Any, length: int) -> dict[str, Any]:
+    """Ring attention's forward by the library's parts: which blocks were multiplied at which hop, every message sent.
+
+    Returns: rank 0: {"pairs": (rank, hop, source, query block, key block), "messages": (src, dst, start, bytes)}.
+    """
+    own = ring_attention.zigzag(length, group.rank, group.size)
+    q, k, v = (numbers(name, length)[:, :, own] for name in "qkv")
+    running, pairs, messages = Running.of(q), [], []
+    unsubscribe = group.ledger.subscribe(
+        lambda event: messages.append((event.details["src"], event.details["dst"], event.start,
+                                       event.details["nbytes"]))
+        if event.kind == "message" and event.details["verb"] == "exchange" else None)
+    for hop, (source, piece) in enumerate(ring_attention.around(group, np.stack([k, v]), length)):
+        for queries, keys, causal in ring_attention.visible(length, group.rank, source, group.size):
+            running.absorb(q / 2, *piece[:, :, :, keys], queries, causal=causal)
+            numbered = [next(number for number, place in ring_attention.own_blocks(length, rank, group.size)
+                             if place == where) for rank, where in ((group.rank, queries), (source, keys))]
+            pairs.append((group.rank, hop, source, *numbered))
+        time.sleep(0.001)
+    unsubscribe()
+    with group.ledger.control():
+        all_pairs = group.gather(np.array(pairs))
+        all_messages = group.gather(np.array(messages, np.float64).reshape(-1, 4))
+    return {} if group.rank else {"pairs": all_pairs.tolist(), "messages": all_messages.tolist()}

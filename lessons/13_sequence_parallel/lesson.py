@@ -1,0 +1,266 @@
+"""Lesson 13: a sequence cut between ranks: Megatron's way, ring attention, all-to-all attention; bytes and memory.
+
+    mpirun -n 4 python lessons/13_sequence_parallel/lesson.py
+    python lessons/13_sequence_parallel/lesson.py                     # alone: four ranks as threads
+    python lessons/13_sequence_parallel/lesson.py --break no-offset   # see README.md, section 7
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist import ops
+from minidist.errors import MemoryLimitError
+from minidist.nn import GPT
+from minidist.observe.page import Page, size_text
+from minidist.parallel import ring_attention
+from minidist.parallel.common import own_tokens
+from minidist.parallel.ring_attention import zigzag
+from minidist.teaching import arguments, load_module, run_lesson
+
+lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "13")
+STEPS = 2
+
+
+def plain_ring(q, k, v, positions, group):
+    """Ring attention, forward, of one head: (own, D) three times, positions (own,) -> (own, D) (README, section 1)."""
+    top, total, y, seen = -np.inf, 0.0, 0.0, positions
+    for hop in range(group.size):
+        scores = q @ k.T / np.sqrt(q.shape[1])
+        scores[positions[:, None] < seen] = -np.inf                            # these lie ahead
+        now = np.maximum(top, scores.max(axis=1, keepdims=True))
+        p, shrink = np.exp(scores - now), np.exp(top - now)                    # shrink: what was summed under the old
+        total, y, top = total * shrink + p.sum(axis=1, keepdims=True), y * shrink + p @ v, now
+        if hop < group.size - 1:                                               # pass on, and take the previous rank's
+            after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+            k, v, seen = (group.exchange(x, dst=after, src=before) for x in (k, v, seen))
+    return y / total
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson, run by every rank."""
+    page.heading("1  The same as one process")
+    same(group, page)
+    page.heading("2  Who has which tokens, and how much to do")
+    balance(group, page)
+    page.heading("3  Round the ring")
+    hops(group, page)
+    page.heading("4  Traffic")
+    traffic(group, page)
+    page.heading("5  Memory")
+    memory(group, page)
+    page.heading("6  The notes' drawing (N2:315)")
+    half_the_scores(group, page)
+
+
+# ----------------------------------------------------------------------------------------------------------- 1 equality
+
+def whole_attention(length: int) -> Any:
+    """causal_attention of one head on one process: (length, 4)."""
+    return ops.causal_attention(*(lab.numbers(name, length) for name in "qkv")).data[0, 0]
+
+
+def same(group: Any, page: Page) -> None:
+    """The plain loop beside causal_attention, and each strategy's weights beside one process."""
+    length = 12 * group.size + 1
+    rows = []
+    for name, own in (("zigzag", zigzag(length, group.rank, group.size)),
+                      ("consecutive", lab.consecutive(length, group.rank, group.size))):
+        mine = [lab.numbers(part, length)[0, 0, own] for part in "qkv"]
+        off = np.abs(plain_ring(*mine, own, group) - whole_attention(length)[own]).max()
+        rows.append([f"plain loop, {name} tokens: attention", f"{largest(group, off):.0e}"])
+    config = lab.config_for(group.size, 12 * group.size + 1)
+    target = lab.train(group, config, "one process", STEPS).state_dict()
+    scale = max(np.abs(array).max() for array in target.values())
+    for name in lab.NAMES:
+        state = lab.train(group, config, name, STEPS).state_dict()
+        off = max(np.abs(array - target[key]).max() for key, array in state.items()) / scale
+        rows.append([f"{lab.TITLES[name]}: weights after {STEPS} steps", f"{largest(group, off):.0e}"])
+    page.table(f"Off one process by, in float64: {group.size} ranks, {config.context} tokens, rotary positions",
+               ["", "largest difference"], rows)
+
+
+def largest(group: Any, value: float) -> float:
+    """The ranks' largest."""
+    with group.ledger.control():
+        return float(group.all_reduce(np.array([value]), op="max")[0])
+
+
+# ------------------------------------------------------------------------------------------------------------ 2 balance
+
+def balance(group: Any, page: Page) -> None:
+    """Scores a rank computes, consecutive tokens and zigzag."""
+    size, length, rows = group.size, 12 * group.size, []
+    for rank in range(size):
+        mine = lab.consecutive(length, rank, size)
+        edges = np.flatnonzero(np.diff(zigzag(length, rank, size)) > 1)
+        first, last = zigzag(length, rank, size)[[0, -1]]
+        tokens = zigzag(length, rank, size)
+        halves = (f"{first}–{last}" if not len(edges) else
+                  f"{first}–{tokens[edges[0]]}, {tokens[edges[0] + 1]}–{last}")
+        rows.append([f"rank {rank}", f"{mine[0]}–{mine[-1]}", int((mine + 1).sum()), halves,
+                     lab.scores_seen(length, rank, size)])
+    page.table(f"{length} tokens", ["", "consecutive", "scores", "zigzag", "scores"], rows,
+               note="scores that a softmax uses; the ranks of a ring wait for the slowest")
+
+
+# ----------------------------------------------------------------------------------------------------------- 3 the ring
+
+def hops(group: Any, page: Page) -> None:
+    """What each rank had at each hop, by the messages recorded."""
+    length = 12 * group.size
+    walked = lab.walk(group, length)
+    if group.rank:
+        return
+    held = {(rank, hop): (source, []) for rank, hop, source, _, _ in walked["pairs"]}
+    for rank, hop, _, queries, keys in walked["pairs"]:
+        held[rank, hop][1].append(f"{queries}·{keys}")
+    rows = [[f"rank {rank}", *(f"kv{held[rank, hop][0]}: {' '.join(held[rank, hop][1])}" for hop in range(group.size))]
+            for rank in range(group.size)]
+    page.table("The piece that is there, and which blocks of queries · keys are multiplied meanwhile",
+               ["", *(f"hop {hop}" for hop in range(group.size))], rows)
+    page.say(f"    {len(walked['messages'])} messages recorded, {group.size} ranks × {group.size - 1} hops, each of "
+             f"keys and values")
+
+
+# ------------------------------------------------------------------------------------------------------------ 4 traffic
+
+def traffic(group: Any, page: Page) -> None:
+    """Bytes of a step over all ranks beside the formulas."""
+    config = lab.config_for(group.size, 12 * group.size)
+    rows = []
+    for name in lab.NAMES:
+        strategy = lab.train(group, config, name, 1, phase=f"lesson 13, {name}")
+        sent = sum(group.ledger.sent_bytes(f"lesson 13, {name}").get(group.axis, {}).values())
+        with group.ledger.control():
+            sent = int(group.all_reduce(np.array([sent]))[0])
+        parameters = sum(array.size for array in strategy.state_dict().values())
+        target = 8 * lab.formula(group, config, name, parameters)
+        gradients = 8 * 2 * (group.size - 1) * parameters if name != "sequence" else 0
+        rows.append([lab.TITLES[name], sent - gradients, gradients, sent, target, "ok" if sent == target else "off"])
+    page.table(f"Bytes a step over {group.size} ranks: B = {lab.SEQUENCES}, T = {config.context}, h = {config.width}, "
+               f"{config.layers} blocks", ["", "activations", "gradients", "sent", "formula", ""], rows,
+               note="gradients: as data parallel, for the weights of ring and all-to-all are whole everywhere")
+
+
+# ------------------------------------------------------------------------------------------------------------- 5 memory
+
+def memory(group: Any, page: Page) -> None:
+    """Peaks of forward and backward; and a limit that one process cannot keep."""
+    short = lab.config_for(group.size, 32)
+    long = lab.config_for(group.size, 32 * group.size)
+    one = lab.peaks(group, short, "one process")
+    rows = [[f"one process, {short.context} tokens", *shown(one)],
+            [f"one process, {long.context} tokens", *shown(lab.peaks(group, long, "one process"))]]
+    rows += [[f"{lab.TITLES[name]}, {long.context} tokens", *shown(lab.peaks(group, long, name))]
+             for name in lab.NAMES]
+    page.table(f"Peak bytes of rank 0, one sequence, {group.size} ranks", ["", "activations", "communication", "total"],
+               rows, note="nobody keeps probabilities (chapter 19); weights and gradients count in the total")
+    limit = one["total"] + 5 * 8 * 2 * short.context * short.width      # and five pieces on their way
+    fits = lab.peaks(group, long, "ring", limit=limit)["total"]
+    page.say(f"    Under a limit of {size_text(limit)} ring attention takes {long.context} tokens ({size_text(fits)});")
+    try:
+        lab.peaks(group, long, "one process", limit=limit)
+        page.say("    so does one process: it is a job of one rank")
+    except MemoryLimitError as error:
+        page.say(f"    one process does not: {error}")
+
+
+def shown(peak: dict[str, int]) -> list[str]:
+    return [size_text(peak[name]) for name in ("activations", "communication", "total")]
+
+
+# ------------------------------------------------------------------------------------------------ 6 the notes' drawing
+
+def half_the_scores(group: Any, page: Page) -> None:
+    """Scores as the notes draw them, L/P × L/P a rank, and what softmax gave those that are missing."""
+    length, rows = 48, []
+    q, k = (lab.numbers(part, length)[0, 0] for part in "qk")
+    p = np.exp(np.where(np.tri(length, dtype=bool), q @ k.T / 2, -np.inf))
+    p /= p.sum(axis=1, keepdims=True)
+    for ranks in (2, 4):
+        part = np.concatenate([np.full(len(lab.consecutive(length, rank, ranks)), rank) for rank in range(ranks)])
+        drawn = part[:, None] == part
+        rows.append([f"{ranks} ranks, each L/{ranks} × L/{ranks}", int(drawn.sum()), length ** 2,
+                     f"{1 - drawn.mean():.0%}", f"{1 - p[drawn].sum() / length:.0%}"])
+    page.table(f"L = {length} tokens", ["", "scores as drawn", "L × L", "lost", "attention lost, causal"], rows,
+               note="attention lost: the probability that the missing scores had, a mean over the queries")
+
+
+# ------------------------------------------------------------------------------------------------------------ Break it
+
+def off_by(what: str, change: Any) -> None:
+    """Weights after some steps beside one process, with `change` made to the ring on each rank."""
+    config = lab.config_for(2, 24)
+
+    def job(group: Any) -> float:
+        target = lab.train(group, config, "one process", STEPS).state_dict()
+        model = GPT(config)
+        ring_attention.context_parallel(model, group)
+        change(model, group)
+        model.initialize(0)
+        strategy = ring_attention.ContextParallel(model, group)
+        optimizer = lab.AdamW(strategy.parameters, 1e-2)
+        for step in range(STEPS):
+            strategy.step(lab.global_batch(config, step), optimizer, clip=0.5)
+        scale = max(np.abs(array).max() for array in target.values())
+        return max(np.abs(array - target[key]).max() for key, array in strategy.state_dict().items()) / scale
+
+    print(f"{what}: off one process by {max(md.run(job, size=2)):.0e} of the largest weight after {STEPS} steps")
+
+
+def no_offset() -> None:
+    """Every rank takes its tokens for the first ones."""
+    def forget(model: Any, group: Any) -> None:
+        for block in model.blocks:
+            block.attention.own = lambda length: slice(0, len(zigzag(length, group.rank, group.size)))
+
+    off_by("with the positions of the own tokens", lambda model, group: None)
+    off_by("without: each rank counts from 0    ", forget)
+
+
+class OwnPieceAlone(ring_attention.RingSelfAttention):
+    """N2:315 to the letter: own queries see own keys, and nothing goes round."""
+
+    def attend(self, q: Any, k: Any, v: Any, positions: Any) -> Any:
+        own = own_tokens.pick(positions, self.own, 0)
+        return ops.causal_attention(ops.rotary(q, own), ops.rotary(k, own), v)
+
+
+def own_scores() -> None:
+    """L/2 × L/2 scores a rank."""
+    def alone(model: Any, group: Any) -> None:
+        for block in model.blocks:
+            block.attention = OwnPieceAlone(block.attention, group)
+        model.assign_names()
+
+    off_by("L/2 × L scores a rank  ", lambda model, group: None)
+    off_by("L/2 × L/2 scores a rank", alone)
+
+
+def no_shrink() -> None:
+    """Online softmax whose sums are not scaled when a larger maximum comes."""
+    def job(group: Any) -> float:
+        length = 24
+        own = zigzag(length, group.rank, group.size)
+        q, k, v = (lab.numbers(part, length)[0, 0, own] for part in "qkv")
+        top, total, y = np.full((len(own), 1), -np.inf), 0.0, 0.0
+        for source, piece in ring_attention.around(group, np.stack([k, v])[:, None, None], length):
+            keys, values = piece[:, 0, 0]
+            scores = q @ keys.T / 2
+            scores[own[:, None] < zigzag(length, source, group.size)] = -np.inf
+            top = np.maximum(top, scores.max(axis=1, keepdims=True))
+            p = np.exp(scores - top)
+            total, y = total + p.sum(axis=1, keepdims=True), y + p @ values
+        return float(np.abs(y / total - whole_attention(length)[own]).max())
+
+    print(f"sums left as they were when the maximum rose: attention off by {max(md.run(job, size=2)):.0e}")
+
+
+BREAKS = {"no-offset": no_offset, "own-scores": own_scores, "no-shrink": no_shrink}
+
+
+if __name__ == "__main__":
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS)

@@ -1,0 +1,92 @@
+"""Exercise 13: filled rightly it passes, and each wrong filling fails under its name; the lesson's own ring is right.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filling import graded
+
+import minidist as md
+from minidist import lessons
+from minidist.teaching import load_module
+
+RIGHT = {
+    1: "2 * ranks - 1 - rank",
+    2: "query_block >= key_block",
+    3: "np.maximum(top, scores.max(axis=1, keepdims=True))",
+    4: "np.exp(top - now)",
+    5: "total * shrink + p.sum(axis=1, keepdims=True)",
+    6: "y * shrink + p @ v",
+    7: "tokens_of(length, rank, ranks)",
+    8: "2 * (ranks - 1)",
+    9: "4 * ranks - 2",
+}
+WRONG = {
+    "numbers begin at 0": {1: "2 * ranks - rank"},
+    "a sequence cut in `ranks`": {1: "rank + 1"},
+    "the last rank would still have most to do": {1: "ranks + rank"},
+    "queries must see their own block too": {2: "query_block > key_block"},
+    "the wrong way round: queries look back": {2: "query_block <= key_block"},
+    "only the own block": {2: "query_block == key_block"},
+    "without a mask": {2: "True"},
+    "that of the new piece alone": {3: "scores.max(axis=1, keepdims=True)"},
+    "the old one never rises": {3: "top"},
+    "one number for all queries": {3: "np.full_like(top, max(top.max(), scores.max()))"},
+    "is left as it was": {4: "1.0"},
+    "the wrong way round: sums under a smaller": {4: "np.exp(now - top)"},
+    "a number for each query": {5: "total * shrink + p.sum(axis=1)"},
+    "the keys before are forgotten: section 1 (holes 4, 5)": {5: "p.sum(axis=1, keepdims=True)"},
+    "the new keys are forgotten": {5: "total * shrink"},
+    "p is under the new maximum already": {5: "(total + p.sum(axis=1, keepdims=True)) * shrink"},
+    "divide once, at the end": {6: "(y * shrink + p @ v) / total"},
+    "the keys before are forgotten: section 1 (holes 4, 6)": {6: "p @ v"},
+    "the offset is forgotten": {7: "np.arange(len(tokens_of(length, rank, ranks)))"},
+    "as if a rank's tokens were consecutive": {7: "np.array_split(np.arange(length), ranks)[rank]"},
+    "it has only its own tokens": {7: "np.arange(length)"},
+    "one hop less": {8: "2 * ranks"},
+    "keys and values are two": {8: "ranks - 1"},
+    "nobody kept them": {9: "2 * ranks"},
+    "the gradients have one hop more": {9: "4 * (ranks - 1)"},
+}
+
+
+def test_the_right_filling_passes(tmp_path: Path) -> None:
+    result = graded("13", RIGHT, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    result = graded("13", {**RIGHT, **WRONG[mistake]}, tmp_path)
+    assert not result.passed
+    assert mistake in result.results[-1].line()
+
+
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("13", {}, tmp_path)
+    assert "fill hole 1" in result.results[-1].line() and "exercise_13.py line" in result.results[-1].line()
+
+
+@pytest.fixture(scope="module")
+def lab() -> Any:
+    return load_module(lessons.find("13").part("experiments.py"), "13")
+
+
+def test_the_walked_ring_computes_each_pair_of_blocks_once(lab: Any) -> None:
+    """What the figure draws: the triangle of 2P blocks, and P - 1 messages a rank, each to the next."""
+    walked = md.run(lambda group: lab.walk(group, 13), size=3)[0]
+    pairs = [(queries, keys) for *_, queries, keys in walked["pairs"]]
+    assert sorted(pairs) == [(queries, keys) for queries in range(6) for keys in range(queries + 1)]
+    assert len(walked["messages"]) == 6
+    assert all(dst == (src + 1) % 3 for src, dst, *_ in walked["messages"])
+
+
+def test_broken_rings_are_off_and_the_right_one_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    lesson = load_module(lessons.find("13").part("lesson.py"), "13")
+    for experiment in lesson.BREAKS.values():
+        experiment()
+    off = [float(line.split("off one process by ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()
+           if "off one process by" in line]
+    assert [value < 1e-10 for value in off] == [True, False, True, False]
+    assert min(off[1], off[3]) > 1e-3
