@@ -28,6 +28,7 @@ from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.parallel.common.replicas import weights_digest
 from minidist.parallel.hybrid import Trainer
+from minidist.parallel.hybrid_step import Hybrid
 
 TRACE_SPANS = 5000
 """Spans of a rank that trace.json keeps: about the first 150 steps, and a few megabytes for four ranks."""
@@ -46,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
         fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
     settings = train_options.check(args)
     size = args.ranks if starts_ranks else launch.world_size
-    settings.plan(size).require(size)
+    plan = settings.plan(size)
+    plan.require(size)
+    plan.require_model(settings.config)
     if starts_ranks and args.transport == "mpi":
         fail(f"--transport mpi: its ranks are mpirun's to start: mpirun -n {size} minidist train")
     if starts_ranks:
@@ -103,7 +106,7 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
 
 def whole_model(trainer: Trainer, weights: Weights) -> GPT:
     """A model that this rank can use alone."""
-    if trainer.plan.zero < 3:
+    if trainer.plan.zero < 3 and not isinstance(trainer.strategy, Hybrid):
         return trainer.model
     model = GPT(trainer.config)
     model.load_state_dict(weights)
@@ -130,7 +133,7 @@ def train_steps(trainer: Trainer, settings: train_options.Settings,
             start = time.perf_counter()
             losses.append(trainer.step(batch))
             seconds.append(time.perf_counter() - start)
-            sent = sum(ledger.sent_bytes("step").get("dp", {}).values())
+            sent = sum(sum(verbs.values()) for axis, verbs in ledger.sent_bytes("step").items() if axis != "control")
             report.step(step + 1, losses[-1], tokens / seconds[-1], sent)
             if args.verify and step + 1 == min(STEPS, args.steps):
                 early = trainer.state_dict()

@@ -18,6 +18,7 @@ from minidist.parallel.common.update import Batch
 from minidist.parallel.hybrid import OPTIMIZERS, SCHEDULES, Plan
 from minidist.parallel.mixed_precision import check_dtype
 from minidist.parallel.plan import OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
+from minidist.parallel.schedules import ORDERS
 
 VALIDATION_ROWS = 512
 """Sequences of held-out text that the validation loss is taken over, at most."""
@@ -27,6 +28,8 @@ PLAN_OPTIONS = (
     "shard",
     "keep_gathered",
     "accumulate",
+    "schedule",
+    "microbatches",
     "precision",
     "strategy",
     "servers",
@@ -45,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="start N ranks here (without mpirun or another launcher)")
     job.add_argument("--transport", choices=PROCESSES,
                      help="how ranks exchange bytes (default: mpi under mpirun, else sockets)")
-    job.add_argument("--plan", metavar="dp=N", help="how the job is cut (default: all ranks on the data axis)")
+    job.add_argument("--plan", metavar="dp=N,pp=N,tp=N",
+                     help="how the job is cut: ranks along the data, pipeline and tensor axes (default: dp=all)")
     job.add_argument("--zero", type=int, choices=ZERO_STAGES,
                      help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too (default: 0; "
                           "with --offload all 3)")
@@ -66,6 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="how many steps an asynchronous worker may be ahead; below 0: any number (default: 2)")
     job.add_argument("--accumulate", type=positive, default=1, metavar="A",
                      help="take each rank's sequences in A passes, for less activation memory (default: 1)")
+    job.add_argument("--schedule", choices=list(ORDERS), default="1f1b",
+                     help="who computes what when, with pp=2 or more (default: 1f1b)")
+    job.add_argument("--microbatches", type=positive, metavar="M",
+                     help="with pp=2 or more: in how many pieces a pass goes through the pipeline (default: 4 a stage)")
     job.add_argument("--checkpoint-blocks", nargs="?", const="all", default="none", metavar="WHICH",
                      help="keep of blocks their inputs alone and compute the rest again in backward: all (default with "
                           "the option), numbers as in 0,2, or of attention the scores")

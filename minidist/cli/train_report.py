@@ -13,13 +13,14 @@ from rich.table import Table
 
 import minidist
 from minidist.backend import Array
-from minidist.cli import train_central
+from minidist.cli import train_central, train_hybrid
 from minidist.cli.common import write_json
 from minidist.cli.train_offload import offload_record, on_device, print_offload
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.costs import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.errors import ConfigError
+from minidist.nn import GPT
 from minidist.observe.plots import draw_loss
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline, write_perfetto
@@ -28,6 +29,7 @@ from minidist.parallel.common.update import Batch
 from minidist.parallel.data_parallel import DataParallel
 from minidist.parallel.ddp import DDP
 from minidist.parallel.hybrid import Trainer
+from minidist.parallel.hybrid_step import Hybrid
 from minidist.parallel.parameter_server import ParameterServer
 from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1
@@ -56,11 +58,19 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     """Bytes and messages that all ranks together should have sent for gradients, and with ZeRO for weights, in all
     steps: the sum over buckets, or with ZeRO-2 and 3 over collectives. Args: batch: like those of the run.
     """
-    strategy, plan = trainer.strategy, trainer.plan
+    strategy = trainer.strategy
     if isinstance(strategy, (DataParallel, ParameterServer)):
         return train_central.formula(trainer, strategy, batch)
     if isinstance(strategy, Single):
         return {"sent_bytes": 0, "messages": 0, "buckets": 0}
+    if isinstance(strategy, Hybrid):
+        return train_hybrid.formula(trainer, strategy, data_formula(trainer, strategy.data), batch)
+    return data_formula(trainer, strategy)
+
+
+def data_formula(trainer: Trainer, strategy: DDP | Zero1 | Zero2 | Zero3) -> dict[str, Any]:
+    """Bytes and messages of all ranks of one group of the data axis together, in all steps."""
+    plan = trainer.plan
     calls = collectives(strategy, plan.accumulate)
     size = plan.shard or plan.dp        # of a group that shares a copy; there are dp / size of them
     pairs = [(FORMULAS[verb, plan.algorithm],      # what all ranks send does not depend on who owns how much
@@ -104,9 +114,10 @@ def buckets_of(strategy: DDP | Zero1 | Zero2) -> list[Array]:
 
 
 def parameter_counts(trainer: Trainer) -> dict[str, int]:
-    """Numbers and bytes of the model's parameters."""
-    arrays = [p.data for p in trainer.model.parameters()]
-    return {"parameters": sum(a.size for a in arrays), "parameter_bytes": sum(a.nbytes for a in arrays)}
+    """Numbers and bytes of the whole model's parameters."""
+    itemsize = next(trainer.model.parameters()).dtype.itemsize
+    count = sum(p.size for p in GPT(trainer.config).parameters())
+    return {"parameters": count, "parameter_bytes": count * itemsize}
 
 
 def moments(trainer: Trainer) -> int:
@@ -162,6 +173,10 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
         console.rule("what each sent in a step, in bytes and messages, measured and by formula", style="dim",
                      align="left")
         console.print(train_central.traffic_table(metrics))
+    elif "axes" in metrics["formula"]:
+        console.rule("what all ranks sent in a step along each axis, in bytes, measured and by formula", style="dim",
+                     align="left")
+        console.print(train_hybrid.traffic_table(metrics))
     elif metrics["size"] > 1:
         what = "gradients and weights" if metrics["plan"]["zero"] else "gradients"
         console.rule(f"what each rank sent for {what} in a step, in bytes and messages, measured and by formula",
@@ -230,7 +245,7 @@ def traffic_table(metrics: Metrics) -> Table:
 
 def memory_table(metrics: Metrics) -> Table:
     """Rank 0's memory by category, now and at the peak, beside what theory says of it."""
-    count, formulas = metrics["parameters"], bytes_a_parameter(metrics)
+    count, formulas = metrics["formula"].get("held", metrics["parameters"]), bytes_a_parameter(metrics)
     table = Table(header_style="bold")
     table.add_column("what")
     for column in ("now", "peak", "formula"):

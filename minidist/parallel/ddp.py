@@ -39,12 +39,14 @@ notes:   N0 DDP, 数据并行 工作流程; N1 DDP; N3 §3.1
 Source:  Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from minidist.comm.group import Group
 from minidist.comm.pending import Pending
 from minidist.nn import Module
-from minidist.optim import Optimizer
+from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
 from minidist.parallel.common.flat import trainable
@@ -52,7 +54,7 @@ from minidist.parallel.common.order import InOrder, agreed
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
-from minidist.parallel.common.update import Batch, Loss, Part, clip_and_update, loss_of, part_of, zero_unused
+from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of, zero_unused
 from minidist.tensor import Parameter, Tensor
 
 
@@ -68,21 +70,25 @@ class DDP:
              another rank may use it; "error": a mistake (a layer forgotten in forward), named with the rank.
              static: or whether the loss uses the same parameters in every step. Then buckets are made anew after the
              first step, in the order in which gradients were completed, and without parameters that no rank uses.
+             apart: parameters that travel in buckets of their own (common/buckets.py).
              precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of.
+             squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
     Raises:  MismatchError if the replicas do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
                  algorithm: str = "ring", unused: str = "zero", static: bool = False,
-                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
+                 apart: Sequence[Sequence[Parameter]] = (), precision: Precision | None = None,
+                 recorder: Recorder | None = None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss = loss or loss_of(model)
         self.precision = precision or Precision()
         self.recorder = recorder or Silent()
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
-        self.buckets = make_buckets(self.weights, bucket_bytes)
+        self.buckets = make_buckets(self.weights, bucket_bytes, apart)
+        self.squares: Callable[[], float] = lambda: sum_of_squares(p.grad for p in self.weights)
         self._pending: list[Pending] = []           # all-reduces under way: of buckets 0, 1, …, without a gap
         check_equal_replicas(model.parameters(), group, when="before the first step")          # DDP 1
         self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce, unused=unused,
@@ -132,6 +138,10 @@ class DDP:
             if self._to_record:
                 self._recorded, self._to_record = self._order.completed, False
 
+    def hold(self) -> None:
+        """A step begins whose backwards somebody else runs (chapter 17); then `backward(None)` sums what has come."""
+        self._order.hold()
+
     def _start_reduce(self, index: int) -> None:
         """The bucket's last gradient is final, and those before it have set out (order.py says why)."""
         bucket = self.buckets[index]
@@ -177,9 +187,13 @@ class DDP:
                 share = self.forward(part, divisor=batch[1].size)
             self.backward(share, last=number == accumulate)
             total += 0.0 if share is None else float(share.item())
-        with self.recorder.span("optimizer"):
-            clip_and_update(optimizer, self.weights, self.precision, lr=lr, clip=clip)
+        self.update(optimizer, lr=lr, clip=clip)
         return self._sum(total)
+
+    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
+        """The optimizer's step; args as `step`."""
+        with self.recorder.span("optimizer"):
+            self.precision.update(optimizer, self.squares, lr=lr, clip=clip)
 
     def _sum(self, share: float) -> float:
         """The ranks' shares of the loss, added in rank order; counted under `control`."""

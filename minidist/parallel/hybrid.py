@@ -5,10 +5,11 @@
     loss = trainer.step(batch)                  # the global batch in, the global mean loss out
 
 Every rank passes the same global batch and gets the same loss; which part of the batch, of the model and of the state
-a rank works on is the plan's affair. In this version the data axis can be cut (parallel/ddp.py, and with zero=1,
-2 or 3 parallel/zero1.py, zero2.py or zero3.py; with strategy= parallel/parameter_server.py); one rank alone takes the
-step of parallel/single.py, or drives several devices (parallel/data_parallel.py). With any of them
-blocks may be checkpointed (parallel/activations.py).
+a rank works on is the plan's affair. With the data axis alone (dp) the step is that of parallel/ddp.py, or with zero=1,
+2 or 3 of zero1.py, zero2.py or zero3.py, or with strategy= of parameter_server.py; one rank alone takes the step of
+single.py, or drives several devices (data_parallel.py). With a pipeline (pp) or tensor parallelism (tp) it is composed
+of theirs: hybrid_step.py, which goes on with this chapter. With any of them blocks may be checkpointed
+(activations.py).
 """
 
 from collections.abc import Callable, Iterable
@@ -33,6 +34,7 @@ from minidist.parallel.common.replicas import check_equal_replicas, weights_dige
 from minidist.parallel.common.update import Batch, Part, part_of
 from minidist.parallel.data_parallel import DataParallel
 from minidist.parallel.ddp import DDP
+from minidist.parallel.hybrid_step import Hybrid
 from minidist.parallel.mesh import Mesh
 from minidist.parallel.mixed_precision import MixedPrecision, check_dtype
 from minidist.parallel.offload_costs import make_home, require_disk, require_memory
@@ -49,7 +51,7 @@ __all__ = ["AXES", "OPTIMIZERS", "SCHEDULES", "Mesh", "Plan", "Trainer"]
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "adam": Adam, "rmsprop": RMSProp, "sgd": SGD}
 SCHEDULES = ("constant", "cosine")
 
-Strategy = Single | DDP | Zero1 | Zero2 | Zero3 | DataParallel | ParameterServer
+Strategy = Single | DDP | Zero1 | Zero2 | Zero3 | DataParallel | ParameterServer | Hybrid
 _OF_STAGE: dict[int, type[DDP] | type[Zero1] | type[Zero2]] = {0: DDP, 1: Zero1, 2: Zero2}
 
 
@@ -74,6 +76,7 @@ class Trainer:
                  warmup: int = 0, steps: int | None = None, clip: float | None = 1.0, device: str = "cpu",
                  recorder: Recorder | None = None, offload_dir: str | Path | None = None) -> None:
         plan.require(world.size)
+        plan.require_model(config)
         if optimizer not in OPTIMIZERS:
             raise ConfigError(f"unknown optimizer {optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
         if lr_schedule not in SCHEDULES or (lr_schedule == "cosine" and steps is None):
@@ -93,8 +96,9 @@ class Trainer:
         try:
             require_disk(self.home, [*self.model.parameters()], masters=plan.precision != "fp32", ranks=plan.dp)
             self.strategy: Strategy = self._make_strategy(device)
-            if isinstance(self.strategy, Zero3):
-                require_memory(plan.device_memory, self.strategy.units, self.strategy.root)
+            units = self._units()
+            if units is not None:
+                require_memory(plan.device_memory, units.units, units.root)
             self.optimizer = OPTIMIZERS[optimizer](self.strategy.parameters, lr, **(optimizer_options or {}))
         except BaseException:
             self.home.close()
@@ -113,6 +117,10 @@ class Trainer:
 
     def _make_strategy(self, device: str) -> Strategy:
         """Draw the weights, or with ZeRO-3 this rank's shards alone, and take the plan's strategy."""
+        if self.plan.pp * self.plan.tp > 1:
+            return Hybrid(self.model, self.mesh, self.plan, seed=self.seed, loss=self._loss, device=device,
+                          key=lambda part: self._key(part.inputs, part.first), precision=self.precision,
+                          recorder=self.recorder)
         if self.plan.zero == 3:
             tied = self.model.tokens if self.config.tied else None      # used at both ends: held all step
             return Zero3(self.model, self.mesh["dp"], units=[c for _, c in self.model.children() if c is not tied],
@@ -167,21 +175,31 @@ class Trainer:
         """
         group = self.survivors() if isinstance(self.strategy, ParameterServer) else self.mesh["dp"]
         total, tokens, readers = 0.0, 0, group.size - (self.plan.dp - self.plan.workers)    # a server has no row
+        units = self._units()
         self.model.eval()
         with no_grad(), self.recorder.span("evaluate"):
             for batch in batches:
                 part = part_of(batch, size=readers, rank=group.rank)
-                if isinstance(self.strategy, Zero3):
-                    total += float(self.strategy.forward(part, divisor=1, spare=batch).item())
+                if isinstance(self.strategy, Hybrid):
+                    total += self.strategy.forward_share(part, batch, self._loss)
+                elif units is not None:
+                    total += float(units.forward(part, divisor=1, spare=batch).item())
                 elif len(part.inputs):
                     total += float(self._loss(part, 1).item())
                 tokens += part.targets.size
         self.model.train()
-        if isinstance(self.strategy, Zero3):
-            self.strategy.root.free()
+        if units is not None:
+            units.root.free()
+        if isinstance(self.strategy, Hybrid):
+            group, tokens = self.strategy.rows, tokens * self.strategy.knows_loss
         with self.world.ledger.control():
             sums = group.all_gather(np.array([total, tokens], dtype=np.float64)).reshape(-1, 2).sum(axis=0)
         return float(sums[0] / sums[1])
+
+    def _units(self) -> Zero3 | None:
+        """ZeRO-3, where it has the weights."""
+        strategy = self.strategy.data if isinstance(self.strategy, Hybrid) else self.strategy
+        return strategy if isinstance(strategy, Zero3) else None
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all master weights, whole, on the host, by dotted path. Every rank calls it: ZeRO gathers them."""
@@ -202,6 +220,9 @@ class Trainer:
 
         Raises:  MismatchError naming the ranks that differ.
         """
+        if isinstance(self.strategy, Hybrid):
+            self.strategy.check_replicas()
+            return
         group, servers = self.survivors(), self.plan.dp - self.plan.workers
         if self.plan.zero < 3 and self.world.rank < self.plan.workers:      # else it holds a part
             if servers:

@@ -4,8 +4,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from minidist.errors import PlanError
+from minidist.nn import GPTConfig
 from minidist.parallel.common.buckets import BUCKET_BYTES
 from minidist.parallel.common.sharing import divisors
+from minidist.parallel.common.split_gpt import check_fits
+from minidist.parallel.schedules import ORDERS
 
 ZERO_STAGES = (0, 1, 2, 3)
 """What the data axis divides among its ranks: nothing, the optimizer, the gradients too, the parameters too."""
@@ -40,6 +43,8 @@ class Plan:
                 offload       one of OFFLOADS
                 strategy      one of STRATEGIES
                 replicas      of data-parallel: devices of the one process
+                schedule      of the pipeline: one of ORDERS (schedules.py); microbatches: of each pass of a data rank's
+                              rows (None: four a stage)
                 servers       of parameter-server: how many ranks of the data axis, the last
                 asynchronous, staleness   of parameter-server: update by each gradient as it comes; how many steps a
                               worker may be ahead of the slowest (None: any number)
@@ -64,6 +69,8 @@ class Plan:
     offload: str = "none"
     device_memory: int | None = None
     strategy: str = "ddp"
+    schedule: str = "1f1b"
+    microbatches: int | None = None
     replicas: int = 1
     servers: int = 1
     asynchronous: bool = False
@@ -73,8 +80,9 @@ class Plan:
         for axis, size in self.axes.items():
             if not isinstance(size, int) or size < 1:
                 raise PlanError(f"plan axis {axis}={size}: the number of ranks along an axis is a whole number from 1")
-            if axis != "dp" and size > 1:
-                raise PlanError(f"plan axis {axis}={size}: this version has the data axis; use dp={self.size}")
+            if axis in ("ep", "cp") and size > 1:
+                raise PlanError(f"plan axis {axis}={size}: this version composes dp, pp and tp; use {axis}=1, with "
+                                f"{_words(self.dp * self.ep * self.cp, self.pp, self.tp)}")
         if self.bucket_bytes < 1:
             raise PlanError(f"plan bucket_bytes={self.bucket_bytes}: a bucket holds at least one byte")
         if self.zero not in ZERO_STAGES:
@@ -89,6 +97,9 @@ class Plan:
             raise PlanError(f"plan precision={self.precision!r}: choose one of {', '.join(PRECISIONS)}")
         self._check_offload()
         self._check_strategy()
+        self._check_pipeline()
+        if self.pp * self.tp > 1:
+            self._check_composition()
 
     def _check_strategy(self) -> None:
         """What the strategies that are not DDP and ZeRO ask, and what is theirs alone."""
@@ -124,6 +135,51 @@ class Plan:
         if self.device_memory is not None and self.device_memory < 1:
             raise PlanError(f"plan device_memory={self.device_memory}: a device has at least one byte; write 64MiB")
 
+    def _check_pipeline(self) -> None:
+        if self.schedule not in ORDERS:
+            raise PlanError(f"plan schedule={self.schedule!r}: choose one of {', '.join(ORDERS)}")
+        if self.microbatches is None:
+            return
+        if not isinstance(self.microbatches, int) or self.microbatches < 1:
+            raise PlanError(f"plan microbatches={self.microbatches!r}: a pipeline takes at least one")
+        if self.pp == 1 and self.microbatches > 1:
+            raise PlanError(f"plan microbatches={self.microbatches} with pp=1: there is no pipeline to fill; use "
+                            f"accumulate={self.microbatches}, which takes as many passes, or pp=2")
+
+    def _check_composition(self) -> None:
+        """What goes with a pipeline or with tensor parallelism."""
+        cut = ", ".join(f"{axis}={size}" for axis, size in (("pp", self.pp), ("tp", self.tp)) if size > 1)
+        if self.strategy != "ddp":
+            raise PlanError(f"plan {cut} with strategy={self.strategy}: it keeps whole models; use strategy=ddp, or "
+                            f"dp={self.size}")
+        if self.offload != "none":
+            raise PlanError(f"plan {cut} with offload={self.offload}: this version offloads on the data axis alone; "
+                            f"use offload=none, or dp={self.size} with zero={max(1, self.zero)}")
+        if self.pp > 1 and self.zero > 1:
+            what = "reduce its gradients" if self.zero == 2 else "gather weights and reduce gradients"
+            raise PlanError(f"plan pp={self.pp} with zero={self.zero}: every microbatch would have to {what} anew; use "
+                            f"zero=1, or pp=1")
+        if self.tp > 1 and self.precision == "fp8":
+            raise PlanError(f"plan tp={self.tp} with precision=fp8: a shard knows no scale of the whole matrix; use "
+                            f"bf16, or tp=1 with dp={self.dp * self.tp}")
+
+    def require_model(self, config: GPTConfig) -> None:
+        """Raise PlanError unless a model of this shape can be cut so."""
+        if self.stages > config.layers + 2:
+            least = self.stages - 2
+            most = max(pp for pp in divisors(self.pp) if pp * (self.stages // self.pp) <= config.layers + 2 or pp == 1)
+            raise PlanError(f"plan pp={self.pp} with schedule={self.schedule} has {self.stages} stages, and the model "
+                            f"{config.layers} layer{'s' * (config.layers > 1)}: each stage but the first and the last "
+                            f"needs one; use {_words(self.dp * self.pp // most, most, self.tp)}, or at least {least} layers")
+        if self.tp > 1:
+            check_fits(config, self.tp)
+        if self.tp > config.key_heads and self.zero:
+            raise PlanError(f"plan tp={self.tp} with zero={self.zero}: several ranks hold each of {config.key_heads} "
+                            f"key heads, in shards that lie apart; use tp={config.key_heads}, or zero=0")
+        if self.tp > 1 and self.zero == 3 and self.dp > 2 and (config.heads % self.tp or config.hidden % self.tp):
+            raise PlanError(f"plan tp={self.tp} with zero=3: {config.heads} heads or {config.hidden} hidden numbers do "
+                            f"not divide, so norms would be summed in another order on each tensor rank; use zero=2")
+
     def _check_shard(self) -> None:
         fits = divisors(self.dp)
         if self.shard not in fits:
@@ -147,6 +203,16 @@ class Plan:
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
+    def stages(self) -> int:
+        """Stages of the pipeline: one a rank, interleaved two."""
+        return self.pp * (2 if self.schedule == "interleaved" and self.pp > 1 else 1)
+
+    @property
+    def pieces(self) -> int:
+        """Microbatches a pass."""
+        return self.microbatches or (4 * self.pp if self.pp > 1 else 1)
+
+    @property
     def size(self) -> int:
         """Ranks in all."""
         product = 1
@@ -157,8 +223,10 @@ class Plan:
     def require(self, ranks: int) -> None:
         """Raise PlanError unless the plan is for so many ranks."""
         if self.size != ranks:
-            raise PlanError(f"plan dp={self.dp} is for {self.size} rank{'s' * (self.size > 1)}, the job has {ranks}; "
-                            f"use dp={ranks}, or start {self.size}")
+            dp, rest = divmod(ranks, self.pp * self.tp)
+            nearest = _words(dp, self.pp, self.tp) if dp and not rest else f"dp={ranks}"
+            raise PlanError(f"plan {_words(self.dp, self.pp, self.tp)} is for {self.size} rank{'s' * (self.size > 1)}, "
+                            f"the job has {ranks}; use {nearest}, or start {self.size}")
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
@@ -182,3 +250,9 @@ class Plan:
     def as_dict(self) -> dict[str, int | str | None]:
         """Every field by name, for metrics.json."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def _words(dp: int, pp: int, tp: int) -> str:
+    """The axes as the command line has them, without those of one rank: "dp=2,tp=4"."""
+    return ",".join(f"{axis}={size}" for axis, size in (("dp", dp), ("pp", pp), ("tp", tp))
+                    if size > 1 or (axis == "dp" and pp * tp == 1))

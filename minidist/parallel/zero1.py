@@ -39,6 +39,7 @@ Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tr
 """
 
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -49,12 +50,7 @@ from minidist.optim import Optimizer
 from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.arrivals import Arrivals
 from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
-from minidist.parallel.common.flat import (
-    Flat,
-    clip_and_update_shards,
-    sum_in_order,
-    trainable,
-)
+from minidist.parallel.common.flat import Flat, squares_of_shards, sum_in_order, trainable
 from minidist.parallel.common.home import Home
 from minidist.parallel.common.order import InOrder
 from minidist.parallel.common.precision import Precision
@@ -62,7 +58,7 @@ from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
-from minidist.tensor import Tensor
+from minidist.tensor import Parameter, Tensor
 
 
 class Zero1:
@@ -74,22 +70,25 @@ class Zero1:
              bucket_bytes: a bucket's most bytes.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
              shard: how many neighbours share one copy of the state (default: all; common/sharing.py).
+             apart: parameters that travel in buckets of their own (common/buckets.py).
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
+             squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
     Raises:  MismatchError if the replicas do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 algorithm: str = "ring", shard: int | None = None, precision: Precision | None = None,
-                 home: Home | None = None, recorder: Recorder | None = None) -> None:
+                 algorithm: str = "ring", shard: int | None = None, apart: Sequence[Sequence[Parameter]] = (),
+                 precision: Precision | None = None, home: Home | None = None,
+                 recorder: Recorder | None = None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss = loss or loss_of(model)
         self.precision = precision or Precision()
         self.recorder = recorder or Silent()
         self.sharing = Sharing(group, shard, algorithm=algorithm, recorder=self.recorder)
         check_equal_replicas(model.parameters(), group, when="before the first step")
-        self.buckets = make_buckets(trainable(model.parameters()), bucket_bytes)
+        self.buckets = make_buckets(trainable(model.parameters()), bucket_bytes, apart)
         self.flats = [Flat(bucket.parameters, self.sharing.shard) for bucket in self.buckets]
         self.weights = [flat.join() for flat in self.flats]
         self.home = home or Home()
@@ -100,6 +99,7 @@ class Zero1:
         self.parameters = [piece for flat in self.flats for piece in self.home.pieces(flat, self.precision)]
         self.sharing.require_room(self.home.room(flat) is not None for flat in self.flats)
         self._pending: deque[tuple[int, Pending]] = deque()     # buckets on their way within the copy
+        self.squares: Callable[[], float] = lambda: squares_of_shards(self.sharing.shard, self.home.squares)
         self.arrivals = Arrivals(self.flats, self.weights, self.sharing.shard, algorithm=algorithm,
                                  recorder=self.recorder)
         self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce,
@@ -133,6 +133,10 @@ class Zero1:
             self._take_sums(wait=True)
             self.sharing.settle()
             self.home.settle()
+
+    def hold(self) -> None:
+        """A step begins whose backwards somebody else runs (chapter 17); then `backward(None)` sums what has come."""
+        self._order.hold()
 
     def _start_reduce(self, index: int) -> None:
         """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps this rank's own."""
@@ -179,9 +183,12 @@ class Zero1:
             total += 0.0 if share is None else float(share.item())
         with self.recorder.span("loss", "communication"):
             loss = sum_in_order(self.group, total)
+        self.update(optimizer, lr=lr, clip=clip)
+        return loss
+
+    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
+        """The optimizer's step on this rank's pieces, and the new weights set out; args as `step`."""
         self.arrivals.settle()
         with self.recorder.span("optimizer", notes="ZeRO-1 3"):
-            clip_and_update_shards(optimizer, self.home.squares, self.precision, self.sharing.shard, lr=lr,
-                                   clip=clip)
+            self.precision.update(optimizer, self.squares, lr=lr, clip=clip)
         self.arrivals.start()
-        return loss

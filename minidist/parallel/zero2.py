@@ -38,6 +38,8 @@ notes:   N0 ZeRO2, N4 §6
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from minidist.comm.group import Group
@@ -46,12 +48,7 @@ from minidist.optim import Optimizer
 from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.arrivals import Arrivals
 from minidist.parallel.common.buckets import BUCKET_BYTES, cut
-from minidist.parallel.common.flat import (
-    Flat,
-    clip_and_update_shards,
-    sum_in_order,
-    trainable,
-)
+from minidist.parallel.common.flat import Flat, squares_of_shards, sum_in_order, trainable
 from minidist.parallel.common.home import Home
 from minidist.parallel.common.order import InOrder
 from minidist.parallel.common.precision import Precision
@@ -60,7 +57,7 @@ from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
-from minidist.tensor import Tensor
+from minidist.tensor import Parameter, Tensor
 
 
 class Zero2:
@@ -72,22 +69,25 @@ class Zero2:
              bucket_bytes: a bucket's most bytes, and so half of what gradients take beside the shard.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
              shard: how many neighbours share one copy of the state (default: all; common/sharing.py).
+             apart: parameters that travel in buckets of their own (common/buckets.py).
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
+             squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
     Raises:  MismatchError if the replicas do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 algorithm: str = "ring", shard: int | None = None, precision: Precision | None = None,
-                 home: Home | None = None, recorder: Recorder | None = None) -> None:
+                 algorithm: str = "ring", shard: int | None = None, apart: Sequence[Sequence[Parameter]] = (),
+                 precision: Precision | None = None, home: Home | None = None,
+                 recorder: Recorder | None = None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss = loss or loss_of(model)
         self.precision = precision or Precision()
         self.recorder = recorder or Silent()
         self.sharing = Sharing(group, shard, algorithm=algorithm, recorder=self.recorder)
         check_equal_replicas(model.parameters(), group, when="before the first step")
-        self.flats = [Flat(run, self.sharing.shard) for run in cut(trainable(model.parameters()), bucket_bytes)]
+        self.flats = [Flat(run, self.sharing.shard) for run in cut(trainable(model.parameters()), bucket_bytes, apart)]
         self.weights = [flat.join() for flat in self.flats]
         self.home = home or Home()
         self.home.begin(f"rank {group.rank}")
@@ -96,6 +96,7 @@ class Zero2:
         self.gradients = Scattered(self.flats, self.sharing, home=self.home, algorithm=algorithm,
                                    recorder=self.recorder, what="bucket")
         self.parameters = [piece for flat in self.flats for piece in self.home.pieces(flat, self.precision)]
+        self.squares: Callable[[], float] = lambda: squares_of_shards(self.sharing.shard, self.home.squares)
         self.arrivals = Arrivals(self.flats, self.weights, self.sharing.shard, algorithm=algorithm,
                                  recorder=self.recorder)
         self._order = InOrder([flat.parameters for flat in self.flats], self.gradients.start,
@@ -156,9 +157,12 @@ class Zero2:
             total += 0.0 if share is None else float(share.item())
         with self.recorder.span("loss", "communication"):
             loss = sum_in_order(self.group, total)
+        self.update(optimizer, lr=lr, clip=clip)
+        return loss
+
+    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
+        """The optimizer's step on this rank's pieces, and the new weights set out; args as `step`."""
         self.arrivals.settle()
         with self.recorder.span("optimizer", notes="ZeRO-2 2"):
-            clip_and_update_shards(optimizer, self.home.squares, self.precision, self.sharing.shard, lr=lr,
-                                   clip=clip)
+            self.precision.update(optimizer, self.squares, lr=lr, clip=clip)
         self.arrivals.start()
-        return loss

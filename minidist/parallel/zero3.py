@@ -46,7 +46,7 @@ notes:   N0 ZeRO3, N4 §7
 Source:  Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -55,7 +55,7 @@ from minidist.errors import GradientError
 from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.accumulation import micro_parts
-from minidist.parallel.common.flat import clip_and_update_shards, sum_in_order, trainable
+from minidist.parallel.common.flat import squares_of_shards, sum_in_order, trainable
 from minidist.parallel.common.home import Home
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
@@ -82,6 +82,7 @@ class Zero3:
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
+             squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
     Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not start equal.
     """
 
@@ -111,6 +112,7 @@ class Zero3:
                                    recorder=self.recorder, what="unit part")
         self._index = {id(flat): index for index, flat in enumerate(learning)}
         self.parameters = [piece for flat in learning for piece in self.home.pieces(flat, self.precision)]
+        self.squares: Callable[[], float] = lambda: squares_of_shards(self.sharing.shard, self.home.squares)
         self._reduced: set[int] = set()
         self._largest = max((unit.nbytes for unit in self.units), default=0)
         for unit in self.units:
@@ -249,7 +251,6 @@ class Zero3:
             total += float(share.item())
         self.root.free()
         with self.recorder.span("optimizer"):
-            clip_and_update_shards(optimizer, self.home.squares, self.precision, self.sharing.shard, lr=lr,
-                                   clip=clip)
+            self.precision.update(optimizer, self.squares, lr=lr, clip=clip)
         with self.recorder.span("loss", "communication"):
             return sum_in_order(self.group, total)

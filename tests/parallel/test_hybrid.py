@@ -22,7 +22,8 @@ def test_plan_parses_what_it_prints() -> None:
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("pp=2", "this version has the data axis; use dp=2"), ("dp=2,tp=2", "use dp=4"), ("dp=0", "whole number from 1"),
+    ("cp=2", "this version composes dp, pp and tp; use cp=1, with dp=2"), ("ep=2,tp=2", "with dp=2,tp=2"),
+    ("dp=0", "whole number from 1"),
     ("dp=-1", "not a number of ranks"), ("dp=two", "not a number of ranks"), ("dp", "AXIS=SIZE"),
     ("zp=2", "dp, pp, ep, cp, tp"),
     ("dp=2,dp=2", "twice"), ("dp=²", "not a number of ranks")])

@@ -87,7 +87,7 @@ def test_planted_bugs_break_parity(serial: dict[str, Any], bug: str, monkeypatch
 
         monkeypatch.setattr(ModelParallel, "backward", stale)
     elif bug == "table not summed":
-        monkeypatch.setattr(ModelParallel, "_sum_ends", lambda self: None)
+        monkeypatch.setattr(ModelParallel, "sum_ends", lambda self: None)
     else:
         forward = ModelParallel.forward
         monkeypatch.setattr(ModelParallel, "forward", lambda self, part, divisor: forward(

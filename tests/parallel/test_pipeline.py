@@ -122,7 +122,7 @@ def test_uneven_splits(serial: dict[str, Any], layers: list[int]) -> None:
 def test_planted_bugs_break_parity(serial: dict[str, Any], bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "zb-h1" if bug.startswith("weights") else "1f1b"
     if bug == "table not summed":
-        monkeypatch.setattr(Pipeline, "_sum_ends", lambda self: None)
+        monkeypatch.setattr(Pipeline, "sum_ends", lambda self: None)
     elif bug == "table counted twice":
         monkeypatch.setattr(Pipeline, "_squares", lambda self: layered.sum_in_order(
             self.group, layered.sum_of_squares(p.grad for p in self.weights)))

@@ -45,15 +45,22 @@ class Bucket:
         return f"<bucket {self.index}: {len(self.parameters)} gradients, {self.data.nbytes} bytes>"
 
 
-def cut(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
+def cut(parameters: Iterable[Parameter], bucket_bytes: int,
+        apart: Sequence[Sequence[Parameter]] = ()) -> list[list[Parameter]]:
     """Cut the parameters, last first, into runs of at most `bucket_bytes` of one dtype.
 
     Backward meets parameters roughly in the reverse of the order in which the model declares them, so a run is complete
     early if it holds neighbours. A parameter larger than `bucket_bytes` makes a run by itself.
+    Args:    apart: of the parameters those that get runs of their own, behind the others: what other groups of ranks
+             hold too, and must sum in the same order to have the same bits, whatever else they hold (chapter 17).
     Raises:  ConfigError if `bucket_bytes` is not positive.
     """
     if bucket_bytes <= 0:
         raise ConfigError(f"bucket_bytes={bucket_bytes}: a bucket holds at least one byte; take 1 MiB = {1 << 20}")
+    if apart:
+        several = {id(parameter) for some in apart for parameter in some}
+        rest = [parameter for parameter in parameters if id(parameter) not in several]
+        return [run for some in (rest, *apart) for run in cut(some, bucket_bytes)]
     runs: list[list[Parameter]] = []
     room, dtype = -math.inf, None
     for parameter in reversed(list(parameters)):
@@ -66,6 +73,7 @@ def cut(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Paramet
     return runs
 
 
-def make_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[Bucket]:
-    """Buckets of at most `bucket_bytes` over `parameters`, bound as their gradients, in the order of reduction."""
-    return [Bucket(index, run) for index, run in enumerate(cut(parameters, bucket_bytes))]
+def make_buckets(parameters: Iterable[Parameter], bucket_bytes: int,
+                 apart: Sequence[Sequence[Parameter]] = ()) -> list[Bucket]:
+    """Buckets over the runs of `cut`, bound as their parameters' gradients, in the order of reduction."""
+    return [Bucket(index, run) for index, run in enumerate(cut(parameters, bucket_bytes, apart))]

@@ -130,6 +130,11 @@ def sum_in_order(group: Group, value: float) -> float:
         return float(np.sum(group.all_gather(np.array([value], dtype=np.float64), algorithm="ring")))
 
 
+def squares_of_shards(group: Group, squares: Callable[[], float]) -> float:
+    """The sum of the squares of the whole gradient, of which each rank of the group finds its shard's by `squares`."""
+    return sum_in_order(group, squares())
+
+
 def clip_and_update_shards(optimizer: Optimizer, squares: Callable[[], float], precision: Precision, group: Group, *,
                            lr: float | None, clip: float | None) -> None:
     """The optimizer's step on this rank's pieces; the whole model's gradient is scaled to a norm of at most `clip`.
@@ -137,4 +142,4 @@ def clip_and_update_shards(optimizer: Optimizer, squares: Callable[[], float], p
     Args:    squares: finds the sum of the squares of this rank's gradients.
     Cost:    one all-gather of one float64 a rank, under `control` (none without clip, unless the loss is scaled).
     """
-    precision.update(optimizer, lambda: sum_in_order(group, squares()), lr=lr, clip=clip)
+    precision.update(optimizer, lambda: squares_of_shards(group, squares), lr=lr, clip=clip)

@@ -67,16 +67,16 @@ class Layered:
         Cost:    one all-reduce of a tied token table, between the ends; with clipping one float64 a rank (`control`).
         """
         zero_unused(self.weights)
-        self._sum_ends()
+        self.sum_ends()
         with self.recorder.span("optimizer"):
             self.precision.update(optimizer, self._squares, lr=lr, clip=clip)
 
-    def _sum_ends(self) -> None:
+    def sum_ends(self) -> None:
         """A tied token table has two gradients, the embedding's and the output's: both ends take the sum."""
         if self.ends is not None:
             table = self.model.tokens.weight
             with self.recorder.span("wait for the other end's table"):
-                table.grad = self.ends.all_reduce(table.grad, op="sum", algorithm="ring")
+                self.ends.all_reduce(table.grad, op="sum", out=table.grad, algorithm="ring")
 
     def _squares(self) -> float:
         """The sum of squares of the whole gradient: each rank's own, the tied table's once."""

@@ -37,7 +37,7 @@ class InOrder:
             raise ConfigError(f"{who}: unused={unused!r}; choose one of {', '.join(UNUSED)}")
         self.start, self.who, self.by, self.unused = start, who, by, unused
         self.completed: list[Parameter] = []
-        self._idle, self._quiet = True, False
+        self._idle, self._quiet, self._held = True, False, False
         self._between_steps, self._computed = True, False
         for run in runs:
             for parameter in run:
@@ -61,8 +61,17 @@ class InOrder:
                 raise GradientError(f"{self.who}: the last step's gradient of {kept!r} is still there, and would be "
                                     f"added to this step's; call optimizer.zero_grad() after every step")
             self._computed = False
-        self._idle, self._quiet, self._between_steps = False, quiet, not quiet
+        self._idle, self._quiet, self._between_steps, self._held = False, quiet, not quiet, False
         self._missing, self.started = [len(run) for run in self.runs], 0
+
+    def hold(self) -> None:
+        """A step begins whose backwards somebody else runs, any number of them: gradients add up, and nothing sets out.
+
+        begin() and finish() with nothing between them then sends off all.
+        Raises:  GradientError as `begin`.
+        """
+        self.begin(quiet=True)
+        self._held = True
 
     def expect(self, reached: Collection[int]) -> None:
         """Backward is about to run, and will reach these leaves (ids).
@@ -108,6 +117,8 @@ class InOrder:
         if index is None:
             raise GradientError(f"{self.who}: {parameter.name!r} has a gradient now, but had none in the first step; "
                                 f"static=True is for losses that use the same parameters in every step")
+        if self._held:
+            return
         if self._idle or not self._missing[index]:
             raise GradientError(f"{self.who}: a gradient for {parameter.name!r} outside a step; go backward by "
                                 f"{self.by}, with the sum of the losses")

@@ -45,7 +45,7 @@ class WeightShard(Weight):
         """The first values of this rank's part, or of `part` of that."""
         places = positions_of(self.whole, self.parts[self.rank])
         if not (isinstance(part, tuple) and not part):
-            places = places.reshape(-1)[np.asarray(positions_of(self.shape, part))]
+            places = places.reshape(-1)[np.asarray(positions_of(self.shape, part), np.int64)]
         self._require_name()
         return self.init.draw(self.name, seed, places, self.dtype, device=device)
 
@@ -146,16 +146,21 @@ def squares_once(parameters: Iterable[Parameter], group: Group) -> float:
     Split weights count where they are, shared parts at the first of their sharers, all others at rank 0.
     Cost:    one all-gather of a float64 a rank, counted under `control`.
     """
+    with group.ledger.control():
+        each = group.all_gather(np.array([sum_of_squares(counted_at(parameters, group.rank))]))
+    return float(math.fsum(each)) if np.isfinite(each).all() else float(np.sum(each))
+
+
+def counted_at(parameters: Iterable[Parameter], rank: int) -> list[Array | None]:
+    """The gradients that this rank of the group counts in the norm, so that every number counts at one rank."""
     counted: list[Array | None] = []
     for parameter in parameters:
         if not isinstance(parameter, WeightShard):
-            counted += [parameter.grad] if group.rank == 0 else []
+            counted += [parameter.grad] if rank == 0 else []
         elif parameter.sharers is None or parameter.sharers.rank == 0 or parameter.grad is None:
             counted.append(parameter.grad)
         else:
             own = array_module(parameter.grad).array(parameter.grad)
             own[parameter.shared] = 0
             counted.append(own)
-    with group.ledger.control():
-        each = group.all_gather(np.array([sum_of_squares(counted)]))
-    return float(math.fsum(each)) if np.isfinite(each).all() else float(np.sum(each))
+    return counted

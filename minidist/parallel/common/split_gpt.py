@@ -19,12 +19,11 @@ from minidist.parallel.common.tensor_layers import (
 )
 
 
-def check_fits(model: GPT, size: int) -> None:
+def check_fits(config: GPTConfig, size: int) -> None:
     """Whether every rank of so many gets something of each layer.
 
     Raises:  PlanError, one line: what is too small, and what would fit.
     """
-    config = model.config
     for what, count in (("heads", config.heads), ("token ids", config.vocabulary), ("hidden numbers", config.hidden)):
         if count < size:
             most = min(config.heads, config.vocabulary, config.hidden)
@@ -90,7 +89,7 @@ def split_gpt(model: GPT, tp: Region) -> None:
     Raises:  PlanError if a rank would get nothing of a layer; ConfigError if the weights are drawn.
     """
     group, config = tp.group, model.config
-    check_fits(model, group.size)
+    check_fits(config, group.size)
     if any(getattr(parameter, "drawn", True) for parameter in model.parameters()):
         raise ConfigError("tensor parallelism: the model's weights are drawn already; cut it first, so that each rank "
                           "draws its part alone")

@@ -62,8 +62,8 @@ class Stages:
             x = self.model.blocks[layer](x, positions, key)
         if stage < self.last:
             return x    # type: ignore[no-any-return]
-        return ops.cross_entropy(self.model.project(x), to_device(targets, device),     # type: ignore[no-any-return]
-                                 divisor=divisor)
+        return self.model.output.loss(self.model.project(x), to_device(targets, device),    # type: ignore
+                                      divisor=divisor)
 
 
 class Arrived(Tensor):
