@@ -170,7 +170,8 @@ class Plan:
             most = max(pp for pp in divisors(self.pp) if pp * (self.stages // self.pp) <= config.layers + 2 or pp == 1)
             raise PlanError(f"plan pp={self.pp} with schedule={self.schedule} has {self.stages} stages, and the model "
                             f"{config.layers} layer{'s' * (config.layers > 1)}: each stage but the first and the last "
-                            f"needs one; use {_words(self.dp * self.pp // most, most, self.tp)}, or at least {least} layers")
+                            f"needs one; use {_words(self.dp * self.pp // most, most, self.tp)}, or at least "
+                            f"{least} layers")
         if self.tp > 1:
             check_fits(config, self.tp)
         if self.tp > config.key_heads and self.zero:

@@ -132,6 +132,25 @@ def test_zero(stage: int, options: list[str], says: str, book: Path, tmp_path: P
     assert says in done.stdout
 
 
+def test_a_composed_plan(book: Path, tmp_path: Path) -> None:
+    """The same weights; what each axis sent stands beside its formula, which it meets."""
+    done = execute([*MINIDIST, "train", *TINY, "-n", "4", "--plan", "pp=2,tp=2", "--schedule", "zb-h1",
+                    "--microbatches", "3", "--tied", "--data", str(book), "--out", "run", "--verify"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["plan"]["schedule"] == "zb-h1" and metrics["plan"]["microbatches"] == 3
+    assert metrics["verify"]["largest"] <= 1e-10
+    assert [rank["coordinates"] for rank in metrics["ranks"]] == [
+        {"dp": 0, "pp": pp, "tp": tp} for pp in range(2) for tp in range(2)]
+    assert metrics["formula"]["axes"].keys() == {"pp", "tp"}
+    for axis, expected in metrics["formula"]["axes"].items():
+        assert sum(sum(rank["sent_bytes"][axis].values()) for rank in metrics["ranks"]) == expected
+        assert f"{expected // 4:,}" in done.stdout
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    assert weights_digest(weights) == metrics["weights_sha256"]
+    assert sum(array.size for array in weights.values()) == metrics["parameters"]
+
+
 @pytest.mark.parametrize(("options", "who"), [
     (["--strategy", "data-parallel", "--replicas", "3", "--accumulate", "2", "--checkpoint-blocks", "--dropout", "0.1",
       "--verify"], ["device 0", "device 2"]),
