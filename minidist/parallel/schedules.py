@@ -20,7 +20,7 @@ microbatches, equal stages, backward twice as long as forward:
     naive          (p-1)/p             1                     F0 B0 F1 B1 …: one rank works at a time (chapter 10)
     GPipe          (p-1)/(m+p-1)       m                     all F, then all B, the last first
     1F1B           (p-1)/(m+p-1)       min(m, p-stage)       p-1-stage F ahead, then F B F B …, then the B that are left
-    interleaved    (p-1)/(v·m+p-1)     more than 1F1B        v stages a rank, stage s on rank s mod p; where p divides m.
+    interleaved    (p-1)/(v·m+p-1)     more than 1F1B        v stages a rank, stage s on rank s mod p; if p divides m.
                                                              Of its stages together min(2(p-1-r)+(v-1)p+1, v·m), each of
                                                              1/v of the rank's layers
     ZB-H1          (p-1)/(3m+p-1)      at most min(m, p)     B is two: for the input, at once; for the weights, put off
