@@ -51,7 +51,7 @@ def test_any_job(size: int, sequences: int, accumulate: int, layers: int, tied: 
 
 
 @pytest.mark.soak
-@settings(max_examples=200)
+@settings(max_examples=150)
 @any_job
 def test_very_many_jobs(size: int, sequences: int, accumulate: int, layers: int, tied: bool, positions: str) -> None:
     """The same, more often."""

@@ -72,7 +72,7 @@ def test_any_job(size: int, name: str, microbatches: int, sequences: int, accumu
 
 
 @pytest.mark.soak
-@settings(max_examples=400)
+@settings(max_examples=150)
 @any_job
 def test_very_many_jobs(size: int, name: str, microbatches: int, sequences: int, accumulate: int, chunks: int,
                         changes: dict[str, Any]) -> None:
