@@ -1,0 +1,106 @@
+"""What lesson 18 and its figure run: a small mixture, tokens some of which are common, and training."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minidist.backend import random_bits
+from minidist.nn import GPT, DropoutKey, GPTConfig, MixtureConfig, mixture
+from minidist.nn.moe import mixtures
+from minidist.optim import AdamW
+from minidist.parallel.expert_parallel import ExpertParallel, expert_parallel
+
+EXPERTS, SEQUENCES, SEED = 8, 8, 0
+CONFIG = GPTConfig(vocabulary=32, context=16, layers=1, width=16, heads=2, dtype="float64")
+BALANCES = {"none": "no balancing", "loss": "balance loss", "bias": "biases"}
+
+
+def moe_config(balance: str = "loss", **changes: Any) -> MixtureConfig:
+    """Eight experts, two a token; biases move fast enough for a short run."""
+    return MixtureConfig(**{"experts": EXPERTS, "top_k": 2, "balance": balance, "bias_rate": 0.02,
+                            "balance_weight": 0.05, **changes})
+
+
+def global_batch(step: int, sequences: int = SEQUENCES) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, targets), by step alone: small ids are common, and the next id mostly follows from the last."""
+    count = sequences * (CONFIG.context + 1)
+    chance = random_bits(f"lesson 18, step {step}", 0, range(2 * count)).astype(np.float64) / 2.0**64
+    fresh = (CONFIG.vocabulary * chance[:count] ** 3).astype(np.int64).reshape(sequences, -1)
+    follows = chance[count:].reshape(sequences, -1) < 0.7
+    ids = fresh.copy()
+    for place in range(1, ids.shape[1]):
+        ids[:, place] = np.where(follows[:, place], (ids[:, place - 1] * 5 + 3) % CONFIG.vocabulary, fresh[:, place])
+    return np.array(ids[:, :-1]), np.array(ids[:, 1:])
+
+
+@dataclass
+class Run:
+    """A trained mixture and what was seen on the way: loads (steps, layers, 2, experts), losses without balance."""
+
+    strategy: ExpertParallel
+    loads: np.ndarray
+    losses: list[float]
+    sent: dict[str, dict[str, int]]
+    rows: int
+
+
+def train(group: Any, config: MixtureConfig, steps: int, *, lr: float = 0.005, key: Any = None,
+          lopsided: bool = False) -> Run:
+    """Train on the ranks of `group`.
+
+    Args:    key: key(step, part) may say what noise depends on.
+             lopsided: whether all tokens begin by liking the same two experts.
+    """
+    model = expert_parallel(mixture(GPT(CONFIG), config), group)
+    model.initialize(SEED)
+    if lopsided:
+        tip(model)
+    state = {"step": 0}
+
+    def loss(part: Any, divisor: int) -> Any:
+        of_part = key or (lambda step, part: DropoutKey.of_sequences(SEED, step, part.first, *part.inputs.shape))
+        return model.loss(part.inputs, part.targets, divisor, key=of_part(state["step"], part))
+
+    strategy = ExpertParallel(model, group, loss=loss)
+    optimizer = AdamW(strategy.parameters, lr)
+    loads, losses, rows = [], [], 0
+    before = sent_by_verb(group)
+    for step in range(steps):
+        state["step"] = step
+        losses.append(strategy.step(global_batch(step), optimizer))
+        loads.append(strategy.loads.copy())
+        rows += int(strategy.routed.sum() - strategy.routed[:, group.rank].sum())
+    after = sent_by_verb(group)
+    sent = {axis: {verb: count - before.get(axis, {}).get(verb, 0) for verb, count in verbs.items()}
+            for axis, verbs in after.items()}
+    return Run(strategy, np.stack(loads), losses, sent, rows)
+
+
+def tip(model: GPT) -> None:
+    """Give all tokens something in common, and let every gate's first two experts like it."""
+    common = np.where(np.arange(CONFIG.width) % 2, 1.0, -1.0)
+    model.tokens.weight.data[...] += 0.1 * common
+    for layer in mixtures(model):
+        layer.scores.weight.data[:, :2] += 0.2 * common[:, None]
+
+
+def sent_by_verb(group: Any) -> dict[str, dict[str, int]]:
+    """Bytes this rank has sent so far, by axis and verb."""
+    counted: dict[str, dict[str, int]] = {}
+    for row in group.ledger.rows():
+        verbs = counted.setdefault(row["axis"], {})
+        verbs[row["verb"]] = verbs.get(row["verb"], 0) + row["nbytes"]
+    return counted
+
+
+def shares(loads: np.ndarray) -> np.ndarray:
+    """Each expert's share of the first layer's choices, by step: (steps, experts)."""
+    chosen = loads[:, 0, 0].astype(float)
+    return np.asarray(chosen / chosen.sum(axis=1, keepdims=True))
+
+
+def summed(group: Any, values: Any) -> np.ndarray:
+    """The sum over the ranks, not counted as training."""
+    with group.ledger.control():
+        return np.asarray(group.all_reduce(np.array(values)))

@@ -1,0 +1,252 @@
+"""Lesson 18: mixture of experts: who goes where, balanced or not; equal weights; traffic and memory beside formulas.
+
+    mpirun -n 4 python lessons/18_experts/lesson.py
+    python lessons/18_experts/lesson.py                       # alone: four ranks as threads
+    python lessons/18_experts/lesson.py --break no-balance    # see README.md, section 6
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist.nn import GPT, DropoutKey, mixture
+from minidist.nn.moe import loads, rebalance
+from minidist.observe.page import Page, size_text, verdict
+from minidist.optim import AdamW
+from minidist.parallel.common.shards import WeightShard
+from minidist.parallel.expert_parallel import SplitExperts, elements_sent
+from minidist.parallel.single import Single
+from minidist.teaching import arguments, load_module, run_lesson
+
+lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "18")
+STEPS, LONG, ITEM = 3, 40, 8
+
+
+def plain_experts(x, chosen, weight, my_expert, group):
+    """One expert a rank, one expert a token: rows x (N, h), chosen (N,), weight (N,) -> (N, h). README, section 1."""
+    order = np.argsort(chosen, kind="stable")                               # rows by expert
+    ends = np.cumsum(np.bincount(chosen, minlength=group.size))
+    came = group.all_to_all(np.split(x[order], ends[:-1]))                  # they go to their experts
+    results = my_expert(np.concatenate(came))
+    ends = np.cumsum([len(rows) for rows in came])
+    back = group.all_to_all(np.split(results, ends[:-1]))                   # and come home
+    y = np.empty_like(x)
+    y[order] = np.concatenate(back)                                         # each in its token's place
+    return weight[:, None] * y
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson, run by every rank."""
+    page.heading("1  The same as one process")
+    equal(group, page)
+    page.heading("2  Which token goes where")
+    matrix(group, page)
+    page.heading("3  Load, balanced and not")
+    balance(group, page)
+    page.heading("4  Traffic")
+    traffic(group, page)
+    page.heading("5  Memory")
+    memory(group, page)
+
+
+# ------------------------------------------------------------------------------------------------------ 1 equality
+
+def plain_loop(group: Any) -> float:
+    """How far the plain loop's rows are from those of one process."""
+    rng = np.random.default_rng(0)
+    x, weight, chosen = rng.normal(size=(40, 16)), rng.random(40), rng.integers(0, group.size, 40)
+    experts = rng.normal(size=(group.size, 16, 16))
+    right = np.einsum("nh,nhk->nk", x, experts[chosen]) * weight[:, None]
+    mine = np.array_split(np.arange(40), group.size)[group.rank]
+    y = plain_experts(x[mine], chosen[mine], weight[mine], lambda rows: rows @ experts[group.rank], group)
+    return float(group.all_reduce(np.array([np.abs(y - right[mine]).max(initial=0.0)]), op="max")[0])
+
+
+def alone(config: Any) -> dict[str, np.ndarray]:
+    """The weights of one process."""
+    model = mixture(GPT(lab.CONFIG), config)
+    model.initialize(lab.SEED)
+    state = {"step": 0}
+
+    def loss(part: Any, divisor: int) -> Any:
+        key = DropoutKey.of_sequences(lab.SEED, state["step"], part.first, *part.inputs.shape)
+        return model.loss(part.inputs, part.targets, divisor, key=key)
+
+    single = Single(model, loss=loss)
+    optimizer = AdamW(single.parameters, 0.005)
+    for step in range(STEPS):
+        state["step"] = step
+        single.step(lab.global_batch(step), optimizer)
+        rebalance(model, loads(model))
+    return single.state_dict()
+
+
+def off(weights: dict[str, np.ndarray], target: dict[str, np.ndarray]) -> float:
+    """The largest difference over the largest weight."""
+    largest = max(np.abs(array).max() for array in target.values())
+    return float(max(np.abs(weights[name] - target[name]).max() for name in target) / largest)
+
+
+def equal(group: Any, page: Page) -> None:
+    """The plain loop's rows, then weights after some steps of each kind of routing."""
+    rows = [["plain loop", "one forward", f"{plain_loop(group):.0e}"]]
+    kinds = {"dropless, balance loss": {}, "capacity 1.0, biases, a shared expert":
+             {"capacity": 1.0, "balance": "bias", "shared": 1}, "one expert a token, noise": {"top_k": 1, "noise": 0.1}}
+    for name, changes in kinds.items():
+        config = lab.moe_config(**changes)
+        run = lab.train(group, config, STEPS)
+        rows.append([name, f"{STEPS} steps", f"{off(run.strategy.state_dict(), alone(config)):.0e}"])
+    page.table(f"Off one process by, in float64: {lab.EXPERTS} experts on {group.size} ranks",
+               ["", "after", "largest difference"], rows)
+
+
+# ------------------------------------------------------------------------------------------------------- 2, 3 routing
+
+def matrix(group: Any, page: Page) -> None:
+    """Rows from each rank to each expert, of the first step."""
+    run = lab.train(group, lab.moe_config(), 1)
+    layer = run.strategy.layers[0]
+    mine = np.bincount(layer.routing.chosen.reshape(-1), minlength=lab.EXPERTS)
+    with group.ledger.control():
+        counts = group.all_gather(mine).reshape(group.size, -1)
+        sent = group.all_gather(run.strategy.routed[0]).reshape(group.size, -1)
+    owners = [rank for rank, part in enumerate(layer.experts.own) for _ in range(part.stop - part.start)]
+    page.table("Step 0: tokens of each rank that chose each expert",
+               ["tokens of", *(f"e{e} (r{owner})" for e, owner in enumerate(owners))],
+               [[f"rank {rank}", *row.tolist()] for rank, row in enumerate(counts)],
+               note=f"rows that travel: all but those of a rank's own experts, {sent.sum() - np.trace(sent)} of "
+                    f"{sent.sum()}")
+
+
+def balance(group: Any, page: Page) -> None:
+    """The share of the busiest expert and of the idlest, from a start where all tokens like the same two.
+
+    The model is the same on any number of ranks; so each of the three runs is made by one rank, side by side.
+    """
+    rows, alone = [], group.split(group.rank)
+    seen = np.zeros((len(lab.BALANCES), LONG, lab.EXPERTS))
+    for place, name in enumerate(lab.BALANCES):
+        if place % group.size == group.rank:
+            seen[place] = lab.shares(lab.train(alone, lab.moe_config(name), LONG, lopsided=True).loads)
+    for title, shares in zip(lab.BALANCES.values(), lab.summed(group, seen), strict=True):
+        late = shares[-10:].mean(axis=0)
+        rows.append([title, *(f"{shares[step].max():.0%}" for step in (0, LONG // 2, LONG - 1)),
+                     f"{late.max():.0%}", f"{late.min():.0%}"])
+    page.table(f"Share of tokens: the busiest of {lab.EXPERTS} experts (even: {1 / lab.EXPERTS:.1%})",
+               ["", "step 1", f"step {LONG // 2 + 1}", f"step {LONG}", "mean of last 10", "idlest, last 10"], rows,
+               note="two experts a token: 50 % is as much as one can have")
+
+
+# ------------------------------------------------------------------------------------------------- 4 traffic, 5 memory
+
+def traffic(group: Any, page: Page) -> None:
+    """Bytes by verb over all ranks, beside the formulas."""
+    run = lab.train(group, lab.moe_config(capacity=1.0), STEPS)
+
+    def measured(axis: str, verb: str) -> int:
+        return int(lab.summed(group, [run.sent.get(axis, {}).get(verb, 0)])[0])
+
+    far, layers, size = int(lab.summed(group, [run.rows])[0]), lab.CONFIG.layers, group.size
+    dense = elements_sent(run.strategy.model, ranks=size, rows=0)
+    rows = []
+    for name, formula, seen, expected in (
+            ("routed tokens", "4 R h", measured(group.axis, "all_to_all"), 4 * far * lab.CONFIG.width * ITEM),
+            ("dense gradients", "2(P-1) n", measured(group.axis, "all_reduce"), STEPS * dense * ITEM),
+            ("counts", "(P-1) E L", measured("control", "all_to_all"),
+             STEPS * (size - 1) * lab.EXPERTS * layers * ITEM),
+            ("loads", "2(P-1) 2 E L", measured("control", "all_reduce"),
+             STEPS * 2 * (size - 1) * 2 * lab.EXPERTS * layers * ITEM)):
+        rows.append([name, size_text(seen), formula, size_text(expected), verdict(seen, expected)])
+    taken = run.loads[:, 0].sum(axis=(0, 2))
+    page.table(f"{STEPS} steps, {size} ranks together; R = {far} rows to experts elsewhere",
+               ["", "measured", "formula", "", ""], rows,
+               note=f"capacity 1.0: of {taken[0]} choices {taken[0] - taken[1]} were dropped, and did not travel")
+
+
+def memory(group: Any, page: Page) -> None:
+    """Numbers of a rank's weights, beside those of the whole model."""
+    model = lab.train(group, lab.moe_config(), 1).strategy.model
+    own = sum(p.size for p in model.parameters() if isinstance(p, WeightShard))
+    whole = sum(int(np.prod(p.whole)) for p in model.parameters() if isinstance(p, WeightShard))
+    dense = sum(p.size for p in model.parameters()) - own
+    used = whole // lab.EXPERTS * lab.moe_config().top_k
+    page.table("Weights", ["", "whole model", "a rank (rank 0)", "used on a token"],
+               [["experts", f"{whole:,}", f"{own:,}", f"{used:,}"],
+                ["the rest", f"{dense:,}", f"{dense:,}", f"{dense:,}"]],
+               note="experts are divided, with their gradients and optimizer state; the rest is a replica's")
+
+
+# ------------------------------------------------------------------------------------------------------------ Break it
+
+def no_capacity() -> None:
+    """A hot expert: with capacity its rank computes no more than its places; without, whatever comes."""
+    def busiest(group: Any, capacity: float | None) -> tuple[int, int]:
+        run = lab.train(group, lab.moe_config("none", capacity=capacity), 1, lopsided=True)
+        taken = run.loads[0, 0, 1]
+        own = run.strategy.layers[0].experts.own
+        return max(int(taken[part].sum()) for part in own), int(run.loads[0, 0, 0].sum() - taken.sum())
+
+    for capacity in (1.0, None):
+        rows, dropped = md.run(busiest, capacity, size=4)[0]
+        total = lab.SEQUENCES * lab.CONFIG.context * 2
+        print(f"capacity {capacity}: the busiest of 4 ranks computes {rows} rows of {total} "
+              f"({rows / total * 4:.1f} times its even share); {dropped} dropped  {'#' * (rows // 4)}")
+
+
+def no_balance() -> None:
+    """Who starts with all tokens keeps them."""
+    for name in ("none", "loss"):
+        run = md.run(lambda group, name=name: lab.train(group, lab.moe_config(name), LONG, lopsided=True), size=1)[0]
+        shares = lab.shares(run.loads)
+        print(f"{lab.BALANCES[name]}:")
+        for step in (0, LONG // 4, LONG // 2, LONG - 1):
+            print(f"  step {step + 1:2d}: shares {' '.join(f'{share:4.0%}' for share in np.sort(shares[step])[::-1])}")
+
+
+def counts_forgotten() -> None:
+    """Who receives guesses how many of the rows are for which expert: as many for each."""
+    right = SplitExperts._exchange_counts
+
+    def guess(self: SplitExperts, counts: Any) -> np.ndarray:
+        came = right(self, counts)
+        each = [np.diff(np.linspace(0, rows.sum(), len(rows) + 1).astype(int)) for rows in came]
+        return np.stack(each)
+
+    def train(group: Any) -> dict[str, np.ndarray]:
+        return dict(lab.train(group, lab.moe_config(), STEPS).strategy.state_dict())
+
+    target = md.run(train, size=4)[0]
+    try:
+        SplitExperts._exchange_counts = guess       # type: ignore[method-assign]
+        wrong = md.run(train, size=4)[0]
+    finally:
+        SplitExperts._exchange_counts = right       # type: ignore[method-assign]
+    print(f"all rows arrive and nothing hangs, but many meet another expert: after {STEPS} steps the weights are off "
+          f"by {off(wrong, target):.0%} of the largest")
+
+
+def local_noise() -> None:
+    """Noise by the token's number on its rank: another model for every number of ranks."""
+    def train(group: Any, local: bool) -> dict[str, np.ndarray]:
+        key = (lambda step, part: DropoutKey.of_sequences(lab.SEED, step, 0, *part.inputs.shape)) if local else None
+        return dict(lab.train(group, lab.moe_config(noise=0.2), STEPS, key=key).strategy.state_dict())
+
+    for local in (False, True):
+        one, *others = (md.run(train, local, size=size)[0] for size in (1, 2, 4))
+        print(f"noise by {'local' if local else 'global'} token: 2 ranks off one by {off(others[0], one):.0e}, "
+              f"4 ranks by {off(others[1], one):.0e}")
+
+
+BREAKS = {"no-capacity": no_capacity, "no-balance": no_balance, "counts-forgotten": counts_forgotten,
+          "local-noise": local_noise}
+
+
+def main() -> None:
+    """Parse the command line, then run on the ranks that were launched, or on four threads."""
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
+
+
+if __name__ == "__main__":
+    main()

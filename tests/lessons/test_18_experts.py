@@ -1,0 +1,67 @@
+"""Exercise 18: filled rightly it passes, and each wrong filling fails under its name; loads are as the story tells."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from filling import graded
+
+import minidist as md
+from minidist import lessons
+from minidist.teaching import load_module
+
+RIGHT = {
+    1: "np.argsort(-chances, axis=1, kind='stable')[:, :k]",
+    2: "capacity * k * tokens / experts",
+    3: "taken[expert] < room",
+    4: "np.argsort(chosen, kind='stable')",
+    5: "np.split(x[order], ends[:-1])",
+    6: "y[order] = np.concatenate(back)",
+    7: "experts * float(f @ chances.mean(axis=0))",
+    8: "rate * np.sign(load.mean() - load)",
+}
+WRONG = {
+    "those are the least likely": {1: "np.argsort(chances, axis=1)[:, :k]"},
+    "the likeliest comes last": {1: "np.argsort(chances, axis=1)[:, -k:]"},
+    "not k a token": {1: "np.argmax(chances, axis=1)"},
+    "a token counts once, but has k choices": {2: "capacity * tokens / experts"},
+    "not capacity times the share": {2: "k * tokens / experts"},
+    "nothing is dropped": {3: "True"},
+    "one too many": {3: "taken[expert] <= room"},
+    "rows for the wrong ranks": {5: "np.array_split(x[order], group.size)"},
+    "rows met other experts": {4: "np.arange(len(chosen))"},
+    "results stand in the experts' order": {6: "y[...] = np.concatenate(back)"},
+    "the factor E is missing": {7: "float(f @ chances.mean(axis=0))"},
+    "a sum over tokens instead of the mean": {7: "experts * float(f @ chances.sum(axis=0))"},
+    "the busy are liked more": {8: "rate * np.sign(load - load.mean())"},
+    "all move alike": {8: "rate * (load.mean() - load)"},
+}
+
+
+def test_the_right_filling_passes(tmp_path: Path) -> None:
+    result = graded("18", RIGHT, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    result = graded("18", {**RIGHT, **WRONG[mistake]}, tmp_path)
+    assert not result.passed
+    assert mistake in result.results[-1].line(), result.results[-1].line()
+
+
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("18", {}, tmp_path)
+    assert "fill hole 1" in result.results[-1].line() and "exercise_18.py line" in result.results[-1].line()
+
+
+def test_a_balance_loss_undoes_a_lopsided_start() -> None:
+    """As section 4 tells: without it two experts keep nearly everything for longer."""
+    lab = load_module(lessons.find("18").part("experiments.py"), "18")
+    late = {}
+    for name in ("none", "loss"):
+        run = md.run(lambda group, name=name: lab.train(group, lab.moe_config(name), 40, lopsided=True), size=1)[0]
+        shares = lab.shares(run.loads)
+        assert np.sort(shares[0])[-2:].sum() == 1.0
+        late[name] = np.sort(shares[-10:].mean(axis=0))
+    assert late["none"][-2:].sum() > 1.5 * late["loss"][-2:].sum() and late["none"][0] < 0.5 * late["loss"][0]
