@@ -20,13 +20,20 @@ MOE: dict[str, Any] = {"experts": 5, "top_k": 2, "noise": 0.05}
 
 def train(world: Any, moe: dict[str, Any], changes: dict[str, Any], *, steps: int = 3, sequences: int = 5,
           clip: float | None = 0.5, accumulate: int = 1, checkpoint: str = "none", seed: int = 3,
-          precision: str | None = None, optimizer: Any = AdamW, spoil: Any = None) -> dict[str, Any]:
-    """What a rank holds after some steps: whole weights, losses, loads of each step, what was sent, memory."""
+          precision: str | None = None, optimizer: Any = AdamW, spoil: Any = None, copies: int = 1) -> dict[str, Any]:
+    """What a rank holds after some steps: whole weights, losses, loads of each step, what was sent, memory.
+
+    Args:    copies: groups that each hold all experts.
+    """
     config = tiny(**{**SIZES, **changes})
     with account.use(account.MemoryAccount()) as memory:
+        group, same = world, None
         model = mixture(GPT(config), MixtureConfig(**{**MOE, **moe}))
         if world.size > 1:
-            expert_parallel(model, world)
+            if copies > 1:                      # data × experts, the experts' ranks neighbours
+                group = world.split(world.rank // (world.size // copies), axis="ep")
+                same = world.split(world.rank % (world.size // copies), axis="dp")
+            expert_parallel(model, group, copies=same)
         model.initialize(seed)
         checkpoint_blocks(model, checkpoint)
         state = {"step": 0}
@@ -39,7 +46,7 @@ def train(world: Any, moe: dict[str, Any], changes: dict[str, Any], *, steps: in
 
         kind = {} if precision is None else {"precision": MixedPrecision(precision)}
         strategy: Any = (Single(model, loss=loss, **kind) if world.size == 1 else
-                         ExpertParallel(model, world, loss=loss, **kind))
+                         ExpertParallel(model, group, everyone=world, loss=loss, **kind))
         update = optimizer(strategy.parameters, 1e-2)
         losses, counted, rows = [], [], 0
         with world.ledger.during("step"):
@@ -52,7 +59,7 @@ def train(world: Any, moe: dict[str, Any], changes: dict[str, Any], *, steps: in
                     rebalance(model, counted[-1])
                 else:
                     counted.append(strategy.loads.copy())
-                    rows += int(strategy.routed.sum() - strategy.routed[:, world.rank].sum())
+                    rows += int(strategy.routed.sum() - strategy.routed[:, group.rank].sum())
         sent = world.ledger.sent_bytes("step")
         formula = elements_sent(model, ranks=world.size, rows=0)
         return {"weights": strategy.state_dict(), "losses": losses, "sent": sent, "memory": memory.snapshot(),

@@ -25,6 +25,7 @@ Cost, a step, all ranks together, in numbers; R tokens (a token to two experts i
 
     tokens      4 R h            two all-to-alls forward, two backward; 6 R h where blocks are computed again
     dense       2(P-1) × numbers of the weights that are not experts', after the last backward (ring)
+    experts     2(D-1) × their numbers, where D groups each hold all of them (data × experts; else D = 1)
     control     (P-1) E counts a layer and forward; 2(P-1) × 2 E L loads; P(P-1) for the loss, as many for clipping
 
 R is what routing makes it: with even loads (P-1)/P of k B T, and if one expert is hot, its rank computes for all.
@@ -33,6 +34,7 @@ notes:   N1 (专家混合), N2 §10.3 MoE专用并行优化
 Source:  Lepikhin et al. 2020, "GShard" (2006.16668); Fedus et al. 2021, "Switch Transformers" (2101.03961).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,12 +68,13 @@ class SplitExperts(Experts):
                         computed again count once
     """
 
-    def __init__(self, experts: Experts, group: Group, algorithm: str = "pairwise") -> None:
+    def __init__(self, experts: Experts, group: Group, algorithm: str = "pairwise",
+                 copies: Group | None = None) -> None:
         self.own = ranges(experts.up.shape[0], group.size)
         parts = [(part,) for part in self.own]
 
         def mine(weight: Weight) -> Weight:
-            return WeightShard(weight, parts, group.rank)
+            return WeightShard(weight, parts, group.rank, sharers=copies)
 
         self.group, self.algorithm = group, algorithm
         self.gate = None if experts.gate is None else mine(experts.gate)
@@ -113,10 +116,11 @@ def _by_expert(came: np.ndarray) -> np.ndarray:
     return np.argsort(np.repeat(experts, came.reshape(-1)), kind="stable")
 
 
-def expert_parallel(model: GPT, group: Group, *, algorithm: str = "pairwise") -> GPT:
+def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None, algorithm: str = "pairwise") -> GPT:
     """Divide the experts of a mixture between the ranks of `group`, in place; `model.initialize(seed)` draws the own.
 
-    Args:    algorithm: of the all-to-alls.
+    Args:    copies: the ranks of other groups that hold the same experts (data parallelism beside it), or None.
+             algorithm: of the all-to-alls.
     Raises:  PlanError if a rank would get no expert; ConfigError without a mixture, or if the weights are drawn.
     """
     layers = mixtures(model)
@@ -131,21 +135,23 @@ def expert_parallel(model: GPT, group: Group, *, algorithm: str = "pairwise") ->
             raise PlanError(f"expert parallelism over ep={group.size} ranks: {layer.config.experts} experts leave a "
                             f"rank without any; choose ep from 1 to {layer.config.experts}, or at least {group.size} "
                             f"experts")
-        layer.experts = SplitExperts(layer.experts, group, algorithm)
+        layer.experts = SplitExperts(layer.experts, group, algorithm, copies)
     model.assign_names()
     return model
 
 
 # ------------------------------------------------------------------------------------------------------------ cost
 
-def elements_sent(model: GPT, *, ranks: int, rows: int, recomputed: bool = False) -> int:
+def elements_sent(model: GPT, *, ranks: int, rows: int, copies: int = 1, recomputed: bool = False) -> int:
     """Numbers that all ranks together send in a step, but for control: the cost above.
 
-    Args:    rows: routed tokens whose expert is on another rank, of all layers; recomputed: whether blocks run twice.
+    Args:    ranks: that share the batch; rows: routed tokens whose expert is on another rank, of all layers.
+             copies: of each expert; recomputed: whether blocks run twice.
     """
+    experts = sum(math.prod(parameter.whole) for parameter in model.parameters() if isinstance(parameter, WeightShard))
     dense = sum(parameter.size for parameter in model.parameters()
                 if parameter.requires_grad and not isinstance(parameter, WeightShard))
-    return (6 if recomputed else 4) * rows * model.config.width + 2 * (ranks - 1) * dense
+    return (6 if recomputed else 4) * rows * model.config.width + 2 * (ranks - 1) * dense + 2 * (copies - 1) * experts
 
 
 # ------------------------------------------------------------------------------------------------------------ step
@@ -158,15 +164,18 @@ class ExpertParallel(SplitModel):
         strategy = ExpertParallel(model, group)
         loss = strategy.step(batch, AdamW(strategy.parameters, lr))
 
-    Args:    as SplitModel.
+    Args:    as SplitModel, and everyone: the ranks that share the batch, if more than `group`: several groups, each
+             with all experts. Those that hold the same ones are the `copies` of expert_parallel.
     Attributes: loads   (layers, 2, experts) integers: tokens of the last step's whole batch that chose each expert,
                         and that it took
                 routed  (layers, P) integers: rows that this rank gave each rank in the last step, itself too
     """
 
-    def __init__(self, model: GPT, group: Group, *, loss: Loss | None = None, algorithm: str = "ring",
-                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
-        super().__init__(model, group, outside=group, loss=loss, algorithm=algorithm, precision=precision,
+    def __init__(self, model: GPT, group: Group, *, everyone: Group | None = None, loss: Loss | None = None,
+                 algorithm: str = "ring", precision: Precision | None = None,
+                 recorder: Recorder | None = None) -> None:
+        self.everyone = group if everyone is None else everyone
+        super().__init__(model, group, outside=self.everyone, loss=loss, algorithm=algorithm, precision=precision,
                          recorder=recorder)
         self.layers = mixtures(model)
         self.loads = loads(model)
@@ -181,7 +190,7 @@ class ExpertParallel(SplitModel):
         """
         optimizer.zero_grad()
         total = 0.0
-        for part in micro_parts(part_of(batch, size=self.group.size, rank=self.group.rank), accumulate):
+        for part in micro_parts(part_of(batch, size=self.everyone.size, rank=self.everyone.rank), accumulate):
             with self.recorder.span("forward", rows=len(part.inputs)):
                 loss = self.loss(part, batch[1].size)
             with self.recorder.span("backward"):
@@ -191,14 +200,14 @@ class ExpertParallel(SplitModel):
         with self.recorder.span("add up", "communication"):
             add_up(self.summands, algorithm=self.algorithm)
         with self.recorder.span("optimizer"):
-            self.precision.update(optimizer, lambda: squares_once(self.weights, self.group), lr=lr, clip=clip)
+            self.precision.update(optimizer, lambda: squares_once(self.weights, self.everyone), lr=lr, clip=clip)
         self._balance()
         return self._sum(total)
 
     def _balance(self) -> None:
         """Sum the loads over the ranks, and move the biases by them."""
-        with self.group.ledger.control():
-            self.loads = self.group.all_reduce(loads(self.model), algorithm=self.algorithm)
+        with self.everyone.ledger.control():
+            self.loads = self.everyone.all_reduce(loads(self.model), algorithm=self.algorithm)
         rebalance(self.model, self.loads)
         for number, layer in enumerate(self.layers):
             experts: Any = layer.experts
@@ -207,5 +216,5 @@ class ExpertParallel(SplitModel):
 
     def _sum(self, share: float) -> float:
         """The ranks' shares of the loss, added in rank order."""
-        with self.recorder.span("loss", "communication"), self.group.ledger.control():
-            return float(np.sum(self.group.all_gather(np.array([share], dtype=np.float64))))
+        with self.recorder.span("loss", "communication"), self.everyone.ledger.control():
+            return float(np.sum(self.everyone.all_gather(np.array([share], dtype=np.float64))))
