@@ -71,9 +71,9 @@ def train(group: Any, *, steps: int, slow: dict[int, float] | None = None, dies:
     for step in range(steps):
         if (dies or {}).get(group.rank) == step:
             die(group)
-        if not getattr(server, "serves", False):
+        if slow and group.rank in slow and not getattr(server, "serves", False):
             with timeline.span("asleep"):
-                time.sleep((slow or {}).get(group.rank, 0.0))
+                time.sleep(slow[group.rank])
         losses.append(server.step(batch(step), rule))
         ends.append(time.perf_counter() - begin)
     if hasattr(server, "finish"):

@@ -212,6 +212,8 @@ def check(args: argparse.Namespace) -> Settings:
         fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
     if args.offload == "all":
         writable(args.offload_dir)
+    elif args.offload_dir:
+        fail(f"--offload-dir {args.offload_dir}: only --offload all has files; add it, or leave --offload-dir out")
     out = Path(args.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     check_writable("--out", out / "metrics.json")
     if args.json:

@@ -54,6 +54,7 @@ def test_two_ranks_within_a_limit_and_as_one_process(book: Path, tmp_path: Path)
     (["--offload", "all", "--zero", "2"], "use zero=3"),
     (["--offload", "disk"], "choose from"),
     (["--offload", "all", "--offload-dir", "absent"], "absent is not there"),
+    (["--offload", "optimizer", "--offload-dir", "disk"], "only --offload all has files"),
     (["--device-memory", "much"], "write 4096, 64KiB"),
     (["--device-memory", "100KiB"], "do not fit under the limit of 102,400"),
     (["--offload", "all", "--device-memory", "60KiB"], "two units at work"),
