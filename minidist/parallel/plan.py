@@ -184,8 +184,8 @@ class Plan:
     def _check_shard(self) -> None:
         fits = divisors(self.dp)
         if self.shard not in fits:
-            raise PlanError(f"plan shard={self.shard!r}: the {self.dp} rank{'s' * (self.dp > 1)} of dp cannot be cut into "
-                            f"copies of so many; choose one of {', '.join(map(str, fits))}")
+            raise PlanError(f"plan shard={self.shard!r}: the {self.dp} rank{'s' * (self.dp > 1)} of dp cannot be cut "
+                            f"into copies of so many; choose one of {', '.join(map(str, fits))}")
         if not self.zero:
             raise PlanError(f"plan shard={self.shard} with zero=0: nothing is divided among ranks; choose zero=1, 2 "
                             f"or 3")
