@@ -97,7 +97,7 @@ def any_plan(draw: Any, ranks: int) -> tuple[dict[str, Any], dict[str, Any], int
     return changes, plan, draw(st.integers(1, 7))
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(any_plan(8))
 def test_any_plan(job: tuple[dict[str, Any], dict[str, Any], int]) -> None:
     changes, plan, sequences = job
@@ -150,12 +150,12 @@ def test_mixed_precision(precision: str, plan: dict[str, Any]) -> None:
 
 # --------------------------------------------------------------------------------------- the parity test sees the bugs
 
-@pytest.mark.parametrize("bug", ["ends not summed", "norm of own part", "norms counted on every tensor rank",
+@pytest.mark.parametrize("bug", ["ends not summed", "norm too large", "norms counted on every tensor rank",
                                  "table counted twice", "own dropout rows", "loss of all tensor ranks"])
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "ends not summed":
         monkeypatch.setattr(Layered, "sum_ends", lambda self: None)
-    elif bug == "norm of own part":
+    elif bug == "norm too large":
         monkeypatch.setattr(hybrid_step, "sum_of_squares", lambda arrays: 2 * clip.sum_of_squares(arrays))
     elif bug == "norms counted on every tensor rank":
         counted = hybrid_step.counted_at
@@ -183,9 +183,10 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 
 # ------------------------------------------------------------------------------------------------------ cost, memory
 
-@pytest.mark.parametrize("plan", [{"dp": 2, "pp": 2, "tp": 2}, {"dp": 2, "tp": 2, "zero": 2, "accumulate": 2},
-                                  {"pp": 2, "tp": 2, "schedule": "interleaved"}, {"dp": 3, "tp": 2, "zero": 3}])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("plan", "tied"), [
+    ({"dp": 2, "pp": 2, "tp": 2}, True), ({"dp": 2, "tp": 2, "zero": 2, "accumulate": 2}, False),
+    ({"pp": 2, "tp": 2, "schedule": "interleaved"}, False), ({"dp": 2, "pp": 2, "zero": 1}, True),
+    ({"dp": 3, "tp": 2, "zero": 3}, True)])
 def test_traffic(plan: dict[str, Any], tied: bool) -> None:
     """The ledger beside the formulas, by axis, exactly."""
     config = tiny(layers=4, heads=4, tied=tied)
