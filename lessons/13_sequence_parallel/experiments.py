@@ -39,7 +39,7 @@ def global_batch(config: GPTConfig, step: int, sequences: int = SEQUENCES) -> tu
 def strategy_for(group: Any, config: GPTConfig, name: str) -> Any:
     """A model cut so and its strategy; "one process" is not cut."""
     model = GPT(config)
-    if name == "one process" or group.size == 1:
+    if name == "one process":
         model.initialize(0)
         return Single(model)
     cut, strategy = CUTS[name]
@@ -70,8 +70,6 @@ def peaks(group: Any, config: GPTConfig, name: str, *, limit: int | None = None)
 
 def formula(group: Any, config: GPTConfig, name: str, parameters: int) -> int:
     """Numbers that all ranks send in a step, by the module's own formula."""
-    if group.size == 1:
-        return 0
     if name == "sequence":
         return sequence_parallel.elements_sent(config, ranks=group.size, sequences=SEQUENCES)
     module: Any = ring_attention if name == "ring" else ulysses

@@ -163,7 +163,6 @@ def memory(group: Any, page: Page) -> None:
     page.say(f"    Under a limit of {size_text(limit)} ring attention takes {long.context} tokens ({size_text(fits)});")
     try:
         lab.peaks(group, long, "one process", limit=limit)
-        page.say("    so does one process: it is a job of one rank")
     except MemoryLimitError as error:
         page.say(f"    one process does not: {error}")
 

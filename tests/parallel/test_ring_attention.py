@@ -219,8 +219,12 @@ def test_pieces_travel_while_others_are_computed_with(monkeypatch: pytest.Monkey
             ring_attention(q, k, k, group=slow, length=length)
             return time.perf_counter() - start
 
-    one_after_the_other = 0.06 + 2 * (0.04 + 0.04)
-    assert min(max(md.run(job, size=size)) for _ in range(2)) < one_after_the_other - 0.04
+    one_after_the_other, taken = 0.06 + 2 * (0.04 + 0.04), 1.0
+    for _ in range(5):      # other programs can only add to it
+        taken = min(taken, max(md.run(job, size=size)))
+        if taken < one_after_the_other - 0.04:
+            break
+    assert taken < one_after_the_other - 0.04
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -301,6 +305,15 @@ def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> Non
         assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision(precision: str) -> None:
+    """Replicas stay equal, and near one process: sums are rounded where the sequence is cut."""
+    changes = {"dtype": {"bf16": "bfloat16", "fp16": "float16"}[precision], "context": 13}
+    alone, ranks = run(1, changes, precision=precision)[0], run(3, changes, precision=precision)
+    assert all(difference(rank["weights"], ranks[0]["weights"]) == 0.0 for rank in ranks)
+    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=2e-2)
+
+
 def test_generating_text() -> None:
     """Every rank draws the text that one process draws, also while it has fewer tokens than ranks."""
     def job(world: Any) -> list[int]:
@@ -312,6 +325,20 @@ def test_generating_text() -> None:
 
     expected = md.run(job, size=1)[0]
     assert md.run(job, size=3) == [expected] * 3
+
+
+def test_the_loss_is_the_mean_of_all_tokens() -> None:
+    """Without a divisor too, and on ranks that have no token."""
+    config = tiny(context=3)
+
+    def job(world: Any) -> float:
+        model = GPT(config)
+        if world.size > 1:
+            context_parallel(model, world)
+        model.initialize(1)
+        return float(model.loss(*global_batch(0, 2, config)).item())
+
+    np.testing.assert_allclose(md.run(job, size=4), md.run(job, size=1) * 4, rtol=1e-14)
 
 
 # --------------------------------------------------------------------------------------- the parity test sees the bugs

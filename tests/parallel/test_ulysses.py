@@ -132,6 +132,15 @@ def test_more_ranks_than_heads() -> None:
         md.run(lambda world: ulysses(GPT(tiny(heads=2)), world), size=3)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision(precision: str) -> None:
+    """Replicas stay equal, and near one process: sums are rounded where the sequence is cut."""
+    changes = {"dtype": {"bf16": "bfloat16", "fp16": "float16"}[precision], "context": 13}
+    alone, ranks = run(1, changes, precision=precision)[0], run(3, changes, precision=precision)
+    assert all(difference(rank["weights"], ranks[0]["weights"]) == 0.0 for rank in ranks)
+    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=2e-2)
+
+
 def test_generating_text() -> None:
     """Every rank draws the text that one process draws, also while it has fewer tokens than ranks."""
     def job(world: Any) -> list[int]:
