@@ -8,6 +8,9 @@ from filling import graded
 
 import minidist as md
 from minidist import lessons
+from minidist.nn import GPT, mixture
+from minidist.nn.moe import mixtures
+from minidist.parallel.expert_parallel import elements_sent
 from minidist.teaching import load_module
 
 RIGHT = {
@@ -53,6 +56,20 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("18", {}, tmp_path)
     assert "fill hole 1" in result.results[-1].line() and "exercise_18.py line" in result.results[-1].line()
+
+
+def test_where_tokens_cost_what_reducing_experts_would() -> None:
+    """Section 5: B·T = 4 E h P / k, from both formulas; the experts' numbers are those of the model."""
+    lab = load_module(lessons.find("18").part("experiments.py"), "18")
+    experts, h, ranks, k = lab.EXPERTS, lab.CONFIG.width, 4, lab.moe_config().top_k
+    model = mixture(GPT(lab.CONFIG), lab.moe_config())
+    numbers = sum(weight.size for layer in mixtures(model) for weight in layer.experts.parameters())
+    tokens = 4 * experts * h * ranks // k
+    assert tokens == 1024 and numbers == 8 * h * h * experts
+    rows = (ranks - 1) * k * tokens // ranks
+    assert elements_sent(model, ranks=ranks, rows=rows) - elements_sent(model, ranks=ranks, rows=0) == (
+        2 * (ranks - 1) * numbers)
+    assert lab.SEQUENCES * lab.CONFIG.context == 128
 
 
 def test_a_balance_loss_undoes_a_lopsided_start() -> None:
