@@ -51,7 +51,7 @@ def parameters_of(alone: dict[str, Any]) -> int:
     return sum(array.size for array in alone["weights"].values())
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("size", [2, 3, 5])
 def test_equals_one_process(size: int) -> None:
     """Eight heads and seven tokens: three and five divide neither."""
     check_job(size, {"dropout": 0.2, "context": 7}, {"sequences": 3}, steps=3)
