@@ -53,7 +53,7 @@ def verify(early: Weights, settings: Settings, world: Group, metrics: dict[str, 
         differences = compare(early, *train_alone(settings, alone), arithmetic_of(settings))
         metrics["verify"] = differences
         print_differences(console, differences, min(STEPS, settings.args.steps))
-        status = 0 if differences["compared"] <= differences["bound"] else 1
+        status = 0 if differences["moved"] and differences["compared"] <= differences["bound"] else 1
     limit, world.transport.limit = world.transport.limit, A_DAY
     try:
         with world.ledger.control():
@@ -82,13 +82,15 @@ def arithmetic_of(settings: Settings) -> str:
 
 def compare(ours: Weights, start: Weights, serial: Weights, arithmetic: str) -> dict[str, Any]:
     """The largest difference relative to the whole model's largest weight, and each tensor's relative to its own; the
-    distance between both models relative to serial's from its start; which of the two is compared with the bound.
+    distance between both models relative to serial's from its start, and whether it left it; which of the two is
+    compared with the bound.
     """
     gaps = {name: float(np.max(np.abs(ours[name] - serial[name]))) for name in serial}
     sizes = {name: float(np.max(np.abs(serial[name]))) for name in serial}
     largest = max(gaps.values()) / max(sizes.values())
-    of_the_way = distance(ours, serial) / (distance(serial, start) or 1.0)
-    return {"largest": largest, "of_the_way": of_the_way, "dtype": arithmetic,
+    way = distance(serial, start)
+    of_the_way = distance(ours, serial) / (way or 1.0)
+    return {"largest": largest, "of_the_way": of_the_way, "moved": way > 0, "dtype": arithmetic,
             "compared": largest if arithmetic in BOUNDS else of_the_way, "bound": BOUNDS.get(arithmetic, OF_THE_WAY),
             "parameters": {name: {"difference": gaps[name], "of_its_largest": gaps[name] / (sizes[name] or 1.0)}
                            for name in serial}}
@@ -107,6 +109,10 @@ def print_differences(console: Console, differences: dict[str, Any], steps: int)
             if differences["dtype"] in BOUNDS else
             f"the models are {differences['compared']:.2e} of the way that training went apart")
     console.rule(f"parallel and serial after {plural(steps, 'step')}", style="dim", align="left")
+    if not differences["moved"]:
+        console.print("NOTHING TO COMPARE: one process has the weights it began with. In fp16 the loss scale begins "
+                      "high, and steps that overflow are skipped; take more --steps", markup=False)
+        return
     console.print(f"{verdict}: {what}; the bound is {differences['bound']:.0e} in {differences['dtype']}", markup=False)
     table = Table(header_style="bold")
     table.add_column("parameter (the eight that differ most)")

@@ -132,6 +132,16 @@ def test_zero(stage: int, options: list[str], says: str, book: Path, tmp_path: P
     assert says in done.stdout
 
 
+def test_weights_that_never_moved_are_not_called_equal(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       capfd: pytest.CaptureFixture[str]) -> None:
+    """A gradient times float16's first scale overflows, so that the only step is skipped."""
+    monkeypatch.chdir(tmp_path)
+    status = main(["train", *TINY, "--dtype", "float32", "--precision", "fp16", "--steps", "1", "--batch", "1",
+                   "--context", "1", "--verify", "--data", str(book), "--out", "run"])
+    printed = capfd.readouterr().out
+    assert status == 1 and "NOTHING TO COMPARE" in printed and "Equal" not in printed
+
+
 def test_a_composed_plan(book: Path, tmp_path: Path) -> None:
     """The same weights; what each axis sent stands beside its formula, which it meets."""
     done = execute([*MINIDIST, "train", *TINY, "-n", "4", "--plan", "pp=2,tp=2", "--schedule", "zb-h1",
