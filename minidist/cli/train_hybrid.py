@@ -9,6 +9,9 @@ from minidist.parallel.activations import chosen
 from minidist.parallel.hybrid import Trainer
 from minidist.parallel.hybrid_step import Hybrid, elements_sent
 
+LOSS_BYTES = 4
+"""A number of the loss, at the least: in low precision maxima and sums over the vocabulary travel as float32."""
+
 
 def formula(trainer: Trainer, strategy: Hybrid, data: dict[str, Any], batch: Any) -> dict[str, Any]:
     """Bytes of all ranks and steps by axis, and how many parameters this rank has. Every rank calls it.
@@ -21,6 +24,9 @@ def formula(trainer: Trainer, strategy: Hybrid, data: dict[str, Any], batch: Any
     elements = elements_sent(config, plan, batch[0].size,
                              recomputed=len(chosen(plan.checkpoint_blocks, config.layers)))
     axes = {axis: count * itemsize * trainer.steps_done for axis, count in elements.items()}
+    if plan.tp > 1 and itemsize < LOSS_BYTES:
+        of_loss = 2 * (plan.tp - 1) * 3 * batch[0].size
+        axes["tp"] += of_loss * (LOSS_BYTES - itemsize) * trainer.steps_done
     with trainer.world.ledger.control():
         each = strategy.cut.all_gather(np.array([data["sent_bytes"]], np.int64))
     if plan.dp > 1:

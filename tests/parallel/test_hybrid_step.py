@@ -146,6 +146,7 @@ def test_mixed_precision(precision: str, plan: dict[str, Any]) -> None:
     apart, way = (float(np.sqrt(sum(np.sum((a[name] - b[name]) ** 2.0) for name in a)))
                   for a, b in ((ours, serial["weights"]), (serial["weights"], start["weights"])))
     assert apart < 0.1 * way
+    assert sent_by_axis(ranks) == ranks[0]["formula"]["axes"]
 
 
 # --------------------------------------------------------------------------------------- the parity test sees the bugs
@@ -183,6 +184,14 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 
 # ------------------------------------------------------------------------------------------------------ cost, memory
 
+def sent_by_axis(ranks: list[dict[str, Any]]) -> dict[str, int]:
+    """Bytes of all ranks, scalars apart."""
+    sent: dict[str, int] = {}
+    for axis, verbs in ((axis, verbs) for rank in ranks for axis, verbs in rank["sent"].items() if axis != "control"):
+        sent[axis] = sent.get(axis, 0) + sum(verbs.values())
+    return {axis: count for axis, count in sent.items() if count}
+
+
 @pytest.mark.parametrize(("plan", "tied"), [
     ({"dp": 2, "pp": 2, "tp": 2}, True), ({"dp": 2, "tp": 2, "zero": 2, "accumulate": 2}, False),
     ({"pp": 2, "tp": 2, "schedule": "interleaved"}, False), ({"dp": 2, "pp": 2, "zero": 1}, True),
@@ -192,10 +201,8 @@ def test_traffic(plan: dict[str, Any], tied: bool) -> None:
     config = tiny(layers=4, heads=4, tied=tied)
     ranks = md.run(train, {"layers": 4, "heads": 4, "tied": tied}, {"plan": plan, "steps": 2},
                    size=Plan(**plan).size)
-    sent: dict[str, int] = {}
-    for axis, verbs in ((axis, verbs) for rank in ranks for axis, verbs in rank["sent"].items() if axis != "control"):
-        sent[axis] = sent.get(axis, 0) + sum(verbs.values())
-    assert {axis: count for axis, count in sent.items() if count} == ranks[0]["formula"]["axes"]
+    sent = sent_by_axis(ranks)
+    assert sent == ranks[0]["formula"]["axes"]
     tokens = 5 * config.context
     assert {axis: 2 * 8 * count for axis, count in elements_sent(config, Plan(**plan), tokens).items()} == {
         axis: sent[axis] for axis in sent if axis != "dp"}
