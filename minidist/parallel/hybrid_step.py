@@ -32,7 +32,10 @@ overlaps backward as in its own chapter; behind one it sends when the last micro
 What does not go together is refused by Plan: ZeRO-2 and 3 with a pipeline (every microbatch would have to reduce, or
 gather, anew: m times the traffic, or no memory saved), and others there.
 
-notes:   N0:442-470; N2 3D并行
+The notes' groups A and B (N0:442-470) are dp=2, pp=2: ranks 0-1 and 2-3 pass activations on, 0-2 and 1-3 add gradients
+up. (Their all-reduce takes a mean; here the loss was divided by all tokens before, and gradients are summed.)
+
+notes:   N0 3D Parallelism, 混合并行; N2 3D 并行策略
 Source:  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
 """
 
