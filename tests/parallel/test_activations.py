@@ -39,6 +39,7 @@ def test_under_any_strategy(zero: int, size: int, which: str, tied: bool) -> Non
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 @given(zero=st.integers(0, 3), size=st.integers(1, 5), which=st.sampled_from(["scores", "all", "0", "1"]),
        tied=st.booleans())
 @settings(max_examples=60)
