@@ -84,7 +84,8 @@ class MemoryAccount:
     def _too_much(self, category: str, nbytes: int, limit: int) -> str:
         held = ", ".join(f"{name} {self._now[name]:,}" for name in CATEGORIES if self._now[name]) or "nothing"
         return (f"{self.whose}: {nbytes:,} bytes more for {category} do not fit under the limit of {limit:,}: held are "
-                f"{self._now['total']:,} ({held}); raise the limit, take fewer sequences a step, or offload more")
+                f"{self._now['total']:,} ({held}); raise the limit, take fewer sequences at "
+                f"once (accumulate), keep less of them (checkpoint_blocks), or offload more")
 
     @property
     def now(self) -> dict[str, int]:

@@ -9,6 +9,8 @@ import pytest
 import threadpoolctl
 from hypothesis import HealthCheck, settings
 
+from minidist import account
+
 # Where this is set, each of the hundreds of Pythons that tests start would compile all of minidist again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -45,3 +47,10 @@ def no_profile(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_account():
+    """What an earlier test left in memory, or a limit it set, is not this test's."""
+    with account.use(account.MemoryAccount()) as memory:
+        yield memory

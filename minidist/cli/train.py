@@ -84,6 +84,7 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
                "threads": threads, "device": args.device, **train_report.parameter_counts(trainer),
                "formula": train_report.gradient_formula(trainer, settings.training_batch(0)),
                "optimizer_moments": train_report.moments(trainer),
+               "skipped_steps": trainer.precision.skipped,
                "losses": losses, "validation_loss": validation_loss, "step_seconds": step_seconds,
                "tokens_per_second": tokens_per_second, "weights_sha256": weights_digest(weights),
                "config": asdict(settings.config), "options": options_of(args), "versions": versions(), "ranks": records}

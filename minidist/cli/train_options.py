@@ -40,6 +40,9 @@ PLAN_OPTIONS = (
 )
 """Options that are fields of Plan."""
 
+STALENESS = 2
+"""How many steps an asynchronous worker may be ahead, unless told otherwise."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist train`."""
@@ -66,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="of parameter-server: ranks that are servers (default: 1)")
     job.add_argument("--asynchronous", action="store_true",
                      help="of parameter-server: update by each worker's gradient as it comes")
-    job.add_argument("--staleness", type=int, default=2, metavar="K",
+    job.add_argument("--staleness", type=int, metavar="K",
                      help="how many steps an asynchronous worker may be ahead; below 0: any number (default: 2)")
     job.add_argument("--accumulate", type=positive, default=1, metavar="A",
                      help="take each rank's sequences in A passes, for less activation memory (default: 1)")
@@ -182,8 +185,9 @@ class Settings:
         chosen = {option: getattr(args, option) for option in PLAN_OPTIONS}
         if args.zero is None:
             chosen["zero"] = 3 if args.offload == "all" else 0
+        ahead = STALENESS if args.staleness is None else args.staleness
         return replace(plan, replicas=args.replicas or 1 + (args.strategy == "data-parallel"),
-                       staleness=None if args.staleness < 0 else args.staleness, **chosen)
+                       staleness=None if ahead < 0 else ahead, **chosen)
 
     def trainer_options(self) -> dict[str, Any]:
         """What Trainer takes beside plan, config and world."""
@@ -208,6 +212,8 @@ def check(args: argparse.Namespace) -> Settings:
                        dropout=args.dropout, dtype=args.dtype)
     chosen(args.checkpoint_blocks, args.layers)
     check_dtype(args.precision, args.dtype)
+    if args.staleness is not None and not args.asynchronous:
+        fail(f"--staleness {args.staleness}: synchronous workers are never ahead; add --asynchronous, or leave it out")
     if args.asynchronous and args.verify:
         fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
     if args.offload == "all":

@@ -166,7 +166,11 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
                   f"guessing blindly gives {np.log(metrics['config']['vocabulary']):.2f}", markup=False)
     console.print(f"{metrics['step_seconds'] * 1e3:,.1f} ms a step (median), {metrics['tokens_per_second']:,.0f} "
                   f"tokens/s, {metrics['parameters']:,} parameters, {plural(metrics['size'], 'rank')} over "
-                  f"{metrics['transport']}, {plural(metrics['threads'], 'BLAS thread')} each\n", markup=False)
+                  f"{metrics['transport']}, {plural(metrics['threads'], 'BLAS thread')} each", markup=False)
+    if metrics["skipped_steps"]:
+        console.print(f"{plural(metrics['skipped_steps'], 'step')} skipped, whose gradients overflowed float16 under "
+                      f"the loss scale", markup=False)
+    console.print()
     console.rule("a sample: lines it has not seen, and how it goes on (▸)", style="dim", align="left")
     console.print(f"{sample}\n", markup=False, soft_wrap=True)
     if metrics["plan"]["strategy"] != "ddp":

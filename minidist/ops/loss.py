@@ -24,22 +24,23 @@ def cross_entropy(logits: Array, targets: Array, *, divisor: float | None = None
 
     (…, V) floats, (…) integers -> one number, float32 for low precision too. A strategy passes the global token count,
     so that losses and gradients of the shards add up (never a mean of means).
+
+    With l a token's logits, m their maximum, s = sum(exp(l - m)) and t the target's: log(s) + (m - t), in this order,
+    so that large logits, of a run that diverges, do not swallow log(s). m and s stay for backward, 2 numbers a token.
     """
     _check(logits, targets)
     xp = array_module(logits)
     wide, ids = rows(widen(logits)), targets.reshape(-1)
     count = divisor if divisor is not None else ids.size
-    log_total = xp.empty((len(wide), 1), wide.dtype)      # log(sum(exp(logits))) of each token
+    top, total = xp.empty((len(wide), 1), wide.dtype), xp.empty((len(wide), 1), wide.dtype)
     for where, (e,) in row_blocks(xp, wide, scratch=1):
-        top = wide[where].max(axis=1, keepdims=True)
-        xp.subtract(wide[where], top, out=e)
+        wide[where].max(axis=1, keepdims=True, out=top[where])
+        xp.subtract(wide[where], top[where], out=e)
         xp.exp(e, out=e)
-        total = e.sum(axis=1, keepdims=True)
-        xp.log(total, out=total)
-        xp.add(total, top, out=log_total[where])
-    losses = log_total[:, 0] - wide[xp.arange(len(wide)), ids]
+        e.sum(axis=1, keepdims=True, out=total[where])
+    losses = xp.log(total[:, 0]) + (top[:, 0] - wide[xp.arange(len(wide)), ids])
     loss = losses.sum() / losses.dtype.type(count)
-    return xp.asarray(loss), saved(logits=logits, ids=ids, log_total=log_total, divisor=count)
+    return xp.asarray(loss), saved(logits=logits, ids=ids, top=top, total=total, divisor=count)
 
 
 @cross_entropy.gradient("logits")
@@ -51,8 +52,8 @@ def _(node: Node, dy: Array) -> Array:
     dx = xp.empty(wide.shape, wide.dtype)
     for where, _ in row_blocks(xp, wide):
         d = dx[where]
-        xp.subtract(wide[where], node.log_total[where], out=d)
+        xp.subtract(wide[where], node.top[where], out=d)
         xp.exp(d, out=d)
-        d *= scale
+        d *= scale / node.total[where]
     dx[xp.arange(len(dx)), node.ids] -= scale
     return narrow(dx.reshape(node.logits.shape), node.logits.dtype)

@@ -24,8 +24,8 @@ def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary
                         divisor: float | None = None, algorithm: str = "ring") -> tuple[Array, Saved]:
     """Sum over tokens of -log softmax(logits)[target], over `divisor` (default: the number of tokens).
 
-    With l a token's logits of all ranks, m their maximum, s = sum(exp(l - m)) and t the target's: log(s) + m - t. A
-    rank has all of that but m, s and t, which take two all-reduces: the maxima, then the sums and targets' together.
+    With l a token's logits of all ranks, m their maximum, s = sum(exp(l - m)) and t the target's: log(s) + (m - t).
+    A rank has all of that but m, s and t, which take two all-reduces: the maxima, then the sums and targets' together.
     Args:    logits: (…, own): of ids first, first + 1, …; targets: (…) ids of the whole vocabulary, equal on all ranks.
     Returns: one number, the same bits on all ranks; float32 for low precision too.
     Cost:    forward 3 numbers a token all-reduced, instead of a gather of `vocabulary`; backward none: each rank's
@@ -46,9 +46,8 @@ def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary
         partial[0, where] = e.sum(axis=1)
     partial[1, places[0]] = wide[places]
     total, target = group.all_reduce(partial, algorithm=algorithm)
-    log_total = xp.log(total) + highest
-    loss = (log_total - target).sum() / wide.dtype.type(count)
-    return xp.asarray(loss), saved(logits=logits, places=places, log_total=log_total, divisor=count)
+    loss = (xp.log(total) + (highest - target)).sum() / wide.dtype.type(count)
+    return xp.asarray(loss), saved(logits=logits, places=places, highest=highest, total=total, divisor=count)
 
 
 @split_cross_entropy.gradient("logits")
@@ -60,8 +59,8 @@ def _(node: Node, dy: Array) -> Array:
     dx = xp.empty(wide.shape, wide.dtype)
     for where, _ in row_blocks(xp, wide):
         d = dx[where]
-        xp.subtract(wide[where], node.log_total[where, None], out=d)
+        xp.subtract(wide[where], node.highest[where, None], out=d)
         xp.exp(d, out=d)
-        d *= scale
+        d *= scale / node.total[where, None]
     dx[node.places] -= scale
     return narrow(dx.reshape(node.logits.shape), node.logits.dtype)

@@ -86,13 +86,13 @@ class Trainer:
         self.mesh = Mesh(world, **plan.axes)
         self.recorder = recorder or Silent()
         self.account: MemoryAccount = current_account()
-        self.account.limit = plan.device_memory
         self.seed, self.steps_done = seed, 0
         self._survivors: Group | None = None
         self.lr, self.lr_schedule, self.warmup, self.steps, self.clip = lr, lr_schedule, warmup, steps, clip
         self.precision, self.model = self._make_model()
         checkpoint_blocks(self.model, plan.checkpoint_blocks)
         self.home = make_home(plan.offload, offload_dir, device=device, recorder=self.recorder)
+        self.account.limit = plan.device_memory
         try:
             require_disk(self.home, [*self.model.parameters()], masters=plan.precision != "fp32", ranks=plan.dp)
             self.strategy: Strategy = self._make_strategy(device)
@@ -102,6 +102,7 @@ class Trainer:
             self.optimizer = OPTIMIZERS[optimizer](self.strategy.parameters, lr, **(optimizer_options or {}))
         except BaseException:
             self.home.close()
+            self.account.limit = None
             raise
 
     def _make_model(self) -> tuple[Precision, GPT]:

@@ -140,6 +140,8 @@ def test_weights_that_never_moved_are_not_called_equal(book: Path, tmp_path: Pat
                    "--context", "1", "--verify", "--data", str(book), "--out", "run"])
     printed = capfd.readouterr().out
     assert status == 1 and "NOTHING TO COMPARE" in printed and "Equal" not in printed
+    assert "1 step skipped, whose gradients overflowed float16" in printed
+    assert json.loads((tmp_path / "run" / "metrics.json").read_text())["skipped_steps"] == 1
 
 
 def test_a_composed_plan(book: Path, tmp_path: Path) -> None:
@@ -235,6 +237,7 @@ def refusals() -> list[tuple[list[str], str]]:
         (["-n", "2", "--plan", "dp=3"], "use dp=2"),
         (["--strategy", "parameter-server"], "start 2 or more"),
         (["-n", "2", "--strategy", "parameter-server", "--servers", "2"], "start 3 or more"),
+        (["-n", "2", "--strategy", "parameter-server", "--staleness", "3"], "add --asynchronous"),
         (["-n", "2", "--strategy", "parameter-server", "--zero", "1"], "are for strategy ddp"),
         (["-n", "4", "--strategy", "data-parallel"], "take replicas=4"),
         (["--replicas", "2"], "are for strategy data-parallel"),

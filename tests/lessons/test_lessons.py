@@ -20,6 +20,10 @@ BREAKS = [(number, name) for number in NUMBERS
           for name in load_module(lessons.find(number).part("lesson.py"), number).BREAKS]
 THREADS_ONLY = [(number, name) for number, name in BREAKS if (number, name) not in {
     ("01", "one-rank-dies"), ("01", "rank-in-program"), ("07", "one-bucket")}]
+SLOW_BREAKS = {("07", "average-twice"), ("07", "step-early"), ("14", "average-twice"), ("14", "read-too-early"),
+               ("15", "average-twice"), ("15", "update-too-early"), ("16", "average-twice"), ("16", "stale-weights"),
+               ("20", "one-buffer"), ("20", "no-prefetch")}
+"""Those that train for more than a second: run with the soak tests."""
 COMMAND = re.compile(r"^(?:CUDA_VISIBLE_DEVICES=\S+ )?(?:python|mpirun|minidist) .*$", re.MULTILINE)
 
 
@@ -86,7 +90,8 @@ def test_the_commands_name_files_and_options_that_exist(number: str) -> None:
         assert words[0] != "minidist" or " ".join(words[:2]) in known, command
 
 
-@pytest.mark.parametrize("number,name", THREADS_ONLY)
+@pytest.mark.parametrize("number,name", [
+    pytest.param(*pair, marks=[pytest.mark.soak] if pair in SLOW_BREAKS else []) for pair in THREADS_ONLY])
 def test_break_it(number: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         load_module(lessons.find(number).part("lesson.py"), number).BREAKS[name]()
@@ -103,9 +108,10 @@ def test_break_it_in_processes(number: str, name: str) -> None:
     assert says[name] in output
 
 
+@pytest.mark.parametrize("ranks", ["2", pytest.param("4", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("number", NUMBERS)
-def test_under_mpirun(number: str, tmp_path: Path) -> None:
-    output = run(["mpirun", "-n", "4", sys.executable, str(lessons.find(number).part("lesson.py")), "--json",
+def test_under_mpirun(number: str, ranks: str, tmp_path: Path) -> None:
+    output = run(["mpirun", "-n", ranks, sys.executable, str(lessons.find(number).part("lesson.py")), "--json",
                   str(tmp_path / "tables.json")])
     verdicts = re.findall(r" (ok|off [-+][\d.]+ %) │$", output, re.MULTILINE)
     assert set(verdicts) <= {"ok"}, output

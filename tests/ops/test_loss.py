@@ -18,6 +18,16 @@ def test_values_and_divisor():
     assert ops.cross_entropy(LOGITS, TARGETS, divisor=40).item() == pytest.approx(each.sum() / 40, rel=1e-14)
 
 
+@pytest.mark.parametrize("size", [1e5, 1e9, 1e30])
+def test_large_logits_do_not_swallow_the_logarithm(size: float) -> None:
+    """32 equal ones: log 32, however large, and a gradient of 1/32."""
+    x = tensor(np.full((1, 32), size, np.float32), requires_grad=True)
+    loss = ops.cross_entropy(x, np.zeros(1, int))
+    assert loss.item() == pytest.approx(np.log(32), rel=1e-6)
+    loss.backward()
+    np.testing.assert_allclose(x.grad[0, 1:], 1 / 32, rtol=1e-6)
+
+
 def test_shards_with_the_global_divisor_add_up():
     whole = tensor(LOGITS, requires_grad=True)
     loss = ops.cross_entropy(whole, TARGETS)

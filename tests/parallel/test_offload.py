@@ -393,3 +393,13 @@ def test_gradients_go_down_while_backward_runs() -> None:
     backward = next(span for span in spans if span[0] == "backward")
     down = [span for span in spans if span[0].endswith("down")]
     assert len(down) > 5 and sum(start < backward[2] for _, start, _ in down) > len(down) // 2
+
+
+def test_a_limit_goes_with_the_trainer_that_failed(own_account: MemoryAccount) -> None:
+    """The next one in this process may need more."""
+    def fails(world: Any) -> None:
+        with account.use(own_account), pytest.raises(MemoryLimitError):
+            Trainer(Plan(device_memory=1000), tiny(), world)
+
+    md.run(fails, size=1)
+    assert own_account.limit is None

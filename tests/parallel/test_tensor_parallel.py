@@ -358,6 +358,9 @@ def test_cross_entropy_of_slices(size: int) -> None:
         np.testing.assert_allclose(x.grad, whole.grad[..., own], atol=1e-15)
         with pytest.raises(ShapeError, match=r"targets 0\.\.11 outside the vocabulary, which allows 0\.\.10"):
             vocabulary.split_cross_entropy(x, targets % 2 * 11, first=own.start, vocabulary=11, group=world)
+        huge = leaf(np.full((1, 1, own.stop - own.start), 1e9, np.float32))
+        alike = vocabulary.split_cross_entropy(huge, targets[:1, :1], first=own.start, vocabulary=11, group=world)
+        assert alike.item() == pytest.approx(np.log(11), rel=1e-6)
 
     md.run(job, size=size)
 
