@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from minidist import account
-from minidist.cli import train_options, train_report
+from minidist.cli import train_arguments, train_options, train_report
 from minidist.cli.common import fail, write_json
 from minidist.cli.train_progress import Report, Silence, make_console, make_report
 from minidist.cli.train_sample import sample
@@ -33,7 +33,7 @@ from minidist.parallel.hybrid_step import Hybrid
 TRACE_SPANS = 5000
 """Spans of a rank that trace.json keeps: about the first 150 steps, and a few megabytes for four ranks."""
 
-add_arguments = train_options.add_arguments
+add_arguments = train_arguments.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:

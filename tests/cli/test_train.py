@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from minidist.cli import main, train_options, train_progress, train_sample
+from minidist.cli import main, train_arguments, train_options, train_progress, train_sample
 from minidist.parallel.accumulation import elements_sent
 from minidist.parallel.common.replicas import weights_digest
 
@@ -287,7 +287,7 @@ def test_options_survive_the_way_to_the_ranks() -> None:
     from minidist.cli.common import Parser
 
     parser = Parser()
-    train_options.add_arguments(parser)
+    train_arguments.add_arguments(parser)
     args = parser.parse_args(["-n", "3", "--lr", "1e-4", "--tied", "--data", "a b.txt", "--plan", "dp=3"])
     again = parser.parse_args(train_options.as_arguments(args))
     assert {**vars(again), "ranks": 3} == vars(args)

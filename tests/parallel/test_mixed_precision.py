@@ -11,7 +11,7 @@ from training import SMALL_BUCKETS, difference, global_batch, tiny
 
 import minidist as md
 from minidist import ops
-from minidist.cli import train_options
+from minidist.cli import train_arguments, train_options
 from minidist.errors import ConfigError, GradientError, PlanError
 from minidist.nn import GPT
 from minidist.optim import SGD
@@ -235,7 +235,7 @@ def test_loss_within_a_hundredth_of_float32_after_200_steps(precision: str) -> N
     been off by 2^-9 of themselves 1.1 % lower.
     """
     parser = argparse.ArgumentParser()
-    train_options.add_arguments(parser)
+    train_arguments.add_arguments(parser)
     settings = train_options.check(parser.parse_args(["--steps", "200", "--lr", "1e-3", "--out", "unused"]))
 
     def learn(world: Any, precision: str) -> float:

@@ -1,0 +1,159 @@
+"""The command line of `minidist train`: every option, in groups."""
+
+import argparse
+
+from minidist.cli.common import number_of_bytes, positive
+from minidist.launch.transports import PROCESSES
+from minidist.parallel.hybrid import OPTIMIZERS, SCHEDULES
+from minidist.parallel.plan import OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
+from minidist.parallel.schedules import ORDERS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `minidist train`."""
+    for group in (_job, _division, _strategy, _memory, _data, _model, _training, _result):
+        group(parser)
+
+
+def _job(parser: argparse.ArgumentParser) -> None:
+    """Ranks and where they compute."""
+    add = parser.add_argument_group("the job").add_argument
+    add("-n", "--ranks", type=positive, metavar="N",
+        help="start N ranks here (without mpirun or another launcher)")
+    add("--transport", choices=PROCESSES,
+        help="how ranks exchange bytes (default: mpi under mpirun, else sockets)")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
+    add("--threads", type=positive, metavar="N",
+        help="BLAS threads a rank (default: this machine's cores // ranks on it)")
+
+
+def _division(parser: argparse.ArgumentParser) -> None:
+    """Along which axes, and what of the state."""
+    add = parser.add_argument_group("how it is divided").add_argument
+    add("--plan", metavar="dp=N,pp=N,tp=N",
+        help="how the job is cut: ranks along the data, pipeline and tensor axes (default: dp=all)")
+    add("--zero", type=int, choices=ZERO_STAGES,
+        help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too (default: 0; "
+             "with --offload all 3)")
+    add("--shard", type=positive, metavar="N",
+        help="with --zero: N neighbours share one copy of the state, and every N others have a copy of "
+             "their own: hybrid sharding (default: all ranks share one)")
+    add("--keep-gathered", action="store_true",
+        help="with --zero 3: keep weights from forward to backward, a third less traffic for more memory")
+    add("--schedule", choices=list(ORDERS), default="1f1b",
+        help="who computes what when, with pp=2 or more (default: 1f1b)")
+    add("--microbatches", type=positive, metavar="M",
+        help="with pp=2 or more: in how many pieces a pass goes through the pipeline (default: 4 a stage)")
+
+
+def _strategy(parser: argparse.ArgumentParser) -> None:
+    """Those with a centre: device 0, or servers."""
+    add = parser.add_argument_group("other strategies").add_argument
+    add("--strategy", choices=STRATEGIES, default="ddp",
+        help="ddp: equal ranks; data-parallel: one process, a thread a replica; parameter-server: the "
+             "last ranks keep the weights for the others (default: ddp)")
+    add("--replicas", type=positive, metavar="R", help="of data-parallel: its devices (default: 2)")
+    add("--servers", type=positive, default=1, metavar="S",
+        help="of parameter-server: ranks that are servers (default: 1)")
+    add("--asynchronous", action="store_true",
+        help="of parameter-server: update by each worker's gradient as it comes")
+    add("--staleness", type=int, metavar="K",
+        help="how many steps an asynchronous worker may be ahead; below 0: any number (default: 2)")
+
+
+def _memory(parser: argparse.ArgumentParser) -> None:
+    """What is kept, made again, or put elsewhere."""
+    add = parser.add_argument_group("what the device holds").add_argument
+    add("--accumulate", type=positive, default=1, metavar="A",
+        help="take each rank's sequences in A passes, for less activation memory (default: 1)")
+    add("--checkpoint-blocks", nargs="?", const="all", default="none", metavar="WHICH",
+        help="keep of blocks their inputs alone and compute the rest again in backward: all (default with "
+             "the option), numbers as in 0,2, or of attention the scores")
+    add("--offload", choices=OFFLOADS, default="none",
+        help="keep off the device: the optimizer's state and update, on the host; or all that lasts, on "
+             "disk (default: none)")
+    add("--offload-dir", metavar="DIR",
+        help="where --offload all puts its files, which vanish with the run (default: with the system's "
+             "temporary files)")
+    add("--device-memory", type=number_of_bytes, metavar="SIZE",
+        help="the most that a rank's device may hold, as 64MiB; what passes it is an error (default: no "
+             "limit)")
+
+
+def _data(parser: argparse.ArgumentParser) -> None:
+    """Text and batches."""
+    add = parser.add_argument_group("the data").add_argument
+    add("--data", default="python", metavar="PATH",
+        help="a text file, a folder of them, `shakespeare`, or `python`: the reference of every CPython")
+    add("--batch", type=positive, default=16, metavar="SEQUENCES",
+        help="sequences a step, of the whole job (default: 16)")
+    add("--context", type=positive, default=128, metavar="TOKENS",
+        help="tokens a sequence (default: 128)")
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    """Sizes and number formats."""
+    add = parser.add_argument_group("the model").add_argument
+    add("--layers", type=positive, default=4, metavar="N", help="blocks (default: 4)")
+    add("--width", type=positive, default=128, metavar="N", help="model width (default: 128)")
+    add("--heads", type=positive, default=4, metavar="N", help="attention heads (default: 4)")
+    add("--vocab", type=positive, metavar="N",
+        help="embedding rows, at least the data's symbols; the rest unused (default: the symbols)")
+    add("--positions", choices=["learned", "rotary"], default="rotary",
+        help="how a token knows its place (default: rotary)")
+    add("--tied", action="store_true", help="one matrix for embedding and output")
+    add("--dropout", type=fraction, default=0.0, metavar="RATE", help="(default: 0)")
+    add("--dtype", choices=["float64", "float32"], default="float32", help="(default: float32)")
+    add("--precision", choices=PRECISIONS, default="fp32",
+        help="weights and gradients as --dtype says (fp32), or in bf16 or fp16 beside float32 master "
+        "weights; fp16 with a loss scale; fp8: bf16, and products of one byte (default: fp32)")
+
+
+def _training(parser: argparse.ArgumentParser) -> None:
+    """Steps and rates."""
+    add = parser.add_argument_group("the training").add_argument
+    add("--steps", type=positive, default=500, metavar="K", help="optimizer steps (default: 500)")
+    add("--seed", type=int, default=0, metavar="S", help="of weights and batches (default: 0)")
+    add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="(default: adamw)")
+    add("--lr", type=positive_number, default=4e-3, metavar="RATE", help="peak rate (default: 0.004)")
+    add("--lr-schedule", choices=SCHEDULES, default="cosine",
+        help="after a warm-up of a twentieth of the steps (default: cosine)")
+    add("--clip", type=not_negative, default=1.0, metavar="NORM",
+        help="bound of the gradients' norm; 0: none (default: 1)")
+
+
+def _result(parser: argparse.ArgumentParser) -> None:
+    """What is left of a run."""
+    add = parser.add_argument_group("the result").add_argument
+    add("--out", metavar="DIR", help="run folder (default: runs/DATE-TIME)")
+    add("--json", metavar="FILE", help="also write metrics.json here")
+    add("--verify", action="store_true",
+        help="then repeat the first 20 steps on one process and compare the weights")
+    add("--quiet", action="store_true", help="print nothing")
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0."""
+    value = not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def fraction(text: str) -> float:
+    """A number in [0, 1)."""
+    value = not_negative(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction in [0, 1)")
+    return value
