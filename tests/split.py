@@ -2,16 +2,26 @@
 
 from typing import Any
 
-from training import global_batch, tiny
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from training import difference, global_batch, tiny
 
+import minidist as md
 from minidist import account
 from minidist.nn import GPT, DropoutKey
-from minidist.optim import AdamW
+from minidist.optim import SGD, AdamW
 from minidist.parallel.activations import checkpoint_blocks
 from minidist.parallel.mixed_precision import MixedPrecision
 from minidist.parallel.single import Single
 
+Rank = dict[str, Any]
+"""What a rank holds after training."""
+
+BOUND = 1e-10
 SIZES: dict[str, Any] = {"heads": 8, "width": 16, "vocabulary": 13}
+GROUPED = {"heads": 8, "kv_heads": 2, "width": 32, "positions": "rotary", "activation": "silu", "norm": "rms",
+           "tied": True}
 
 
 def train(world: Any, cut: Any, strategy_of: Any, changes: dict[str, Any], *, steps: int = 3, sequences: int = 3,
@@ -54,50 +64,90 @@ def train(world: Any, cut: Any, strategy_of: Any, changes: dict[str, Any], *, st
                 "config": config.as_dict()}
 
 
+# Each is given its options as a dict, so that they can travel to ranks of a new mpirun.
 
-def tensor(world: Any, changes: dict[str, Any], **options: Any) -> dict[str, Any]:
+def tensor(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Rank:
     """`train` under tensor parallelism."""
     from minidist.parallel.tensor_parallel import TensorParallel, tensor_parallel
 
     return train(world, tensor_parallel, TensorParallel, changes, **options)
 
 
-def tensor_in_processes(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The same, with arguments that can travel to ranks of a new mpirun."""
-    return tensor(world, changes, **options)
-
-
-def sequence(world: Any, changes: dict[str, Any], **options: Any) -> dict[str, Any]:
+def sequence(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Rank:
     """`train` under sequence parallelism."""
     from minidist.parallel.sequence_parallel import SequenceParallel, sequence_parallel
 
     return train(world, sequence_parallel, SequenceParallel, changes, **options)
 
 
-def sequence_in_processes(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The same, with arguments that can travel to ranks of a new mpirun."""
-    return sequence(world, changes, **options)
-
-
-def context(world: Any, changes: dict[str, Any], **options: Any) -> dict[str, Any]:
+def context(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Rank:
     """`train` under context parallelism, by a ring."""
     from minidist.parallel.ring_attention import ContextParallel, context_parallel
 
     return train(world, context_parallel, ContextParallel, changes, **options)
 
 
-def context_in_processes(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The same, with arguments that can travel to ranks of a new mpirun."""
-    return context(world, changes, **options)
-
-
-def swapped(world: Any, changes: dict[str, Any], **options: Any) -> dict[str, Any]:
+def swapped(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Rank:
     """`train` under context parallelism, by all-to-all attention."""
     from minidist.parallel.ulysses import ContextParallel, ulysses
 
     return train(world, ulysses, ContextParallel, changes, **options)
 
 
-def swapped_in_processes(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The same, with arguments that can travel to ranks of a new mpirun."""
-    return swapped(world, changes, **options)
+def run(kind: Any, size: int, changes: dict[str, Any], *, transport: str = "threads", **options: Any) -> list[Rank]:
+    """What each of `size` ranks holds after training by one of the four."""
+    return md.run(kind, changes, options, size=size, transport=transport)
+
+
+# --------------------------------------------------------------------------------------------------- what must hold
+
+def any_job(**changes: Any) -> Any:
+    """Decorates a test of (size, changes, options); `changes`: strategies for a config's fields beside those of all."""
+    return given(
+        size=st.integers(2, 5), changes=st.fixed_dictionaries({
+            "heads": st.sampled_from([6, 8]), "kv_heads": st.sampled_from([None, 1, 2]), "width": st.just(48),
+            "tied": st.booleans(), "activation": st.sampled_from(["gelu", "silu"]), "layers": st.integers(1, 2),
+            "norm": st.sampled_from(["layer", "rms"]), "positions": st.sampled_from(["learned", "rotary"]),
+            "dropout": st.sampled_from([0.0, 0.2]), **changes}),
+        options=st.fixed_dictionaries({
+            "sequences": st.integers(1, 4), "clip": st.sampled_from([None, 0.1]),
+            "optimizer": st.sampled_from([AdamW, SGD]), "accumulate": st.integers(1, 2),
+            "checkpoint": st.sampled_from(["none", "scores", "all", "0"])}))
+
+
+def check_equal(ranks: list[Rank], alone: Rank) -> None:
+    """Ranks equal one process within BOUND, and each other to the bit."""
+    for rank in ranks:
+        assert same_bits(rank, ranks[0]) and rank["losses"] == ranks[0]["losses"]
+    assert difference(ranks[0]["weights"], alone["weights"]) < BOUND
+    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-12)
+
+
+def same_bits(one: Rank, other: Rank) -> bool:
+    """Whether two ranks hold the same whole weights."""
+    names = one["weights"].keys()
+    return names == other["weights"].keys() and all(
+        one["weights"][name].tobytes() == other["weights"][name].tobytes() for name in names)
+
+
+def check_same_bits(kind: Any, transport: str) -> None:
+    """Three ranks over `transport` end where three threads end."""
+    there, here = (run(kind, 3, GROUPED, steps=2, transport=name)[0] for name in (transport, "threads"))
+    assert same_bits(there, here)
+
+
+def check_twenty_steps(kind: Any, size: int, transport: str, *, context: int) -> None:
+    """Equal to one process, with and without key heads that ranks share."""
+    for changes in ({"context": context}, GROUPED):
+        check_equal(run(kind, size, changes, steps=20, transport=transport), run(kind, 1, changes, steps=20)[0])
+
+
+def sent_along_the_axis(ranks: list[Rank]) -> int:
+    """Bytes that all ranks sent, but for `control`."""
+    return sum(nbytes for rank in ranks for axis, verbs in rank["sent"].items() if axis != "control"
+               for nbytes in verbs.values())
+
+
+def blocks_again(rank: Rank, checkpoint: str = "none") -> int:
+    """How many blocks are computed again, so that they send twice in forward."""
+    return {"none": 0, "scores": 0, "all": rank["config"]["layers"], "0": 1}[checkpoint]

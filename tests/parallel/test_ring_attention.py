@@ -9,7 +9,18 @@ import pytest
 from helpers import run as run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split import context, context_in_processes
+from split import (
+    BOUND,
+    GROUPED,
+    any_job,
+    blocks_again,
+    check_equal,
+    check_same_bits,
+    check_twenty_steps,
+    context,
+    run,
+    sent_along_the_axis,
+)
 from training import difference, global_batch, tiny
 
 import minidist as md
@@ -19,17 +30,12 @@ from minidist.comm.transports.delayed import delayed
 from minidist.errors import MemoryLimitError, ShapeError
 from minidist.nn import GPT, GPTConfig
 from minidist.ops import online_attention
-from minidist.optim import SGD, AdamW
+from minidist.optim import SGD
 from minidist.parallel import ring_attention as chapter
 from minidist.parallel.activations import forget_scores
 from minidist.parallel.common import own_tokens, split_model
 from minidist.parallel.ring_attention import context_parallel, elements_sent, ring_attention, visible, zigzag
 from minidist.tensor import tensor
-
-BOUND = 1e-10
-GROUPED = {"heads": 8, "kv_heads": 2, "width": 32, "positions": "rotary", "activation": "silu", "norm": "rms",
-           "tied": True}
-
 
 # ------------------------------------------------------------------------------------------------------ attention
 
@@ -229,26 +235,14 @@ def test_pieces_travel_while_others_are_computed_with(monkeypatch: pytest.Monkey
 
 # ------------------------------------------------------------------------------------------------------------ training
 
-def run(size: int, changes: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
-    """What each of `size` threads holds after training."""
-    return md.run(lambda world: context(world, changes, **options), size=size)
-
-
 def check_job(size: int, changes: dict[str, Any], options: dict[str, Any], *, steps: int) -> None:
     """Ranks equal one process and each other, and send what the formula says."""
-    ranks, alone = run(size, changes, steps=steps, **options), run(1, changes, steps=steps, **options)[0]
-    for rank in ranks:
-        assert difference(rank["weights"], ranks[0]["weights"]) == 0.0
-        assert rank["losses"] == ranks[0]["losses"]
-    assert difference(ranks[0]["weights"], alone["weights"]) < BOUND
-    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-12)
-    config = GPTConfig(**ranks[0]["config"])
-    again = {"none": 0, "scores": 0, "all": config.layers, "0": 1}[options.get("checkpoint", "none")]
-    formula = elements_sent(config, sum(array.size for array in alone["weights"].values()), ranks=size,
-                            sequences=options["sequences"], recomputed=again)
-    sent = sum(nbytes for rank in ranks for axis, verbs in rank["sent"].items() if axis != "control"
-               for nbytes in verbs.values())
-    assert sent == 8 * steps * formula
+    ranks, alone = (run(context, count, changes, steps=steps, **options) for count in (size, 1))
+    check_equal(ranks, alone[0])
+    parameters = sum(array.size for array in alone[0]["weights"].values())
+    formula = elements_sent(GPTConfig(**ranks[0]["config"]), parameters, ranks=size, sequences=options["sequences"],
+                            recomputed=blocks_again(ranks[0], options.get("checkpoint", "none")))
+    assert sent_along_the_axis(ranks) == 8 * steps * formula
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -261,57 +255,39 @@ def test_grouped_queries_and_rotary_positions() -> None:
     check_job(3, {**GROUPED, "context": 13}, {"sequences": 2, "checkpoint": "all", "accumulate": 2}, steps=3)
 
 
-any_job = given(
-    size=st.integers(2, 5), changes=st.fixed_dictionaries({
-        "heads": st.sampled_from([6, 8]), "kv_heads": st.sampled_from([None, 1, 2]), "width": st.just(48),
-        "tied": st.booleans(), "activation": st.sampled_from(["gelu", "silu"]), "layers": st.integers(1, 2),
-        "norm": st.sampled_from(["layer", "rms"]), "positions": st.sampled_from(["learned", "rotary"]),
-        "dropout": st.sampled_from([0.0, 0.2]), "context": st.integers(1, 23)}),
-    options=st.fixed_dictionaries({
-        "sequences": st.integers(1, 4), "clip": st.sampled_from([None, 0.1]),
-        "optimizer": st.sampled_from([AdamW, SGD]), "accumulate": st.integers(1, 2),
-        "checkpoint": st.sampled_from(["none", "scores", "all", "0"])}))
-
-
 @settings(max_examples=5)
-@any_job
+@any_job(context=st.integers(1, 23))
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
-    check_job(size, changes, {**options, "accumulate": min(options["accumulate"], options["sequences"])}, steps=2)
+    check_job(size, changes, options, steps=2)
 
 
 @pytest.mark.soak
 @settings(max_examples=200)
-@any_job
+@any_job(context=st.integers(1, 23))
 def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """The same, more often."""
-    check_job(size, changes, {**options, "accumulate": min(options["accumulate"], options["sequences"])}, steps=3)
+    check_job(size, changes, options, steps=3)
 
 
 @pytest.mark.parametrize("transport", [pytest.param("sockets", marks=pytest.mark.soak), "mpi"])
 def test_same_bits_on_every_transport(transport: str) -> None:
-    over_threads = run(3, GROUPED, steps=2)[0]
-    over_processes = md.run(context_in_processes, GROUPED, {"steps": 2}, size=3, transport=transport)[0]
-    for name, array in over_threads["weights"].items():
-        np.testing.assert_array_equal(over_processes["weights"][name], array, err_msg=name)
+    check_same_bits(context, transport)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    for changes in ({"context": 17}, GROUPED):
-        serial = run(1, changes, steps=20)[0]
-        ranks = md.run(context_in_processes, changes, {"steps": 20}, size=size, transport=transport)
-        assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
+    check_twenty_steps(context, size, transport, context=17)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision(precision: str) -> None:
     """Replicas stay equal, and near one process: sums are rounded where the sequence is cut."""
     changes = {"dtype": {"bf16": "bfloat16", "fp16": "float16"}[precision], "context": 13}
-    alone, ranks = run(1, changes, precision=precision)[0], run(3, changes, precision=precision)
+    alone, ranks = (run(context, count, changes, precision=precision) for count in (1, 3))
     assert all(difference(rank["weights"], ranks[0]["weights"]) == 0.0 for rank in ranks)
-    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=2e-2)
+    np.testing.assert_allclose(ranks[0]["losses"], alone[0]["losses"], rtol=2e-2)
 
 
 def test_generating_text() -> None:
@@ -392,16 +368,17 @@ BUGS = [gradients_not_added, positions_of_the_first_tokens, no_scaling_down, own
 def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"positions": "rotary", "context": 7}
     options: dict[str, Any] = {"optimizer": SGD, "clip": None, "steps": 2}
-    serial = run(1, changes, **options)[0]
+    serial = run(context, 1, changes, **options)[0]
     bug(monkeypatch)
-    assert not all(difference(rank["weights"], serial["weights"]) < 1e-7 for rank in run(3, changes, **options))
+    assert not all(difference(rank["weights"], serial["weights"]) < 1e-7 for rank in
+                   run(context, 3, changes, **options))
 
 
 @pytest.mark.parametrize("layer", [own_tokens.OwnPositions, own_tokens.OwnDropout])
 def test_other_tokens_break_parity(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learned positions and dropout, each of the first tokens instead of the own."""
     changes = {"dropout": 0.2}
-    serial, forward = run(1, changes)[0], layer.forward
+    serial, forward = run(context, 1, changes)[0], layer.forward
 
     def of_the_first(self: Any, *args: Any) -> Any:
         own, self.own = self.own, lambda length: slice(0, len(own(length)))
@@ -411,4 +388,4 @@ def test_other_tokens_break_parity(layer: Any, monkeypatch: pytest.MonkeyPatch) 
             self.own = own
 
     monkeypatch.setattr(layer, "forward", of_the_first)
-    assert not difference(run(2, changes)[0]["weights"], serial["weights"]) < 1e-7
+    assert not difference(run(context, 2, changes)[0]["weights"], serial["weights"]) < 1e-7

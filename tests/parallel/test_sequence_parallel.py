@@ -2,30 +2,32 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
-from split import SIZES, sequence, sequence_in_processes, tensor
+from split import (
+    BOUND,
+    SIZES,
+    any_job,
+    blocks_again,
+    check_equal,
+    check_same_bits,
+    check_twenty_steps,
+    run,
+    sent_along_the_axis,
+    sequence,
+    tensor,
+)
 from training import difference, global_batch, tiny
 
 import minidist as md
 from minidist import account
 from minidist.nn import GPT, GPTConfig
-from minidist.optim import SGD, AdamW
+from minidist.optim import SGD
 from minidist.parallel import sequence_parallel as chapter
 from minidist.parallel.activations import checkpoint_blocks
 from minidist.parallel.common import own_tokens, split_model
 from minidist.parallel.sequence_parallel import elements_sent, outside_numbers, sequence_parallel
-
-BOUND = 1e-10
-GROUPED = {"heads": 8, "kv_heads": 2, "width": 32, "positions": "rotary", "activation": "silu", "norm": "rms",
-           "tied": True}
-
-
-def run(size: int, changes: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
-    """What each of `size` threads holds after training."""
-    return md.run(lambda world: sequence(world, changes, **options), size=size)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
@@ -35,8 +37,8 @@ def test_equals_one_process(size: int) -> None:
 
 
 def test_a_group_of_one_rank() -> None:
-    alone, serial = run(1, {}, whole=False)[0], run(1, {})[0]
-    assert difference(alone["weights"], serial["weights"]) < BOUND and along_the_axis([alone]) == 0
+    alone, serial = run(sequence, 1, {}, whole=False)[0], run(sequence, 1, {})[0]
+    assert difference(alone["weights"], serial["weights"]) < BOUND and sent_along_the_axis([alone]) == 0
 
 
 def test_more_ranks_than_tokens() -> None:
@@ -45,33 +47,18 @@ def test_more_ranks_than_tokens() -> None:
 
 def test_same_bits_in_processes() -> None:
     """Over sockets; over mpirun in the long run."""
-    over_threads = run(3, GROUPED, steps=2)[0]
-    over_processes = md.run(sequence_in_processes, GROUPED, {"steps": 2}, size=3, transport="sockets")[0]
-    for name, array in over_threads["weights"].items():
-        np.testing.assert_array_equal(over_processes["weights"][name], array, err_msg=name)
-
-
-any_job = given(
-    size=st.integers(2, 5), changes=st.fixed_dictionaries({
-        "heads": st.sampled_from([6, 8]), "kv_heads": st.sampled_from([None, 1, 2]), "width": st.just(48),
-        "tied": st.booleans(), "activation": st.sampled_from(["gelu", "silu"]), "layers": st.integers(1, 2),
-        "norm": st.sampled_from(["layer", "rms"]), "positions": st.sampled_from(["learned", "rotary"]),
-        "dropout": st.sampled_from([0.0, 0.2]), "context": st.integers(1, 7)}),
-    options=st.fixed_dictionaries({
-        "sequences": st.integers(1, 4), "clip": st.sampled_from([None, 0.1]),
-        "optimizer": st.sampled_from([AdamW, SGD]), "accumulate": st.integers(1, 2),
-        "checkpoint": st.sampled_from(["none", "scores", "all", "0"])}))
+    check_same_bits(sequence, "sockets")
 
 
 @settings(max_examples=6)
-@any_job
+@any_job(context=st.integers(1, 7))
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     check_job(size, changes, options, steps=2)
 
 
 @pytest.mark.soak
 @settings(max_examples=200)
-@any_job
+@any_job(context=st.integers(1, 7))
 def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """The same, more often."""
     check_job(size, changes, options, steps=3)
@@ -81,38 +68,25 @@ def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, A
 @pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    """With and without key heads that ranks share."""
-    for changes in ({"context": 16}, GROUPED):
-        serial = run(1, changes, steps=20)[0]
-        ranks = md.run(sequence_in_processes, changes, {"steps": 20}, size=size, transport=transport)
-        assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
+    check_twenty_steps(sequence, size, transport, context=16)
 
 
 def check_job(size: int, changes: dict[str, Any], options: dict[str, Any], *, steps: int) -> None:
     """Ranks equal one process and each other, and send what the formula says."""
-    ranks, alone = run(size, changes, steps=steps, **options), run(1, changes, steps=steps, **options)[0]
-    for rank in ranks:
-        assert difference(rank["weights"], ranks[0]["weights"]) == 0.0
-    assert difference(ranks[0]["weights"], alone["weights"]) < BOUND
-    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-12)
-    config = GPTConfig(**ranks[0]["config"])
-    again = {"none": 0, "scores": 0, "all": config.layers, "0": 1}[options["checkpoint"]]
-    formula = elements_sent(config, ranks=size, sequences=options["sequences"], recomputed=again)
-    assert along_the_axis(ranks) == 8 * steps * formula
-
-
-def along_the_axis(ranks: list[dict[str, Any]]) -> int:
-    return sum(nbytes for rank in ranks for axis, verbs in rank["sent"].items() if axis != "control"
-               for nbytes in verbs.values())
+    ranks, alone = (run(sequence, count, changes, steps=steps, **options) for count in (size, 1))
+    check_equal(ranks, alone[0])
+    formula = elements_sent(GPTConfig(**ranks[0]["config"]), ranks=size, sequences=options["sequences"],
+                            recomputed=blocks_again(ranks[0], options["checkpoint"]))
+    assert sent_along_the_axis(ranks) == 8 * steps * formula
 
 
 def test_the_same_bytes_as_tensor_parallelism() -> None:
     """Where ranks divide the tokens: but for the gradients of the weights outside, halves of the same all-reduces."""
     changes = {"context": 8}
-    ours, plain = run(4, changes), md.run(lambda world: tensor(world, changes), size=4)
+    ours, plain = (run(kind, 4, changes) for kind in (sequence, tensor))
     config = GPTConfig(**ours[0]["config"])
     outside = 3 * 8 * 2 * 3 * outside_numbers(config)           # steps × bytes × 2(P-1)
-    assert along_the_axis(ours) == along_the_axis(plain) + outside
+    assert sent_along_the_axis(ours) == sent_along_the_axis(plain) + outside
     verbs = ours[0]["sent"]["world"]
     assert verbs.keys() == {"all_gather", "reduce_scatter", "all_reduce"}
     assert verbs["all_gather"] == verbs["reduce_scatter"]
@@ -181,7 +155,7 @@ def gathered_as_copies(patch: pytest.MonkeyPatch) -> None:
                          ids=lambda bug: bug.__name__)
 def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"optimizer": SGD, "clip": None, "steps": 2}
-    serial = run(1, {}, **options)[0]
-    assert difference(run(3, {}, **options)[0]["weights"], serial["weights"]) < BOUND
+    serial = run(sequence, 1, {}, **options)[0]
+    assert difference(run(sequence, 3, {}, **options)[0]["weights"], serial["weights"]) < BOUND
     bug(monkeypatch)
-    assert not all(difference(rank["weights"], serial["weights"]) < 1e-7 for rank in run(3, {}, **options))
+    assert not all(difference(rank["weights"], serial["weights"]) < 1e-7 for rank in run(sequence, 3, {}, **options))

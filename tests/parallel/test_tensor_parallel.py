@@ -1,6 +1,5 @@
 """Tensor parallelism: equal to one process, at the cost its docstring states, whatever the sizes."""
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split import SIZES, tensor, tensor_in_processes
+from split import (
+    BOUND,
+    SIZES,
+    any_job,
+    blocks_again,
+    check_equal,
+    check_same_bits,
+    check_twenty_steps,
+    run,
+    same_bits,
+    tensor,
+)
 from training import difference, global_batch, tiny
 
 import minidist as md
@@ -16,31 +26,18 @@ from minidist import account, ops
 from minidist.errors import ConfigError, MismatchError, PlanError, ShapeError
 from minidist.nn import GPT, GPTConfig
 from minidist.ops import collectives, vocabulary
-from minidist.optim import SGD, AdamW
+from minidist.optim import SGD
 from minidist.parallel.common import shards, split_gpt, tensor_layers
 from minidist.parallel.common.shards import WeightShard
 from minidist.parallel.common.split_gpt import head_shares
 from minidist.parallel.tensor_parallel import TensorParallel, elements_sent, tensor_parallel
 from minidist.tensor import tensor as leaf
 
-BOUND = 1e-10
-GROUPED = {"heads": 8, "kv_heads": 2, "width": 32, "positions": "rotary", "activation": "silu", "norm": "rms",
-           "tied": True}
-
-
-def run(size: int, changes: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
-    """What each of `size` threads holds after training."""
-    return md.run(lambda world: tensor(world, changes, **options), size=size)
-
-
-def digest(rank: dict[str, Any]) -> str:
-    return hashlib.sha256(b"".join(array.tobytes() for array in rank["weights"].values())).hexdigest()
-
 
 @pytest.fixture(scope="module")
 def serial() -> dict[str, Any]:
     """One process, three steps of three sequences."""
-    return run(1, {})[0]
+    return run(tensor, 1, {})[0]
 
 
 # ------------------------------------------------------------------------------------------- parallel equals serial
@@ -48,47 +45,30 @@ def serial() -> dict[str, Any]:
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
     """Heads (8), hidden numbers (64) and vocabulary (13) that do not divide."""
-    ranks = run(size, {})
-    assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
-    np.testing.assert_allclose(ranks[0]["losses"], serial["losses"], rtol=1e-12)
-    assert len({digest(rank) for rank in ranks}) == 1            # the same bits on all ranks
-    assert len({tuple(rank["losses"]) for rank in ranks}) == 1
+    check_equal(run(tensor, size, {}), serial)
 
 
 def test_a_group_of_one_rank(serial: dict[str, Any]) -> None:
     """Nothing to cut, nothing sent, the same weights."""
-    alone = run(1, {}, whole=False)[0]
+    alone = run(tensor, 1, {}, whole=False)[0]
     assert difference(alone["weights"], serial["weights"]) < BOUND
-    assert sum(nbytes for verbs in alone["sent"].values() for nbytes in verbs.values()) == 0
+    assert not any(nbytes for verbs in alone["sent"].values() for nbytes in verbs.values())
 
 
 @pytest.mark.parametrize("transport", ["sockets", "mpi"])
 def test_same_bits_on_every_transport(transport: str) -> None:
-    over_threads = run(3, GROUPED, steps=2)[0]
-    over_processes = md.run(tensor_in_processes, GROUPED, {"steps": 2}, size=3, transport=transport)[0]
-    assert digest(over_processes) == digest(over_threads)
-
-
-any_job = given(
-    size=st.integers(2, 5), changes=st.fixed_dictionaries({
-        "heads": st.sampled_from([6, 8]), "kv_heads": st.sampled_from([None, 1, 2]), "width": st.just(48),
-        "tied": st.booleans(), "activation": st.sampled_from(["gelu", "silu"]), "layers": st.integers(1, 2),
-        "norm": st.sampled_from(["layer", "rms"]), "positions": st.sampled_from(["learned", "rotary"]),
-        "dropout": st.sampled_from([0.0, 0.2]), "vocabulary": st.integers(5, 14)}),
-    options=st.fixed_dictionaries({
-        "sequences": st.integers(1, 4), "accumulate": st.integers(1, 2), "clip": st.sampled_from([None, 0.1]),
-        "checkpoint": st.sampled_from(["none", "scores", "all", "0"]), "optimizer": st.sampled_from([AdamW, SGD])}))
+    check_same_bits(tensor, transport)
 
 
 @settings(max_examples=8)
-@any_job
+@any_job(vocabulary=st.integers(5, 14))
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     check_job(size, changes, options, steps=2)
 
 
 @pytest.mark.soak
 @settings(max_examples=200)
-@any_job
+@any_job(vocabulary=st.integers(5, 14))
 def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """The same, more often."""
     check_job(size, changes, options, steps=3)
@@ -98,28 +78,21 @@ def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, A
 @pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    """With and without key heads that ranks share."""
-    for changes in ({"context": 16}, GROUPED):
-        serial = run(1, changes, steps=20)[0]
-        ranks = md.run(tensor_in_processes, changes, {"steps": 20}, size=size, transport=transport)
-        assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
-        assert len({digest(rank) for rank in ranks}) == 1
+    check_twenty_steps(tensor, size, transport, context=16)
 
 
 def check_job(size: int, changes: dict[str, Any], options: dict[str, Any], *, steps: int) -> None:
     """Ranks equal one process and each other, and send what the formula says."""
-    ranks, alone = run(size, changes, steps=steps, **options), run(1, changes, steps=steps, **options)[0]
-    assert difference(ranks[0]["weights"], alone["weights"]) < BOUND
-    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-12)
-    assert len({digest(rank) for rank in ranks}) == 1
+    ranks, alone = (run(tensor, count, changes, steps=steps, **options) for count in (size, 1))
+    check_equal(ranks, alone[0])
     check_traffic(ranks, steps=steps, sequences=options["sequences"], checkpoint=options["checkpoint"])
 
 
 def check_traffic(ranks: list[dict[str, Any]], *, steps: int, sequences: int = 3, checkpoint: str = "none") -> None:
     """To the byte, whatever the number of passes: along the axis, and under control at most the clipping norm."""
     config = GPTConfig(**ranks[0]["config"])
-    again = {"none": 0, "scores": 0, "all": config.layers, "0": 1}[checkpoint]
-    formula = elements_sent(config, ranks=len(ranks), tokens=sequences * config.context, recomputed=again)
+    formula = elements_sent(config, ranks=len(ranks), tokens=sequences * config.context,
+                            recomputed=blocks_again(ranks[0], checkpoint))
     sent = [{verb: nbytes for axis, verbs in rank["sent"].items() if axis != "control"
              for verb, nbytes in verbs.items()} for rank in ranks]
     assert {verb for rank in sent for verb in rank} == {"all_reduce"}
@@ -133,7 +106,7 @@ def check_traffic(ranks: list[dict[str, Any]], *, steps: int, sequences: int = 3
 @pytest.mark.parametrize(("size", "checkpoint"), [(2, "none"), (4, "all")])
 def test_traffic_is_the_formula(size: int, checkpoint: str) -> None:
     """Written out: 4 all-reduces a block of batch × sequence × width, 2 more where it is computed again, and so on."""
-    ranks = run(size, {}, steps=2, checkpoint=checkpoint)
+    ranks = run(tensor, size, {}, steps=2, checkpoint=checkpoint)
     config, tokens = GPTConfig(**ranks[0]["config"]), 3 * 6
     each = 4 if checkpoint == "none" else 6
     numbers = tokens * config.width * (each * config.layers + 1 + 1) + 3 * tokens
@@ -144,7 +117,7 @@ def test_traffic_is_the_formula(size: int, checkpoint: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 5])
 def test_weights_and_optimizer_state_are_divided(size: int) -> None:
-    for rank, held in enumerate(run(size, {}, steps=1)):
+    for rank, held in enumerate(run(tensor, size, {}, steps=1)):
         config = GPTConfig(**held["config"])
         h, layers = config.width, config.layers
 
@@ -249,10 +222,10 @@ def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) ->
             if name.endswith("bias"):
                 parameter.init = type(parameter.init)("ones")
 
-    serial = run(1, changes, spoil=with_biases, **options)[0]
-    assert difference(run(4, changes, spoil=with_biases, **options)[0]["weights"], serial["weights"]) < BOUND
+    serial = run(tensor, 1, changes, spoil=with_biases, **options)[0]
+    assert difference(run(tensor, 4, changes, spoil=with_biases, **options)[0]["weights"], serial["weights"]) < BOUND
     bug(monkeypatch)
-    wrong = run(4, changes, spoil=with_biases, **options)
+    wrong = run(tensor, 4, changes, spoil=with_biases, **options)
     assert not all(difference(rank["weights"], serial["weights"]) < 1e-7 for rank in wrong)
 
 
@@ -333,9 +306,9 @@ def test_generating_text() -> None:
 def test_mixed_precision(precision: str) -> None:
     """Replicas stay equal, and near one process: sums are rounded where they are cut."""
     changes = {"dtype": {"bf16": "bfloat16", "fp16": "float16"}[precision]}
-    alone, ranks = run(1, changes, precision=precision)[0], run(3, changes, precision=precision)
-    assert len({digest(rank) for rank in ranks}) == 1
-    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=2e-2)
+    alone, ranks = (run(tensor, count, changes, precision=precision) for count in (1, 3))
+    assert all(same_bits(rank, ranks[0]) for rank in ranks)
+    np.testing.assert_allclose(ranks[0]["losses"], alone[0]["losses"], rtol=2e-2)
 
 
 # ------------------------------------------------------------------------------------------------ the loss of slices
@@ -373,7 +346,7 @@ def test_cross_entropy_of_slices(size: int) -> None:
 ])
 def test_what_cannot_be_cut_says_what_would_fit(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        run(3, changes)
+        run(tensor, 3, changes)
 
 
 def test_a_model_is_cut_before_it_is_drawn() -> None:

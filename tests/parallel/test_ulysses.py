@@ -4,9 +4,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
-from split import swapped, swapped_in_processes
+from split import (
+    GROUPED,
+    any_job,
+    blocks_again,
+    check_equal,
+    check_twenty_steps,
+    run,
+    sent_along_the_axis,
+    swapped,
+)
 from training import difference, tiny
 
 import minidist as md
@@ -14,41 +23,19 @@ from minidist import account
 from minidist.errors import PlanError
 from minidist.nn import GPT, GPTConfig
 from minidist.ops import collectives
-from minidist.optim import SGD, AdamW
+from minidist.optim import SGD
 from minidist.parallel import ulysses as chapter
 from minidist.parallel.ulysses import elements_sent, ulysses
-
-BOUND = 1e-10
-GROUPED = {"heads": 8, "kv_heads": 2, "width": 32, "positions": "rotary", "activation": "silu", "norm": "rms",
-           "tied": True}
-
-
-def run(size: int, changes: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
-    """What each of `size` threads holds after training."""
-    return md.run(lambda world: swapped(world, changes, **options), size=size)
-
-
-def along_the_axis(ranks: list[dict[str, Any]]) -> int:
-    return sum(nbytes for rank in ranks for axis, verbs in rank["sent"].items() if axis != "control"
-               for nbytes in verbs.values())
 
 
 def check_job(size: int, changes: dict[str, Any], options: dict[str, Any], *, steps: int) -> None:
     """Ranks equal one process and each other, and send what the formula says."""
-    ranks, alone = run(size, changes, steps=steps, **options), run(1, changes, steps=steps, **options)[0]
-    for rank in ranks:
-        assert difference(rank["weights"], ranks[0]["weights"]) == 0.0
-        assert rank["losses"] == ranks[0]["losses"]
-    assert difference(ranks[0]["weights"], alone["weights"]) < BOUND
-    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-12)
-    config = GPTConfig(**ranks[0]["config"])
-    again = {"none": 0, "scores": 0, "all": config.layers, "0": 1}[options.get("checkpoint", "none")]
-    formula = elements_sent(config, parameters_of(alone), ranks=size, sequences=options["sequences"], recomputed=again)
-    assert along_the_axis(ranks) == 8 * steps * formula
-
-
-def parameters_of(alone: dict[str, Any]) -> int:
-    return sum(array.size for array in alone["weights"].values())
+    ranks, alone = (run(swapped, count, changes, steps=steps, **options) for count in (size, 1))
+    check_equal(ranks, alone[0])
+    parameters = sum(array.size for array in alone[0]["weights"].values())
+    formula = elements_sent(GPTConfig(**ranks[0]["config"]), parameters, ranks=size, sequences=options["sequences"],
+                            recomputed=blocks_again(ranks[0], options.get("checkpoint", "none")))
+    assert sent_along_the_axis(ranks) == 8 * steps * formula
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -62,26 +49,15 @@ def test_key_heads_that_several_ranks_need(size: int) -> None:
     check_job(size, {**GROUPED, "context": 13}, {"sequences": 2, "checkpoint": "all", "accumulate": 2}, steps=2)
 
 
-any_job = given(
-    size=st.integers(2, 5), changes=st.fixed_dictionaries({
-        "heads": st.sampled_from([6, 8]), "kv_heads": st.sampled_from([None, 1, 2]), "width": st.just(48),
-        "tied": st.booleans(), "layers": st.integers(1, 2), "positions": st.sampled_from(["learned", "rotary"]),
-        "dropout": st.sampled_from([0.0, 0.2]), "context": st.integers(1, 17)}),
-    options=st.fixed_dictionaries({
-        "sequences": st.integers(2, 4), "clip": st.sampled_from([None, 0.1]),
-        "optimizer": st.sampled_from([AdamW, SGD]), "accumulate": st.integers(1, 2),
-        "checkpoint": st.sampled_from(["none", "scores", "all", "0"])}))
-
-
 @settings(max_examples=4)
-@any_job
+@any_job(context=st.integers(1, 17))
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     check_job(size, changes, options, steps=2)
 
 
 @pytest.mark.soak
 @settings(max_examples=200)
-@any_job
+@any_job(context=st.integers(1, 17))
 def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """The same, more often."""
     check_job(size, changes, options, steps=3)
@@ -91,16 +67,13 @@ def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, A
 @pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    for changes in ({"context": 17}, GROUPED):
-        serial = run(1, changes, steps=20)[0]
-        ranks = md.run(swapped_in_processes, changes, {"steps": 20}, size=size, transport=transport)
-        assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
+    check_twenty_steps(swapped, size, transport, context=17)
 
 
 def test_a_rank_sends_its_share() -> None:
     """8(P-1)/P of batch × sequence × width / P, where P divides tokens and heads."""
     sequences, context, width, size = 2, 8, 16, 4
-    ranks = run(size, {"context": context, "layers": 1}, sequences=sequences, steps=1)
+    ranks = run(swapped, size, {"context": context, "layers": 1}, sequences=sequences, steps=1)
     for rank in ranks:
         numbers = 8 * (size - 1) * sequences * context * width // size ** 2
         assert rank["sent"]["world"]["all_to_all"] == 8 * numbers
@@ -136,9 +109,9 @@ def test_more_ranks_than_heads() -> None:
 def test_mixed_precision(precision: str) -> None:
     """Replicas stay equal, and near one process: sums are rounded where the sequence is cut."""
     changes = {"dtype": {"bf16": "bfloat16", "fp16": "float16"}[precision], "context": 13}
-    alone, ranks = run(1, changes, precision=precision)[0], run(3, changes, precision=precision)
+    alone, ranks = (run(swapped, count, changes, precision=precision) for count in (1, 3))
     assert all(difference(rank["weights"], ranks[0]["weights"]) == 0.0 for rank in ranks)
-    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=2e-2)
+    np.testing.assert_allclose(ranks[0]["losses"], alone[0]["losses"], rtol=2e-2)
 
 
 def test_generating_text() -> None:
@@ -184,6 +157,7 @@ def turned_heads(patch: pytest.MonkeyPatch) -> None:
 def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"positions": "rotary", "context": 6}
     options: dict[str, Any] = {"optimizer": SGD, "clip": None, "steps": 2}
-    serial = run(1, changes, **options)[0]
+    serial = run(swapped, 1, changes, **options)[0]
     bug(monkeypatch)
-    assert not all(difference(rank["weights"], serial["weights"]) < 1e-7 for rank in run(3, changes, **options))
+    assert not all(difference(rank["weights"], serial["weights"]) < 1e-7 for rank in
+                   run(swapped, 3, changes, **options))
