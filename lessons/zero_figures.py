@@ -35,7 +35,8 @@ def phases(ax: Any, record: dict[str, Any]) -> None:
                        clip_on=False)
             if right - left > 0.15 * ax.get_xlim()[1]:      # else there is no room
                 ax.annotate(span["name"].split()[0], ((left + right) / 2, 0), (0, -19),
-                            xycoords=("data", "axes fraction"), textcoords="offset points", ha="center", va="top", fontsize=9.5, color=look.SOFT)
+                            xycoords=("data", "axes fraction"), textcoords="offset points", ha="center", va="top",
+                            fontsize=9.5, color=look.SOFT)
 
 
 def legend(figure: Any, categories: tuple[str, ...], at: tuple[float, float], **options: Any) -> None:
