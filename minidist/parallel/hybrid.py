@@ -113,12 +113,12 @@ class Trainer:
         precision = MixedPrecision(self.plan.precision)
         model = GPT(replace(self.config, dtype=backend.dtype_name(precision.dtype)))
         if self.plan.precision == "fp8":
-            precision.attach(model, self.mesh["dp"])
+            precision.attach(model, self.mesh.copies)
         return precision, model
 
     def _make_strategy(self, device: str) -> Strategy:
         """Draw the weights, or with ZeRO-3 this rank's shards alone, and take the plan's strategy."""
-        if self.plan.pp * self.plan.tp > 1:
+        if self.plan.composed:
             return Hybrid(self.model, self.mesh, self.plan, seed=self.seed, loss=self._loss, device=device,
                           key=lambda part: self._key(part.inputs, part.first), precision=self.precision,
                           recorder=self.recorder)
@@ -192,7 +192,7 @@ class Trainer:
         if units is not None:
             units.root.free()
         if isinstance(self.strategy, Hybrid):
-            group, tokens = self.strategy.rows, tokens * self.strategy.knows_loss
+            group, tokens = self.strategy.shares, tokens * self.strategy.knows_loss
         with self.world.ledger.control():
             sums = group.all_gather(np.array([total, tokens], dtype=np.float64)).reshape(-1, 2).sum(axis=0)
         return float(sums[0] / sums[1])

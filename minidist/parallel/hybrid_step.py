@@ -82,7 +82,7 @@ class Hybrid:
         self.model, self.config, self.plan = model, model.config, plan
         self.precision, self.recorder = precision or Precision(), recorder or Silent()
         self.tp, self.pp, self.cut = mesh["tp"], mesh["pp"], mesh["pp", "tp"]
-        self.rows, self.everybody = mesh["dp", "pp"], mesh["dp", "pp", "tp"]
+        self.shares, self.everybody = mesh["dp", "pp", "ep", "cp"], mesh["dp", "pp", "ep", "cp", "tp"]
         if self.tp.size > 1:
             tensor.tensor_parallel(model, self.tp)
         self.pipeline: Pipeline | None = None
@@ -106,12 +106,12 @@ class Hybrid:
             options["shard"] = plan.shard
         if plan.zero == 3:
             tied = self.model.tokens if self.config.tied else None
-            return Zero3(self.model, mesh["dp"], units=[c for _, c in self.model.children() if c is not tied],
+            return Zero3(self.model, mesh.copies, units=[c for _, c in self.model.children() if c is not tied],
                          seed=seed, device=device, free_after_forward=not plan.keep_gathered, **options)
         table = self._twice()
         whole = [p for p in self._whole() if p.requires_grad]
         kinds: dict[int, type[DDP] | type[Zero1] | type[Zero2]] = {0: DDP, 1: Zero1, 2: Zero2}
-        return kinds[plan.zero](self.model, mesh["dp"], bucket_bytes=plan.bucket_bytes,
+        return kinds[plan.zero](self.model, mesh.copies, bucket_bytes=plan.bucket_bytes,
                                 apart=[some for some in (whole, table) if some], **options)
 
     def _whole(self) -> list[Parameter]:
@@ -148,7 +148,7 @@ class Hybrid:
             self._sum_ends()
         add_up(self.summands)
         self.data.update(optimizer, lr=lr, clip=clip)
-        return sum_in_order(self.rows, share)
+        return sum_in_order(self.shares, share)
 
     def _pass(self, part: Part, divisor: int) -> float:
         """Forward and backward of some rows: adds gradients, returns this rank's share of the loss."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.errors import PlanError
-from minidist.parallel.plan import AXES
+from minidist.parallel.plan_checks import AXES
 
 
 class Mesh:
@@ -51,6 +51,16 @@ class Mesh:
         if names not in self._groups:
             self._groups[names] = self._make_group(names)
         return self._groups[names]
+
+    @property
+    def copies(self) -> Group:
+        """The ranks that share the dense weights: along dp, and along those of ep and cp that are cut."""
+        return self[("dp", *(axis for axis in ("ep", "cp") if self.shape[axis] > 1))]
+
+    @property
+    def rows(self) -> Group:
+        """The ranks that divide the batch's rows: along dp and ep; ranks of cp divide the tokens of a row."""
+        return self["dp", "ep"] if self.shape["ep"] > 1 else self["dp"]
 
     def _make_group(self, names: tuple[str, ...]) -> Group:
         """Ranks that share this rank's place on every axis but `names`, in the mesh's order."""

@@ -1,0 +1,183 @@
+"""What goes with what in a plan: each refusal is one line that names the nearest plan that fits."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from minidist.errors import PlanError
+from minidist.nn import GPTConfig
+from minidist.parallel.common.sharing import divisors
+from minidist.parallel.common.split_gpt import check_fits
+from minidist.parallel.schedules import ORDERS
+
+if TYPE_CHECKING:
+    from minidist.parallel.plan import Plan
+
+ZERO_STAGES = (0, 1, 2, 3)
+"""What the data axis divides among its ranks: nothing, the optimizer, the gradients too, the parameters too."""
+
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+"""How weights and gradients are kept: as the model's dtype says, or in two bytes beside float32 master weights; with
+fp8 the inputs of matrix products are rounded to one byte."""
+
+OFFLOADS = ("none", "optimizer", "all")
+"""What leaves the device: nothing; optimizer state and update, to the host; all that lasts, to disk."""
+
+STRATEGIES = ("ddp", "data-parallel", "parameter-server")
+"""How the data axis is trained: replicas that are equals (with zero: divided), one process, workers and servers."""
+
+ATTENTIONS = ("ring", "all-to-all")
+"""How ranks of cp, each with some tokens, see all keys: these go round (ring_attention.py), or heads are swapped for
+tokens (ulysses.py)."""
+
+AXES = ("dp", "pp", "ep", "cp", "tp")
+"""Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
+
+
+def words(axes: Mapping[str, int]) -> str:
+    """Axes as the command line has them, without those of one rank: "dp=2,tp=4"."""
+    return ",".join(f"{axis}={axes[axis]}" for axis in AXES if axes.get(axis, 1) > 1) or "dp=1"
+
+
+def instead(plan: "Plan", **sizes: int) -> str:
+    """The plan's axes in words, but for those given; dp takes the ranks that this leaves over."""
+    axes = {**plan.axes, **sizes, "dp": 1}
+    others = 1
+    for size in axes.values():
+        others *= size
+    return words({**axes, "dp": max(1, plan.size // others)})
+
+
+def check(plan: "Plan") -> None:
+    """Raise PlanError unless the plan's fields go together, whatever the model."""
+    for axis, size in plan.axes.items():
+        if not isinstance(size, int) or size < 1:
+            raise PlanError(f"plan axis {axis}={size}: the number of ranks along an axis is a whole number from 1")
+        if axis in ("ep", "cp") and size > 1:
+            raise PlanError(f"plan axis {axis}={size}: this version composes dp, pp and tp; use {axis}=1, with "
+                            f"{instead(plan, ep=1, cp=1)}")
+    if plan.bucket_bytes < 1:
+        raise PlanError(f"plan bucket_bytes={plan.bucket_bytes}: a bucket holds at least one byte")
+    if not isinstance(plan.accumulate, int) or plan.accumulate < 1:
+        raise PlanError(f"plan accumulate={plan.accumulate!r}: a step has at least one backward pass")
+    if plan.precision not in PRECISIONS:
+        raise PlanError(f"plan precision={plan.precision!r}: choose one of {', '.join(PRECISIONS)}")
+    for part in (_check_zero, _check_offload, _check_strategy, _check_pipeline, _check_sequence):
+        part(plan)
+    if plan.composed:
+        _check_composition(plan)
+
+
+def _check_zero(plan: "Plan") -> None:
+    """The stage, and who shares a copy."""
+    if plan.zero not in ZERO_STAGES:
+        raise PlanError(f"plan zero={plan.zero!r}: choose a stage of {', '.join(map(str, ZERO_STAGES))}")
+    if plan.keep_gathered and plan.zero != 3:
+        raise PlanError(f"plan keep_gathered with zero={plan.zero}: only ZeRO-3 gathers units; choose zero=3")
+    if plan.shard is None:
+        return
+    fits, axes = divisors(plan.copies), " × ".join(axis for axis in ("dp", "ep", "cp")
+                                                   if axis == "dp" or plan.axes[axis] > 1)
+    if plan.shard not in fits:
+        raise PlanError(f"plan shard={plan.shard!r}: the {plan.copies} rank{'s' * (plan.copies > 1)} of {axes} cannot "
+                        f"be cut into copies of so many; choose one of {', '.join(map(str, fits))}")
+    if not plan.zero:
+        raise PlanError(f"plan shard={plan.shard} with zero=0: nothing is divided among ranks; choose zero=1, 2 or 3")
+    if plan.shard < plan.copies and plan.offload != "none":
+        raise PlanError(f"plan shard={plan.shard} of {axes}={plan.copies} with offload={plan.offload}: copies sum "
+                        f"their gradients on the device; leave one of the two out")
+
+
+def _check_offload(plan: "Plan") -> None:
+    if plan.offload not in OFFLOADS:
+        raise PlanError(f"plan offload={plan.offload!r}: choose one of {', '.join(OFFLOADS)}")
+    if plan.offload == "all" and plan.zero != 3:
+        raise PlanError(f"plan offload=all streams the units of ZeRO-3, and the plan has zero={plan.zero}; use "
+                        f"zero=3, on one rank too")
+    if plan.offload == "optimizer" and not plan.zero and plan.dp > 1:
+        raise PlanError(f"plan offload=optimizer with zero=0 would keep and update the same state {plan.dp} times; "
+                        f"use zero=1, 2 or 3")
+    if plan.device_memory is not None and plan.device_memory < 1:
+        raise PlanError(f"plan device_memory={plan.device_memory}: a device has at least one byte; write 64MiB")
+
+
+def _check_strategy(plan: "Plan") -> None:
+    """What the strategies that are not DDP and ZeRO ask, and what is theirs alone."""
+    if plan.strategy not in STRATEGIES:
+        raise PlanError(f"plan strategy={plan.strategy!r}: choose one of {', '.join(STRATEGIES)}")
+    others = (plan.zero, plan.precision, plan.offload, plan.device_memory)
+    if plan.strategy != "ddp" and others != (0, "fp32", "none", None):
+        raise PlanError(f"plan strategy={plan.strategy}: zero, precision, offload and device_memory are for "
+                        f"strategy ddp; leave them out")
+    if plan.strategy != "data-parallel" and plan.replicas != 1:
+        raise PlanError(f"plan replicas={plan.replicas}: devices of one process are for strategy data-parallel")
+    if plan.strategy != "parameter-server" and (plan.servers != 1 or plan.asynchronous):
+        raise PlanError(f"plan servers={plan.servers}, asynchronous={plan.asynchronous}: these are for strategy "
+                        f"parameter-server")
+    if plan.strategy == "data-parallel" and (plan.size > 1 or plan.replicas < 1):
+        raise PlanError(f"plan strategy=data-parallel is one process with a thread for each of its replicas; start "
+                        f"one rank instead of {plan.size}, and take replicas={max(plan.size, 2)}")
+    if plan.strategy == "parameter-server" and not 1 <= plan.servers < plan.dp:
+        raise PlanError(f"plan servers={plan.servers}: of {plan.dp} rank{'s' * (plan.dp > 1)} on the data axis, at "
+                        f"least one is a server and one a worker; start {max(2, plan.servers + 1)} or more")
+    if plan.staleness is not None and plan.staleness < 0:
+        raise PlanError(f"plan staleness={plan.staleness}: a worker is 0 or more steps ahead of the slowest")
+
+
+def _check_pipeline(plan: "Plan") -> None:
+    if plan.schedule not in ORDERS:
+        raise PlanError(f"plan schedule={plan.schedule!r}: choose one of {', '.join(ORDERS)}")
+    if plan.microbatches is None:
+        return
+    if not isinstance(plan.microbatches, int) or plan.microbatches < 1:
+        raise PlanError(f"plan microbatches={plan.microbatches!r}: a pipeline takes at least one")
+    if plan.pp == 1 and plan.microbatches > 1:
+        raise PlanError(f"plan microbatches={plan.microbatches} with pp=1: there is no pipeline to fill; use "
+                        f"accumulate={plan.microbatches}, which takes as many passes, or pp=2")
+
+
+def _check_sequence(plan: "Plan") -> None:
+    if plan.attention not in ATTENTIONS:
+        raise PlanError(f"plan attention={plan.attention!r}: choose one of {', '.join(ATTENTIONS)}")
+    if plan.attention != "ring" and plan.cp == 1:
+        raise PlanError(f"plan attention={plan.attention} with cp=1: no sequence is cut; use cp=2, or leave it out")
+    if plan.sequence_parallel and plan.tp == 1:
+        raise PlanError("plan sequence_parallel with tp=1: it divides what lies between tensor-parallel regions; use "
+                        "tp=2, or cp=2, which divides attention too")
+
+
+def _check_composition(plan: "Plan") -> None:
+    """What goes with more than the data axis."""
+    cut = words({**plan.axes, "dp": 1})
+    if plan.strategy != "ddp":
+        raise PlanError(f"plan {cut} with strategy={plan.strategy}: it keeps whole models; use strategy=ddp, or "
+                        f"dp={plan.size}")
+    if plan.offload != "none":
+        raise PlanError(f"plan {cut} with offload={plan.offload}: this version offloads on the data axis alone; "
+                        f"use offload=none, or dp={plan.size} with zero={max(1, plan.zero)}")
+    if plan.pp > 1 and plan.zero > 1:
+        what = "reduce its gradients" if plan.zero == 2 else "gather weights and reduce gradients"
+        raise PlanError(f"plan pp={plan.pp} with zero={plan.zero}: every microbatch would have to {what} anew; use "
+                        f"zero=1, or pp=1")
+    if plan.tp > 1 and plan.precision == "fp8":
+        raise PlanError(f"plan tp={plan.tp} with precision=fp8: a shard knows no scale of the whole matrix; use "
+                        f"bf16, or tp=1 with {instead(plan, tp=1)}")
+
+
+# --------------------------------------------------------------------------------------------------- plan and model
+
+def check_model(plan: "Plan", config: GPTConfig) -> None:
+    """Raise PlanError unless a model of this shape can be cut so."""
+    if plan.stages > config.layers + 2:
+        least = plan.stages - 2
+        most = max(pp for pp in divisors(plan.pp) if pp * (plan.stages // plan.pp) <= config.layers + 2 or pp == 1)
+        raise PlanError(f"plan pp={plan.pp} with schedule={plan.schedule} has {plan.stages} stages, and the model "
+                        f"{config.layers} layer{'s' * (config.layers > 1)}: each stage but the first and the last "
+                        f"needs one; use {instead(plan, pp=most)}, or at least {least} layers")
+    if plan.tp > 1:
+        check_fits(config, plan.tp)
+    if plan.tp > config.key_heads and plan.zero:
+        raise PlanError(f"plan tp={plan.tp} with zero={plan.zero}: several ranks hold each of {config.key_heads} "
+                        f"key heads, in shards that lie apart; use tp={config.key_heads}, or zero=0")
+    if plan.tp > 1 and plan.zero == 3 and plan.copies > 2 and (config.heads % plan.tp or config.hidden % plan.tp):
+        raise PlanError(f"plan tp={plan.tp} with zero=3: {config.heads} heads or {config.hidden} hidden numbers do "
+                        f"not divide, so norms would be summed in another order on each tensor rank; use zero=2")
