@@ -9,6 +9,11 @@ nobody has to say "freed"). Telling costs about a microsecond.
     memory.now["parameters"], memory.peak["total"]     # bytes; the total's peak is the peak of the sum
     memory.limit = 64 << 20                            # from here on what does not fit raises MemoryLimitError
 
+Told are a rank's own arrays, those that a transport packs and receives into among them. Not told is what lies between
+processes and would be the host's whatever the device: the kernel's socket buffers, MPI's own, and the rings and boards
+of shared memory. Their size is the transport's, so a limit means the same over all of them. What of it can be known
+stands beside the account: Transport.shared_bytes.
+
 notes: N2 显存占用分析, N4 §4
 """
 

@@ -44,7 +44,8 @@ def rank_record(trainer: Trainer, world: Group) -> dict[str, Any]:
     return {"rank": world.world_rank, "coordinates": {axis: place for axis, place in trainer.mesh.coordinates.items()
                                                 if axis == "dp" or trainer.mesh.shape[axis] > 1},
             "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
-            "memory": trainer.account.snapshot(), **offload_record(trainer)}
+            "memory": trainer.account.snapshot(), "shared_bytes": world.transport.shared_bytes,
+            **offload_record(trainer)}
 
 
 def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
@@ -190,7 +191,11 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
     console.print(memory_table(metrics))
     each = bytes_a_parameter(metrics)
     console.print(f"parameters + gradients + optimizer: {' + '.join(map(short, each.values()))} = "
-                  f"{short(sum(each.values()))} bytes a parameter\n", markup=False)
+                  f"{short(sum(each.values()))} bytes a parameter", markup=False)
+    if shared := metrics["ranks"][0].get("shared_bytes"):
+        console.print(f"beside it, of what ranks of one host share (the transport's rings and boards), at most "
+                      f"{shared:,} bytes are rank 0's", markup=False, soft_wrap=True)
+    console.print()
     if metrics["plan"]["offload"] != "none":
         print_offload(console, metrics)
     console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), loss.png, model.safetensors",

@@ -135,6 +135,11 @@ class Transport(ABC):
         """The link class (comm/profile.py) between ranks of one node."""
         return self.name
 
+    @property
+    def shared_bytes(self) -> int:
+        """At most so much memory that ranks of one host share is this rank's to write; in no account (account.py)."""
+        return 0
+
     @abstractmethod
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
         """Begin to send `view` (1-D, contiguous, host memory, any dtype, perhaps read-only or empty) and `meta`.

@@ -35,6 +35,15 @@ The notes' steps (N0, "DDP: Distributed Data Parallel"), as they happen here:
     DDP 4  no controller; a ring carries the sums over every link at once.  "Its traffic is constant" (N1:42) holds only
            nearly for bytes (2(P-1)/P lies between 1 and 2) and not at all for messages, which grow with P.
 
+Models whose loss leaves parameters out. A Plan reaches neither `unused` nor `static`, for a GPT uses all its parameters
+in every step, and completes them in the order in which buckets are cut (but for a weight before its own bias). A model
+with branches takes them in a loop of its own:
+
+    ddp = DDP(model, group, loss=loss, static=True)         # or unused="error", or neither: an unused one has gradient 0
+    optimizer = AdamW(ddp.parameters, 1e-3)
+    for batch in batches:
+        ddp.step(batch, optimizer, clip=1.0, accumulate=4)
+
 notes:   N0 DDP, 数据并行 工作流程; N1 DDP; N3 §3.1
 Source:  Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """

@@ -68,6 +68,7 @@ def test_json_holds_what_the_design_says(runs: dict[str, Any]) -> None:
                 memory = rank["memory"][category]
                 assert memory["now"] == expected <= memory["peak"] <= expected + 64     # declared, not yet drawn
             assert rank["memory"]["total"]["peak"] >= 4 * nbytes + rank["memory"]["activations"]["now"]
+            assert (rank["shared_bytes"] > 4 << 20) == (name == "ours")     # rings, which sockets have inside a node
             if size > 1:
                 assert rank["sent_bytes"]["dp"] == {"all_reduce": 4 * 2 * nbytes // 2}
                 assert rank["sent_bytes"]["control"]

@@ -236,6 +236,26 @@ def test_static_buckets_follow_the_first_step(size: int, reverse: bool) -> None:
             assert log[1] == ["bucket 0", "bucket 1"]
 
 
+@pytest.mark.parametrize("changes", [{}, {"tied": True}, {"activation": "silu", "norm": "rms"}], ids=str)
+def test_a_plan_needs_no_static(changes: dict[str, Any]) -> None:
+    """A GPT completes all its gradients, module by module, in the order in which buckets are cut."""
+    config = tiny(**changes)
+
+    def job(world: Any, static: bool) -> list[str]:
+        model = GPT(config)
+        model.initialize(0)
+        strategy = DDP(model, world, static=static, bucket_bytes=1)
+        optimizer = AdamW(strategy.parameters, 0.1)
+        for step in range(2):
+            strategy.step(global_batch(step, 4, config), optimizer)
+        names = [p.name.rpartition(".")[0] for bucket in strategy.buckets for p in bucket.parameters]
+        assert len(names) == len(list(model.parameters()))
+        return names
+
+    declared, completed = (md.run(job, static, size=2)[0] for static in (False, True))
+    assert declared == completed
+
+
 def test_static_refuses_another_graph() -> None:
     def job(world: Any) -> None:
         model = Chain()

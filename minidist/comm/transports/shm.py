@@ -93,6 +93,11 @@ class ShmTransport(PolledTransport):
     def inside(self) -> str:
         return "shm"
 
+    @property
+    def shared_bytes(self) -> int:
+        """A ring to each rank, and the places of the groups' boards. Pages never written take no room."""
+        return RING_BYTES * len(self._links) + PART_BYTES * (BOARDS - len(self._free))
+
     def reserve_board(self) -> int:
         if not self._free:
             return -1

@@ -10,7 +10,8 @@ from leftovers import nothing_left
 from linked import shm_transports
 
 from minidist.comm.transport import Board
-from minidist.comm.transports.board import _ASLEEP, _POSTED
+from minidist.comm.transports.board import _ASLEEP, _POSTED, PART_BYTES
+from minidist.comm.transports.ring import RING_BYTES
 from minidist.comm.transports.shm import BOARDS, ShmTransport
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
@@ -43,6 +44,18 @@ def in_thread(act: Callable[[], object]) -> tuple[threading.Thread, list[BaseExc
 def close(transports: list[ShmTransport]) -> None:
     for transport in transports:
         transport.close()
+
+
+def test_what_is_shared_is_known():
+    """A ring to each other rank, and a place a board; given back, a place counts no more."""
+    transports = shm_transports(3)
+    assert [transport.shared_bytes for transport in transports] == [2 * RING_BYTES] * 3
+    boards = opened(transports)
+    assert [transport.shared_bytes for transport in transports] == [2 * RING_BYTES + PART_BYTES] * 3
+    for board in boards:
+        board.close()
+    assert transports[0].shared_bytes == 2 * RING_BYTES
+    close(transports)
 
 
 def test_ranks_that_come_late_wake_those_who_sleep():
