@@ -39,7 +39,7 @@ Models whose loss leaves parameters out. A Plan reaches neither `unused` nor `st
 in every step, and completes them in the order in which buckets are cut (but for a weight before its own bias). A model
 with branches takes them in a loop of its own:
 
-    ddp = DDP(model, group, loss=loss, static=True)         # or unused="error", or neither: an unused one has gradient 0
+    ddp = DDP(model, group, loss=loss, static=True)         # or unused="error", or neither: no gradient is then zero
     optimizer = AdamW(ddp.parameters, 1e-3)
     for batch in batches:
         ddp.step(batch, optimizer, clip=1.0, accumulate=4)
