@@ -1,7 +1,7 @@
 """Modules: functions with parameters, up to a GPT."""
 
 from minidist.nn.attention import CausalSelfAttention
-from minidist.nn.config import GPTConfig
+from minidist.nn.config import GPTConfig, MixtureConfig
 from minidist.nn.dropout import Dropout, DropoutKey
 from minidist.nn.embedding import Embedding
 from minidist.nn.gpt import GPT, Block
@@ -9,7 +9,7 @@ from minidist.nn.hooks import Handle
 from minidist.nn.linear import Linear
 from minidist.nn.mlp import MLP
 from minidist.nn.module import Module
-from minidist.nn.moe import Mixture, MixtureConfig, mixture
+from minidist.nn.moe import Mixture, mixture
 from minidist.nn.norm import LayerNorm, RMSNorm
 from minidist.nn.weights import Init, Weight
 

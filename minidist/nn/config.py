@@ -1,11 +1,54 @@
-"""What a GPT is made of."""
+"""What a GPT is made of, and a mixture of experts in it."""
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import asdict, dataclass
 
 from minidist import backend
 from minidist.errors import ConfigError
 
+STD = 0.02
+"""Of weights as they begin (gpt.py)."""
+
 _CHOICES = {"positions": ("learned", "rotary"), "norm": ("layer", "rms"), "activation": ("gelu", "silu")}
+
+
+BALANCES = ("loss", "bias", "none")
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """How tokens find experts.
+
+    Raises:  ConfigError, one line: which value does not work and what would.
+    """
+
+    experts: int
+    top_k: int = 2                  # experts a token
+    capacity: float | None = None   # places an expert and sequence, as a multiple of the even share; None: dropless
+    noise: float = 0.0              # deviation of what is added to the gate's scores in training
+    balance: str = "loss"           # what keeps experts evenly loaded: "loss", "bias" or "none"
+    balance_weight: float = 0.01    # of the balance loss
+    bias_rate: float = 0.001        # how far a bias moves in a step
+    shared: int = 0                 # experts that see every token, beside the others
+    hidden: int | None = None       # numbers inside an expert; None: as many as the MLP it replaces
+
+    def __post_init__(self) -> None:
+        if self.experts < 1 or not 1 <= self.top_k <= self.experts or self.shared < 0:
+            raise ConfigError(f"mixture: {self.experts} experts, top_k={self.top_k}, {self.shared} shared; needs 1 "
+                              f"expert or more, top_k from 1 to their number, and no fewer than 0 shared")
+        if self.capacity is not None and not self.capacity > 0.0:
+            raise ConfigError(f"mixture: capacity is {self.capacity!r}; it is above 0, or None to drop nothing")
+        if self.balance not in BALANCES:
+            raise ConfigError(f"mixture: balance is {self.balance!r}; choose one of {', '.join(BALANCES)}")
+        if min(self.noise, self.balance_weight, self.bias_rate) < 0.0 or self.hidden is not None and self.hidden < 1:
+            raise ConfigError(f"mixture: noise {self.noise!r}, balance_weight {self.balance_weight!r} and bias_rate "
+                              f"{self.bias_rate!r} are 0 or more, hidden {self.hidden!r} is 1 or more or None")
+
+    def places(self, tokens: int) -> int:
+        """How many of a sequence's tokens an expert takes."""
+        if self.capacity is None:
+            return tokens
+        return math.ceil(self.capacity * self.top_k * tokens / self.experts)
 
 
 @dataclass(frozen=True)
@@ -27,6 +70,7 @@ class GPTConfig:
     activation: str = "gelu"     # or "silu", gated (SwiGLU)
     dropout: float = 0.0
     dtype: str = "float32"
+    mixture: MixtureConfig | None = None    # experts in place of each block's MLP
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "context", "layers", "width", "heads", "kv_heads"):
@@ -69,7 +113,7 @@ class GPTConfig:
 
     def as_dict(self) -> dict[str, object]:
         """All fields, for a run's JSON."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
 
 def _divisors(n: int) -> list[int]:

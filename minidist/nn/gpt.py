@@ -18,17 +18,16 @@ import numpy as np
 from minidist.backend import Array, device_of, random_uniform, to_device, to_host
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn.attention import CausalSelfAttention
-from minidist.nn.config import GPTConfig
+from minidist.nn.config import STD, GPTConfig
 from minidist.nn.dropout import Dropout, DropoutKey
 from minidist.nn.embedding import Embedding
 from minidist.nn.linear import Linear
 from minidist.nn.mlp import MLP
 from minidist.nn.module import Module
+from minidist.nn.moe import Mixture, mixture
 from minidist.nn.norm import LayerNorm, RMSNorm
 from minidist.nn.output import Output
 from minidist.tensor import Tensor, no_grad
-
-STD = 0.02
 
 
 class Block(Module):
@@ -41,8 +40,8 @@ class Block(Module):
         self.attention = CausalSelfAttention(config, out_std=out_std)
         self.dropout_attention = Dropout(config.dropout)
         self.norm_mlp = norm(config.width, dtype=config.dtype)
-        self.mlp = MLP(config.width, config.hidden, activation=config.activation, std=STD, out_std=out_std,
-                       dtype=config.dtype)
+        self.mlp: MLP | Mixture = MLP(config.width, config.hidden, activation=config.activation, std=STD,
+                                      out_std=out_std, dtype=config.dtype)
         self.dropout_mlp = Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Array, key: DropoutKey | None = None) -> Tensor:
@@ -65,6 +64,8 @@ class GPT(Module):
                      Linear(config.width, config.vocabulary, bias=False, std=STD, dtype=config.dtype))
         self.output = Output()
         self.assign_names()
+        if config.mixture is not None:
+            mixture(self, config.mixture)
 
     def forward(self, ids: Array, positions: Array | None = None, key: DropoutKey | None = None) -> Tensor:
         """Args:    ids: (B, T) integers.

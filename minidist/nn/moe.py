@@ -1,7 +1,7 @@
 """Mixture of experts: in place of one MLP there are many, and each token goes through a few of them.
 
-    model = mixture(GPT(config), MixtureConfig(experts=8, top_k=2))
-    model.initialize(seed=0)
+    model = GPT(GPTConfig(…, mixture=MixtureConfig(experts=8, top_k=2)))
+    model = mixture(GPT(config), MixtureConfig(experts=8, top_k=2))         # the same
 
 A gate scores the experts for each token; the k best compute, and their results, weighted by the gate's probabilities,
 add up. So a model has many weights and uses few of them on a token.
@@ -16,18 +16,17 @@ Source:  Shazeer et al. 2017 (1701.06538), noisy top-k; Fedus et al. 2021 (2101.
          Dai et al. 2024 (2401.06066), shared experts; Wang et al. 2024 (2408.15664), balance by bias alone.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minidist import backend, ops
 from minidist.backend import LOW_PRECISION, Array, array_module, random_normal, to_host
 from minidist.errors import ConfigError
+from minidist.nn.config import STD, GPTConfig, MixtureConfig
 from minidist.nn.dropout import DropoutKey
-from minidist.nn.gpt import GPT, STD
 from minidist.nn.linear import Linear
 from minidist.nn.mlp import MLP
 from minidist.nn.module import Module
@@ -37,44 +36,8 @@ from minidist.ops.experts import places_in_runs, top_positions
 from minidist.recompute import computed_again
 from minidist.tensor import Tensor, is_grad_enabled
 
-BALANCES = ("loss", "bias", "none")
-
-
-@dataclass(frozen=True)
-class MixtureConfig:
-    """How tokens find experts.
-
-    Raises:  ConfigError, one line: which value does not work and what would.
-    """
-
-    experts: int
-    top_k: int = 2                  # experts a token
-    capacity: float | None = None   # places an expert and sequence, as a multiple of the even share; None: dropless
-    noise: float = 0.0              # deviation of what is added to the gate's scores in training
-    balance: str = "loss"           # what keeps experts evenly loaded: "loss", "bias" or "none"
-    balance_weight: float = 0.01    # of the balance loss
-    bias_rate: float = 0.001        # how far a bias moves in a step
-    shared: int = 0                 # experts that see every token, beside the others
-    hidden: int | None = None       # numbers inside an expert; None: as many as the MLP it replaces
-
-    def __post_init__(self) -> None:
-        if self.experts < 1 or not 1 <= self.top_k <= self.experts or self.shared < 0:
-            raise ConfigError(f"mixture: {self.experts} experts, top_k={self.top_k}, {self.shared} shared; needs 1 "
-                              f"expert or more, top_k from 1 to their number, and no fewer than 0 shared")
-        if self.capacity is not None and not self.capacity > 0.0:
-            raise ConfigError(f"mixture: capacity is {self.capacity!r}; it is above 0, or None to drop nothing")
-        if self.balance not in BALANCES:
-            raise ConfigError(f"mixture: balance is {self.balance!r}; choose one of {', '.join(BALANCES)}")
-        if min(self.noise, self.balance_weight, self.bias_rate) < 0.0 or self.hidden is not None and self.hidden < 1:
-            raise ConfigError(f"mixture: noise {self.noise!r}, balance_weight {self.balance_weight!r} and bias_rate "
-                              f"{self.bias_rate!r} are 0 or more, hidden {self.hidden!r} is 1 or more or None")
-
-    def places(self, tokens: int) -> int:
-        """How many of a sequence's tokens an expert takes."""
-        if self.capacity is None:
-            return tokens
-        return math.ceil(self.capacity * self.top_k * tokens / self.experts)
-
+if TYPE_CHECKING:
+    from minidist.nn.gpt import GPT
 
 @dataclass(frozen=True)
 class Routing:
@@ -113,8 +76,8 @@ class Mixture(Module):
     Raises:  ConfigError when training with noise and without a key.
     """
 
-    def __init__(self, model: GPT, config: MixtureConfig) -> None:
-        of_model, self.config = model.config, config
+    def __init__(self, of_model: GPTConfig, config: MixtureConfig) -> None:
+        self.config = config
         hidden = config.hidden or of_model.hidden
         dtype, out_std = of_model.dtype, STD * (2 * of_model.layers) ** -0.5
         self.scores = Linear(of_model.width, config.experts, bias=False, std=STD, dtype=dtype)
@@ -237,7 +200,7 @@ class BalancedOutput(Output):
         return loss
 
 
-def mixture(model: GPT, config: MixtureConfig) -> GPT:
+def mixture(model: "GPT", config: MixtureConfig) -> "GPT":
     """Put a mixture in place of every block's MLP, in place; then `model.initialize(seed)` draws.
 
     Raises:  ConfigError if the weights are drawn already.
@@ -245,7 +208,8 @@ def mixture(model: GPT, config: MixtureConfig) -> GPT:
     if any(getattr(parameter, "drawn", True) for parameter in model.parameters()):
         raise ConfigError("mixture: the model's weights are drawn already; make it a mixture first")
     for block in model.blocks:
-        block.mlp = Mixture(model, config)      # type: ignore[assignment]
+        block.mlp = Mixture(model.config, config)
+    model.config = replace(model.config, mixture=config)
     model.output = BalancedOutput(model.output, mixtures(model))
     model.assign_names()
     return model
