@@ -41,10 +41,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where a layer's tokens went: `chosen` (B, T, k), the experts, best first; `kept` (B, T, k), False if dropped."""
+    """Where a layer's tokens went: `chosen` (B, T, k), the experts, best first; `kept` (B, T, k), False if dropped.
+
+    `sequences` (B, whole T, k) is what the whole sequences chose, where that mattered, else as `chosen`.
+    """
 
     chosen: Array
     kept: Array
+    sequences: Array
+
+
+class Sequences:
+    """A mixture's tokens are whole sequences; a strategy that cuts them puts its own in place."""
+
+    def joined(self, chosen: Array) -> Array:
+        """What the whole sequences' tokens chose, in their order: (B, own, k) -> (B, T, k)."""
+        return chosen
+
+    def parted(self, kept: Array) -> Array:
+        """Of what was joined what belongs to the tokens here: (B, T, k) -> (B, own, k)."""
+        return kept
+
+    def keys(self, tokens: Array) -> Array:
+        """Of all tokens' keys those of the tokens that the gate sees: (B, T) -> (B, own)."""
+        return tokens
+
+    def total(self, share: Tensor) -> Tensor:
+        """Of one number, the sum over all ranks that have tokens of these sequences."""
+        return share
 
 
 class Experts(Module):
@@ -90,6 +114,7 @@ class Mixture(Module):
             low = backend.dtype(dtype) in LOW_PRECISION
             self.bias = Weight((config.experts,), ZEROS, dtype="float32" if low else dtype)
             self.bias.requires_grad = False         # no gradient moves it
+        self.sequences = Sequences()
         self.routing: Routing | None = None
         self.balance: Tensor | None = None
         self.clear()
@@ -100,11 +125,20 @@ class Mixture(Module):
 
     def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
         chances = ops.softmax(self._scores(x, key))
-        self.routing = self.route(chances.data)
+        rows, weights = self.enter(x), self.enter(chances)
+        self.routing = self.route(weights.data)
         self.balance = self._balance(chances) if self.training and self.config.balance == "loss" else None
-        y = self._apply(x, chances, self.routing)
+        y = self.leave(self._apply(rows, weights, self.routing))
         for expert in self.shared:
             y = y + expert(x)
+        return y
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What the experts are given, of what the gate is; a strategy that cuts experts' matrices has its own."""
+        return x
+
+    def leave(self, y: Tensor) -> Tensor:
+        """What becomes of the experts' results."""
         return y
 
     # --------------------------------------------------------------------------------------------------- the gate
@@ -120,7 +154,7 @@ class Mixture(Module):
             raise ConfigError(f"mixture {self.path!r} with noise {self.config.noise} trains without a key; "
                               f"pass key=DropoutKey(seed, step, tokens) to the model, or call model.eval()")
         xp = array_module(scores.data)
-        tokens = xp.asarray(key.tokens, dtype="int64")
+        tokens = xp.asarray(self.sequences.keys(key.tokens), dtype="int64")
         places = tokens[..., None] * self.config.experts + xp.arange(self.config.experts)
         noise = random_normal(f"{self.path}/noise/{key.step}", key.seed, places, scores.dtype)
         return scores + noise * scores.dtype.type(self.config.noise)
@@ -131,16 +165,22 @@ class Mixture(Module):
         A token's place depends on no later token, as in a causal model it must not. Outside of training nothing falls.
         """
         xp, config = array_module(chances), self.config
-        rows, tokens, _ = chances.shape
         chosen = top_positions(chances if self.bias is None else chances + self.bias.data, config.top_k)
-        kept = xp.ones(chosen.shape, bool)
+        kept, whole = xp.ones(chosen.shape, bool), chosen
+        if self.training and (config.capacity is not None or config.balance == "loss"):
+            whole = self.sequences.joined(chosen)
         if self.training and config.capacity is not None:
-            runs = (xp.arange(rows)[:, None, None] * config.experts + chosen).reshape(-1)
-            kept = (places_in_runs(runs) < config.places(tokens)).reshape(chosen.shape)
+            places = places_in_runs(self._runs(whole)).reshape(whole.shape)
+            kept = self.sequences.parted(places < config.places(whole.shape[1]))
         if self.training and is_grad_enabled() and not computed_again():
             for number, ids in enumerate((chosen.reshape(-1), chosen[kept])):
                 self.load[number] += to_host(xp.bincount(ids, minlength=config.experts))
-        return Routing(chosen, kept)
+        return Routing(chosen, kept, whole)
+
+    def _runs(self, chosen: Array) -> Array:
+        """A number for each pair of sequence and expert: (B, T, k) -> (B T k,)."""
+        first = array_module(chosen).arange(len(chosen)) * self.config.experts
+        return (first[:, None, None] + chosen).reshape(-1)      # type: ignore[no-any-return]
 
     def _balance(self, chances: Tensor) -> Tensor:
         """Sum over tokens of weight · E · Σ_e f_e p_e: f the share of its sequence's choices that fell on e.
@@ -148,11 +188,11 @@ class Mixture(Module):
         Of a sequence it is T · E · Σ f_e mean(p_e), which is T where all are equal; no gradient passes through f.
         """
         assert self.routing is not None
-        xp, (rows, tokens, experts) = array_module(chances.data), chances.shape
-        runs = (xp.arange(rows)[:, None, None] * experts + self.routing.chosen).reshape(-1)
-        counts = xp.bincount(runs, minlength=rows * experts).reshape(rows, 1, experts)
-        factor = counts * (self.config.balance_weight * experts / (self.config.top_k * tokens))
-        return ops.sum(chances * factor.astype(chances.dtype))      # type: ignore[no-any-return]
+        chosen, experts = self.routing.sequences, self.config.experts
+        counts = array_module(chosen).bincount(self._runs(chosen), minlength=len(chosen) * experts)
+        factor = counts.reshape(-1, 1, experts) * (
+            self.config.balance_weight * experts / (self.config.top_k * chosen.shape[1]))
+        return self.sequences.total(ops.sum(chances * factor.astype(chances.dtype)))
 
     # ------------------------------------------------------------------------------------------------- the experts
 

@@ -51,7 +51,7 @@ from minidist.optim import Optimizer
 from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder
-from minidist.parallel.common.shards import WeightShard, add_up, squares_once
+from minidist.parallel.common.shards import Place, WeightShard, add_up, squares_once
 from minidist.parallel.common.split_model import SplitModel
 from minidist.parallel.common.tensor_layers import ranges
 from minidist.parallel.common.update import Batch, Loss, part_of, zero_unused
@@ -64,17 +64,20 @@ from minidist.tensor import Tensor
 class SplitExperts(Experts):
     """Experts of which each rank holds some: rows go to them and their results come back.
 
-    Attributes: sent    (P,) rows that this rank gave each rank, itself too, since the last `clear`; those of a block
-                        computed again count once
+    Args:    as expert_parallel.
+    Attributes: sent    (P,) rows that this rank gave each rank, itself too, in training since the last `clear`; those
+                        of a block computed again count once
     """
 
-    def __init__(self, experts: Experts, group: Group, algorithm: str = "pairwise",
-                 copies: Group | None = None) -> None:
+    def __init__(self, experts: Experts, group: Group, algorithm: str = "pairwise", copies: Group | None = None,
+                 parts: Group | None = None) -> None:
         self.own = ranges(experts.up.shape[0], group.size)
-        parts = [(part,) for part in self.own]
 
         def mine(weight: Weight) -> Weight:
-            return WeightShard(weight, parts, group.rank, sharers=copies)
+            inner: Sequence[Place] = weight.parts if isinstance(weight, WeightShard) else [()]
+            places = [(own, *part[1:]) for own in self.own for part in inner]
+            holders = group if parts is None else parts
+            return WeightShard(weight, places, holders.rank, sharers=copies, among=holders)
 
         self.group, self.algorithm = group, algorithm
         self.gate = None if experts.gate is None else mine(experts.gate)
@@ -88,7 +91,7 @@ class SplitExperts(Experts):
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Own rows sorted by expert (R, width), and how many each expert of all gets -> their results (R, width)."""
         leaving = [sum(counts[part]) for part in self.own]
-        if not computed_again():
+        if self.training and not computed_again():
             self.sent += leaving
         came = self._exchange_counts(counts)
         here = self._travel(rows, leaving)
@@ -116,10 +119,13 @@ def _by_expert(came: np.ndarray) -> np.ndarray:
     return np.argsort(np.repeat(experts, came.reshape(-1)), kind="stable")
 
 
-def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None, algorithm: str = "pairwise") -> GPT:
+def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None, parts: Group | None = None,
+                    algorithm: str = "pairwise") -> GPT:
     """Divide the experts of a mixture between the ranks of `group`, in place; `model.initialize(seed)` draws the own.
 
-    Args:    copies: the ranks of other groups that hold the same experts (data parallelism beside it), or None.
+    Args:    copies: the ranks of other groups that hold the same experts and add up their gradients, or None.
+             parts: where tensor parallelism has cut each expert (chapter 12), the ranks of `group` and of the tensor
+             axis together, the latter innermost: each has its own part of its own experts.
              algorithm: of the all-to-alls.
     Raises:  PlanError if a rank would get no expert; ConfigError without a mixture, or if the weights are drawn.
     """
@@ -135,7 +141,7 @@ def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None, al
             raise PlanError(f"expert parallelism over ep={group.size} ranks: {layer.config.experts} experts leave a "
                             f"rank without any; choose ep from 1 to {layer.config.experts}, or at least {group.size} "
                             f"experts")
-        layer.experts = SplitExperts(layer.experts, group, algorithm, copies)
+        layer.experts = SplitExperts(layer.experts, group, algorithm, copies, parts)
     model.assign_names()
     return model
 

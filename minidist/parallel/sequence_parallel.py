@@ -37,14 +37,16 @@ Source:  Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tr
 
 from functools import partial
 
+from minidist.backend import Array
 from minidist.comm.group import Group
 from minidist.nn import GPT, GPTConfig
+from minidist.nn.moe import Sequences
 from minidist.ops import collectives
 from minidist.ops.collectives import shard_of
-from minidist.parallel.common.own_tokens import TOKENS, keep_own_dropouts
+from minidist.parallel.common.own_tokens import TOKENS, keep_own_dropouts, pick
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder
-from minidist.parallel.common.split_gpt import shared_numbers, split_gpt
+from minidist.parallel.common.split_gpt import set_output, shared_numbers, split_gpt
 from minidist.parallel.common.split_model import SplitModel
 from minidist.parallel.common.tensor_layers import Region, SplitOutput
 from minidist.parallel.common.update import Loss
@@ -63,6 +65,26 @@ class SequenceRegion(Region):
         """Summands (B, T, width) -> sums (B, own, width)."""
         return collectives.reduce_scatter(x, dim=TOKENS, group=self.group,      # type: ignore[no-any-return]
                                           algorithm=self.algorithm)
+
+    def sequences(self) -> Sequences:
+        """Own tokens."""
+        return OutsideSequences(self.group)
+
+
+class OutsideSequences(Sequences):
+    """A gate that sees the own tokens, and lets what it makes of them into a region before it routes."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def keys(self, tokens: Array) -> Array:
+        """Those of the own tokens."""
+        return pick(tokens, partial(shard_of, group=self.group), TOKENS)
+
+    def total(self, share: Tensor) -> Tensor:
+        """A number a rank, counted under `control`; backward sends nothing."""
+        with self.group.ledger.control():
+            return collectives.reduce_from(share, group=self.group, algorithm="direct")  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------------------- partition
@@ -85,7 +107,7 @@ def sequence_parallel(model: GPT, group: Group, *, algorithm: str = "ring") -> G
     """
     region = SequenceRegion(group, algorithm)
     split_gpt(model, region)
-    model.output = SequenceOutput(model.config.vocabulary, region)
+    set_output(model, SequenceOutput(model.config.vocabulary, region))
     keep_own_dropouts(model, partial(shard_of, group=group))
     model.assign_names()
     return model
@@ -95,7 +117,10 @@ def outside_numbers(config: GPTConfig) -> int:
     """Numbers of the weights outside the regions: norms, biases of row linears, positions."""
     of_norm = (2 if config.norm == "layer" else 1) * config.width
     positions = config.context * config.width if config.positions == "learned" else 0
-    return config.layers * (2 * of_norm + 2 * config.width) + of_norm + positions
+    of_block = 2 * of_norm + 2 * config.width
+    if config.mixture is not None:      # no bias in experts; the gate, and each shared expert's bias
+        of_block += (config.mixture.experts + config.mixture.shared - 1) * config.width
+    return config.layers * of_block + of_norm + positions
 
 
 def elements_sent(config: GPTConfig, *, ranks: int, sequences: int, recomputed: int = 0) -> int:
@@ -104,9 +129,11 @@ def elements_sent(config: GPTConfig, *, ranks: int, sequences: int, recomputed: 
     Args:    sequences: of config.context tokens; recomputed: how many blocks are computed again in backward.
     """
     tokens, padded = config.context, ranks * -(-config.context // ranks)
-    crossings = 4 * config.layers + 2 * recomputed + 2
+    experts, shared = (config.mixture.experts, config.mixture.shared) if config.mixture else (0, 0)
+    crossings = (2 + shared) * (2 * config.layers + recomputed) + 2
     activations = crossings * sequences * config.width * (tokens + padded) + 2 * 3 * sequences * tokens
-    return (ranks - 1) * (activations + 2 * outside_numbers(config)) + shared_numbers(config, ranks)
+    gates = experts * sequences * (config.layers * (tokens + padded) + recomputed * tokens)
+    return (ranks - 1) * (activations + gates + 2 * outside_numbers(config)) + shared_numbers(config, ranks)
 
 
 # ------------------------------------------------------------------------------------------------------------ step

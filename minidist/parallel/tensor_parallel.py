@@ -33,6 +33,8 @@ Cost, a step, all ranks together, in numbers (ring; B sequences of T tokens, L b
     head         2(P-1) × B T h          backward
     loss         2(P-1) × 3 B T          maxima; sums and targets' logits
     key heads    2(P-K) × L (h + 1) × 2 D for K of them, P > K, of width D: gradients, after the last backward
+    experts      2(P-1) × L B T E        the gates' chances backward, of E experts (chapter 18); each shared expert is
+                                         a region too: 2 all-reduces
     control      with clipping one float64: each weight counts once in the norm
 
 "The volume is small" (N2:158): beside data parallel's 2(P-1) × 12 L h² it is more from B T > 3h on.
@@ -79,8 +81,15 @@ def elements_sent(config: GPTConfig, *, ranks: int, tokens: int, recomputed: int
 
     Args:    tokens: of the batch, B·T; recomputed: how many blocks are computed again in backward.
     """
-    crossings = 4 * config.layers + 2 * recomputed + 2
-    return 2 * (ranks - 1) * tokens * (crossings * config.width + 3) + shared_numbers(config, ranks)
+    regions = 2 + (config.mixture.shared if config.mixture else 0)
+    crossings = regions * (2 * config.layers + recomputed) + 2
+    numbers = crossings * config.width + 3 + gate_numbers(config)
+    return 2 * (ranks - 1) * tokens * numbers + shared_numbers(config, ranks)
+
+
+def gate_numbers(config: GPTConfig) -> int:
+    """Of a mixture: the numbers a token that enter its regions beside the token."""
+    return config.layers * config.mixture.experts if config.mixture else 0
 
 
 class TensorParallel(SplitModel):

@@ -27,19 +27,22 @@ Place = tuple[Any, ...]
 class WeightShard(Weight):
     """This rank's part of a declared weight; its data, gradient and optimizer state are of that part alone.
 
-    Args:    weight: the whole one, not yet drawn; parts: of every rank of the group; rank: this one's.
+    Args:    weight: the whole one, not yet drawn; or a shard, to be cut into smaller `parts` of the whole.
+             parts: of every rank of the group; rank: this one's.
              sharers: the ranks that hold what lies at `shared` of this part too, or None.
+             among: the ranks that have the parts, if others than those of most shards of the model.
     Attributes: whole: the whole tensor's shape
     """
 
-    __slots__ = ("whole", "parts", "rank", "sharers", "shared")
+    __slots__ = ("whole", "parts", "rank", "sharers", "shared", "among")
 
     def __init__(self, weight: Weight, parts: Sequence[Place], rank: int, *, sharers: Group | None = None,
-                 shared: Place = ()) -> None:
-        own = np.broadcast_to(np.zeros(()), weight.shape)[_mesh(parts[rank], weight.shape)]
+                 shared: Place = (), among: Group | None = None) -> None:
+        self.whole: tuple[int, ...] = weight.whole if isinstance(weight, WeightShard) else weight.shape
+        own = np.broadcast_to(np.zeros(()), self.whole)[_mesh(parts[rank], self.whole)]
         super().__init__(own.shape, weight.init, dtype=weight.dtype, name=weight.name)
         self.requires_grad = weight.requires_grad
-        self.whole, self.parts, self.rank, self.sharers, self.shared = weight.shape, parts, rank, sharers, shared
+        self.parts, self.rank, self.sharers, self.shared, self.among = parts, rank, sharers, shared, among
 
     def draw(self, seed: int, part: Part = (), *, device: str = "cpu") -> Array:
         """The first values of this rank's part, or of `part` of that."""
@@ -59,14 +62,14 @@ def _mesh(part: Place, shape: Sequence[int]) -> tuple[Any, ...]:
 def assemble(model: Module, own: Mapping[str, np.ndarray], group: Group) -> dict[str, np.ndarray]:
     """Weights in the serial layout, whole, on every rank: shards put together, the others as they are.
 
-    Args:    own: this rank's arrays by dotted path.
+    Args:    own: this rank's arrays by dotted path; group: the ranks that have the parts, if a shard names no others.
     Cost:    an all-gather of each split weight.
     """
     state = {}
     for name, parameter in model.named_parameters():
         state[name] = own[name]
         if isinstance(parameter, WeightShard):
-            flat = group.all_gather(np.ascontiguousarray(own[name]).reshape(-1))
+            flat = (parameter.among or group).all_gather(np.ascontiguousarray(own[name]).reshape(-1))
             state[name] = np.empty(parameter.whole, own[name].dtype)
             start = 0
             for part in parameter.parts:

@@ -7,12 +7,15 @@ import numpy as np
 from minidist.backend import Array
 from minidist.comm.group import Group
 from minidist.errors import ConfigError, PlanError
-from minidist.nn import GPT, CausalSelfAttention, GPTConfig
+from minidist.nn import GPT, CausalSelfAttention, GPTConfig, Mixture
+from minidist.nn.moe import BalancedOutput, mixtures
+from minidist.nn.output import Output
 from minidist.parallel.common.tensor_layers import (
     ColumnLinear,
     Region,
     RowLinear,
     SplitEmbedding,
+    SplitMixture,
     SplitMLP,
     SplitOutput,
     ranges,
@@ -24,9 +27,10 @@ def check_fits(config: GPTConfig, size: int) -> None:
 
     Raises:  PlanError, one line: what is too small, and what would fit.
     """
-    for what, count in (("heads", config.heads), ("token ids", config.vocabulary), ("hidden numbers", config.hidden)):
+    hidden = config.mixture.hidden or config.hidden if config.mixture else config.hidden
+    for what, count in (("heads", config.heads), ("token ids", config.vocabulary), ("hidden numbers", hidden)):
         if count < size:
-            most = min(config.heads, config.vocabulary, config.hidden)
+            most = min(config.heads, config.vocabulary, hidden)
             raise PlanError(f"tensor parallelism over tp={size} ranks: {count} {what} leave a rank without any; "
                             f"choose tp from 1 to {most}, or at least {size} {what}")
 
@@ -98,9 +102,15 @@ def split_gpt(model: GPT, tp: Region) -> None:
     sharers = group.split(shares[group.rank][1].start, axis=group.axis) if shared else None
     for block in model.blocks:
         split_attention(block.attention, tp, sharers)
-        block.mlp = SplitMLP(block.mlp, tp)
+        block.mlp = SplitMixture(block.mlp, tp) if isinstance(block.mlp, Mixture) else SplitMLP(block.mlp, tp)
     model.tokens = SplitEmbedding(model.tokens, tp)
     if model.head is not None:
         model.head = ColumnLinear(model.head, tp)       # type: ignore[assignment]
-    model.output = SplitOutput(config.vocabulary, tp)
+    set_output(model, SplitOutput(config.vocabulary, tp))
     model.assign_names()
+
+
+def set_output(model: GPT, output: Output) -> None:
+    """Put `output` in place of a GPT's, which goes on adding balance losses if it did."""
+    layers = mixtures(model)
+    model.output = BalancedOutput(output, layers) if layers else output

@@ -15,7 +15,8 @@ from minidist import ops
 from minidist.backend import Array, array_module
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.group import Group
-from minidist.nn import MLP, DropoutKey, Embedding, Linear, Module, Weight
+from minidist.nn import MLP, DropoutKey, Embedding, Linear, Mixture, Module, Weight
+from minidist.nn.moe import Sequences
 from minidist.nn.output import Output
 from minidist.ops import collectives
 from minidist.ops.vocabulary import split_cross_entropy
@@ -39,6 +40,10 @@ class Region:
     def leave(self, x: Tensor) -> Tensor:
         """Megatron's g: the ranks' summands are all-reduced; the gradient goes in as it is."""
         return collectives.reduce_from(x, group=self.group, algorithm=self.algorithm)   # type: ignore[no-any-return]
+
+    def sequences(self) -> Sequences:
+        """Which tokens a gate sees that stands outside the region: here all."""
+        return Sequences()
 
 
 def ranges(length: int, size: int) -> list[slice]:
@@ -100,6 +105,35 @@ class SplitMLP(MLP):
 
     def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
         return super().forward(self.region.enter(x), key)
+
+
+class SplitMixture(Mixture):
+    """Mixture whose experts' hidden numbers are divided, of each expert: columns of gate and up, rows of down.
+
+    The gate stands outside the region, whole on all ranks: tokens and the weights of the results go in together, so
+    that all ranks route alike, and what each makes of its columns is a summand of the weighted sums that come out.
+    Shared experts are regions of their own.
+    """
+
+    def __init__(self, mixture: Mixture, tp: Region) -> None:
+        vars(self).update(vars(mixture))
+        self.region, self.sequences = tp, tp.sequences()
+        experts = self.experts
+        hidden = ranges(experts.up.shape[2], tp.group.size)
+        columns: list[Place] = [(slice(None), slice(None), part) for part in hidden]
+        rows: list[Place] = [(slice(None), part) for part in hidden]
+        experts.gate = None if experts.gate is None else WeightShard(experts.gate, columns, tp.group.rank)
+        experts.up = WeightShard(experts.up, columns, tp.group.rank)
+        experts.down = WeightShard(experts.down, rows, tp.group.rank)
+        self.shared = [SplitMLP(expert, tp) for expert in self.shared]
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Tokens, and the gate's chances, into the region."""
+        return self.region.enter(x)
+
+    def leave(self, y: Tensor) -> Tensor:
+        """The ranks' summands out of the region."""
+        return self.region.leave(y)
 
 
 class SplitEmbedding(Embedding):
