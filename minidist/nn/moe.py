@@ -25,12 +25,12 @@ import numpy as np
 from minidist import backend, ops
 from minidist.backend import LOW_PRECISION, Array, array_module, random_normal, to_host
 from minidist.errors import ConfigError
+from minidist.nn.balance import BalancedOutput, begin_balance, take_along
 from minidist.nn.config import STD, GPTConfig, MixtureConfig
 from minidist.nn.dropout import DropoutKey
 from minidist.nn.linear import Linear
 from minidist.nn.mlp import MLP
 from minidist.nn.module import Module
-from minidist.nn.output import Output
 from minidist.nn.weights import ZEROS, Init, Weight
 from minidist.ops.experts import places_in_runs, top_positions
 from minidist.recompute import computed_again
@@ -66,7 +66,7 @@ class Sequences:
         """Of all tokens' keys those of the tokens that the gate sees: (B, T) -> (B, own)."""
         return tokens
 
-    def total(self, share: Tensor) -> Tensor:
+    def total(self, share: Array) -> Array:
         """Of one number, the sum over all ranks that have tokens of these sequences."""
         return share
 
@@ -96,7 +96,8 @@ class Mixture(Module):
     Attributes: routing   of the newest forward
                 load      (2, experts) integers: tokens that chose each expert, and that it took, since the last
                           `clear`, in training; a block computed again counts once
-                balance   the newest forward's balance loss, a sum over tokens, or None
+                balance   the newest forward's balance loss, a sum over tokens, one number, or None
+                balance_scale   what it counts for in what goes backward; known by then
     Raises:  ConfigError when training with noise and without a key.
     """
 
@@ -116,7 +117,8 @@ class Mixture(Module):
             self.bias.requires_grad = False         # no gradient moves it
         self.sequences = Sequences()
         self.routing: Routing | None = None
-        self.balance: Tensor | None = None
+        self.balance: Array | None = None
+        self.balance_scale = 0.0
         self.clear()
 
     def clear(self) -> None:
@@ -127,11 +129,10 @@ class Mixture(Module):
         chances = ops.softmax(self._scores(x, key))
         rows, weights = self.enter(x), self.enter(chances)
         self.routing = self.route(weights.data)
-        self.balance = self._balance(chances) if self.training and self.config.balance == "loss" else None
         y = self.leave(self._apply(rows, weights, self.routing))
         for expert in self.shared:
             y = y + expert(x)
-        return y
+        return self._balanced(y, chances) if self.training and self.config.balance == "loss" else y
 
     def enter(self, x: Tensor) -> Tensor:
         """What the experts are given, of what the gate is; a strategy that cuts experts' matrices has its own."""
@@ -182,8 +183,10 @@ class Mixture(Module):
         first = array_module(chosen).arange(len(chosen)) * self.config.experts
         return (first[:, None, None] + chosen).reshape(-1)      # type: ignore[no-any-return]
 
-    def _balance(self, chances: Tensor) -> Tensor:
-        """Sum over tokens of weight · E · Σ_e f_e p_e: f the share of its sequence's choices that fell on e.
+    def _balanced(self, y: Tensor, chances: Tensor) -> Tensor:
+        """y, which takes the gradient of the balance loss along; the loss itself goes to `balance`.
+
+        That is the sum over tokens of weight · E · Σ_e f_e p_e: f the share of its sequence's choices that fell on e.
 
         Of a sequence it is T · E · Σ f_e mean(p_e), which is T where all are equal; no gradient passes through f.
         """
@@ -192,7 +195,10 @@ class Mixture(Module):
         counts = array_module(chosen).bincount(self._runs(chosen), minlength=len(chosen) * experts)
         factor = counts.reshape(-1, 1, experts) * (
             self.config.balance_weight * experts / (self.config.top_k * chosen.shape[1]))
-        return self.sequences.total(ops.sum(chances * factor.astype(chances.dtype)))
+        factor = factor.astype(chances.dtype)
+        if not computed_again():
+            self.balance = self.sequences.total((chances.data * factor).sum())
+        return take_along(y, begin_balance(chances, factor, layer=self, dtype=y.dtype))   # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------------------------------------- the experts
 
@@ -213,32 +219,6 @@ class Mixture(Module):
 
 
 # ---------------------------------------------------------------------------------------------------------- in a model
-
-class BalancedOutput(Output):
-    """The loss with the layers' balance losses added; else what it was.
-
-    A balance loss keeps what leads to it: of a block that backward computes again, all but the experts stays alive.
-    """
-
-    def __init__(self, output: Output, layers: Sequence[Mixture]) -> None:
-        self.output, self.layers = output, layers
-
-    def last(self, x: Tensor) -> Tensor:
-        """As the output's."""
-        return self.output.last(x)
-
-    def whole(self, logits: Tensor) -> Tensor:
-        """As the output's."""
-        return self.output.whole(logits)
-
-    def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
-        """Cross-entropies and balance losses, over `divisor` (default: the number of tokens)."""
-        loss = self.output.loss(logits, targets, divisor=divisor)
-        for layer in self.layers:
-            if layer.balance is not None:
-                loss = loss + layer.balance * (1.0 / (targets.size if divisor is None else divisor))
-        return loss
-
 
 def mixture(model: "GPT", config: MixtureConfig) -> "GPT":
     """Put a mixture in place of every block's MLP, in place; then `model.initialize(seed)` draws.

@@ -81,10 +81,10 @@ class OutsideSequences(Sequences):
         """Those of the own tokens."""
         return pick(tokens, partial(shard_of, group=self.group), TOKENS)
 
-    def total(self, share: Tensor) -> Tensor:
-        """A number a rank, counted under `control`; backward sends nothing."""
+    def total(self, share: Array) -> Array:
+        """A number a rank, counted under `control`."""
         with self.group.ledger.control():
-            return collectives.reduce_from(share, group=self.group, algorithm="direct")  # type: ignore[no-any-return]
+            return self.group.all_reduce(share, algorithm="direct")     # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------------------- partition

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import split
 from experts import MOE, in_processes, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, MixtureConfig, mixture
 from minidist.optim import SGD, AdamW
 from minidist.parallel import expert_parallel as chapter
+from minidist.parallel import sequence_parallel, tensor_parallel
 from minidist.parallel.common.shards import WeightShard
 from minidist.parallel.expert_parallel import expert_parallel
 
@@ -112,6 +114,20 @@ def test_data_times_experts(size: int, copies: int, kind: str) -> None:
     moved = sum(rank["sent"].get("ep", {}).get("all_to_all", 0) for rank in ranks)
     assert moved == ITEM * 4 * sum(rank["rows"] for rank in ranks) * 16
     assert sum(rank["sent"]["world"]["all_reduce"] for rank in ranks) == ITEM * 3 * ranks[0]["dense"]
+
+
+@pytest.mark.parametrize(("kind", "moe", "changes"), [
+    (split.tensor, {"shared": 1, "capacity": 0.8}, {"activation": "silu"}), (split.sequence, {"shared": 1}, {})],
+    ids=["tensor", "sequence"])
+def test_experts_times_tensor(kind: Any, moe: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Each expert cut by columns and rows; the gate sees all tokens or, with sequence parallelism, its own."""
+    changes = {"mixture": MixtureConfig(experts=5, **moe), **changes}
+    config = tiny(**{**split.SIZES, **changes})
+    ranks = split.run(kind, 3, changes, checkpoint="0")
+    split.check_equal(ranks, split.run(kind, 1, changes)[0])
+    formula = (tensor_parallel.elements_sent(config, ranks=3, tokens=18, recomputed=1) if kind is split.tensor else
+               sequence_parallel.elements_sent(config, ranks=3, sequences=3, recomputed=1))
+    assert split.sent_along_the_axis(ranks) == 3 * ITEM * formula
 
 
 any_job = given(

@@ -8,7 +8,8 @@ from minidist.backend import Array
 from minidist.comm.group import Group
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig, Mixture
-from minidist.nn.moe import BalancedOutput, mixtures
+from minidist.nn.balance import BalancedOutput
+from minidist.nn.moe import mixtures
 from minidist.nn.output import Output
 from minidist.parallel.common.tensor_layers import (
     ColumnLinear,
