@@ -4,6 +4,7 @@
                                                             reduce-scatter, all-to-all
     minidist bench step                                     our training step beside PyTorch eager
     minidist bench step --zero 0,1,2,3 -n 2,4               each ZeRO stage beside what PyTorch has for it
+    minidist bench step --plan pp=2 --plan dp=2,tp=2        each plan beside what PyTorch has for it
     minidist bench overlap                                  an all-reduce hidden behind matrix products
     minidist bench overlap-step --strategy zero2,zero3      a training step's communication behind its computation
     minidist bench calibrate                                what messages cost on this machine; auto goes by it
@@ -15,14 +16,23 @@ shown: machines are shared and noisy, so read the ratios.
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from minidist.cli import bench_calibrate, bench_collectives, bench_overlap, bench_overlap_step, bench_step, bench_tables
-from minidist.cli.common import counts, meant, number_of_bytes, positive, seconds, sizes, write_json
+from minidist.cli import (
+    bench_calibrate,
+    bench_collectives,
+    bench_overlap,
+    bench_overlap_step,
+    bench_plan,
+    bench_step,
+    bench_tables,
+)
+from minidist.cli.bench_arguments import add_arguments
+from minidist.cli.common import meant, write_json
 from minidist.cli.machine import machine
 from minidist.comm.collectives.choose import choose
 from minidist.comm.profile import Profile, profile_path, save_profile
@@ -30,6 +40,8 @@ from minidist.errors import ConfigError
 from minidist.launch import detect, init
 from minidist.observe import bench_plots
 from minidist.parallel.plan import Plan
+
+__all__ = ["add_arguments", "run"]
 
 Result = dict[str, Any]
 Progress = Callable[[str], None]
@@ -41,85 +53,6 @@ class Bench(NamedTuple):
     measure: Callable[[argparse.Namespace, Progress], Result | None]
     show: Callable[[Result, Console], None]
     draw: Callable[[Path, Result], None]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist bench`."""
-    what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    for verb in bench_collectives.VERBS.values():
-        _add_collective(what.add_parser(verb.title, help="bus bandwidth over message size, as nccl-tests prints it"),
-                        verb)
-    _add_step(what.add_parser("step", help="tokens/s and peak memory of a training step"))
-    _add_overlap(what.add_parser("overlap", help="how much of an all-reduce hides behind matrix products"))
-    _add_overlap_step(what.add_parser("overlap-step", help="how much of a step's communication lies under computation"))
-    _add_calibrate(what.add_parser("calibrate", help="latency and bandwidth of each link class, for auto to choose by"))
-    for command in what.choices.values():
-        command.add_argument("--json", metavar="FILE", help="write the figures for machines")
-        command.add_argument("--figure", metavar="FILE.png", help="draw the figures")
-
-
-def _add_collective(parser: argparse.ArgumentParser, verb: bench_collectives.Verb) -> None:
-    parser.add_argument("--sizes", type=sizes, default=sizes("1KiB:64MiB"), help="from:to, doubling; or a,b,c")
-    parser.add_argument("-n", "--ranks", type=counts, default=[2, 4], metavar="N,N", help="rank counts (2,4)")
-    parser.add_argument("--only", metavar="NAME,NAME", help="contenders, of " + ", ".join(
-        (*bench_collectives.OURS, *verb.peers)) + "; shm:ring takes ours by that algorithm (else auto's)")
-    parser.add_argument("--rounds", type=positive, default=5, help="turns each contender gets (5)")
-
-
-def _add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--ranks", type=counts, metavar="N,N",
-                        help="rank counts (1,2; with --zero 2,4; with --plan the plan's)")
-    parser.add_argument("--plan", metavar="dp=N", help="how a job is cut: its size is the rank count")
-    parser.add_argument("--zero", type=bench_step.stages, metavar="S,S",
-                        help="ZeRO stages, of 0 (DDP), 1, 2, 3, each beside PyTorch's: DDP, ZeroRedundancyOptimizer, "
-                             "FSDP")
-    parser.add_argument("--rounds", type=positive, default=4, help="turns each contender gets (4)")
-    parser.add_argument("--steps", type=positive, default=5, help="steps a turn (5)")
-    parser.add_argument("--transport", choices=("sockets", "shm"), default="sockets",
-                        help="ours, between ranks (sockets)")
-    _add_model(parser, bench_step.Model())
-
-
-def _add_overlap(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
-    parser.add_argument("--only", metavar="NAME,NAME", help="contenders, of " + ", ".join(bench_overlap.CONTENDERS))
-    parser.add_argument("--bytes", type=number_of_bytes, default=4 << 20, metavar="SIZE", help="to all-reduce (4MiB)")
-    _add_links(parser, bandwidth=125 * 10**6)       # a gigabit network
-    parser.add_argument("--rounds", type=positive, default=5, help="turns each contender gets (5)")
-
-
-def _add_overlap_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--strategy", default=",".join(bench_overlap_step.STRATEGIES), metavar="NAME,NAME",
-                        help="of " + ", ".join(bench_overlap_step.STRATEGIES) + " (all)")
-    parser.add_argument("-n", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
-    parser.add_argument("--only", metavar="NAME,NAME", help="links, of " + ", ".join(bench_overlap_step.LINKS))
-    parser.add_argument("--bucket", type=number_of_bytes, default=512 << 10, metavar="SIZE",
-                        help="a bucket's most bytes (512KiB)")
-    _add_links(parser, bandwidth=500 * 10**6)
-    parser.add_argument("--rounds", type=positive, default=3, help="turns each contender gets (3)")
-    parser.add_argument("--steps", type=positive, default=5, help="steps a turn (5)")
-    _add_model(parser, bench_overlap_step.MODEL)
-
-
-def _add_links(parser: argparse.ArgumentParser, *, bandwidth: int) -> None:
-    parser.add_argument("--alpha", type=seconds, default=50e-6, metavar="SECONDS",
-                        help="latency of the delayed links (5e-5)")
-    parser.add_argument("--bandwidth", type=number_of_bytes, default=bandwidth, metavar="SIZE",
-                        help=f"bytes a second of the delayed links ({bandwidth // 10**6}MB)")
-
-
-def _add_model(parser: argparse.ArgumentParser, model: bench_step.Model) -> None:
-    for name, value in vars(model).items():
-        what_it_is = "sequences a rank" if name == "batch" else f"the model's {name}"
-        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what_it_is} ({value})")
-
-
-def _add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--ranks", type=counts, default=[2, 4], metavar="N,N", help="rank counts (2,4)")
-    parser.add_argument("--only", metavar="NAME,NAME", help="link classes, of " + ", ".join(bench_calibrate.LINKS))
-    parser.add_argument("--sizes", type=sizes, default=sizes("256B:4MiB"), help="from:to, doubling; or a,b,c")
-    parser.add_argument("--rounds", type=positive, default=5, help="turns each link class gets (5)")
-    parser.add_argument("--out", metavar="FILE", help=f"the profile to write ({profile_path()}, where auto finds it)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -201,22 +134,58 @@ def _draw_collective(path: Path, result: Result) -> None:
 def _step(args: argparse.Namespace, progress: Progress) -> Result:
     model = bench_step.Model(**{name: getattr(args, name) for name in vars(bench_step.Model())})
     model.config()  # a model that cannot be is refused before anything starts
-    zero = args.zero or ([0] if args.plan else None)
-    ranks = args.ranks or ([2, 4] if zero else [1, 2])
-    if args.plan:
-        size = Plan.parse(args.plan).size
-        if args.ranks not in (None, [size]):
-            raise ConfigError(f"bench step: --plan {args.plan} is for {size} ranks; leave -n out")
-        ranks = [size]
-    result = {"what": "step", "model": vars(model), "transport": args.transport, "zero": zero, "left_out": []}
-    if zero is None:
-        rows = bench_step.measure_all(model, ranks, args.rounds, args.steps, args.transport, progress)
-    elif min(ranks) < 2:
-        raise ConfigError("bench step --zero: one rank divides nothing; choose -n of at least 2")
-    else:
-        rows, result["left_out"] = bench_step.measure_stages(model, ranks, zero, args.rounds, args.steps,
+    plans = _plans(args, model)
+    result = {"what": "step", "model": vars(model), "transport": args.transport, "zero": args.zero, "plans": [*plans],
+              "left_out": []}
+    rows: list[Any] = []
+    if plans and not args.zero:
+        for axes, plan in plans.items():
+            more, without = bench_plan.measure_plan(axes, plan, model, args.rounds, args.steps, args.transport,
+                                                    progress)
+            rows, result["left_out"] = rows + more, result["left_out"] + without
+    elif args.zero:
+        ranks = [plan.size for plan in plans.values()] or args.ranks or [2, 4]
+        if min(ranks) < 2:
+            raise ConfigError("bench step --zero: one rank divides nothing; choose -n of at least 2")
+        rows, result["left_out"] = bench_step.measure_stages(model, ranks, args.zero, args.rounds, args.steps,
                                                              args.transport, progress)
+    else:
+        rows = bench_step.measure_all(model, args.ranks or [1, 2], args.rounds, args.steps, args.transport, progress)
     return {**result, "rows": [vars(row) for row in rows]}
+
+
+def _plans(args: argparse.Namespace, model: bench_step.Model) -> dict[str, Plan]:
+    """The plans asked for, by their axes, as far as they can be measured with this model."""
+    plans = {}
+    for axes in args.plan:
+        plan = Plan.parse(axes)
+        if plan.size == 1:
+            raise ConfigError(f"bench step --plan {axes}: one rank is what each plan stands beside; cut an axis: pp=2")
+        if args.ranks not in (None, [plan.size]):
+            raise ConfigError(f"bench step: --plan {axes} is for {plan.size} ranks; leave -n out")
+        if args.zero and plan.dp < plan.size:
+            raise ConfigError(f"bench step: --plan {axes} with --zero: its peers divide the data axis alone; leave "
+                              f"--zero out, or the other axes")
+        if plan.pp > 1:
+            plan = replace(plan, schedule=args.schedule or plan.schedule, microbatches=args.microbatches)
+        plan.require_model(model.config())
+        plans[axes] = plan
+    if (args.schedule or args.microbatches) and not any(plan.pp > 1 for plan in plans.values()):
+        raise ConfigError("bench step: --schedule and --microbatches are a pipeline's; add --plan pp=2")
+    return plans
+
+
+def _of_step(result: Result, plans: Any, stages: Any, plain: Any) -> Any:
+    """What fits the kind of step that was measured."""
+    return stages if result["zero"] else plans if result["plans"] else plain
+
+
+def _show_step(result: Result, console: Console) -> None:
+    _of_step(result, bench_tables.show_plans, bench_tables.show_stages, bench_tables.show_step)(result, console)
+
+
+def _draw_step(path: Path, result: Result) -> None:
+    _of_step(result, bench_plots.draw_plans, bench_plots.draw_stages, bench_plots.draw_steps)(path, result["rows"])
 
 
 # ---------------------------------------------------------------- overlap
@@ -290,8 +259,5 @@ _BENCHES = {
     "overlap": Bench(_overlap, bench_tables.show_overlap, bench_plots.draw_overlap),
     "overlap-step": Bench(_overlap_step, bench_tables.show_overlap_step, bench_plots.draw_overlap_step),
     "calibrate": Bench(_calibrate, bench_tables.show_calibration, bench_plots.draw_calibration),
-    "step": Bench(_step, lambda result, console: (bench_tables.show_stages if result["zero"] else
-                                                  bench_tables.show_step)(result, console),
-                  lambda path, result: (bench_plots.draw_stages if result["zero"] else
-                                        bench_plots.draw_steps)(path, result["rows"])),
+    "step": Bench(_step, _show_step, _draw_step),
 }

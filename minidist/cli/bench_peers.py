@@ -34,11 +34,11 @@ class TorchBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attention, then MLP, each around a residual."""
-        batch, context, width = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(batch, context, 3, self.heads, width // self.heads)
+        batch, context, _ = x.shape
+        qkv = self.qkv(self.norm_attention(x)).view(batch, context, 3, self.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, context, width))
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, context, -1))
         return x + self.down(F.gelu(self.up(self.norm_mlp(x)), approximate="tanh"))
 
 

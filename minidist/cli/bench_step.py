@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -114,27 +114,37 @@ def measure_stages(model: Model, ranks: list[int], stages: list[int], rounds: in
     return rows, left_out
 
 
+class Answers(NamedTuple):
+    """What a job answered over all rounds: seconds of each step on its slowest rank, peak bytes of its largest rank."""
+
+    seconds: list[float]
+    peak_bytes: int
+
+
 def measure_jobs(jobs: list[Job], model: Model, rounds: int, steps: int, progress: Callable[[str], None]) -> list[Row]:
     """A row for each job; every round asks each in turn. Ends the jobs."""
-    seconds: list[list[float]] = [[] for _ in jobs]
-    peaks = [0] * len(jobs)
+    rows = []
+    for job, answers in zip(jobs, take_turns(jobs, rounds, steps, progress), strict=True):
+        median = statistics.median(answers.seconds)
+        rows.append(Row(job.name, job.size, median, model.batch * model.context * job.size / median,
+                        answers.peak_bytes))
+    return rows
+
+
+def take_turns(jobs: list[Job], rounds: int, steps: int, progress: Callable[[str], None]) -> list[Answers]:
+    """Each job's steps; every round asks each job in turn. Ends the jobs."""
+    taken = [Answers([], 0) for _ in jobs]
     try:
         for round_number in range(rounds):
             for index, job in enumerate(jobs):
                 progress(f"round {round_number + 1} of {rounds}: {job.name}, {job.size} ranks")
                 answers = job.ask(steps=steps)
                 slowest = [max(row) for row in zip(*(a["seconds"] for a in answers), strict=True)]
-                seconds[index] += slowest
-                peaks[index] = max(a["peak_bytes"] for a in answers)
+                taken[index] = Answers(taken[index].seconds + slowest, max(a["peak_bytes"] for a in answers))
     finally:
         for job in jobs:
             job.close()
-    tokens = model.batch * model.context
-    rows = []
-    for job, times, peak in zip(jobs, seconds, peaks, strict=True):
-        median = statistics.median(times)
-        rows.append(Row(job.name, job.size, median, tokens * job.size / median, peak))
-    return rows
+    return taken
 
 
 # ---------------------------------------------------------------- the ranks' side
@@ -191,21 +201,22 @@ def random_batch(vocabulary: int, sequences: int, context: int) -> tuple[np.ndar
     return np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
 
 
-def timed(step: Callable[[], Any], floor: int) -> Callable[[int], dict[str, Any]]:
-    """Answer a question: run `steps` steps (after two to warm up, the first time), give seconds and peak bytes."""
-    warm = False
+def timed(step: Callable[[], Any], floor: int = 0) -> Callable[[int], dict[str, Any]]:
+    """Answer a question: run `steps` steps (after two to warm up, the first time), give seconds, peak bytes, losses.
+
+    The losses are of all steps so far, as `step` returned them.
+    """
+    losses: list[Any] = []
 
     def measure(steps: int) -> dict[str, Any]:
-        nonlocal warm
-        for _ in range(0 if warm else 2):
-            step()
-        warm = True
+        while len(losses) < 2:
+            losses.append(step())
         seconds = []
         for _ in range(steps):
             start = time.perf_counter()
-            step()
+            losses.append(step())
             seconds.append(time.perf_counter() - start)
-        return {"seconds": seconds, "peak_bytes": resident_peak() - floor}
+        return {"seconds": seconds, "peak_bytes": resident_peak() - floor, "losses": losses}
 
     return measure
 

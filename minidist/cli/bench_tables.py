@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from minidist.cli import bench_collectives, bench_overlap, bench_step
-from minidist.observe.bench_plots import STAGES, bytes_text
+from minidist.observe.bench_plots import STAGES, bytes_text, plan_label
 
 INSTALL_GLOO = 'pip install -e ".[bench]"'
 
@@ -72,6 +72,27 @@ def show_stages(result: dict[str, Any], console: Console) -> None:
     for line in result["left_out"]:
         console.print(f"left out: {line}", style="dim", markup=False)
     if all(row["name"] == bench_step.OURS for row in rows) and not result["left_out"]:
+        console.print(f"PyTorch was left out: {INSTALL_GLOO}", style="dim", markup=False)
+
+
+def show_plans(result: dict[str, Any], console: Console) -> None:
+    """A section for each plan: ours, what trains without a cut, and PyTorch's; ours as a multiple of each."""
+    model, rows = result["model"], result["rows"]
+    table = new_table("training step: " + ", ".join(f"{name} {value}" for name, value in model.items()))
+    for column in ("plan", "", "ranks", "ms a step", "tokens/s", "of its 1 rank", "ours beside it"):
+        table.add_column(column, justify="right" if column not in ("plan", "") else "left")
+    for row in rows:
+        section = [other for other in rows if other["plan"] == row["plan"]]
+        ratio = "" if row is section[0] else f"{section[0]['tokens_per_second'] / row['tokens_per_second']:.2f}×"
+        table.add_row(row["plan"] if row is section[0] else "", plan_label(row), str(row["ranks"]),
+                      f"{row['step_seconds'] * 1e3:.1f}", f"{row['tokens_per_second']:,.0f}",
+                      _ratio(row, section, name=_alone(row), ranks=1), ratio, end_section=row is section[-1])
+    console.print(table)
+    console.print("separate: as many processes of ours that do not communicate: what this machine's cores give",
+                  style="dim")
+    for line in result["left_out"]:
+        console.print(f"left out: {line}", style="dim", markup=False)
+    if all(row["name"] != bench_step.PEER for row in rows):
         console.print(f"PyTorch was left out: {INSTALL_GLOO}", style="dim", markup=False)
 
 

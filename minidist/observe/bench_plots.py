@@ -80,6 +80,38 @@ def draw_stages(path: Path, rows: list[dict[str, Any]]) -> None:
     figure.savefig(path, dpi=130)
 
 
+def draw_plans(path: Path, rows: list[dict[str, Any]]) -> None:
+    """A panel a plan: tokens/s of ours, of what trains without a cut, and of PyTorch's. Raises OSError as above."""
+    from matplotlib.figure import Figure
+
+    plans = [*dict.fromkeys(row["plan"] for row in rows)]
+    across = min(2, len(plans))
+    down = -(-len(plans) // across)
+    figure = Figure(figsize=(6.4 * across, 0.4 + 2.2 * down), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False, sharex=True).flat
+    for panel in panels[len(plans):]:
+        panel.remove()
+    for panel, plan in zip(panels, plans, strict=False):
+        shown = [row for row in rows if row["plan"] == plan]
+        ours = shown[0]["tokens_per_second"]
+        bars = panel.barh([f"{plan_label(row)}, {row['ranks']} rank{'s' * (row['ranks'] > 1)}" for row in shown],
+                          [row["tokens_per_second"] for row in shown],
+                          color=[COLOURS["minidist" if row["cut"] and row["name"] == "minidist" else
+                                         "PyTorch" if row["name"] == "PyTorch" else "separate"] for row in shown])
+        panel.bar_label(bars, [f"{row['tokens_per_second']:,.0f}" + ("" if row is shown[0] else
+                               f"  (ours {ours / row['tokens_per_second']:.2f}×)") for row in shown], padding=3)
+        panel.invert_yaxis()
+        panel.set_title(f"{plan}: tokens/s", loc="left")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.margins(x=0.35)
+    figure.savefig(path, dpi=130)
+
+
+def plan_label(row: dict[str, Any]) -> str:
+    """A contender of `minidist bench step --plan`, as tables and pictures call it: "PyTorch 1F1B + DTensor"."""
+    return f"{row['name']} {row['cut']}" if row["cut"] and row["name"] == "PyTorch" else str(row["name"])
+
+
 def draw_overlap(path: Path, result: dict[str, Any]) -> None:
     """For each contender its all-reduce, its products, and both at once, in ms. Raises OSError as above."""
     from matplotlib.figure import Figure

@@ -1,0 +1,91 @@
+"""The options of `minidist bench`: a function for each WHAT."""
+
+import argparse
+
+from minidist.cli import bench_calibrate, bench_collectives, bench_overlap, bench_overlap_step, bench_step
+from minidist.cli.common import counts, number_of_bytes, positive, seconds, sizes
+from minidist.comm.profile import profile_path
+from minidist.parallel.schedules import ORDERS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `minidist bench`."""
+    what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    for verb in bench_collectives.VERBS.values():
+        _add_collective(what.add_parser(verb.title, help="bus bandwidth over message size, as nccl-tests prints it"),
+                        verb)
+    _add_step(what.add_parser("step", help="tokens/s and peak memory of a training step"))
+    _add_overlap(what.add_parser("overlap", help="how much of an all-reduce hides behind matrix products"))
+    _add_overlap_step(what.add_parser("overlap-step", help="how much of a step's communication lies under computation"))
+    _add_calibrate(what.add_parser("calibrate", help="latency and bandwidth of each link class, for auto to choose by"))
+    for command in what.choices.values():
+        command.add_argument("--json", metavar="FILE", help="write the figures for machines")
+        command.add_argument("--figure", metavar="FILE.png", help="draw the figures")
+
+
+def _add_collective(parser: argparse.ArgumentParser, verb: bench_collectives.Verb) -> None:
+    parser.add_argument("--sizes", type=sizes, default=sizes("1KiB:64MiB"), help="from:to, doubling; or a,b,c")
+    parser.add_argument("-n", "--ranks", type=counts, default=[2, 4], metavar="N,N", help="rank counts (2,4)")
+    parser.add_argument("--only", metavar="NAME,NAME", help="contenders, of " + ", ".join(
+        (*bench_collectives.OURS, *verb.peers)) + "; shm:ring takes ours by that algorithm (else auto's)")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns each contender gets (5)")
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--ranks", type=counts, metavar="N,N",
+                        help="rank counts (1,2; with --zero 2,4; with --plan the plan's)")
+    parser.add_argument("--plan", action="append", default=[], metavar="pp=N,tp=N",
+                        help="how a job is cut, as `minidist train` takes it; several times for several plans, each "
+                             "beside PyTorch's: DDP, torch.distributed.pipelining, DTensor")
+    parser.add_argument("--schedule", choices=list(ORDERS), help="of plans with pp (1f1b)")
+    parser.add_argument("--microbatches", type=positive, metavar="M", help="of plans with pp (four a stage)")
+    parser.add_argument("--zero", type=bench_step.stages, metavar="S,S",
+                        help="ZeRO stages, of 0 (DDP), 1, 2, 3, each beside PyTorch's: DDP, ZeroRedundancyOptimizer, "
+                             "FSDP")
+    parser.add_argument("--rounds", type=positive, default=4, help="turns each contender gets (4)")
+    parser.add_argument("--steps", type=positive, default=5, help="steps a turn (5)")
+    parser.add_argument("--transport", choices=("sockets", "shm"), default="sockets",
+                        help="ours, between ranks (sockets)")
+    _add_model(parser, bench_step.Model())
+
+
+def _add_overlap(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
+    parser.add_argument("--only", metavar="NAME,NAME", help="contenders, of " + ", ".join(bench_overlap.CONTENDERS))
+    parser.add_argument("--bytes", type=number_of_bytes, default=4 << 20, metavar="SIZE", help="to all-reduce (4MiB)")
+    _add_links(parser, bandwidth=125 * 10**6)       # a gigabit network
+    parser.add_argument("--rounds", type=positive, default=5, help="turns each contender gets (5)")
+
+
+def _add_overlap_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--strategy", default=",".join(bench_overlap_step.STRATEGIES), metavar="NAME,NAME",
+                        help="of " + ", ".join(bench_overlap_step.STRATEGIES) + " (all)")
+    parser.add_argument("-n", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
+    parser.add_argument("--only", metavar="NAME,NAME", help="links, of " + ", ".join(bench_overlap_step.LINKS))
+    parser.add_argument("--bucket", type=number_of_bytes, default=512 << 10, metavar="SIZE",
+                        help="a bucket's most bytes (512KiB)")
+    _add_links(parser, bandwidth=500 * 10**6)
+    parser.add_argument("--rounds", type=positive, default=3, help="turns each contender gets (3)")
+    parser.add_argument("--steps", type=positive, default=5, help="steps a turn (5)")
+    _add_model(parser, bench_overlap_step.MODEL)
+
+
+def _add_links(parser: argparse.ArgumentParser, *, bandwidth: int) -> None:
+    parser.add_argument("--alpha", type=seconds, default=50e-6, metavar="SECONDS",
+                        help="latency of the delayed links (5e-5)")
+    parser.add_argument("--bandwidth", type=number_of_bytes, default=bandwidth, metavar="SIZE",
+                        help=f"bytes a second of the delayed links ({bandwidth // 10**6}MB)")
+
+
+def _add_model(parser: argparse.ArgumentParser, model: bench_step.Model) -> None:
+    for name, value in vars(model).items():
+        what_it_is = "sequences a rank" if name == "batch" else f"the model's {name}"
+        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what_it_is} ({value})")
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--ranks", type=counts, default=[2, 4], metavar="N,N", help="rank counts (2,4)")
+    parser.add_argument("--only", metavar="NAME,NAME", help="link classes, of " + ", ".join(bench_calibrate.LINKS))
+    parser.add_argument("--sizes", type=sizes, default=sizes("256B:4MiB"), help="from:to, doubling; or a,b,c")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns each link class gets (5)")
+    parser.add_argument("--out", metavar="FILE", help=f"the profile to write ({profile_path()}, where auto finds it)")
