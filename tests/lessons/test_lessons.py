@@ -22,6 +22,7 @@ THREADS_ONLY = [(number, name) for number, name in BREAKS if (number, name) not 
     ("01", "one-rank-dies"), ("01", "rank-in-program"), ("07", "one-bucket")}]
 SLOW_BREAKS = {("07", "average-twice"), ("07", "step-early"), ("14", "average-twice"), ("14", "read-too-early"),
                ("15", "average-twice"), ("15", "update-too-early"), ("16", "average-twice"), ("16", "stale-weights"),
+               ("17", "average-twice"), ("17", "norm-twice"), ("17", "own-norm"), ("17", "rows-by-rank"),
                ("20", "one-buffer"), ("20", "no-prefetch")}
 """Those that train for more than a second: run with the soak tests."""
 COMMAND = re.compile(r"^(?:CUDA_VISIBLE_DEVICES=\S+ )?(?:python|mpirun|minidist) .*$", re.MULTILINE)
@@ -54,7 +55,7 @@ def _path() -> str:
 
 def test_the_lessons_that_there_are() -> None:
     assert NUMBERS == ["00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12",
-                       "13", "14", "15", "16", "18", "19", "20"]
+                       "13", "14", "15", "16", "17", "18", "19", "20"]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -134,7 +135,7 @@ def test_the_figure_is_drawn_from_a_run(number: str, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", ["01", "02", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14", "15",
-                                    "16", "18", "19", "20"])
+                                    "16", "17", "18", "19", "20"])
 def test_the_slow_figures_are_drawn_from_a_run(number: str, tmp_path: Path) -> None:
     run([sys.executable, str(lessons.find(number).part("figure.py")), "--out", str(tmp_path)])
     assert (tmp_path / "figure.png").stat().st_size > 20_000

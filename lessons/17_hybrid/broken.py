@@ -1,0 +1,117 @@
+"""What goes wrong without: the experiments of section 8, each a mistake and what comes of it."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist.errors import MismatchError
+from minidist.observe.page import size_text
+from minidist.optim import sum_of_squares
+from minidist.parallel.common.update import part_of
+from minidist.teaching import load_module
+
+lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "17")
+LONG = 20
+
+
+def tp_outermost() -> None:
+    """The same job, its axes laid out the other way round, on two machines of four ranks."""
+    shape = lab.cube(8)
+    for order in (("dp", "pp", "tp"), ("tp", "pp", "dp")):
+        crossed = md.run(partial(lab.crossing, shape=shape, order=order, nodes=(4,)), size=8)[0][0]
+        print(f"{' × '.join(order)}: between the machines {size_text(sum(crossed.values()))} a step, by axis "
+              f"{', '.join(f'{axis} {size_text(nbytes)}' for axis, nbytes in crossed.items() if nbytes)}")
+    print("equal weights, equal traffic altogether; but all-reduces that every layer waits for now take the slow link")
+
+
+def job(world: Any, plan: md.Plan, spoil: Any, steps: int = LONG, **options: Any) -> tuple[list[float], Any]:
+    """Losses and weights of a Trainer that `spoil` has changed; a MismatchError of the replicas instead of weights."""
+    trainer = md.Trainer(plan, lab.CONFIG, world, **{"lr": 1e-2, "clip": lab.CLIP, **options})
+    if spoil is not None:
+        spoil(trainer, world)
+    losses = [trainer.step(lab.global_batch(step)) for step in range(steps)]
+    try:
+        trainer.check_replicas()
+    except MismatchError as error:
+        return losses, str(error)
+    weights = trainer.state_dict()
+    trainer.close()
+    return losses, weights
+
+
+def compare(plan: md.Plan, spoil: Any, wrong: str, **options: Any) -> None:
+    """Print loss and weights of the right and the spoilt job."""
+    (right, target), (losses, weights) = (md.run(partial(job, **options), plan, each, size=plan.size)[0]
+                                          for each in (None, spoil))
+    print(f"loss of step 1 and of step {len(right)}: right {right[0]:.4f}, {right[-1]:.4f}; {wrong} {losses[0]:.4f}, "
+          f"{losses[-1]:.4f}")
+    print(f"weights of the two off by {lab.off(weights, target):.1%} of the largest" if isinstance(weights, dict) else
+          f"check_replicas: {weights}")
+
+
+def average_twice() -> None:
+    """The notes' mean over the replicas, after a loss that was divided by all tokens."""
+    def spoil(trainer: Any, world: Any) -> None:
+        update = trainer.optimizer.step
+        trainer.optimizer.step = lambda rate=None, scale=1.0: update(rate, scale / trainer.plan.dp)
+
+    for optimizer, rate in (("sgd", 0.5), ("adamw", 0.01)):
+        print(f"{optimizer}:")
+        compare(lab.plan_of({"dp": 2, "pp": 2, "tp": 1}), spoil, "averaged twice", optimizer=optimizer, lr=rate,
+                clip=None)
+
+
+def own_norm() -> None:
+    """Each tensor rank clips by the norm of what it has."""
+    def spoil(trainer: Any, world: Any) -> None:
+        trainer.strategy.data.squares = lambda: sum_of_squares(p.grad for p in trainer.strategy.weights)
+
+    compare(lab.plan_of({"dp": 1, "pp": 1, "tp": 2}), spoil, "by own norms")
+
+
+def norm_twice() -> None:
+    """Every rank's squares added up: what several ranks hold whole counts several times."""
+    def spoil(trainer: Any, world: Any) -> None:
+        def squares() -> float:
+            with world.ledger.control():
+                own = sum_of_squares(p.grad for p in trainer.strategy.weights)
+                return float(world.all_reduce(np.array([own]))[0])
+
+        trainer.strategy.data.squares = squares
+
+    compare(lab.plan_of({"dp": 2, "pp": 1, "tp": 2}), spoil, "counted several times", optimizer="sgd", lr=0.5)
+
+
+def rows_by_rank() -> None:
+    """Each rank of the job reads rows of its own: world ranks, not dp coordinates."""
+    def spoil(trainer: Any, world: Any) -> None:
+        trainer.strategy.data.part_of = partial(part_of, size=world.size, rank=world.rank)
+
+    compare(lab.plan_of({"dp": 1, "pp": 1, "tp": 2}), spoil, "rows by world rank")
+
+
+def one_tp_group() -> None:
+    """N2:282: one tensor group for all replicas."""
+    lesson = load_module(Path(__file__).resolve().with_name("lesson.py"), "17")
+
+    def step(world: Any, rows: int) -> float:
+        mesh = md.Mesh(world, dp=2, tp=2)
+        groups = {"dp": mesh["dp"], "pp": mesh["pp"], "tp": mesh["dp", "tp"]}
+        (up,), (down,) = lesson.hand_weights(1)
+        own = np.array_split(np.arange(8), 2)[mesh["tp"].rank]
+        mine, other = up[:, own].copy(), down[own].copy()
+        inputs, targets = np.random.default_rng(1).normal(size=(2, rows, 6))
+        lesson.plain_step(groups, inputs, targets, mine, other, 0.02)
+        lesson.hand_alone(inputs, targets, [up], [down], 0.02)
+        return float(np.abs(mine - up[:, own]).max() / np.abs(up).max())
+
+    print(f"12 rows: after one step weights are off by {md.run(step, 12, size=4)[0]:.2%} of the largest, and no error")
+    print("11 rows: the replicas have 6 and 5")
+    md.run(step, 11, size=4)
+
+
+BREAKS = {"tp-outermost": tp_outermost, "average-twice": average_twice, "own-norm": own_norm, "norm-twice": norm_twice,
+          "rows-by-rank": rows_by_rank, "one-tp-group": one_tp_group}

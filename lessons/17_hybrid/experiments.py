@@ -1,0 +1,248 @@
+"""What lesson 17, its figure and its break-its run: plans of a job, their weights, traffic, layout and memory."""
+
+import math
+import time
+from collections.abc import Iterator
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist import account
+from minidist.nn import GPT, GPTConfig
+from minidist.observe.timeline import Timeline
+from minidist.parallel.common.worker import Worker
+from minidist.parallel.hybrid_step import elements_sent
+from minidist.parallel.schedule_checker import clock_of
+from minidist.parallel.schedules import make_schedule
+
+CONFIG = GPTConfig(vocabulary=32, context=16, layers=4, width=16, heads=4, tied=True, dtype="float64")
+STEPS, SEQUENCES, MICROBATCHES, CLIP, ITEM = 3, 16, 4, 0.2, 8
+AXES = ("dp", "pp", "tp")
+
+
+def global_batch(step: int, config: GPTConfig = CONFIG, sequences: int = SEQUENCES) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, targets) in which each token follows from the one before."""
+    first = np.random.default_rng(step).integers(0, config.vocabulary, (sequences, 1))
+    ids = (first + 5 * np.arange(config.context + 1)) % config.vocabulary
+    return ids[:, :-1].copy(), ids[:, 1:].copy()
+
+
+# ----------------------------------------------------------------------------------------------------------- plans
+
+def cube(ranks: int) -> dict[str, int]:
+    """As many axes as the number of ranks gives: its prime factors, the largest first, dealt to dp, pp, tp in turn."""
+    shape, factor, turn = dict.fromkeys(AXES, 1), 2, 0
+    primes = []
+    while ranks > 1:
+        if ranks % factor == 0:
+            primes.append(factor)
+            ranks //= factor
+        else:
+            factor += 1
+    for turn, prime in enumerate(sorted(primes, reverse=True)):
+        shape[AXES[turn % 3]] *= prime
+    return shape
+
+
+def shapes(ranks: int) -> Iterator[dict[str, int]]:
+    """Every dp × pp × tp of so many ranks that CONFIG can be cut by, and that the lesson has a microbatch for."""
+    for dp in range(ranks, 0, -1):
+        for pp in range(ranks // dp, 0, -1):
+            tp, rest = divmod(ranks, dp * pp)
+            if not rest and pp <= CONFIG.layers and tp <= CONFIG.heads:
+                yield {"dp": dp, "pp": pp, "tp": tp}
+
+
+def plan_of(shape: dict[str, int], **options: Any) -> md.Plan:
+    """A plan of that mesh; a pipeline gets MICROBATCHES."""
+    return md.Plan(**shape, microbatches=MICROBATCHES if shape["pp"] > 1 else None, **options)
+
+
+def words(shape: dict[str, int], zero: int = 0) -> str:
+    """ "dp=2,tp=2 zero=1". """
+    return (",".join(f"{axis}={size}" for axis, size in shape.items() if size > 1) or "dp=1") + (
+        f" zero={zero}" if zero else "")
+
+
+# ------------------------------------------------------------------------------------------------- a job, measured
+
+def train(world: Any, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = CONFIG) -> dict[str, Any]:
+    """A Trainer's whole weights and losses; bytes that all ranks sent by axis; this rank's calls (collectives and sends) and memory."""
+    before, calls = sent_by_axis(world), []
+    end = world.ledger.subscribe(lambda event: calls.append(event) if event.details["axis"] in AXES and (
+        event.kind == "call" or event.details["verb"] == "send") else None)
+    with account.use(account.MemoryAccount()) as memory:
+        trainer = md.Trainer(plan, config, world, lr=1e-2, clip=CLIP)
+        calls.clear()
+        losses = [trainer.step(global_batch(step, config)) for step in range(steps)]
+        made, held = len(calls), memory.snapshot()
+        trainer.check_replicas()
+        weights = trainer.state_dict()
+        trainer.close()
+    end()
+    sent = {axis: nbytes - before.get(axis, 0) for axis, nbytes in sent_by_axis(world).items()}
+    return {"weights": weights, "losses": losses, "sent": {axis: add(world, sent.get(axis, 0)) for axis in AXES},
+            "calls": made // steps, "memory": held, "own_sent": sum(sent.get(axis, 0) for axis in AXES) // steps}
+
+
+def sent_by_axis(world: Any) -> dict[str, int]:
+    """Bytes that this rank has sent in training steps."""
+    return {axis: sum(verbs.values()) for axis, verbs in world.ledger.sent_bytes("step").items()}
+
+
+def add(world: Any, number: float, op: str = "sum") -> int:
+    """A number's sum (or largest) over the ranks, counted under control."""
+    with world.ledger.control():
+        return int(world.all_reduce(np.array([float(number)]), op=op)[0])
+
+
+def off(ours: dict[str, np.ndarray], target: dict[str, np.ndarray]) -> float:
+    """The largest difference over the largest weight."""
+    gap = max(float(np.abs(ours[name] - target[name]).max()) for name in target)
+    return gap / max(float(np.abs(array).max()) for array in target.values())
+
+
+def formula(plan: md.Plan, config: GPTConfig = CONFIG, sequences: int = SEQUENCES) -> dict[str, int]:
+    """Bytes of all ranks in a step, by axis.
+
+    dp: 2(dp-1) times what the ranks of one replica hold together. That is the model, its whole weights (norms,
+    biases of row linears, positions) tp times, a tied table at both ends of a pipeline. pp, tp: lessons 11 and 12.
+    """
+    sizes = {name: p.size for name, p in GPT(config).named_parameters()}
+    whole = sum(size for name, size in sizes.items()
+                if "norm" in name or "positions" in name or name.endswith(("out.bias", "down.bias")))
+    held = sum(sizes.values()) + (plan.tp - 1) * whole
+    if plan.pp > 1 and config.tied:
+        held += config.vocabulary * config.width
+    cut = elements_sent(config, plan, sequences * config.context)
+    return {axis: ITEM * numbers for axis, numbers in {"dp": 2 * (plan.dp - 1) * held, "pp": 0, "tp": 0, **cut}.items()}
+
+
+def bubble(plan: md.Plan) -> float:
+    """The share of idle time, by the checker's clock, backward twice forward."""
+    return clock_of(make_schedule(plan.schedule, plan.pp, plan.pieces)).bubble if plan.pp > 1 else 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------- layouts
+
+def layouts(shape: dict[str, int]) -> list[tuple[str, ...]]:
+    """Every order, outermost first, of the axes that have several ranks."""
+    return list(permutations([axis for axis, size in shape.items() if size > 1]))
+
+
+def laid_out(world: Any, shape: dict[str, int], order: tuple[str, ...]) -> Any:
+    """The ranks of `world` renumbered, so that a Mesh on them has its axes in another order, the last innermost.
+
+    md.Mesh itself always lays out dp, pp, tp.
+    """
+    sizes = [shape[axis] for axis in order]
+    places = dict(zip(order, np.unravel_index(world.rank, sizes), strict=True))
+    present = [axis for axis in shape if axis in order]
+    return world.split(0, key=int(np.ravel_multi_index([places[axis] for axis in present],
+                                                       [shape[axis] for axis in present])))
+
+
+def crossing(world: Any, shape: dict[str, int], order: tuple[str, ...], nodes: tuple[int, ...]) -> list[dict[str, int]]:
+    """Bytes by axis that one step sends from node to node, by each message's two ends; for each size of a node.
+
+    A node has so many neighbouring ranks.
+    """
+    counted = [dict.fromkeys(AXES, 0) for _ in nodes]
+
+    def on_event(event: Any) -> None:
+        ends = event.details
+        if event.kind == "message" and ends["axis"] in AXES and world.ledger.phase == "step":
+            for node, sent in zip(nodes, counted, strict=True):
+                sent[ends["axis"]] += ends["nbytes"] * (ends["src"] // node != ends["dst"] // node)
+
+    end = world.ledger.subscribe(on_event)
+    trainer = md.Trainer(plan_of(shape), CONFIG, laid_out(world, shape, order), lr=1e-2)
+    trainer.step(global_batch(0))
+    trainer.close()
+    end()
+    return [{axis: add(world, nbytes) for axis, nbytes in sent.items()} for sent in counted]
+
+
+def links(world: Any, shape: dict[str, int]) -> dict[str, Any]:
+    """Of one step: bytes of each (axis, from, to), calls of each axis; this rank's, by world ranks."""
+    sent: dict[str, int] = {}
+    calls = dict.fromkeys(AXES, 0)
+
+    def on_event(event: Any) -> None:
+        axis = event.details["axis"]
+        if axis in calls and event.kind == "message":
+            name = f"{axis} {event.details['src']} {event.details['dst']}"
+            sent[name] = sent.get(name, 0) + event.details["nbytes"]
+        if axis in calls and (event.kind == "call" or event.details["verb"] == "send"):
+            calls[axis] += 1
+
+    trainer = md.Trainer(plan_of(shape), CONFIG, world, lr=1e-2)
+    end = world.ledger.subscribe(on_event)
+    trainer.step(global_batch(0))
+    end()
+    groups = {axis: list(trainer.mesh[axis].world_ranks) for axis in AXES}
+    trainer.close()
+    return {"sent": sent, "calls": calls, "groups": groups}
+
+
+# ------------------------------------------------------------------------------------- a step of stages that sleep
+
+class Naps:
+    """Stages that sleep instead of computing, two layers each, and all-reduce over tp after each as real ones do."""
+
+    def __init__(self, mesh: Any, unit: float, numbers: int) -> None:
+        self.tp, self.last, self.unit = mesh["tp"], mesh["pp"].size - 1, unit
+        self.x = np.zeros(numbers)
+
+    def skips(self, microbatch: int) -> bool:
+        """None is empty."""
+        return False
+
+    def room(self, receive: Any) -> None:
+        """A new array."""
+        return
+
+    def forward(self, stage: int, microbatch: int, x: Any) -> Any:
+        """Two layers."""
+        self._layers(self.unit)
+        return None if stage == self.last else self.x
+
+    def backward(self, stage: int, microbatch: int, dy: Any, *, whole: bool) -> Any:
+        """Twice as long."""
+        self._layers(2 * self.unit)
+        return None if stage == 0 else self.x
+
+    def backward_weights(self, stage: int, microbatch: int) -> None:
+        """Nothing was put off."""
+
+    def _layers(self, seconds: float) -> None:
+        for _ in range(2):
+            time.sleep(seconds / 2)
+            self.tp.all_reduce(self.x, algorithm="ring")
+
+
+def napped(mesh: Any, timeline: Timeline, *, unit: float, numbers: int, gradients: int) -> None:
+    """One step: the pipeline's list with tensor shards that talk inside it, then gradients over dp."""
+    worker = Worker(make_schedule("1f1b", mesh["pp"].size, MICROBATCHES), mesh["pp"], recorder=timeline)
+    work = Naps(mesh, unit, numbers)
+    for step in range(2):           # the first makes the connections
+        mesh["dp", "pp", "tp"].barrier()
+        with timeline.span("step", step=step):
+            worker.run(work)
+            mesh["dp"].all_reduce(np.zeros(gradients), algorithm="ring")
+            with timeline.span("optimizer"):
+                time.sleep(unit)
+
+
+def norm_parts(world: Any, plan: md.Plan) -> dict[str, float]:
+    """Squares of one step's gradient: counted once each, as the plan does; of this rank; of all ranks added."""
+    trainer = md.Trainer(plan, CONFIG, world, lr=1e-2, clip=None)
+    trainer.step(global_batch(0))
+    own = sum(float((p.grad ** 2).sum()) for p in trainer.model.parameters() if p.grad is not None)
+    once = getattr(trainer.strategy, "data", trainer.strategy).squares()
+    trainer.close()
+    with world.ledger.control():
+        total = float(world.all_reduce(np.array([own]))[0])
+    return {"once": math.sqrt(once), "own": math.sqrt(own), "all": math.sqrt(total)}

@@ -1,0 +1,273 @@
+"""Lesson 17: data × pipeline × tensor: equal to one process; traffic by axis, links, norm and memory beside formulas.
+
+    mpirun -n 4 python lessons/17_hybrid/lesson.py
+    python lessons/17_hybrid/lesson.py                       # alone: eight ranks as threads
+    python lessons/17_hybrid/lesson.py --break rows-by-rank  # see README.md, section 8
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import minidist as md
+from minidist.observe.page import Page, size_text, verdict
+from minidist.parallel.common.memory import MIXED, state_bytes
+from minidist.teaching import arguments, load_module, run_lesson
+
+HERE = Path(__file__).resolve()
+lab = load_module(HERE.with_name("experiments.py"), "17")
+broken = load_module(HERE.with_name("broken.py"), "17")
+BILLION = 1e9
+
+
+def plain_step(mesh, inputs, targets, up, down, lr):
+    """One step of SGD of an MLP a stage, squared error: all of dp × pp × tp (README, section 1)."""
+    dp, pp, tp = mesh["dp"], mesh["pp"], mesh["tp"]
+    mine = np.array_split(np.arange(len(inputs)), dp.size)[dp.rank]             # 0 rows: by the dp coordinate alone
+    x = inputs[mine] if pp.rank == 0 else pp.recv(src=pp.rank - 1)              # 1.1 the first half's activations
+    inner = np.maximum(x @ up, 0)                                               # up: own columns of the own stage
+    y = tp.all_reduce(inner @ down, algorithm="ring")                           # down: own rows; g of lesson 12
+    if pp.rank < pp.size - 1:
+        pp.send(y, dst=pp.rank + 1)                                             # 1.2 the next stage goes on
+        dy = pp.recv(src=pp.rank + 1)                                           # 1.3 its gradient comes back
+    else:
+        dy = 2 * (y - targets[mine]) / targets.size                             # divided by the whole batch
+    dinner = (dy @ down.T) * (inner > 0)
+    dx = tp.all_reduce(dinner @ up.T, algorithm="ring")                         # f of lesson 12
+    if pp.rank > 0:
+        pp.send(dx, dst=pp.rank - 1)
+    for weights, gradient in ((up, x.T @ dinner), (down, inner.T @ dy)):        # 2.1 local gradients
+        weights -= lr * dp.all_reduce(gradient, algorithm="ring")               # 2.2 their sum, 2.3 the same update
+
+
+def tour(group: Any, page: Page) -> None:
+    """The lesson, run by every rank."""
+    page.heading("1  The plain loop: three axes in one step")
+    by_hand(group, page)
+    page.heading("2  The mesh: who is in which group")
+    mesh_table(group, page)
+    page.heading("3  Equal to one process, however it is cut")
+    results = equal(group, page)
+    page.heading("4  What travels on each axis")
+    traffic(results, page)
+    page.heading("5  Which axis is innermost")
+    innermost(group, page)
+    page.heading("6  The norm of a gradient that lies in pieces")
+    norms(group, page)
+    page.heading("7  Memory against efficiency (N1 §2)")
+    efficiency(group, results, page)
+    notes_example(page)
+
+
+# ----------------------------------------------------------------------------------------------------- 1 by hand
+
+def hand_weights(stages: int, width: int = 6, hidden: int = 8) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """An MLP for each stage: (up, down)."""
+    draw = np.random.default_rng(0)
+    return ([0.5 * draw.normal(size=(width, hidden)) for _ in range(stages)],
+            [0.5 * draw.normal(size=(hidden, width)) for _ in range(stages)])
+
+
+def hand_alone(inputs: np.ndarray, targets: np.ndarray, ups: list[np.ndarray], downs: list[np.ndarray],
+               lr: float) -> None:
+    """The same step of all stages, by one process, in place."""
+    kept, x = [], inputs
+    for up, down in zip(ups, downs, strict=True):
+        inner = np.maximum(x @ up, 0)
+        kept.append((x, inner))
+        x = inner @ down
+    dy = 2 * (x - targets) / targets.size
+    for (x, inner), up, down in reversed(list(zip(kept, ups, downs, strict=True))):
+        dinner = (dy @ down.T) * (inner > 0)
+        dx = dinner @ up.T
+        up -= lr * x.T @ dinner
+        down -= lr * inner.T @ dy
+        dy = dx
+
+
+def hand_off(group: Any, shape: dict[str, int]) -> float:
+    """How far the weights of the plain loop are from one process's after three steps, on the rank that is furthest."""
+    mesh = md.Mesh(group, **shape)
+    ups, downs = hand_weights(shape["pp"])
+    stage, own = mesh["pp"].rank, np.array_split(np.arange(ups[0].shape[1]), mesh["tp"].size)[mesh["tp"].rank]
+    up, down = ups[stage][:, own].copy(), downs[stage][own].copy()
+    draw = np.random.default_rng(1)
+    inputs, targets = draw.normal(size=(11, 6)), draw.normal(size=(11, 6))
+    for _ in range(3):
+        plain_step(mesh, inputs, targets, up, down, 0.02)
+        hand_alone(inputs, targets, ups, downs, 0.02)
+    apart = max(np.abs(up - ups[stage][:, own]).max(), np.abs(down - downs[stage][own]).max())
+    mesh.close()
+    with group.ledger.control():
+        return float(group.all_reduce(np.array([apart]), op="max")[0])
+
+
+def by_hand(group: Any, page: Page) -> None:
+    """The plain loop on every mesh of so many ranks."""
+    rows = []
+    for shape in lab.shapes(group.size):
+        apart = hand_off(group, shape)
+        rows.append([lab.words(shape), *shape.values(), f"{apart:.0e}", "ok" if apart < 1e-12 else f"off {apart:.0e}"])
+    page.table(f"Three steps of the plain loop on {group.size} ranks, 11 rows: weights off one process's",
+               ["mesh", "replicas", "stages", "shards", "off by", ""], rows)
+
+
+# ------------------------------------------------------------------------------------------------------- 2 mesh
+
+def mesh_table(group: Any, page: Page) -> None:
+    """Each rank's coordinates and groups, as a real mesh makes them."""
+    shape = lab.cube(group.size)
+    mesh = md.Mesh(group, **shape)
+    axes = [axis for axis in lab.AXES if shape[axis] > 1]
+    table = {axis: everyones(group, mesh[axis].world_ranks) for axis in axes}
+    joint = everyones(group, mesh["pp", "tp"].world_ranks)
+    rows = []
+    for rank in range(group.size):
+        places = np.unravel_index(rank, tuple(shape.values()))
+        rows.append([f"rank {rank}", ", ".join(f"{axis}={place}" for axis, place in zip(shape, places, strict=True)
+                                               if axis in axes),
+                     *(ranks_text(table[axis][rank]) for axis in axes), ranks_text(joint[rank])])
+    mesh.close()
+    page.table(f"md.Mesh(world, {lab.words(shape)}): rank = (dp · PP + pp) · TP + tp",
+               ["", "coordinates", *(f"its {axis} group" for axis in axes), "its replica (pp, tp)"], rows,
+               note="N0:442: a replica is the notes' group A, B, …: inside it activations, between them gradients")
+
+
+def everyones(group: Any, ranks: tuple[int, ...]) -> list[list[int]]:
+    """What each rank passes."""
+    with group.ledger.control():
+        gathered = group.all_gather(np.array([ranks]))
+    return [[int(rank) for rank in row] for row in gathered]
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """ "0 4", or of many the first and the last."""
+    return " ".join(map(str, ranks)) if len(ranks) < 5 else f"{ranks[0]} … {ranks[-1]}"
+
+
+# ------------------------------------------------------------------------------------------- 3 equal, 4 traffic
+
+def equal(group: Any, page: Page) -> list[tuple[md.Plan, dict[str, Any]]]:
+    """Every mesh, and the largest with each ZeRO stage that goes with it."""
+    alone = md.run(lab.train, md.Plan(), size=1)[0] if group.rank == 0 else None
+    plans = [lab.plan_of(shape) for shape in lab.shapes(group.size)]
+    plans += [lab.plan_of(lab.cube(group.size), zero=1)] if group.size > 1 else []
+    plans += [lab.plan_of(shape, zero=3) for shape in lab.shapes(group.size)
+              if shape["pp"] == 1 and shape["dp"] > 1 and shape["tp"] == 2]
+    rows, results = [], []
+    for plan in plans:
+        result = lab.train(group, plan)
+        results.append((plan, result))
+        if alone is not None:
+            apart = lab.off(result["weights"], alone["weights"])
+            rows.append([name_of(plan), f"{result['losses'][0]:.9f}", f"{result['losses'][-1]:.9f}", f"{apart:.0e}",
+                         "ok" if apart < 1e-10 else f"off {apart:.0e}"])
+    page.table(f"{lab.STEPS} steps of AdamW with clipping, {lab.SEQUENCES} sequences, float64",
+               ["plan", "loss of step 1", f"of step {lab.STEPS}", "weights off by", "1e-10"], rows,
+               note="off: the largest difference to one process's weights over the largest weight")
+    return results
+
+
+def name_of(plan: md.Plan) -> str:
+    """As lab.words."""
+    return lab.words({axis: plan.axes[axis] for axis in lab.AXES}, plan.zero)
+
+
+def traffic(results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
+    """The ledger by axis beside the formulas; with ZeRO-3 the data axis has lesson 16's, which is left out."""
+    rows = []
+    for plan, result in results:
+        if plan.zero == 3:
+            continue
+        target = {axis: lab.STEPS * nbytes for axis, nbytes in lab.formula(plan).items()}
+        sent = result["sent"]
+        rows.append([name_of(plan), *(size_text(sent[axis] / lab.STEPS) if sent[axis] else "-" for axis in lab.AXES),
+                     size_text(sum(target.values()) / lab.STEPS),
+                     "ok" if all(sent[axis] == target[axis] for axis in lab.AXES) else "off"])
+    tokens = lab.SEQUENCES * lab.CONFIG.context
+    page.table(f"All ranks, a step of {tokens} tokens: L = {lab.CONFIG.layers}, h = {lab.CONFIG.width}",
+               ["plan", *lab.AXES, "formulas together", "each axis"], rows,
+               note="dp 2(dp-1) · what a replica holds; pp 2 · tokens · h a boundary, tp times, and the tied table; "
+                    "tp 2(tp-1) · tokens · ((4L + 2) h + 3)")
+
+
+# ------------------------------------------------------------------------------------------------- 5 innermost
+
+def innermost(group: Any, page: Page) -> None:
+    """What crosses from node to node, by the order of the axes: nodes of two ranks, and two nodes."""
+    shape = lab.cube(group.size)
+    if group.size % 2:
+        page.say(f"{group.size} ranks are no equal nodes: nothing to measure")
+        return
+    rows = []
+    for order in lab.layouts(shape):
+        pairs, halves = lab.crossing(group, shape, order, (2, group.size // 2))
+        rows.append([" × ".join(order), *(size_text(pairs[axis]) if pairs[axis] else "-" for axis in lab.AXES),
+                     size_text(sum(pairs.values())), size_text(sum(halves.values()))])
+    page.table(f"{lab.words(shape)}: bytes of a step from node to node, by the order of the axes",
+               ["outermost × … × innermost", *(f"{axis}, nodes of 2" for axis in lab.AXES), "together",
+                f"nodes of {group.size // 2}"], rows,
+               note="by each message's two ends. An axis inside a node costs its links nothing; md.Mesh has tp there")
+
+
+# ---------------------------------------------------------------------------------------------------------- 6 norm
+
+def norms(group: Any, page: Page) -> None:
+    """Each number once, beside two ways of counting that are wrong."""
+    alone = None
+    if group.rank == 0:
+        alone = md.run(lab.norm_parts, md.Plan(dp=2), size=2)[0]["once"]
+    rows = []
+    for shape in lab.shapes(group.size):
+        if group.size > 1:
+            parts = lab.norm_parts(group, lab.plan_of(shape))
+            rows.append([lab.words(shape), f"{parts['once']:.9f}", f"{parts['own']:.4f}", f"{parts['all']:.4f}",
+                         verdict(round(parts["once"], 9), round(alone or parts["once"], 9), 1e-8)])
+    page.table("The norm of one gradient", ["plan", "each number once", "rank 0's own", "all ranks' added up", ""],
+               rows,
+               note=f"by two data ranks it is {alone or 0:.9f}. Clipping by another norm is another training")
+
+
+# ---------------------------------------------------------------------------------------------------- 7 efficiency
+
+def efficiency(group: Any, results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
+    """N1 §2's two columns, measured: what a rank holds; how often and how long it waits."""
+    rows, tokens = [], lab.SEQUENCES * lab.CONFIG.context
+    for plan, result in results:
+        memory = result["memory"]
+        state = sum(memory[name]["now"] for name in ("parameters", "gradients", "optimizer"))
+        most = [lab.add(group, number, "max") for number in (state, memory["activations"]["peak"], result["own_sent"],
+                                                             result["calls"])]
+        weights = lab.add(group, memory["parameters"]["now"], "max") / lab.ITEM * (plan.dp if plan.zero == 3 else 1)
+        work = 6 * weights * tokens / plan.dp
+        rows.append([name_of(plan), *map(size_text, most[:3]), most[3], f"{work / max(1, most[3]) / 1e6:.2f}",
+                     f"{lab.bubble(plan):.0%}"])
+    page.table("A step, on the rank that has most", ["plan", "state", "activations", "sends", "calls",
+                                                     "Mflop a call", "bubble"], rows,
+               note="state: weights, gradients, two moments. Mflop a call: 6 · weights · tokens of this rank, over "
+                    "its collectives and sends on all axes. bubble: by the checker's clock")
+
+
+def notes_example(page: Page) -> None:
+    """N2:293: 1,024 GPUs as dp=64, tp=8, pp=2, a model of 10^12 parameters."""
+    rows = []
+    for zero in range(4):
+        held = state_bytes(int(1e12) // 16, MIXED, zero=zero, ranks=64)
+        rows.append([f"ZeRO-{zero}" if zero else "DDP", *(f"{held[name] / BILLION:.1f}" for name in (
+            "parameters", "gradients", "optimizer", "total")), "fits" if held["total"] < 80e9 else "does not fit"])
+    page.table("N2:293: 10^12 parameters on dp=64, tp=8, pp=2: GB a GPU in mixed precision, by formula",
+               ["over dp", "weights", "gradients", "optimizer", "together", "80 GB"], rows,
+               note="activations come on top. tp and pp divide by 16; without ZeRO-3 that leaves 125 GB of weights")
+
+
+BREAKS = broken.BREAKS
+
+
+def main() -> None:
+    """Parse the command line, then run on the ranks that were launched, or on eight threads."""
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=8)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Exercise 17: filled rightly it passes, and each wrong filling fails under its name; the lesson's formulas hold."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filling import graded
+
+import minidist as md
+from minidist import lessons
+from minidist.teaching import load_module
+
+RIGHT = {
+    1: "rank % shape[axis]",
+    2: "rank // shape[axis]",
+    3: "all(coordinates(other, shape)[name] == mine[name] for name in shape if name != axis)",
+    4: 'shape["dp"]',
+    5: 'place["dp"]',
+    6: 'mesh["dp"].all_reduce(gradient)',
+    7: 'sum(float((grad ** 2).sum()) for grad in whole) if mesh["tp"].rank == 0 else 0.0',
+    8: 'mesh["pp", "tp"].all_reduce(np.array([squares]))',
+    9: "sorted(sent, key=sent.get)",
+}
+WRONG = {
+    "the same number is divided for every axis": {2: "rank"},
+    "a place beyond the axis": {1: "rank // shape[axis]", 2: "rank % shape[axis]"},
+    "those that agree on the axis": {3: "coordinates(other, shape)[axis] == mine[axis]"},
+    "all ranks": {3: "True"},
+    "not itself": {3: "other != rank and all(coordinates(other, shape)[n] == mine[n] for n in shape if n != axis)"},
+    "by world rank": {4: "int(np.prod(list(shape.values())))", 5: "rank"},
+    "stages are no replicas": {4: 'shape["dp"] * shape["pp"]', 5: 'place["dp"] * shape["pp"] + place["pp"]'},
+    "every rank reads all": {4: "1", 5: "0"},
+    "a mean": {6: 'mesh["dp"].all_reduce(gradient) / mesh["dp"].size'},
+    "over all ranks": {6: 'mesh["dp", "pp", "tp"].all_reduce(gradient)'},
+    "nobody added anything up": {6: "gradient"},
+    "alike counts several times": {7: "sum(float((grad ** 2).sum()) for grad in whole)"},
+    "hold alike is missing": {7: "0.0"},
+    "each number counts dp times": {8: 'mesh["dp", "pp", "tp"].all_reduce(np.array([squares]))'},
+    "this rank's part alone": {8: "np.array([squares])"},
+    "the other stages are missing": {8: 'mesh["tp"].all_reduce(np.array([squares]))'},
+    "the other way round": {9: "sorted(sent, key=sent.get, reverse=True)"},
+    "as they stood": {9: "list(sent)"},
+}
+
+
+def test_the_right_filling_passes(tmp_path: Path) -> None:
+    result = graded("17", RIGHT, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    result = graded("17", {**RIGHT, **WRONG[mistake]}, tmp_path)
+    assert not result.passed
+    assert mistake in result.results[-1].line()
+
+
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("17", {}, tmp_path)
+    assert not result.passed
+    assert "fill hole 1" in result.results[-1].line() and "exercise_17.py line" in result.results[-1].line()
+
+
+@pytest.fixture(scope="module")
+def lab() -> Any:
+    return load_module(lessons.find("17").part("experiments.py"), "17")
+
+
+def test_what_each_axis_sends_is_the_formula(lab: Any) -> None:
+    """Under six ranks, that halve nothing evenly, and eight."""
+    for shape in ({"dp": 3, "pp": 1, "tp": 2}, {"dp": 2, "pp": 2, "tp": 2}):
+        plan = lab.plan_of(shape)
+        result = md.run(lambda world, plan=plan: lab.train(world, plan, steps=1), size=plan.size)[0]
+        assert result["sent"] == lab.formula(plan)
+
+
+def test_the_axis_that_is_inside_a_machine_sends_nothing_between_machines(lab: Any) -> None:
+    shape = {"dp": 2, "pp": 1, "tp": 2}
+    traffic = lab.formula(lab.plan_of(shape))
+    for order, crossing in ((("dp", "tp"), "dp"), (("tp", "dp"), "tp")):
+        crossed, = md.run(lambda world, order=order: lab.crossing(world, shape, order, (2,)), size=4)[0]
+        assert {axis: nbytes for axis, nbytes in crossed.items() if nbytes} == {crossing: traffic[crossing]}
