@@ -69,7 +69,10 @@ def words(shape: dict[str, int], zero: int = 0) -> str:
 # ------------------------------------------------------------------------------------------------- a job, measured
 
 def train(world: Any, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = CONFIG) -> dict[str, Any]:
-    """A Trainer's whole weights and losses; bytes that all ranks sent by axis; this rank's calls (collectives and sends) and memory."""
+    """A Trainer's whole weights and losses; bytes that all ranks sent by axis; this rank's memory, and its calls.
+
+    A call is a collective, or a send.
+    """
     before, calls = sent_by_axis(world), []
     end = world.ledger.subscribe(lambda event: calls.append(event) if event.details["axis"] in AXES and (
         event.kind == "call" or event.details["verb"] == "send") else None)
