@@ -60,9 +60,9 @@ from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
 from minidist.parallel.common.flat import trainable
 from minidist.parallel.common.order import InOrder, agreed
+from minidist.parallel.common.owners import Others, check_equal_owners, owners
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
-from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of, zero_unused
 from minidist.tensor import Parameter, Tensor
 
@@ -79,27 +79,31 @@ class DDP:
              another rank may use it; "error": a mistake (a layer forgotten in forward), named with the rank.
              static: or whether the loss uses the same parameters in every step. Then buckets are made anew after the
              first step, in the order in which gradients were completed, and without parameters that no rank uses.
-             apart: parameters that travel in buckets of their own (common/buckets.py).
+             apart: parameters that travel in buckets of their own (common/buckets.py); others: of these, those that
+             another group shares, with whom (common/owners.py).
              precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of.
              squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
+             always: a rank without a row computes too, for others wait for it on their way (chapter 18).
     Raises:  MismatchError if the replicas do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
                  algorithm: str = "ring", unused: str = "zero", static: bool = False,
-                 apart: Sequence[Sequence[Parameter]] = (), precision: Precision | None = None,
+                 apart: Sequence[Sequence[Parameter]] = (), others: Others | None = None,
+                 precision: Precision | None = None,
                  recorder: Recorder | None = None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss = loss or loss_of(model)
-        self.precision = precision or Precision()
+        self.precision, self.always = precision or Precision(), False
         self.recorder = recorder or Silent()
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
         self.buckets = make_buckets(self.weights, bucket_bytes, apart)
         self.squares: Callable[[], float] = lambda: sum_of_squares(p.grad for p in self.weights)
         self._pending: list[Pending] = []           # all-reduces under way: of buckets 0, 1, …, without a gap
-        check_equal_replicas(model.parameters(), group, when="before the first step")          # DDP 1
+        self._others = others or {}
+        check_equal_owners(model.parameters(), group, self._others, when="before the first step")       # DDP 1
         self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce, unused=unused,
                               who=f"DDP rank {group.rank} of {group.size}", by="DDP.backward")
         self.bucket_bytes = bucket_bytes
@@ -120,7 +124,7 @@ class DDP:
 
         Without a row there is nothing to compute: None, a share of zero.
         """
-        return self.loss(part, divisor) if len(part.inputs) else None
+        return self.loss(part, divisor) if len(part.inputs) or self.always else None
 
     # -------------------------------------------------------------------------------------------------- backward
 
@@ -154,9 +158,9 @@ class DDP:
     def _start_reduce(self, index: int) -> None:
         """The bucket's last gradient is final, and those before it have set out (order.py says why)."""
         bucket = self.buckets[index]
-        self.recorder.announce(self.group.axis, f"all_reduce bucket {index}")
-        self._pending.append(self.group.start_all_reduce(bucket.data, op="sum", out=bucket.data,
-                                                         algorithm=self.algorithm))
+        group = owners(bucket.parameters, self.group, self._others)
+        self.recorder.announce(group.axis, f"all_reduce bucket {index}")
+        self._pending.append(group.start_all_reduce(bucket.data, op="sum", out=bucket.data, algorithm=self.algorithm))
 
     def _follow(self, completed: list[Parameter]) -> None:
         """Put gradients into buckets in the order in which the first step completed them (`static`).

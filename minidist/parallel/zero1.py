@@ -53,9 +53,9 @@ from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
 from minidist.parallel.common.flat import Flat, squares_of_shards, sum_in_order, trainable
 from minidist.parallel.common.home import Home
 from minidist.parallel.common.order import InOrder
+from minidist.parallel.common.owners import Others, check_equal_owners, owners
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
-from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
 from minidist.tensor import Parameter, Tensor
@@ -70,26 +70,30 @@ class Zero1:
              bucket_bytes: a bucket's most bytes.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
              shard: how many neighbours share one copy of the state (default: all; common/sharing.py).
-             apart: parameters that travel in buckets of their own (common/buckets.py).
+             apart: parameters that travel in buckets of their own (common/buckets.py); others: of these, those that
+             another group shares, with whom (common/owners.py).
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
              squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
+             always: a rank without a row computes too, for others wait for it on their way (chapter 18).
     Raises:  MismatchError if the replicas do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
                  algorithm: str = "ring", shard: int | None = None, apart: Sequence[Sequence[Parameter]] = (),
-                 precision: Precision | None = None, home: Home | None = None,
+                 others: Others | None = None, precision: Precision | None = None, home: Home | None = None,
                  recorder: Recorder | None = None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss = loss or loss_of(model)
-        self.precision = precision or Precision()
+        self.precision, self.always = precision or Precision(), False
         self.recorder = recorder or Silent()
         self.sharing = Sharing(group, shard, algorithm=algorithm, recorder=self.recorder)
-        check_equal_replicas(model.parameters(), group, when="before the first step")
+        others = others or {}
+        check_equal_owners(model.parameters(), group, others, when="before the first step")
         self.buckets = make_buckets(trainable(model.parameters()), bucket_bytes, apart)
-        self.flats = [Flat(bucket.parameters, self.sharing.shard) for bucket in self.buckets]
+        self.flats = [Flat(run, owners(run, self.sharing.shard, others))
+                      for run in (bucket.parameters for bucket in self.buckets)]
         self.weights = [flat.join() for flat in self.flats]
         self.home = home or Home()
         self.home.begin(f"rank {group.rank}")
@@ -100,8 +104,7 @@ class Zero1:
         self.sharing.require_room(self.home.room(flat) is not None for flat in self.flats)
         self._pending: deque[tuple[int, Pending]] = deque()     # buckets on their way within the copy
         self.squares: Callable[[], float] = lambda: squares_of_shards(self.sharing.shard, self.home.squares)
-        self.arrivals = Arrivals(self.flats, self.weights, self.sharing.shard, algorithm=algorithm,
-                                 recorder=self.recorder)
+        self.arrivals = Arrivals(self.flats, self.weights, algorithm=algorithm, recorder=self.recorder)
         self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce,
                               who=f"ZeRO-1 rank {group.rank} of {group.size}", by="Zero1.backward")
 
@@ -115,7 +118,7 @@ class Zero1:
 
     def forward(self, part: Part, *, divisor: int) -> Tensor | None:
         """This rank's share of the global mean loss; None without a row. `divisor`: the targets of the whole batch."""
-        return self.loss(part, divisor) if len(part.inputs) else None
+        return self.loss(part, divisor) if len(part.inputs) or self.always else None
 
     # -------------------------------------------------------------------------------------------------- backward
 
@@ -140,7 +143,7 @@ class Zero1:
 
     def _start_reduce(self, index: int) -> None:
         """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps this rank's own."""
-        gradients, own, group = self.buckets[index].data, self.flats[index].own, self.sharing.shard
+        gradients, own, group = self.buckets[index].data, self.flats[index].own, self.flats[index].group
         self.recorder.announce(group.axis, f"reduce_scatter bucket {index}")
         pending = group.start_reduce_scatter(gradients, out=gradients[own], algorithm=self.algorithm)
         self._pending.append((index, pending))
@@ -154,7 +157,8 @@ class Zero1:
             flat, gradients = self.flats[index], self.buckets[index].data
             if self.home.room(flat) is None:
                 self.home.add(flat, gradients[flat.own], first=True)
-            self.sharing.start_sum(gradients[flat.own], f"bucket {index}")
+            if flat.group is self.sharing.shard:
+                self.sharing.start_sum(gradients[flat.own], f"bucket {index}")
 
     # ---------------------------------------------------------------------------------------------------- weights
 
@@ -163,7 +167,7 @@ class Zero1:
 
         Cost:    one all-gather a bucket, counted under `control`.
         """
-        return self.home.state(self.model, self.flats, self.sharing.shard, algorithm=self.algorithm)
+        return self.home.state(self.model, self.flats, algorithm=self.algorithm)
 
     # ------------------------------------------------------------------------------------------------------ step
 

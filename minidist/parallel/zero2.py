@@ -51,9 +51,9 @@ from minidist.parallel.common.buckets import BUCKET_BYTES, cut
 from minidist.parallel.common.flat import Flat, squares_of_shards, sum_in_order, trainable
 from minidist.parallel.common.home import Home
 from minidist.parallel.common.order import InOrder
+from minidist.parallel.common.owners import Others, check_equal_owners, owners
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
-from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
@@ -69,25 +69,29 @@ class Zero2:
              bucket_bytes: a bucket's most bytes, and so half of what gradients take beside the shard.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
              shard: how many neighbours share one copy of the state (default: all; common/sharing.py).
-             apart: parameters that travel in buckets of their own (common/buckets.py).
+             apart: parameters that travel in buckets of their own (common/buckets.py); others: of these, those that
+             another group shares, with whom (common/owners.py).
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
              squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
+             always: a rank without a row computes too, for others wait for it on their way (chapter 18).
     Raises:  MismatchError if the replicas do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
                  algorithm: str = "ring", shard: int | None = None, apart: Sequence[Sequence[Parameter]] = (),
-                 precision: Precision | None = None, home: Home | None = None,
+                 others: Others | None = None, precision: Precision | None = None, home: Home | None = None,
                  recorder: Recorder | None = None) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss = loss or loss_of(model)
-        self.precision = precision or Precision()
+        self.precision, self.always = precision or Precision(), False
         self.recorder = recorder or Silent()
         self.sharing = Sharing(group, shard, algorithm=algorithm, recorder=self.recorder)
-        check_equal_replicas(model.parameters(), group, when="before the first step")
-        self.flats = [Flat(run, self.sharing.shard) for run in cut(trainable(model.parameters()), bucket_bytes, apart)]
+        others = others or {}
+        check_equal_owners(model.parameters(), group, others, when="before the first step")
+        self.flats = [Flat(run, owners(run, self.sharing.shard, others))
+                      for run in cut(trainable(model.parameters()), bucket_bytes, apart)]
         self.weights = [flat.join() for flat in self.flats]
         self.home = home or Home()
         self.home.begin(f"rank {group.rank}")
@@ -97,8 +101,7 @@ class Zero2:
                                    recorder=self.recorder, what="bucket")
         self.parameters = [piece for flat in self.flats for piece in self.home.pieces(flat, self.precision)]
         self.squares: Callable[[], float] = lambda: squares_of_shards(self.sharing.shard, self.home.squares)
-        self.arrivals = Arrivals(self.flats, self.weights, self.sharing.shard, algorithm=algorithm,
-                                 recorder=self.recorder)
+        self.arrivals = Arrivals(self.flats, self.weights, algorithm=algorithm, recorder=self.recorder)
         self._order = InOrder([flat.parameters for flat in self.flats], self.gradients.start,
                               who=f"ZeRO-2 rank {group.rank} of {group.size}", by="Zero2.backward")
 
@@ -112,7 +115,7 @@ class Zero2:
 
     def forward(self, part: Part, *, divisor: int) -> Tensor | None:
         """This rank's share of the global mean loss; None without a row. `divisor`: the targets of the whole batch."""
-        return self.loss(part, divisor) if len(part.inputs) else None
+        return self.loss(part, divisor) if len(part.inputs) or self.always else None
 
     # -------------------------------------------------------------------------------------------------- backward
 
@@ -137,7 +140,7 @@ class Zero2:
 
         Cost:    one all-gather a bucket, counted under `control`.
         """
-        return self.home.state(self.model, self.flats, self.sharing.shard, algorithm=self.algorithm)
+        return self.home.state(self.model, self.flats, algorithm=self.algorithm)
 
     # ------------------------------------------------------------------------------------------------------ step
 

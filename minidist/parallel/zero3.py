@@ -32,8 +32,7 @@ Cost, a step and rank, with A backward passes, R of the Ψ parameters in the roo
 
 No all-gather ends the step (N0:375 has one, which would make it 4Ψ): the next forward gathers anyway.
 
-All ranks must run the same units in the same order. So a rank without a row runs one of the batch's, and counts it as
-nothing.
+All ranks must run the same units in the same order. So a rank without a row runs them too, on none.
 
 The notes' steps (N4:398), as they happen here:
 
@@ -57,14 +56,14 @@ from minidist.optim import Optimizer
 from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.flat import squares_of_shards, sum_in_order, trainable
 from minidist.parallel.common.home import Home
+from minidist.parallel.common.owners import Others, check_equal_owners
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
-from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.units import Unit, make_units
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
-from minidist.tensor import Tensor
+from minidist.tensor import Parameter, Tensor
 
 
 class Zero3:
@@ -79,6 +78,8 @@ class Zero3:
              free_after_forward: or keep a unit until its backward, for memory instead of traffic.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
              shard: how many neighbours share one copy of the state (default: all; common/sharing.py).
+             others: the parameters that another group shares, with whom (common/owners.py); whole: those that stay
+             whole, which nobody learns.
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
@@ -88,8 +89,9 @@ class Zero3:
 
     def __init__(self, model: Module, group: Group, *, units: Sequence[Module] | None = None, loss: Loss | None = None,
                  ahead: int = 1, free_after_forward: bool = True, algorithm: str = "ring", seed: int | None = None,
-                 device: str = "cpu", shard: int | None = None, precision: Precision | None = None,
-                 home: Home | None = None, recorder: Recorder | None = None) -> None:
+                 device: str = "cpu", shard: int | None = None, others: Others | None = None,
+                 whole: Sequence[Parameter] = (), precision: Precision | None = None, home: Home | None = None,
+                 recorder: Recorder | None = None) -> None:
         self.model, self.group, self.ahead, self.free_after_forward = model, group, ahead, free_after_forward
         self.algorithm = algorithm
         self.loss = loss or loss_of(model)
@@ -98,11 +100,12 @@ class Zero3:
         trainable(model.parameters())
         self.sharing = Sharing(group, shard, algorithm=algorithm, recorder=self.recorder)
         if seed is None:
-            check_equal_replicas(model.parameters(), group, when="before the first step")
+            check_equal_owners(model.parameters(), group, others or {}, when="before the first step")
         self.home = home or Home()
         self.home.begin(f"rank {group.rank}")
         self.units, self.root = make_units(model, units, ahead, self.sharing.shard, home=self.home,
-                                           algorithm=algorithm, recorder=self.recorder, seed=seed, device=device)
+                                           algorithm=algorithm, recorder=self.recorder, seed=seed, device=device,
+                                           others=others or {}, whole=whole)
         self.sequence: list[Unit] = []      # units as the first forward met them
         self._met: list[Unit] = []          # those that this forward has met
         self._left: list[Unit] = []         # those that this backward has still to meet
@@ -137,14 +140,14 @@ class Zero3:
     def forward(self, part: Part, *, divisor: int, spare: Batch) -> Tensor:
         """This rank's share of the global mean loss. `divisor`: the targets of the whole batch.
 
-        Without a row of its own the rank takes the first of `spare`, times zero: it must gather when the others do.
+        Without a row of its own the rank goes on with none of `spare`'s: it must gather when the others do.
         """
         self.root.fetch()
         self.root.complete()
         self._met = []
         if len(part.inputs):
             return self.loss(part, divisor)
-        return self.loss(Part(spare[0][:1], spare[1][:1], 0), divisor) * 0.0
+        return self.loss(Part(spare[0][:0], spare[1][:0], 0), divisor)
 
     def _enter(self, unit: Unit) -> None:
         """Before a unit's forward: its weights come, and the next unit's set out."""
@@ -231,7 +234,7 @@ class Zero3:
         Cost:    one all-gather a unit, counted under `control`; a unit at a time.
         """
         flats = [flat for unit in (*self.units, self.root) for flat in unit.flats]
-        return self.home.state(self.model, flats, self.sharing.shard, algorithm=self.algorithm)
+        return self.home.state(self.model, flats, algorithm=self.algorithm)
 
     # ------------------------------------------------------------------------------------------------------ step
 

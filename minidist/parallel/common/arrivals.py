@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from minidist.backend import Array
-from minidist.comm.group import Group
 from minidist.comm.pending import Pending
 from minidist.parallel.common.flat import Flat
 from minidist.parallel.common.recorder import Recorder
@@ -24,9 +23,9 @@ class Arrivals:
              algorithm: of the all-gather.
     """
 
-    def __init__(self, flats: Sequence[Flat], weights: Sequence[Array], group: Group, *, algorithm: str,
+    def __init__(self, flats: Sequence[Flat], weights: Sequence[Array], *, algorithm: str,
                  recorder: Recorder) -> None:
-        self.flats, self.weights, self.group = flats, weights, group
+        self.flats, self.weights = flats, weights
         self.algorithm, self.recorder = algorithm, recorder
         self._pending: dict[int, Pending] = {}
 
@@ -37,8 +36,8 @@ class Arrivals:
         """
         for index in reversed(range(len(self.flats))):
             flat, vector = self.flats[index], self.weights[index]
-            self.recorder.announce(self.group.axis, f"all_gather bucket {index}")
-            self._pending[index] = self.group.start_all_gather(vector[flat.own], out=vector, algorithm=self.algorithm)
+            self.recorder.announce(flat.group.axis, f"all_gather bucket {index}")
+            self._pending[index] = flat.group.start_all_gather(vector[flat.own], out=vector, algorithm=self.algorithm)
             for parameter in flat.parameters:
                 parameter.arrival = partial(self._arrive, index)
 

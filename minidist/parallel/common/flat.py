@@ -38,12 +38,13 @@ class Piece:
 class Flat:
     """A run of parameters of one dtype as one vector, and this rank's chunk of it.
 
-    Attributes: parameters, size   the run, and how many elements it has
+    Attributes: group              the ranks that share it
+                parameters, size   the run, and how many elements it has
                 own                where this rank's chunk lies
     """
 
     def __init__(self, parameters: Sequence[Parameter], group: Group) -> None:
-        self.parameters = tuple(parameters)
+        self.group, self.parameters = group, tuple(parameters)
         self.dtype = parameters[0].dtype
         self.size = sum(p.size for p in parameters)
         edges = bounds(self.size, group.size)
@@ -107,7 +108,7 @@ def trainable(parameters: Iterable[Parameter]) -> list[Parameter]:
     return chosen
 
 
-def gather_state(model: Module, flats: Iterable[Flat], chunks: Iterable[Array], group: Group, *,
+def gather_state(model: Module, flats: Iterable[Flat], chunks: Iterable[Array], *,
                  algorithm: str) -> dict[str, np.ndarray]:
     """Copies of a model's weights, whole, on the host, by dotted path; of each flat this rank has one of the `chunks`.
 
@@ -117,8 +118,8 @@ def gather_state(model: Module, flats: Iterable[Flat], chunks: Iterable[Array], 
     whole: dict[int, np.ndarray] = {}
     for flat, chunk in zip(flats, chunks, strict=True):
         vector = empty_like(chunk, flat.size, "workspace")
-        with group.ledger.control():
-            group.all_gather(chunk, out=vector, algorithm=algorithm)
+        with flat.group.ledger.control():
+            flat.group.all_gather(chunk, out=vector, algorithm=algorithm)
         whole.update({id(parameter): widen(np.array(to_host(view))) for parameter, view in flat.views(vector)})
     return {name: whole[id(p)] if id(p) in whole else widen(np.array(to_host(p.data)))
             for name, p in model.named_parameters()}

@@ -19,7 +19,6 @@ import numpy as np
 from minidist import account
 from minidist.account import MemoryAccount
 from minidist.backend import Array, array_module
-from minidist.comm.group import Group
 from minidist.nn import Module
 from minidist.optim.clip import sum_of_squares
 from minidist.parallel.common.flat import Flat, Piece, gather_state
@@ -100,9 +99,9 @@ class Home:
 
     # ---------------------------------------------------------------------------------------------------- the rest
 
-    def state(self, model: Module, flats: Sequence[Flat], group: Group, *, algorithm: str) -> dict[str, np.ndarray]:
+    def state(self, model: Module, flats: Sequence[Flat], *, algorithm: str) -> dict[str, np.ndarray]:
         """Copies of a model's master weights, whole, on the host; every rank calls it. Cost: as gather_state."""
-        return gather_state(model, flats, map(self.master, flats), group, algorithm=algorithm)
+        return gather_state(model, flats, map(self.master, flats), algorithm=algorithm)
 
     def master(self, flat: Flat) -> Array:
         """The chunk's master weights, on the device or the host; of a frozen run its weights."""

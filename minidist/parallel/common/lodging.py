@@ -8,7 +8,6 @@ import numpy as np
 
 from minidist import account
 from minidist.backend import Array
-from minidist.comm.group import Group
 from minidist.nn import Module
 from minidist.optim.optimizer import Slot
 from minidist.parallel.common.flat import Flat, Piece
@@ -74,10 +73,10 @@ class Offload(Home):
             self._going.wait()
             self._going = None
 
-    def state(self, model: Module, flats: Sequence[Flat], group: Group, *, algorithm: str) -> dict[str, np.ndarray]:
+    def state(self, model: Module, flats: Sequence[Flat], *, algorithm: str) -> dict[str, np.ndarray]:
         """Masters come from the host or the disk, and nothing of it touches the device."""
         with account.use(self.host):
-            return super().state(model, flats, group, algorithm=algorithm)
+            return super().state(model, flats, algorithm=algorithm)
 
     def close(self) -> None:
         """End the lanes."""

@@ -73,7 +73,7 @@ class Scattered:
         buffer = self._buffers[index]
         room = self.home.room(flat) if self._empty[index] else None
         out = buffer[flat.own] if room is None else room
-        group = self.sharing.shard
+        group = flat.group
         self.recorder.announce(group.axis, f"reduce_scatter {self.what} {index}")
         pending = group.start_reduce_scatter(buffer, out=out, algorithm=self.algorithm)
         self.settle()
@@ -99,5 +99,5 @@ class Scattered:
         for parameter in flat.parameters:
             parameter.bind_gradient(None)
         shard = self.home.room(flat)
-        if self._last and shard is not None:
+        if self._last and shard is not None and flat.group is self.sharing.shard:
             self.sharing.start_sum(shard, f"{self.what} {index}")

@@ -15,6 +15,7 @@ from minidist.nn import Module
 from minidist.nn.weights import Weight
 from minidist.parallel.common.flat import Flat
 from minidist.parallel.common.home import Home
+from minidist.parallel.common.owners import Others, owners
 from minidist.parallel.common.recorder import Recorder
 from minidist.tensor import Parameter
 
@@ -23,18 +24,19 @@ class Unit:
     """Some parameters, whole only between fetch and free.
 
     Args:    module: whose calls need them, or None for the root; parameters: not empty unless it is the root.
-    Attributes: flats     the parameters by dtype and whether they learn; learning: those that do
+    Attributes: flats     the parameters by dtype, whether they learn and who shares them; learning: those that do
                 calls     calls of the module whose backward is still to come
     """
 
     def __init__(self, name: str, module: Module | None, parameters: Sequence[Parameter], group: Group, *, home: Home,
-                 algorithm: str, recorder: Recorder) -> None:
-        self.name, self.module, self.group, self.algorithm, self.recorder = name, module, group, algorithm, recorder
+                 algorithm: str, recorder: Recorder, others: Others) -> None:
+        self.name, self.module, self.algorithm, self.recorder = name, module, algorithm, recorder
         self.home = home
-        kinds: dict[tuple[str, bool], list[Parameter]] = {}
+        kinds: dict[tuple[str, bool, int], list[Parameter]] = {}
         for parameter in parameters:
-            kinds.setdefault((parameter.dtype.name, parameter.requires_grad), []).append(parameter)
-        self.flats = [Flat(run, group) for run in kinds.values()]
+            kind = parameter.dtype.name, parameter.requires_grad, owners([parameter], group, others).id
+            kinds.setdefault(kind, []).append(parameter)
+        self.flats = [Flat(run, owners(run, group, others)) for run in kinds.values()]
         self.learning = [flat for flat in self.flats if flat.parameters[0].requires_grad]
         self.calls = 0
         self.device = "cpu"
@@ -75,8 +77,8 @@ class Unit:
         for flat in self.flats:
             vector = self._empty(flat.size, flat)
             chunk = self.home.weights(flat, vector[flat.own])
-            self.recorder.announce(self.group.axis, f"all_gather {self.name}")
-            self._pending.append((flat, vector, self.group.start_all_gather(chunk, out=vector,
+            self.recorder.announce(flat.group.axis, f"all_gather {self.name}")
+            self._pending.append((flat, vector, flat.group.start_all_gather(chunk, out=vector,
                                                                             algorithm=self.algorithm)))
 
     def complete(self) -> None:
@@ -102,31 +104,36 @@ class Unit:
 
 
 def make_units(model: Module, modules: Sequence[Module] | None, ahead: int, group: Group, *, home: Home,
-               algorithm: str, recorder: Recorder, seed: int | None, device: str) -> tuple[list[Unit], Unit]:
+               algorithm: str, recorder: Recorder, seed: int | None, device: str, others: Others,
+               whole: Sequence[Parameter] = ()) -> tuple[list[Unit], Unit]:
     """The units of `modules` (None: the model's children) and the root with the rest, each cut down to its shards.
 
+    What stays `whole` is in none of them.
     Raises:  ConfigError if two units share a parameter, a module is not the model's, or ahead is negative.
     """
     if ahead < 0:
         raise ConfigError(f"ahead={ahead}: how many units may be gathered before their turn; take 1, or 0 for none")
     paths = {id(module): path for path, module in model.named_modules()}
     chosen = [child for _, child in model.children()] if modules is None else list(modules)
-    taken: set[int] = set()
+    taken, left_out = set[int](), set(map(id, whole))
     units: list[Unit] = []
     model.assign_names()
     for module in chosen:
         if id(module) not in paths:
             raise ConfigError(f"units: a {type(module).__name__} is no part of the model; name modules of the model")
-        parameters = list(module.parameters())
+        parameters = [p for p in module.parameters() if id(p) not in left_out]
         twice = [p.name for p in parameters if id(p) in taken]
         if twice:
             raise ConfigError(f"units: {twice[0]!r} belongs to two units; leave the modules that share it to the root")
         taken.update(map(id, parameters))
         if parameters:
             units.append(Unit(paths[id(module)], module, parameters, group, home=home, algorithm=algorithm,
-                              recorder=recorder))
-    rest = [p for p in model.parameters() if id(p) not in taken]
-    root = Unit("root", None, rest, group, home=home, algorithm=algorithm, recorder=recorder)
+                              recorder=recorder, others=others))
+    rest = [p for p in model.parameters() if id(p) not in taken | left_out]
+    root = Unit("root", None, rest, group, home=home, algorithm=algorithm, recorder=recorder, others=others)
+    for weight in whole:
+        if seed is not None and isinstance(weight, Weight) and not weight.drawn:
+            weight.data = weight.draw(seed, device=device)
     for unit in (*units, root):
         unit.shard(seed, device)
     return units, root
