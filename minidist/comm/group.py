@@ -243,13 +243,8 @@ class Group:
             return None
         members = sorted((int(row[2]), rank, int(row[3])) for rank, row in enumerate(table)
                          if row[0] and row[1] == color)
-        digest = hashlib.blake2b(f"{self.id}/{self._splits}/{int(color)}".encode(), digest_size=8).digest()
-        child = Group(self.transport, self.ledger, [self.world_ranks[rank] for _, rank, _ in members],
-                      axis=axis or f"{self.axis}.split", id=int.from_bytes(digest, "little"),
-                      nodes=[self.nodes[rank] for _, rank, _ in members],
-                      places=[place for _, _, place in members])
-        self._children.append(child)
-        return child
+        return self._child(f"{self._splits}/{int(color)}", [rank for _, rank, _ in members],
+                           [place for _, _, place in members], axis or f"{self.axis}.split")
 
     def without(self, gone: Iterable[int]) -> "Group":
         """The group of those that are left when the ranks `gone` are lost, in their order; each of them calls it alike.
@@ -258,10 +253,13 @@ class Group:
         """
         lost = sorted(set(gone))
         left = [rank for rank in range(self.size) if rank not in lost]
-        digest = hashlib.blake2b(f"{self.id}/without {lost}".encode(), digest_size=8).digest()
-        child = Group(self.transport, self.ledger, [self.world_ranks[rank] for rank in left], axis=self.axis,
-                      id=int.from_bytes(digest, "little"), nodes=[self.nodes[rank] for rank in left],
-                      places=[-1] * len(left))
+        return self._child(f"without {lost}", left, [-1] * len(left), self.axis)
+
+    def _child(self, how: str, ranks: Sequence[int], places: Sequence[int], axis: str) -> "Group":
+        """The group of some of the ranks; its id is a hash of this one's and of how it came about."""
+        digest = hashlib.blake2b(f"{self.id}/{how}".encode(), digest_size=8).digest()
+        child = Group(self.transport, self.ledger, [self.world_ranks[rank] for rank in ranks], axis=axis,
+                      id=int.from_bytes(digest, "little"), nodes=[self.nodes[rank] for rank in ranks], places=places)
         self._children.append(child)
         return child
 

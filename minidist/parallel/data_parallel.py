@@ -68,7 +68,7 @@ from minidist.parallel.common.buckets import cut, make_buckets
 from minidist.parallel.common.flat import Flat, empty_like
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
-from minidist.parallel.common.update import Batch, Part, clip_and_update, zero_unused
+from minidist.parallel.common.update import Batch, Part, clip_and_update, rows_of, zero_unused
 from minidist.tensor import Parameter, Tensor
 
 EVERYTHING = 1 << 62
@@ -267,7 +267,7 @@ class DataParallel:
         device.model.zero_grad()
         total, span = 0.0, device.recorder.span
         for number, micro in enumerate(micros):
-            rows, first = _share(len(micro.inputs), len(self.devices), device.rank)
+            rows, first = rows_of(len(micro.inputs), size=len(self.devices), rank=device.rank)
             with span("split the batch", "communication", notes="DP 1"):
                 inputs = self.split(device, None if device.rank else micro.inputs)
             if number == 0:
@@ -294,9 +294,3 @@ class DataParallel:
         for transport in self._transports:
             with suppress(CommError):
                 transport.abort(PeerLostError(f"replica {rank} failed with {type(error).__name__}: {error}", rank))
-
-
-def _share(rows: int, size: int, rank: int) -> tuple[int, int]:
-    """How many rows a device gets, and the number of its first, in array_split order."""
-    each, more = divmod(rows, size)
-    return each + (rank < more), rank * each + min(rank, more)

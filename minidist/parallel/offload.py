@@ -184,7 +184,7 @@ class OnDisk(Offload):
         if flat.dtype in LOW_PRECISION:
             record.add("master", np.float32, flat.owned)
             self.disk.put(record, "master", widen(self._read_now(record, "weights")))
-        return self.lodge(flat, nothing(record.regions[_master(record)].dtype, flat.owned),
+        return self.lodge(flat, nothing(record.regions[record.master].dtype, flat.owned),
                           nothing(flat.dtype, flat.owned))
 
     # ------------------------------------------------------------------------------------------- while computing
@@ -254,15 +254,15 @@ class OnDisk(Offload):
         with account.use(self.host):
             for number, (flat, run) in enumerate(runs):
                 record = self._records[id(flat)]
-                loan = ahead or self.disk.start_read(record, _needed(record))
+                loan = ahead or self.disk.start_read(record, record.needed)
                 following = [self._records[id(other)] for other, _ in runs[number + 1:number + 2]]
-                ahead = self.disk.start_read(following[0], _needed(following[0]), spare=1) if following else None
+                ahead = self.disk.start_read(following[0], following[0].needed, spare=1) if following else None
                 assert loan is not None
                 with self.recorder.span(f"wait for {self._names[id(flat)]}"):
                     loan.wait()
                 empty = [(slot.weights.data, slot.weights.grad, slot.state) for slot in run]
                 for slot in run:
-                    move_in(slot, loan.arrays, _master(record))
+                    move_in(slot, loan.arrays, record.master)
                 yield from run
                 for slot, (data, grad, state) in zip(run, empty, strict=True):
                     slot.weights.data, slot.weights.grad, slot.state = data, grad, state    # type: ignore[misc]
@@ -278,7 +278,7 @@ class OnDisk(Offload):
     def master(self, flat: Flat) -> Array:
         """Read from disk: a copy."""
         record = self._records[id(flat)]
-        return self._read_now(record, _master(record))
+        return self._read_now(record, record.master)
 
     def _read_now(self, record: Record, key: str) -> np.ndarray:
         loan = self.disk.start_read(record, [key])
@@ -295,12 +295,3 @@ class OnDisk(Offload):
         """End the lanes; the files are gone."""
         super().close()
         self.disk.close()
-
-
-def _master(record: Record) -> str:
-    return "master" if "master" in record.regions else "weights"
-
-
-def _needed(record: Record) -> list[str]:
-    """What an update reads: all, but weights that are a rounding of their masters."""
-    return [key for key in record.regions if key != "weights" or "master" not in record.regions]

@@ -63,6 +63,16 @@ class Record:
         self.regions[key] = region
         self.nbytes += pages(region.nbytes)
 
+    @property
+    def master(self) -> str:
+        """The region of what an optimizer updates."""
+        return "master" if "master" in self.regions else "weights"
+
+    @property
+    def needed(self) -> list[str]:
+        """What an update reads: all, but weights that are a rounding of their masters."""
+        return [key for key in self.regions if key != "weights" or self.master == "weights"]
+
 
 class told:  # noqa: N801 - used as a function
     """Context: an OSError inside becomes a DiskError that names the file and what was asked of it."""

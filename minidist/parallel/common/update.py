@@ -41,10 +41,14 @@ def part_of(batch: Batch, *, size: int, rank: int) -> Part:
     The first `B % size` ranks get one row more; with fewer rows than ranks the last ranks get none.
     """
     inputs, targets = batch
-    each, more = divmod(len(inputs), size)
-    start = rank * each + min(rank, more)
-    stop = start + each + (rank < more)
-    return Part(inputs[start:stop], targets[start:stop], start)
+    rows, start = rows_of(len(inputs), size=size, rank=rank)
+    return Part(inputs[start:start + rows], targets[start:start + rows], start)
+
+
+def rows_of(rows: int, *, size: int, rank: int) -> tuple[int, int]:
+    """How many of so many rows are rank `rank`'s, and the number of its first, in `numpy.array_split` order."""
+    each, more = divmod(rows, size)
+    return each + (rank < more), rank * each + min(rank, more)
 
 
 def zero_unused(parameters: Iterable[Parameter]) -> None:
