@@ -8,6 +8,8 @@
 import argparse
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -67,12 +69,12 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
     timeline.follow(world.ledger)
     trainer = Trainer(settings.plan(world.size), settings.config, world, recorder=timeline,
                       **settings.trainer_options())
-    if world.rank == 0:
-        make_folder(settings.out)   # before the first step: a run whose folder cannot be made would be lost at its end
-    if speaks:
-        announce(console, settings, world)
-    report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else Silence()
-    losses, seconds, early = train_steps(trainer, settings, report)
+    trainer.require_room(args.batch)
+    with run_folder(settings.out) if world.rank == 0 else nullcontext():
+        if speaks:
+            announce(console, settings, world)
+        report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else Silence()
+        losses, seconds, early = train_steps(trainer, settings, report)
     world = trainer.survivors()
     trainer.check_replicas()
     validation_loss = trainer.evaluate(settings.validation_batches())
@@ -114,12 +116,25 @@ def whole_model(trainer: Trainer, weights: Weights) -> GPT:
     return model
 
 
-def make_folder(folder: Path) -> None:
-    """Make the run folder. Raises ConfigError if it cannot be made."""
+@contextmanager
+def run_folder(folder: Path) -> Iterator[None]:
+    """Make the run folder before the first step, for a run without one would be lost at its end. Should the steps
+    fail, what was made goes again, if it is empty.
+
+    Raises:  ConfigError if it cannot be made.
+    """
+    made = [missing for missing in (folder, *folder.parents) if not missing.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(f"--out {folder}: {error.strerror}")
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for empty in made:
+                empty.rmdir()
+        raise
 
 
 def train_steps(trainer: Trainer, settings: train_options.Settings,

@@ -36,9 +36,13 @@ Source:  Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Kort
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
+
+from minidist import account
 from minidist.errors import PlanError
-from minidist.nn import GPT, Module
+from minidist.nn import GPT, DropoutKey, GPTConfig, Module
 
 NONE, SCORES, ALL = "none", "scores", "all"
 
@@ -87,3 +91,34 @@ def chosen(which: str, blocks: int) -> list[int]:
         raise PlanError(f"checkpoint_blocks {which!r}: choose {NONE}, {SCORES}, {ALL}, or numbers of blocks "
                         f"from 0 to {blocks - 1} joined by commas, like 0,{blocks - 1}")
     return sorted({int(number) for number in numbers})
+
+
+def pass_bytes(config: GPTConfig, sequences: int, which: str = NONE, *, device: str = "cpu") -> int:
+    """What activations of one pass over so many sequences will take at the peak, before there is a model.
+
+    What a block adds does not depend on how many there are. So models of one and two blocks, as wide as the real one,
+    make the pass, forward and backward, and the formulas above say the rest. It is never too much: where numbers choose
+    blocks it is what lies there at the end of forward, though a last block that is computed again comes on top.
+
+    Args:    config: its dtype is that of the activations; which: as checkpoint_blocks.
+    Cost:    forward and backward of three blocks, and of six where numbers choose some.
+    """
+    def peak(layers: int, which: str) -> int:
+        return _peak(replace(config, layers=layers), sequences, which, device)
+
+    if which in (NONE, SCORES, ALL):
+        one, two = peak(1, which), peak(2, which)
+        return one + (config.layers - 1) * (two - one)
+    one, two, entry = peak(1, NONE), peak(2, NONE), peak(2, ALL) - peak(1, ALL)
+    block = two - one
+    return one + (config.layers - 1) * block - len(chosen(which, config.layers)) * (block - entry)
+
+
+def _peak(config: GPTConfig, sequences: int, which: str, device: str) -> int:
+    with account.use(account.MemoryAccount()) as memory:
+        model = GPT(config)
+        model.initialize(0, device=device)
+        checkpoint_blocks(model, which)
+        ids = np.zeros((sequences, config.context), np.int64)
+        model.loss(ids, ids, key=DropoutKey.of_sequences(0, 0, 0, *ids.shape) if config.dropout else None).backward()
+        return memory.peak["activations"]

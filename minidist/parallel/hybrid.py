@@ -22,12 +22,12 @@ import numpy as np
 from minidist import backend
 from minidist.account import MemoryAccount
 from minidist.account import current as current_account
-from minidist.backend import Array
+from minidist.backend import Array, device_of
 from minidist.comm.group import Group
 from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig, Module
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
-from minidist.parallel.activations import checkpoint_blocks
+from minidist.parallel.activations import checkpoint_blocks, pass_bytes
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas, weights_digest
@@ -37,7 +37,7 @@ from minidist.parallel.ddp import DDP
 from minidist.parallel.hybrid_step import Hybrid
 from minidist.parallel.mesh import Mesh
 from minidist.parallel.mixed_precision import MixedPrecision, check_dtype
-from minidist.parallel.offload_costs import make_home, require_disk, require_memory
+from minidist.parallel.offload_costs import make_home, require_disk, require_memory, require_pass
 from minidist.parallel.parameter_server import ParameterServer
 from minidist.parallel.plan import AXES, Plan
 from minidist.parallel.single import Single
@@ -143,6 +143,19 @@ class Trainer:
         return _OF_STAGE[stage](self.model, self.mesh["dp"], loss=self._loss, precision=self.precision,
                                 recorder=self.recorder, bucket_bytes=self.plan.bucket_bytes,
                                 algorithm=self.plan.algorithm, **homes)
+
+    def require_room(self, sequences: int) -> None:
+        """Before training: raise MemoryLimitError if a step on so many sequences cannot fit under the plan's limit.
+
+        What it keeps of a pass is found by running small models (activations.py), the same on all ranks. With a
+        pipeline or tensor parallelism the first step will tell, as it does of what comes on top.
+        """
+        plan = self.plan
+        if plan.device_memory is not None and plan.pp * plan.tp == 1:
+            at_once = -(-sequences // (plan.dp * plan.accumulate))
+            kept = pass_bytes(self.model.config, at_once, plan.checkpoint_blocks,
+                              device=device_of(next(self.model.parameters()).data))
+            require_pass(plan.device_memory, self.account.now["total"], kept, at_once)
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
         """The model's loss of a part; dropout is keyed by step and global token, so that it does not see the split."""

@@ -61,7 +61,7 @@ def require_disk(home: Home, parameters: Sequence[Parameter], *, masters: bool, 
 def require_memory(limit: int | None, units: Sequence[Unit], root: Unit) -> None:
     """Raise MemoryLimitError, before training, if units cannot fit: two whole ones, a unit's gradients, and the root.
 
-    Activations, which nobody knows beforehand, come on top.
+    Activations come on top (require_pass).
     """
     if limit is None or not units:
         return
@@ -74,3 +74,16 @@ def require_memory(limit: int | None, units: Sequence[Unit], root: Unit) -> None
         raise MemoryLimitError(f"device memory: two units at work ({one.name}, {other.name}: {weights:,} bytes), the "
                                f"gradients of one ({gradients:,}) and the root with its own ({2 * root.nbytes:,}) need "
                                f"{need:,} bytes and the limit is {limit:,}; raise it, or make the model narrower")
+
+
+def require_pass(limit: int, held: int, activations: int, sequences: int) -> None:
+    """Raise MemoryLimitError, before training, if a pass's activations cannot lie beside what is held all along.
+
+    Gradients and scratch come on top: what passes here may still meet the limit, in its first step.
+    """
+    if held + activations > limit:
+        rows = f"{sequences} sequence{'s' * (sequences > 1)}"
+        raise MemoryLimitError(f"device memory: {held:,} bytes that stay and {activations:,} of activations, of {rows} "
+                               f"at once, need {held + activations:,} bytes and the limit is {limit:,}; raise it, take "
+                               f"fewer sequences at once (accumulate), keep less of them (checkpoint_blocks), or "
+                               f"offload more")

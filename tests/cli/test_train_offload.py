@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from minidist import account
 from minidist.cli import main
 
 TINY = ["train", "--steps", "3", "--batch", "4", "--context", "8", "--layers", "6", "--width", "16", "--heads", "2",
@@ -57,6 +58,7 @@ def test_two_ranks_within_a_limit_and_as_one_process(book: Path, tmp_path: Path)
     (["--offload", "optimizer", "--offload-dir", "disk"], "only --offload all has files"),
     (["--device-memory", "much"], "write 4096, 64KiB"),
     (["--device-memory", "100KiB"], "do not fit under the limit of 102,400"),
+    (["--device-memory", "700KiB"], "of 4 sequences at once, need "),
     (["--offload", "all", "--device-memory", "60KiB"], "two units at work"),
     (["-n", "2", "--offload", "optimizer"], "use zero=1, 2 or 3"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
@@ -68,6 +70,21 @@ def test_a_mistake_is_one_line(options: list[str], says: str, book: Path, tmp_pa
     assert (status, printed.out) == (2, "")
     assert printed.err.startswith("minidist train: ") and says in printed.err and printed.err.count("\n") == 1
     assert os.listdir(tmp_path) == []
+
+
+def test_a_limit_met_in_the_first_step_leaves_nothing(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    """By gradients, which come on top of what is known; the run folder, made before, and those above it go again."""
+    monkeypatch.chdir(tmp_path)
+    options = [*TINY, "--data", str(book), "--out", "runs/one"]
+    with account.use(account.MemoryAccount()):          # where nothing is left of other tests
+        assert main([*options, "--steps", "1", "--json", "one.json"]) == 0
+    peak = json.loads((tmp_path / "one.json").read_text())["ranks"][0]["memory"]["total"]["peak"]
+    capsys.readouterr()
+    with account.use(account.MemoryAccount()):
+        assert main([*options[:-1], "more/of/them", "--device-memory", str(peak - 1)]) == 2
+    assert "more for gradients do not fit" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["one.json", "runs"]
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])

@@ -21,6 +21,7 @@ from minidist.nn import GPT, Linear, Module
 from minidist.observe.overlap import measure, moves
 from minidist.observe.timeline import Timeline
 from minidist.optim import AdamW
+from minidist.parallel.activations import pass_bytes
 from minidist.parallel.common.memory import Each
 from minidist.parallel.common.moves import Pace
 from minidist.parallel.common.replicas import weights_digest
@@ -220,6 +221,33 @@ def test_a_limit_too_small_for_a_unit_is_told_before_training(tmp_path: Path) ->
     with pytest.raises(MemoryLimitError, match=says):
         md.run(lambda world: job(world, {**HOMES[4], "device_memory": 9000}, offload_dir=tmp_path), size=1)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("plan", [{}, {"zero": 2, "accumulate": 2, "checkpoint_blocks": "all"},
+                                  {"zero": 3, "offload": "all"}], ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_pass_too_large_is_told_before_training(plan: dict[str, Any], size: int, tmp_path: Path) -> None:
+    """What fits is let through; less than it needs without gradients and scratch is refused, and the need is named."""
+    def run(world: Any, limit: int | None, trains: bool = True) -> int:
+        with account.use(MemoryAccount()) as memory:
+            trainer = Trainer(Plan(dp=world.size, device_memory=limit, **plan), config, world, offload_dir=tmp_path)
+            try:
+                trainer.require_room(8)
+                if trains:
+                    trainer.step(global_batch(0, 8, config))
+                return memory.peak["total"] if trains else memory.now["total"]
+            finally:
+                trainer.close()
+
+    config = tiny(dtype="float32", layers=4, context=64)
+    peak = max(md.run(run, None, size=size))
+    assert max(md.run(run, peak, size=size)) <= peak
+    held = min(md.run(run, peak, False, size=size))
+    at_once = 8 // size // plan.get("accumulate", 1)
+    need = held + pass_bytes(config, at_once, plan.get("checkpoint_blocks", "none"))
+    assert 0.6 * peak < need <= peak
+    with pytest.raises(MemoryLimitError, match=f"of {at_once} sequences at once, need .* limit is {need - 1:,};"):
+        md.run(run, need - 1, False, size=size)
 
 
 def test_plans_that_cannot_be(tmp_path: Path) -> None:
