@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from minidist import account
-from minidist.cli import train_arguments, train_options, train_report
+from minidist.cli import train_arguments, train_experts, train_options, train_report
 from minidist.cli.common import fail, write_json
 from minidist.cli.train_progress import Report, Silence, make_console, make_report
 from minidist.cli.train_sample import sample
@@ -85,6 +85,7 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
     metrics = {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name,
                "threads": threads, "device": args.device, **train_report.parameter_counts(trainer),
                "formula": train_report.gradient_formula(trainer, settings.training_batch(0)),
+               **train_experts.record(trainer),
                "optimizer_moments": train_report.moments(trainer),
                "skipped_steps": trainer.precision.skipped,
                "losses": losses, "validation_loss": validation_loss, "step_seconds": step_seconds,

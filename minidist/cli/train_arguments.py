@@ -4,6 +4,7 @@ import argparse
 
 from minidist.cli.common import number_of_bytes, positive
 from minidist.launch.transports import PROCESSES
+from minidist.nn.config import BALANCES
 from minidist.parallel.hybrid import OPTIMIZERS, SCHEDULES
 from minidist.parallel.plan import OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
 from minidist.parallel.schedules import ORDERS
@@ -11,7 +12,7 @@ from minidist.parallel.schedules import ORDERS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist train`."""
-    for group in (_job, _division, _strategy, _memory, _data, _model, _training, _result):
+    for group in (_job, _division, _strategy, _memory, _data, _model, _experts, _training, _result):
         group(parser)
 
 
@@ -30,8 +31,9 @@ def _job(parser: argparse.ArgumentParser) -> None:
 def _division(parser: argparse.ArgumentParser) -> None:
     """Along which axes, and what of the state."""
     add = parser.add_argument_group("how it is divided").add_argument
-    add("--plan", metavar="dp=N,pp=N,tp=N",
-        help="how the job is cut: ranks along the data, pipeline and tensor axes (default: dp=all)")
+    add("--plan", metavar="dp=N,pp=N,…",
+        help="how the job is cut: ranks along the axes dp (data), pp (pipeline), ep (experts) and tp (tensor) "
+             "(default: dp=all)")
     add("--zero", type=int, choices=ZERO_STAGES,
         help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too (default: 0; "
              "with --offload all 3)")
@@ -107,6 +109,25 @@ def _model(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=PRECISIONS, default="fp32",
         help="weights and gradients as --dtype says (fp32), or in bf16 or fp16 beside float32 master "
         "weights; fp16 with a loss scale; fp8: bf16, and products of one byte (default: fp32)")
+
+
+def _experts(parser: argparse.ArgumentParser) -> None:
+    """A mixture of experts."""
+    add = parser.add_argument_group("a mixture of experts").add_argument
+    add("--experts", type=positive, metavar="E",
+        help="E experts in place of each block's MLP; plan axis ep divides them (default: an MLP)")
+    add("--top-k", type=positive, metavar="K", help="experts that a token goes to (default: 2)")
+    add("--capacity", type=positive_number, metavar="FACTOR",
+        help="tokens of a sequence that an expert takes, as a multiple of the even share; the rest is dropped "
+             "(default: takes all)")
+    add("--gate-noise", type=not_negative, metavar="STD", help="added to the gate's scores (default: 0)")
+    add("--balance", choices=BALANCES,
+        help="what keeps experts evenly loaded: a loss, biases that move against the load, or nothing (default: loss)")
+    add("--balance-weight", type=not_negative, metavar="W", help="of the balance loss (default: 0.01)")
+    add("--bias-rate", type=not_negative, metavar="R", help="how far a bias moves in a step (default: 0.001)")
+    add("--shared-experts", type=positive, metavar="S", help="experts that see every token, beside the others")
+    add("--expert-width", type=positive, metavar="N",
+        help="numbers inside an expert (default: as inside the MLP, 4 × width)")
 
 
 def _training(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from minidist.backend import module_for
 from minidist.cli.common import fail
 from minidist.data import text
-from minidist.nn import GPTConfig
+from minidist.nn import GPTConfig, MixtureConfig
 from minidist.parallel.activations import chosen
 from minidist.parallel.common.disk import writable
 from minidist.parallel.common.update import Batch
@@ -36,6 +36,18 @@ PLAN_OPTIONS = (
     "device_memory",
 )
 """Options that are fields of Plan."""
+
+MIXTURE_OPTIONS = {
+    "top_k": "top_k",
+    "capacity": "capacity",
+    "gate_noise": "noise",
+    "balance": "balance",
+    "balance_weight": "balance_weight",
+    "bias_rate": "bias_rate",
+    "shared_experts": "shared",
+    "expert_width": "hidden",
+}
+"""Options that are fields of MixtureConfig, beside --experts."""
 
 STALENESS = 2
 """How many steps an asynchronous worker may be ahead, unless told otherwise."""
@@ -93,7 +105,7 @@ def check(args: argparse.Namespace) -> Settings:
     data.check(context=args.context, vocabulary=args.vocab)
     config = GPTConfig(vocabulary=args.vocab or len(data.symbols), context=args.context, layers=args.layers,
                        width=args.width, heads=args.heads, positions=args.positions, tied=args.tied,
-                       dropout=args.dropout, dtype=args.dtype)
+                       dropout=args.dropout, dtype=args.dtype, mixture=mixture_of(args))
     chosen(args.checkpoint_blocks, args.layers)
     check_dtype(args.precision, args.dtype)
     if args.staleness is not None and not args.asynchronous:
@@ -109,6 +121,16 @@ def check(args: argparse.Namespace) -> Settings:
     if args.json:
         check_writable("--json", Path(args.json), folder_must_exist=True)
     return Settings(args, data, config, out)
+
+
+def mixture_of(args: argparse.Namespace) -> MixtureConfig | None:
+    """The mixture that the options ask for, or None."""
+    given = {field: getattr(args, option) for option, field in MIXTURE_OPTIONS.items()
+             if getattr(args, option) is not None}
+    if args.experts is None and given:
+        option = next(option for option, field in MIXTURE_OPTIONS.items() if field in given)
+        fail(f"--{option.replace('_', '-')} is for a mixture of experts; add --experts 8, or leave it out")
+    return None if args.experts is None else MixtureConfig(experts=args.experts, **given)
 
 
 def check_writable(option: str, file: Path, *, folder_must_exist: bool = False) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 import minidist
 from minidist.backend import Array
-from minidist.cli import train_central, train_hybrid
+from minidist.cli import train_central, train_experts, train_hybrid
 from minidist.cli.common import write_json
 from minidist.cli.train_offload import offload_record, on_device, print_offload
 from minidist.comm.collectives.chunks import bounds
@@ -187,6 +187,9 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
         console.rule(f"what each rank sent for {what} in a step, in bytes and messages, measured and by formula",
                      style="dim", align="left")
         console.print(traffic_table(metrics))
+    if "experts" in metrics:
+        console.rule("how many tokens a step chose each expert, over the run", style="dim", align="left")
+        console.print(train_experts.table(metrics))
     console.rule("what fills the memory of rank 0, in bytes, measured and by formula", style="dim", align="left")
     console.print(memory_table(metrics))
     each = bytes_a_parameter(metrics)

@@ -240,6 +240,11 @@ def mixtures(model: Module) -> list[Mixture]:
     return [module for module in model.modules() if isinstance(module, Mixture)]
 
 
+def biases(model: Module) -> list[Weight]:
+    """What balance by bias moves, by no gradient: the same on all ranks."""
+    return [layer.bias for layer in mixtures(model) if layer.bias is not None]
+
+
 def loads(model: Module) -> np.ndarray:
     """Tokens that chose each expert, and that it took: (layers, 2, experts) integers, of this process since `clear`."""
     layers = mixtures(model)

@@ -26,8 +26,10 @@ from minidist.backend import Array, device_of
 from minidist.comm.group import Group
 from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig, Module
+from minidist.nn.moe import biases
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
 from minidist.parallel.activations import checkpoint_blocks, pass_bytes
+from minidist.parallel.common.loads import Loads
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas, weights_digest
@@ -68,6 +70,7 @@ class Trainer:
              recorder: is told what runs when (an observe.Timeline, say).
              offload_dir: where the plan's offload=all puts its files (None: with the system's temporary ones).
     Attributes: model, optimizer, mesh, plan, precision; steps_done, updates_done; account: this rank's memory.
+                loads: how evenly experts are loaded, where there are some.
     Raises:  PlanError, ConfigError, DeviceError for what cannot work; MismatchError if replicas do not start equal.
     """
 
@@ -96,6 +99,7 @@ class Trainer:
         try:
             require_disk(self.home, [*self.model.parameters()], masters=plan.precision != "fp32", ranks=plan.dp)
             self.strategy: Strategy = self._make_strategy(device)
+            self.loads = Loads(self.model, self.mesh.copies)
             units = self._units()
             if units is not None:
                 require_memory(plan.device_memory, units.units, units.root)
@@ -127,7 +131,7 @@ class Trainer:
             return Zero3(self.model, self.mesh["dp"], units=[c for _, c in self.model.children() if c is not tied],
                          loss=self._loss, algorithm=self.plan.algorithm, seed=self.seed, device=device,
                          shard=self.plan.shard, free_after_forward=not self.plan.keep_gathered,
-                         precision=self.precision, home=self.home, recorder=self.recorder)
+                         whole=biases(self.model), precision=self.precision, home=self.home, recorder=self.recorder)
         self.model.initialize(self.seed, device=device)
         if self.plan.strategy == "data-parallel":
             return DataParallel(self.model, self.plan.replicas, forward=self._forward,
@@ -166,7 +170,7 @@ class Trainer:
         return replica(inputs, key=self._key(inputs, first))    # type: ignore[no-any-return]
 
     def _key(self, inputs: Array, first: int) -> DropoutKey | None:
-        if not self.config.dropout:
+        if not self.config.dropout and not (self.config.mixture and self.config.mixture.noise):
             return None
         return DropoutKey.of_sequences(self.seed, self.steps_done, first, *inputs.shape)
 
@@ -268,5 +272,6 @@ class Trainer:
               self.recorder.span("step", step=self.steps_done)):
             loss = self.strategy.step(batch, self.optimizer, lr=self.learning_rate(self.updates_done), clip=self.clip,
                                       accumulate=self.plan.accumulate)
+            self.loads.settle()
         self.steps_done += 1
         return loss

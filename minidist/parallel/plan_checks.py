@@ -165,8 +165,29 @@ def _check_composition(plan: "Plan") -> None:
 
 # --------------------------------------------------------------------------------------------------- plan and model
 
+def _check_experts(plan: "Plan", config: GPTConfig) -> None:
+    """What a mixture of experts, and ranks that divide it, ask of each other."""
+    mixture = config.mixture
+    if mixture is None:
+        if plan.ep > 1:
+            raise PlanError(f"plan ep={plan.ep}: the model has no experts to divide; use {instead(plan, ep=1)}, or a "
+                            f"mixture (--experts {2 * plan.ep})")
+        return
+    if mixture.experts % plan.ep:
+        most = max(ep for ep in divisors(mixture.experts) if ep <= plan.ep)
+        raise PlanError(f"plan ep={plan.ep}: {mixture.experts} experts do not divide among {plan.ep} ranks; use ep in "
+                        f"{divisors(mixture.experts)}, such as {instead(plan, ep=most)}, or "
+                        f"{-(-mixture.experts // plan.ep) * plan.ep} experts")
+    if plan.strategy != "ddp":
+        raise PlanError(f"plan strategy={plan.strategy}: nobody there adds up the experts' loads; use strategy=ddp")
+    if plan.precision == "fp8":
+        raise PlanError("plan precision=fp8: experts' products are not linears, which fp8 is for; use bf16")
+
+
+
 def check_model(plan: "Plan", config: GPTConfig) -> None:
     """Raise PlanError unless a model of this shape can be cut so."""
+    _check_experts(plan, config)
     if plan.stages > config.layers + 2:
         least = plan.stages - 2
         most = max(pp for pp in divisors(plan.pp) if pp * (plan.stages // plan.pp) <= config.layers + 2 or pp == 1)

@@ -1,0 +1,56 @@
+"""How evenly a mixture's experts are loaded, over a whole job: counted once a step, for biases and for the report."""
+
+from typing import Any
+
+import numpy as np
+
+from minidist.comm.group import Group
+from minidist.nn import GPT
+from minidist.nn.moe import loads, mixtures, rebalance
+
+
+class Loads:
+    """The loads of the mixtures that this rank has, summed over the ranks that share the batch.
+
+    Args:    model: this rank's part of it, with names; group: the ranks that share its weights, and the batch.
+    Attributes: step    (own layers, 2, experts) integers: tokens of the last step's whole batch that chose each expert,
+                        and that it took
+                total   the same, since the run began
+                sent    rows that this rank's tokens sent to other ranks' experts since the run began
+    """
+
+    def __init__(self, model: GPT, group: Group) -> None:
+        self.model, self.group, self.layers = model, group, mixtures(model)
+        self.step, self.total, self.sent = loads(model), loads(model), 0
+
+    def settle(self) -> None:
+        """A step is over: sum its loads, and move biases by them. The same on every rank; nothing without mixtures.
+
+        Cost:    one all-reduce of 2 E integers a layer, under `control`.
+        """
+        if not self.layers:
+            return
+        with self.group.ledger.control():
+            self.step = self.group.all_reduce(loads(self.model), algorithm="ring")
+        self.total = self.total + self.step
+        rebalance(self.model, self.step)
+        for layer in self.layers:
+            experts: Any = layer.experts
+            rows, group = getattr(experts, "sent", None), getattr(experts, "group", None)
+            if rows is not None and group is not None:
+                self.sent += int(rows.sum() - rows[group.rank])
+                experts.clear()
+
+    def whole(self, pipeline: Group) -> np.ndarray:
+        """`total` of all layers of the model, whichever stage has them: (layers, 2, experts). All ranks call it.
+
+        Args:    pipeline: the ranks that have the stages.
+        Cost:    one all-reduce, under `control`.
+        """
+        config = self.model.config
+        assert config.mixture is not None
+        found = np.zeros((config.layers, 2, config.mixture.experts), np.int64)
+        for layer, counted in zip(self.layers, self.total, strict=True):
+            found[int(layer.path.split(".")[1])] = counted
+        with pipeline.ledger.control():
+            return pipeline.all_reduce(found, algorithm="ring")     # type: ignore[no-any-return]
