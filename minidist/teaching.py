@@ -82,6 +82,11 @@ def expect(task: str, target: Any, measured: Any, mistake: str = "", advice: str
     return Result(task, bool(measured == target), str(target), str(measured), mistake, advice)
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 rank", "4 ranks"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def load_module(path: Path, name: str) -> ModuleType:
     """Run the Python file at `path` as a module of its own; nothing is added to sys.modules' lasting names.
 
@@ -147,7 +152,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _at(error: BaseException, file: Path) -> str:
     """` (exercise.py line 31)`: the last line of `file` that `error` passed through; empty if there is none."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+    whole = file.absolute()     # as frames have it
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == whole]
     return f" ({file.name} line {lines[-1]})" if lines else ""
 
 

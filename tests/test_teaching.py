@@ -54,6 +54,12 @@ def test_an_error_names_the_students_line(tmp_path: Path) -> None:
     assert "list index out of range (mine.py line 2)" in result.line()
 
 
+def test_a_file_named_from_here_has_lines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = graded(Path(), "def one():\n    return [][3]\n")[-1]
+    assert "list index out of range (mine.py line 2)" in result.line()
+
+
 def test_a_missing_file_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "check.py").write_text(CHECK)
     with pytest.raises(ConfigError, match="no file .*mine.py"):

@@ -11,7 +11,7 @@ from minidist import ops
 from minidist.errors import CommError
 from minidist.launch import run
 from minidist.parallel.model_parallel import ModelParallel
-from minidist.teaching import Result, expect, sent_since, totals
+from minidist.teaching import Result, counted, expect, sent_since, totals
 from minidist.tensor import Parameter, tensor
 
 LAYERS, ROWS, WIDTH, LIMIT = 5, 3, 4, 10.0
@@ -69,19 +69,20 @@ def _step(exercise: ModuleType, size: int) -> Iterator[Result]:
     try:
         ranks = run(_job, exercise, size=size, limit=LIMIT)
     except CommError as error:
-        yield Result(f"a step on {size} ranks ends", False, "every rank returns", type(error).__name__,
+        yield Result(f"a step on {counted(size, 'rank')} ends", False, "every rank returns", type(error).__name__,
                      "the ranks wait for each other", f"activations forth, gradients back: section 1; {error}")
         return
-    yield Result(f"loss, {size} ranks", abs(ranks[-1]["loss"] - loss.item()) < 1e-12, f"{loss.item():.6f}",
+    yield Result(f"loss, {counted(size, 'rank')}", abs(ranks[-1]["loss"] - loss.item()) < 1e-12, f"{loss.item():.6f}",
                  f"{ranks[-1]['loss']:.6f}", "another loss", "what came is this rank's input (holes 2, 3)")
     found = dict(pair for rank in ranks for pair in rank["gradients"])
     right = sum(layer in found and np.allclose(found[layer], weights[layer].grad, rtol=1e-10)
                 for layer in range(LAYERS))
     mistake = ("the first ranks got no right gradient: it must be handed back" if right else "no gradient is right")
-    yield expect(f"layers with the right gradient, {size} ranks", LAYERS, right, mistake,
+    yield expect(f"layers with the right gradient, {counted(size, 'rank')}", LAYERS, right, mistake,
                  "y.backward(what came), then send x.grad: section 1 (holes 4, 5)")
-    yield expect(f"bytes sent, {size} ranks", 2 * (size - 1) * ROWS * WIDTH * 8, sum(rank["bytes"] for rank in ranks),
-                 "more or less than each cut needs", "one activation forth and one gradient back (holes 3, 5)")
+    yield expect(f"bytes sent, {counted(size, 'rank')}", 2 * (size - 1) * ROWS * WIDTH * 8,
+                 sum(rank["bytes"] for rank in ranks), "more or less than each cut needs",
+                 "one activation forth and one gradient back (holes 3, 5)")
 
 
 # ----------------------------------------------------------------------------------------------------- the formulas

@@ -17,7 +17,7 @@ from minidist.optim import AdamW
 from minidist.parallel.common.stages import Stages
 from minidist.parallel.model_parallel import ModelParallel
 from minidist.parallel.single import Single
-from minidist.teaching import arguments, load_module, run_lesson
+from minidist.teaching import arguments, counted, load_module, run_lesson
 from minidist.tensor import tensor
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "10")
@@ -113,8 +113,8 @@ def holdings(group: Any, page: Page) -> None:
 
 def _parts(layers: list[int], rank: int) -> str:
     """What a rank has, in words."""
-    names = ["embedding"] * (rank == 0) + [f"{layers[rank]} blocks"] + ["norm, output"] * (rank == len(layers) - 1)
-    return ", ".join(names)
+    last = rank == len(layers) - 1
+    return ", ".join(["embedding"] * (rank == 0) + [counted(layers[rank], "block")] + ["norm, output"] * last)
 
 
 # ------------------------------------------------------------------------------------------------------ 3 who waits

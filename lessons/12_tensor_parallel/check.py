@@ -12,7 +12,7 @@ from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.parallel.common.split_gpt import head_columns, head_shares
 from minidist.parallel.tensor_parallel import elements_sent
-from minidist.teaching import Result, expect
+from minidist.teaching import Result, counted, expect
 from minidist.tensor import tensor
 
 ROWS, WIDTH, HIDDEN, VOCABULARY, LIMIT = 5, 4, 10, 11, 10.0
@@ -174,7 +174,7 @@ def _traffic(exercise: ModuleType, blocks: int, tokens: int, width: int, ranks: 
     known = {target // 2: "forward or backward alone", target // (2 * (ranks - 1)): "numbers of a message, not sent",
              target // 4: "one all-reduce a block", target // 2 * 3: "that is with blocks computed again",
              target // ranks: "of one rank"}
-    return expect(f"numbers sent for {blocks} blocks on {ranks} ranks", target, measured,
+    return expect(f"numbers sent for {counted(blocks, 'block')} on {ranks} ranks", target, measured,
                   known.get(measured, "wrong traffic"), "2 all-reduces forward, 2 backward: section 4 (hole 10)")
 
 

@@ -139,7 +139,8 @@ def traffic(group: Any, page: Page) -> None:
         parameters = sum(array.size for array in strategy.state_dict().values())
         target = 8 * lab.formula(group, config, name, parameters)
         gradients = 8 * 2 * (group.size - 1) * parameters if name != "sequence" else 0
-        rows.append([lab.TITLES[name], sent - gradients, gradients, sent, target, "ok" if sent == target else "off"])
+        numbers = [f"{nbytes:,}" for nbytes in (sent - gradients, gradients, sent, target)]
+        rows.append([lab.TITLES[name], *numbers, "ok" if sent == target else "off"])
     page.table(f"Bytes a step over {group.size} ranks: B = {lab.SEQUENCES}, T = {config.context}, h = {config.width}, "
                f"{config.layers} blocks", ["", "activations", "gradients", "sent", "formula", ""], rows,
                note="gradients: as data parallel, for the weights of ring and all-to-all are whole everywhere")

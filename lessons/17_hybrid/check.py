@@ -56,7 +56,7 @@ def _places(exercise: ModuleType, shape: dict[str, int], real: list[Any]) -> Ite
     target = [places for places, _ in real]
     ours = [{axis: int(place) for axis, place in exercise.coordinates(rank, shape).items()}
             for rank in range(len(real))]
-    wrong = next((rank for rank in range(len(real)) if ours[rank] != target[rank]), 0)
+    wrong = next((rank for rank in range(len(real)) if ours[rank] != target[rank]), len(real) - 1)
     sizes = tuple(shape.values())
     first_innermost = [dict(zip(shape, map(int, np.unravel_index(rank, sizes, order="F")), strict=True))
                        for rank in range(len(real))]
@@ -93,11 +93,12 @@ def _rows(exercise: ModuleType, shape: dict[str, int], sequences: int) -> Result
 
     target = cut(shape["dp"], lambda rank: rank // (size // shape["dp"]))
     ours = [np.asarray(exercise.rows(rank, shape, sequences)).tolist() for rank in range(size)]
+    wrong = next((rank for rank in range(size) if ours[rank] != target[rank]), size - 1)
     mistake = ("by world rank: shards of one layer would see different tokens" if ours == cut(size, lambda rank: rank)
                else "stages are no replicas: they work on the same rows one after the other" if ours == cut(
                    shape["dp"] * shape["pp"], lambda rank: rank // shape["tp"]) else
                "every rank reads all" if all(len(rows) == sequences for rows in ours) else "other rows")
-    return expect(f"rows of {sequences} on {_name(shape)}", target, ours, mistake,
+    return expect(f"rows of rank {wrong}, {sequences} sequences, {_name(shape)}", target[wrong], ours[wrong], mistake,
                   "by the data axis alone: section 1, step 0 (holes 4, 5)")
 
 

@@ -12,14 +12,16 @@ import minidist as md
 from minidist import account
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.timeline import Timeline
+from minidist.optim import sum_of_squares
 from minidist.parallel.common.worker import Worker
 from minidist.parallel.hybrid_step import elements_sent
 from minidist.parallel.schedule_checker import clock_of
 from minidist.parallel.schedules import make_schedule
 
 CONFIG = GPTConfig(vocabulary=32, context=16, layers=4, width=16, heads=4, tied=True, dtype="float64")
-STEPS, SEQUENCES, MICROBATCHES, CLIP, ITEM = 3, 16, 4, 0.2, 8
+STEPS, SEQUENCES, MICROBATCHES, CLIP, ITEM = 2, 16, 4, 0.2, 8
 AXES = ("dp", "pp", "tp")
+NAPPED = 6          # steps of stages that sleep, of which the figure shows the quickest
 
 
 def global_batch(step: int, config: GPTConfig = CONFIG, sequences: int = SEQUENCES) -> tuple[np.ndarray, np.ndarray]:
@@ -69,15 +71,15 @@ def words(shape: dict[str, int], zero: int = 0) -> str:
 # ------------------------------------------------------------------------------------------------- a job, measured
 
 def train(world: Any, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = CONFIG) -> dict[str, Any]:
-    """A Trainer's whole weights and losses; bytes that all ranks sent by axis; this rank's memory, and its calls.
-
-    A call is a collective, or a send.
+    """A Trainer's whole weights and losses; bytes that all ranks sent by axis; the first gradient's norms; this rank's
+    memory, and its calls: collectives and sends.
     """
-    before, calls = sent_by_axis(world), []
+    before, calls, norms = sent_by_axis(world), [], []
     end = world.ledger.subscribe(lambda event: calls.append(event) if event.details["axis"] in AXES and (
         event.kind == "call" or event.details["verb"] == "send") else None)
     with account.use(account.MemoryAccount()) as memory:
         trainer = md.Trainer(plan, config, world, lr=1e-2, clip=CLIP)
+        watch_norm(trainer, norms)
         calls.clear()
         losses = [trainer.step(global_batch(step, config)) for step in range(steps)]
         made, held = len(calls), memory.snapshot()
@@ -87,7 +89,25 @@ def train(world: Any, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = 
     end()
     sent = {axis: nbytes - before.get(axis, 0) for axis, nbytes in sent_by_axis(world).items()}
     return {"weights": weights, "losses": losses, "sent": {axis: add(world, sent.get(axis, 0)) for axis in AXES},
-            "calls": made // steps, "memory": held, "own_sent": sum(sent.get(axis, 0) for axis in AXES) // steps}
+            "calls": made // steps, "memory": held, "own_sent": sum(sent.get(axis, 0) for axis in AXES) // steps,
+            "norms": norms[0] if norms else {}}
+
+
+def watch_norm(trainer: Any, norms: list[dict[str, float]]) -> None:
+    """Keep the norm that each step finds, and two that are wrong: of this rank's gradients; of all ranks' added up."""
+    data = getattr(trainer.strategy, "data", trainer.strategy)
+    if trainer.plan.zero or not hasattr(data, "squares"):
+        return
+    find = data.squares
+
+    def squares() -> float:
+        once, own = find(), sum_of_squares(p.grad for p in trainer.model.parameters())
+        with trainer.world.ledger.control():
+            total = float(trainer.world.all_reduce(np.array([own]))[0])
+        norms.append({"once": math.sqrt(once), "own": math.sqrt(own), "all": math.sqrt(total)})
+        return once
+
+    data.squares = squares
 
 
 def sent_by_axis(world: Any) -> dict[str, int]:
@@ -227,25 +247,13 @@ class Naps:
 
 
 def napped(mesh: Any, timeline: Timeline, *, unit: float, numbers: int, gradients: int) -> None:
-    """One step: the pipeline's list with tensor shards that talk inside it, then gradients over dp."""
+    """Some steps: the pipeline's list with tensor shards that talk inside it, then gradients over dp."""
     worker = Worker(make_schedule("1f1b", mesh["pp"].size, MICROBATCHES), mesh["pp"], recorder=timeline)
     work = Naps(mesh, unit, numbers)
-    for step in range(2):           # the first makes the connections
+    for step in range(NAPPED):
         mesh["dp", "pp", "tp"].barrier()
         with timeline.span("step", step=step):
             worker.run(work)
             mesh["dp"].all_reduce(np.zeros(gradients), algorithm="ring")
             with timeline.span("optimizer"):
                 time.sleep(unit)
-
-
-def norm_parts(world: Any, plan: md.Plan) -> dict[str, float]:
-    """Squares of one step's gradient: counted once each, as the plan does; of this rank; of all ranks added."""
-    trainer = md.Trainer(plan, CONFIG, world, lr=1e-2, clip=None)
-    trainer.step(global_batch(0))
-    own = sum(float((p.grad ** 2).sum()) for p in trainer.model.parameters() if p.grad is not None)
-    once = getattr(trainer.strategy, "data", trainer.strategy).squares()
-    trainer.close()
-    with world.ledger.control():
-        total = float(world.all_reduce(np.array([own]))[0])
-    return {"once": math.sqrt(once), "own": math.sqrt(own), "all": math.sqrt(total)}

@@ -191,7 +191,7 @@ def no_capacity() -> None:
     for capacity in (1.0, None):
         rows, dropped = md.run(busiest, capacity, size=4)[0]
         total = lab.SEQUENCES * lab.CONFIG.context * 2
-        print(f"capacity {capacity}: the busiest of 4 ranks computes {rows} rows of {total} "
+        print(f"capacity {capacity or 'unlimited'}: the busiest of 4 ranks computes {rows} rows of {total} "
               f"({rows / total * 4:.1f} times its even share); {dropped} dropped  {'#' * (rows // 4)}")
 
 
