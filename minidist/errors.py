@@ -13,6 +13,7 @@
     ├── ShapeError (ValueError)       arrays whose shapes do not fit an operation
     ├── DtypeError (TypeError)        arrays whose dtypes do not fit an operation
     ├── GradientError (RuntimeError)  the tape cannot do what backward asks
+    ├── KernelError (RuntimeError)    a CUDA kernel that does not compile, or breaks a rule of CUDA
     └── CommError (RuntimeError)      something between ranks
         ├── PeerLostError             a rank died, or its connection did
         ├── MismatchError             ranks called different things
@@ -76,6 +77,10 @@ class DtypeError(MinidistError, TypeError):
 
 class GradientError(MinidistError, RuntimeError):
     """The tape cannot do what backward asks: a second backward, a loss that is not a scalar."""
+
+
+class KernelError(MinidistError, RuntimeError):
+    """A CUDA kernel that does not compile, a launch beyond CUDA's limits, or a rule of CUDA that a kernel breaks."""
 
 
 class CommError(MinidistError, RuntimeError):

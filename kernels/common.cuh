@@ -1,0 +1,63 @@
+// What kernels share: element types to float and back, vector loads, sums and maxima over a warp and over a block.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+constexpr unsigned all_lanes = 0xffffffffu;
+constexpr float minus_infinity = -__builtin_huge_valf();
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// Rounded once, to nearest even: every kernel computes in float32 and stores by this.
+template <typename T> __device__ __forceinline__ T from_float(float x) { return static_cast<T>(x); }
+template <> __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
+template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+// 16 bytes of T, one load or store: 4 floats, 8 half numbers. The address must be a multiple of 16.
+template <typename T> struct alignas(16) Pack {
+    static constexpr int size = 16 / sizeof(T);
+    T v[size];
+};
+template <typename T> __device__ __forceinline__ Pack<T> load_pack(const T* address) {
+    Pack<T> pack;
+    *reinterpret_cast<uint4*>(pack.v) = *reinterpret_cast<const uint4*>(address);
+    return pack;
+}
+template <typename T> __device__ __forceinline__ void store_pack(T* address, const Pack<T>& pack) {
+    *reinterpret_cast<uint4*>(address) = *reinterpret_cast<const uint4*>(pack.v);
+}
+
+// Every lane of a full warp calls these, and every lane gets the result. 5 shuffles.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int bits = 16; bits > 0; bits /= 2) x += __shfl_xor_sync(all_lanes, x, bits);
+    return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int bits = 16; bits > 0; bits /= 2) x = fmaxf(x, __shfl_xor_sync(all_lanes, x, bits));
+    return x;
+}
+
+// Every thread of the block (one dim, a multiple of 32) calls these, and every thread gets the result. 2 barriers;
+// `partial` is shared memory of 32 floats, free for the next use when the call returns.
+__device__ __forceinline__ float block_sum(float x, float* partial) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    x = warp_sum(x);
+    if (lane == 0) partial[warp] = x;
+    __syncthreads();
+    x = warp_sum(lane < warps ? partial[lane] : 0.0f);
+    __syncthreads();
+    return x;
+}
+__device__ __forceinline__ float block_max(float x, float* partial) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    x = warp_max(x);
+    if (lane == 0) partial[warp] = x;
+    __syncthreads();
+    x = warp_max(lane < warps ? partial[lane] : minus_infinity);
+    __syncthreads();
+    return x;
+}

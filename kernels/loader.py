@@ -1,0 +1,234 @@
+"""From a .cu to a kernel that runs: reading, checking a launch, and handing it to the GPU or to the CPU build.
+
+    SOURCE = Source("softmax.cu", ["softmax_v1<float>", "softmax_v1<__half>"])
+    launch(SOURCE, "softmax_v1<float>", grid=rows, block=128, args=(x, y, rows, columns))
+
+The arrays say where: CuPy's run on their GPU, compiled by CuPy's RawModule (which keeps what it compiled, on disk too,
+and picks the architecture of the device); NumPy's run on the CPU, on the same source built by g++ (on_cpu.py), slowly
+but with every access to memory checked. Nothing is copied or converted behind your back.
+
+A kernel's arguments are read from its own text, so that a wrong dtype, a missing argument or a number that does not
+fit is an error that names the argument, not a wrong result.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from minidist.backend import Array, array_module, dtype_name, is_array
+from minidist.errors import DtypeError, KernelError, ShapeError
+
+HERE = Path(__file__).parent
+STANDARD = "--std=c++17"
+
+# The C names of the dtypes, as kernels' templates and parameters spell them.
+C_TYPES = {np.dtype(kind): name for kind, name in (
+    (np.float32, "float"), (np.float64, "double"), (np.float16, "__half"), (ml_dtypes.bfloat16, "__nv_bfloat16"),
+    (ml_dtypes.float8_e4m3fn, "__nv_fp8_e4m3"), (ml_dtypes.float8_e5m2, "__nv_fp8_e5m2"), (np.int8, "signed char"),
+    (np.uint8, "unsigned char"), (np.int16, "short"), (np.uint16, "unsigned short"), (np.int32, "int"),
+    (np.uint32, "unsigned"), (np.int64, "long long"), (np.uint64, "unsigned long long"), (np.bool_, "bool"))}
+_DTYPES = {name: kind for kind, name in C_TYPES.items()}
+
+FLOATS = ("float", "__half", "__nv_bfloat16")       # what most kernels take
+
+MOST_THREADS, MOST_BLOCK_Z, MOST_GRID, MOST_GRID_YZ = 1024, 64, 2 ** 31 - 1, 65535
+MOST_SHARED = 227 * 1024            # bytes a block, of sm_90 and sm_100; sm_80 has 163 KiB
+
+_KERNEL = re.compile(r"(?:template\s*<(?P<template>[^>]*)>\s*)?__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?"
+                     r"(?P<name>\w+)\s*\((?P<parameters>[^)]*)\)")
+
+
+def c_type(array: Array) -> str:
+    """The C name of an array's element type: float32 -> "float". Raises: DtypeError for a dtype no kernel knows."""
+    if array.dtype not in C_TYPES:
+        raise DtypeError(f"no kernel takes dtype {dtype_name(array.dtype)}; "
+                         f"they know {', '.join(dtype_name(kind) for kind in C_TYPES)}")
+    return C_TYPES[array.dtype]
+
+
+def aligned(*arrays: Array) -> bool:
+    """Whether 16-byte loads fit: each array, and each row along its last dim, begins at a multiple of 16 bytes."""
+    return all(array.shape[-1] * array.itemsize % 16 == 0 and _address(array) % 16 == 0 for array in arrays)
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+# ------------------------------------------------------------------------------------------------------------ sources
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kernel: an array (`pointer`) of elements, or a number, of dtype `kind`; `const`: only read."""
+
+    name: str
+    kind: np.dtype
+    pointer: bool
+    const: bool
+
+
+class Source:
+    """A .cu beside its .py, and the kernels of it that are used: names, templates with their arguments filled in."""
+
+    def __init__(self, path: str | Path, kernels: Sequence[str]) -> None:
+        self.path = HERE / path
+        self.kernels = tuple(kernels)
+
+    @cached_property
+    def text(self) -> str:
+        """The source with its own #includes ("…") put in, each line still known by its file and number."""
+        return _expand(self.path, set())
+
+    @cached_property
+    def _declared(self) -> dict[str, re.Match[str]]:
+        code = re.sub(r"//[^\n]*|/\*.*?\*/", "", self.text, flags=re.DOTALL)
+        return {found["name"]: found for found in _KERNEL.finditer(code)}
+
+    def parameters(self, kernel: str) -> list[Parameter]:
+        """The parameters of an instance, "softmax_v1<float>", from its declaration. Raises: KernelError."""
+        name, _, given = kernel.rstrip(">").partition("<")
+        if name not in self._declared or kernel not in self.kernels:
+            raise KernelError(f"{self.path.name} has no kernel {kernel}; it has {', '.join(self.kernels)}")
+        declared = self._declared[name]
+        names = [part.split()[-1] for part in (declared["template"] or "").split(",") if part.strip()]
+        types = dict(zip(names, (part.strip() for part in given.split(",")), strict=False))
+        return [self._parameter(text, types) for text in declared["parameters"].split(",") if text.strip()]
+
+    def _parameter(self, text: str, types: dict[str, str]) -> Parameter:
+        words = re.sub(r"\b__restrict__\b", "", text).replace("*", " * ").split()
+        spelled = " ".join(word for word in words[:-1] if word not in ("*", "const"))
+        spelled = types.get(spelled, spelled)
+        if spelled not in _DTYPES:
+            raise KernelError(f"{self.path.name}: parameter {text.strip()!r} has a type that the loader does not know; "
+                              f"write one of {', '.join(_DTYPES)}")
+        return Parameter(words[-1], _DTYPES[spelled], "*" in words, "const" in words)
+
+    @cached_property
+    def module(self) -> Any:
+        """CuPy's module of it, not compiled yet."""
+        import cupy  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
+
+        return cupy.RawModule(code=self.text, options=(STANDARD,), name_expressions=self.kernels)
+
+
+def _expand(path: Path, seen: set[Path]) -> str:
+    seen.add(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise KernelError(f"{path}: cannot be read: {error.strerror}") from error
+    lines = [f'#line 1 "{path.name}"']
+    for number, line in enumerate(text.splitlines(), 1):
+        found = re.match(r'\s*#\s*include\s*"([^"]+)"', line)
+        if found is None:
+            lines.append("" if line.strip() == "#pragma once" else line)
+            continue
+        other = path.parent / found[1] if (path.parent / found[1]).exists() else HERE / found[1]
+        if other not in seen:
+            lines.append(_expand(other, seen))
+        lines.append(f'#line {number + 1} "{path.name}"')
+    return "\n".join(lines) + "\n"
+
+
+def compile_error(source: Source, compiler: str, log: str) -> KernelError:
+    """One line of a compiler's log, with file and line: the first error."""
+    found = re.search(r"^(\S+?)(?:\((\d+)\)|:(\d+)(?::\d+)?): (?:catastrophic |fatal )?error:? *(?:#\d+\S*: )?(.*)$",
+                      log, re.MULTILINE)
+    if found is None:
+        first = next((line for line in log.splitlines() if line.strip()), "it says nothing")
+        return KernelError(f"{source.path.name}: {compiler} does not compile it: {first.strip()}")
+    file, one, other, message = found.groups()
+    return KernelError(f"{Path(file).name}:{one or other}: {message.strip()} ({compiler})")
+
+
+# ------------------------------------------------------------------------------------------------------------- launch
+
+def launch(source: Source, kernel: str, *, grid: int | tuple[int, ...], block: int | tuple[int, ...],
+           args: Sequence[Any], shared: int = 0) -> None:
+    """Run a kernel over its arguments: arrays, all NumPy or all CuPy, and numbers. Outputs are written in place.
+
+    Args:    grid, block: blocks, and threads a block, along x, y, z. shared: bytes of `extern __shared__` memory.
+             None in place of an array is a null pointer.
+    Raises:  KernelError: no such kernel, a compile error, a launch beyond the limits, a broken rule (CPU build);
+             DtypeError, ShapeError: an argument does not fit its parameter, or is not contiguous.
+    """
+    values = _bind(source, kernel, args)
+    sizes = _check_sizes(kernel, grid, block, shared)
+    if array_module(*args) is np:
+        from minidist.kernels import on_cpu  # noqa: PLC0415 - what it needs (g++, fcntl) a GPU's user may not have
+
+        on_cpu.run(source, kernel, *sizes, values, shared)
+    else:
+        _run_on_gpu(source, kernel, *sizes, values, shared)
+
+
+def _bind(source: Source, kernel: str, args: Sequence[Any]) -> list[tuple[Parameter, Any]]:
+    """Each parameter with its argument, checked; numbers as NumPy scalars of the parameter's type."""
+    parameters = source.parameters(kernel)
+    if len(args) != len(parameters):
+        raise ShapeError(f"{kernel} takes {len(parameters)} arguments ({', '.join(p.name for p in parameters)}), "
+                         f"not {len(args)}")
+    places = {(array_module(a), getattr(a, "device", "cpu")) for a in args if is_array(a) and a.ndim >= 0}
+    if len(places) > 1:
+        raise KernelError(f"{kernel}: its arrays lie on several devices ({', '.join(str(d) for _, d in places)}); "
+                          f"move them to one")
+    return [(p, _fit_array(kernel, p, a) if p.pointer else _fit_number(kernel, p, a))
+            for p, a in zip(parameters, args, strict=True)]
+
+
+def _fit_array(kernel: str, parameter: Parameter, array: Any) -> Any:
+    if array is None:
+        return None
+    if not is_array(array):
+        raise DtypeError(f"{kernel}: {parameter.name} is an array, not {type(array).__name__}")
+    if array.dtype != parameter.kind:
+        raise DtypeError(f"{kernel}: {parameter.name} is an array of {dtype_name(parameter.kind)}, "
+                         f"not {dtype_name(array.dtype)}")
+    if not array.flags.c_contiguous:
+        raise ShapeError(f"{kernel}: {parameter.name}, of shape {array.shape}, is not contiguous; "
+                         f"pass xp.ascontiguousarray({parameter.name})")
+    return array
+
+
+def _fit_number(kernel: str, parameter: Parameter, number: Any) -> Any:
+    kind = parameter.kind
+    if is_array(number) and number.ndim:
+        raise DtypeError(f"{kernel}: {parameter.name} is a number, not an array of shape {number.shape}")
+    if kind.kind in "iu" and not (np.iinfo(kind).min <= number <= np.iinfo(kind).max and number == int(number)):
+        raise DtypeError(f"{kernel}: {parameter.name} = {number} does not fit {dtype_name(kind)}")
+    return kind.type(number)
+
+
+def _check_sizes(kernel: str, grid: int | tuple[int, ...], block: int | tuple[int, ...],
+                 shared: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Grid and block in three dims. Raises: KernelError beyond CUDA's limits."""
+    grids, blocks = ((*((n,) if isinstance(n, int) else n), 1, 1)[:3] for n in (grid, block))
+    threads = int(np.prod(blocks))
+    if min(blocks) < 1 or threads > MOST_THREADS or blocks[2] > MOST_BLOCK_Z:
+        raise KernelError(f"{kernel}: a block of {blocks} threads; from 1 to {MOST_THREADS} in all are possible, "
+                          f"at most {MOST_BLOCK_Z} along z")
+    if min(grids) < 1 or grids[0] > MOST_GRID or max(grids[1:]) > MOST_GRID_YZ:
+        raise KernelError(f"{kernel}: a grid of {grids} blocks; from 1 to {MOST_GRID} along x and to {MOST_GRID_YZ} "
+                          f"along y and z are possible (an empty array needs no launch)")
+    if not 0 <= shared <= MOST_SHARED:
+        raise KernelError(f"{kernel}: {shared} bytes of shared memory; from 0 to {MOST_SHARED} are possible")
+    return grids, blocks
+
+
+def _run_on_gpu(source: Source, kernel: str, grid: tuple[int, ...], block: tuple[int, ...],
+                values: Sequence[tuple[Parameter, Any]], shared: int) -> None:
+    from cupy.cuda import compiler  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
+
+    try:
+        function = source.module.get_function(kernel)
+    except compiler.CompileException as error:
+        raise compile_error(source, "NVRTC", str(error)) from error
+    if shared > 48 * 1024:
+        function.max_dynamic_shared_size_bytes = shared
+    function(grid, block, tuple(np.uint64(0) if value is None else value for _, value in values), shared_mem=shared)

@@ -1,0 +1,314 @@
+"""The CPU build: a .cu built by g++ and run with every access to memory checked. To learn and to test, not for speed.
+
+    softmax(x, version=2)                               # NumPy arrays: it runs here
+    with watch(seed=3, count=True) as seen:
+        softmax(x, version=2)
+    seen[0].loads.sectors                               # 32-byte sectors that the warps' loads touched
+
+What it catches, each as a KernelError that names kernel, block, thread, array and line: an index out of bounds, a read
+of shared memory that nobody wrote, a race (two threads, one of them writing, and no barrier between), a barrier that
+not all threads of the block come to, a shuffle from a lane that takes no part, a misaligned vector load.
+
+How: cuda_on_cpu/cuda_on_cpu.h gives g++ CUDA's words; runtime.cpp runs the threads of a block as fibres, in an order
+drawn from a seed; g++ -fsanitize=thread (only its instrumentation, not its library) makes a call of every load and
+store, and memory.cpp answers. Arrays are copied between guards before the launch and back after it. What g++ built
+stays in the user's cache folder, by the content of the source.
+
+Cost: 0.1 µs a load or store, 0.5 µs a thread at a barrier or shuffle; 100 bytes a checked element.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from minidist.kernels.loader import HERE, Parameter, Source, compile_error
+
+from minidist.errors import KernelError
+
+HEADERS = HERE / "cuda_on_cpu"
+_RUNTIME_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden")
+# No SRA: a float4 stays one access. No loop patterns: a loop does not become a memset, which nobody would check.
+_KERNEL_FLAGS = ("-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-fsanitize=thread", "-fno-tree-sra",
+                 "-fno-tree-loop-distribute-patterns", "-ffp-contract=off", "-Wno-unknown-pragmas")
+_GUARD = 4096            # bytes, at least, that belong to nobody before and after each array
+_ALIGN = 256             # of an array that cudaMalloc gave
+_LIMIT = 300.0           # seconds that g++ may take
+
+
+# ----------------------------------------------------------------------------------------------------- what is reported
+
+class _Array(ctypes.Structure):         # runtime.h: Array
+    _fields_ = [("begin", ctypes.c_uint64), ("nbytes", ctypes.c_uint64), ("itemsize", ctypes.c_uint64),
+                ("name", ctypes.c_char_p), ("writable", ctypes.c_int64)]
+
+
+class _Launch(ctypes.Structure):        # runtime.h: Launch
+    _fields_ = [("kernel", ctypes.c_char_p), ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
+                ("dynamic_shared", ctypes.c_uint64), ("args", ctypes.c_void_p),
+                ("arrays", ctypes.POINTER(_Array)), ("arrays_count", ctypes.c_uint64),
+                ("shared", ctypes.POINTER(_Array)), ("shared_count", ctypes.c_uint64), ("seed", ctypes.c_uint64),
+                ("count", ctypes.c_int64)]
+
+
+class Traffic(ctypes.Structure):        # runtime.h: Traffic
+    """Loads or stores of global memory: bytes threads asked for, requests of warps, 32-byte sectors these touched."""
+
+    _fields_ = [("bytes", ctypes.c_uint64), ("requests", ctypes.c_uint64), ("sectors", ctypes.c_uint64)]
+
+
+class _Report(ctypes.Structure):        # runtime.h: Report
+    _fields_ = [("error", ctypes.c_char * 1024), ("where", ctypes.c_uint64), ("other", ctypes.c_uint64),
+                ("loads", Traffic), ("stores", Traffic), ("barriers", ctypes.c_uint64)]
+
+
+@dataclass
+class Seen:
+    """One launch as it ran. loads and stores are counted where `watch(count=True)` asked for it."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int
+    barriers: int
+    loads: Traffic
+    stores: Traffic
+
+
+@dataclass
+class _Watch:
+    seed: int = 0
+    count: bool = False
+    seen: list[Seen] = field(default_factory=list)
+
+
+_watching: ContextVar[_Watch | None] = ContextVar("watching", default=None)
+
+
+@contextlib.contextmanager
+def watch(*, seed: int = 0, count: bool = False) -> Iterator[list[Seen]]:
+    """The launches on the CPU within this block: their threads and blocks in the order that `seed` draws, counted."""
+    watching = _Watch(seed, count)
+    token = _watching.set(watching)
+    try:
+        yield watching.seen
+    finally:
+        _watching.reset(token)
+
+
+# ------------------------------------------------------------------------------------------------------------ building
+
+def compiler() -> str | None:
+    """The path of g++, or None where there is none."""
+    return shutil.which("g++")
+
+
+def cache_folder() -> Path:
+    """Where what was built stays: minidist/kernels in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minidist" / "kernels"
+
+
+@cache
+def _version(path: str) -> str:
+    return subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_LIMIT, check=True).stdout
+
+
+def _built(stem: str, suffix: str, *parts: str) -> tuple[Path, str]:
+    """Where the result of building these texts stands, and the compiler that makes it. Raises: KernelError."""
+    path = compiler()
+    if path is None:
+        raise KernelError("kernels on NumPy arrays are built by g++, which is not on this machine; "
+                          "install it (apt install g++), or use a GPU")
+    digest = hashlib.blake2b("\0".join((_version(path), *parts)).encode(), digest_size=10).hexdigest()
+    return cache_folder() / f"{stem}-{digest}{suffix}", path
+
+
+@contextlib.contextmanager
+def _missing(path: Path) -> Iterator[Path | None]:
+    """A file to write if `path` is not there; it then takes its place. One process builds, others wait for it."""
+    if path.exists():
+        yield None
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            yield None
+            return
+        new = path.with_suffix(".new" + path.suffix)
+        yield new
+        new.replace(path)
+
+
+def _compile(source: Source, command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
+    if done.returncode:
+        raise compile_error(source, "g++", done.stderr)
+
+
+def _runtime(source: Source) -> Path:
+    """The object file of the scheduler and the checks, linked into each library."""
+    files = sorted(HEADERS.glob("*.cpp"))
+    texts = [path.read_text() for path in (*files, *sorted(HEADERS.glob("*.h")))]
+    path, command = _built("runtime", ".o", *_RUNTIME_FLAGS, *texts)
+    with _missing(path) as new:
+        if new is not None:
+            _compile(source, [command, *_RUNTIME_FLAGS, "-r", "-nostdlib", *map(str, files), "-o", str(new)])
+    return path
+
+
+def _cpp(source: Source) -> str:
+    """The .cu as C++: CUDA's words before it, a table of its kernels after it.
+
+    `extern __shared__ float tile[];` becomes a pointer; a namespace of its own keeps templates' shared arrays apart.
+    """
+    body = re.sub(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s*)?([\w\s]+?)\s+(\w+)\s*\[\s*\]\s*;",
+                  r"\1* const \2 = reinterpret_cast<\1*>(cuda_on_cpu::dynamic_shared());", source.text)
+    table = "".join(f'    {{"{name}", cuda_on_cpu::Call<{name}>::call}},\n' for name in source.kernels)
+    return (f'#include "cuda_on_cpu.h"\nnamespace {{\n{body}\n}}\n'
+            f'#line 1 "the list of kernels in {source.path.stem}.py"\n'
+            f'extern "C" {{\nextern const cuda_on_cpu::Kernel cuda_kernels[];\n'
+            f"const cuda_on_cpu::Kernel cuda_kernels[] = {{\n{table}    {{nullptr, nullptr}}}};\n}}\n")
+
+
+def build(source: Source) -> Path:
+    """The library of a source, built unless it is in the cache. Raises: KernelError with file and line."""
+    text, runtime = _cpp(source), _runtime(source)
+    path, command = _built(source.path.stem, ".so", *_KERNEL_FLAGS, runtime.name, text)
+    with _missing(path) as new:
+        if new is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                whole, unlinked = Path(folder) / source.path.name, Path(folder) / "kernels.o"
+                whole.write_text(text, encoding="utf-8")
+                _compile(source, [command, *_KERNEL_FLAGS, f"-I{HEADERS}", "-x", "c++", "-c", str(whole),
+                                  "-o", str(unlinked)])
+                _compile(source, [command, "-shared", str(unlinked), str(runtime), "-o", str(new)])
+    return path
+
+
+def _symbols(path: Path) -> list[tuple[str, int, int, str]]:
+    """A library's symbol table: name, address, bytes, section."""
+    table = subprocess.run(["nm", "-C", "--format=sysv", str(path)], capture_output=True, text=True, timeout=_LIMIT,
+                           check=True).stdout
+    rows = [[cell.strip() for cell in line.rsplit("|", 6)] for line in table.splitlines() if line.count("|") >= 6]
+    return [(row[0], int(row[1], 16), int(row[4] or "0", 16), row[6]) for row in rows if row[1]]
+
+
+class _Library:
+    """A built source: its code, and its __shared__ variables as the symbol table names them."""
+
+    def __init__(self, source: Source) -> None:
+        self.path = build(source)
+        self.code = ctypes.CDLL(str(self.path))
+        self.lock = threading.Lock()                     # one launch at a time: shared memory exists once
+        symbols = _symbols(self.path)
+        entry = ctypes.cast(self.code.cuda_on_cpu_launch, ctypes.c_void_p).value or 0
+        base = entry - next(start for name, start, _, _ in symbols if name == "cuda_on_cpu_launch")
+        variables = [(name.rpartition("::")[2], base + start, nbytes) for name, start, nbytes, section in symbols
+                     if section == "cuda_shared" and nbytes and "cuda_on_cpu_gap" not in name]
+        self.shared = (_Array * len(variables))(*(
+            _Array(start, nbytes, 4, name.encode(), 1) for name, start, nbytes in variables))
+
+    def line(self, offset: int) -> str:
+        """" at file:line" of an address in the code; nothing where it is not known."""
+        tool = shutil.which("addr2line")
+        if not offset or tool is None:
+            return ""
+        found = subprocess.run([tool, "-e", str(self.path), hex(offset)], capture_output=True, text=True,
+                               timeout=_LIMIT, check=False).stdout.split(" ")[0].strip()
+        return "" if "?" in found else f" at {Path(found).name}"
+
+
+@cache
+def _library(path: Path, source: Source) -> _Library:
+    return _Library(source)
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+class _Arena:
+    """The arguments' arrays, copied side by side with guards between them, at the alignment they had in their owner."""
+
+    def __init__(self, values: Sequence[tuple[Parameter, Any]]) -> None:
+        arrays: dict[tuple[int, int], tuple[Parameter, np.ndarray]] = {}
+        for parameter, value in values:
+            if isinstance(value, np.ndarray) and parameter.pointer:
+                key = (_address(value), value.nbytes)
+                before = arrays.get(key)
+                arrays[key] = (before[0] if before and not before[0].const else parameter, value)
+        total, starts = _GUARD, {}
+        for key, (_, array) in arrays.items():
+            guard = max(_GUARD, array.nbytes)
+            total = -(-(total + guard) // _ALIGN) * _ALIGN + _offset(array) % _ALIGN
+            starts[key] = total
+            total += array.nbytes + guard
+        self._memory = np.empty(total + _ALIGN, np.uint8)
+        base = -(-_address(self._memory) // _ALIGN) * _ALIGN
+        self._first = base - _address(self._memory)
+        self._arrays, self._starts = arrays, starts
+        self.table = (_Array * len(arrays))(*(
+            _Array(base + starts[key], array.nbytes, array.itemsize, parameter.name.encode(), not parameter.const)
+            for key, (parameter, array) in arrays.items()))
+        self.base = base
+        for key, (_, array) in arrays.items():
+            self._bytes(key)[...] = array.reshape(-1).view(np.uint8)
+
+    def _bytes(self, key: tuple[int, int]) -> np.ndarray:
+        start = self._first + self._starts[key]
+        return self._memory[start:start + key[1]]
+
+    def address(self, array: np.ndarray) -> int:
+        return self.base + self._starts[_address(array), array.nbytes]
+
+    def copy_back(self) -> None:
+        for key, (parameter, array) in self._arrays.items():
+            if not parameter.const:
+                array.reshape(-1).view(np.uint8)[...] = self._bytes(key)
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _offset(array: np.ndarray) -> int:
+    """Where a view begins within the array that owns its memory."""
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    return _address(array) - _address(owner)
+
+
+def run(source: Source, kernel: str, grid: tuple[int, ...], block: tuple[int, ...],
+        values: Sequence[tuple[Parameter, Any]], shared: int) -> None:
+    """Run one launch (checked by loader.launch) on the CPU. Raises: KernelError."""
+    library = _library(build(source), source)
+    watching = _watching.get() or _Watch()
+    arena = _Arena(values)
+    numbers = [np.uint64(0 if value is None else arena.address(value)) if parameter.pointer else value
+               for parameter, value in values]
+    held = [np.array([number]) for number in numbers]
+    pointers = (ctypes.c_void_p * len(held))(*(_address(array) for array in held))
+    report = _Report()
+    call = _Launch(kernel.encode(), grid, block, shared, ctypes.cast(pointers, ctypes.c_void_p), arena.table,
+                   len(arena.table), library.shared, len(library.shared), watching.seed, watching.count)
+    with library.lock:
+        library.code.cuda_on_cpu_launch(ctypes.byref(call), ctypes.byref(report))
+    if report.error:
+        text = report.error.decode(errors="replace")
+        raise KernelError(f"{kernel}: " + text.replace("{where}", library.line(report.where))
+                          .replace("{other}", library.line(report.other)))
+    arena.copy_back()
+    watching.seen.append(Seen(kernel, grid, block, shared, report.barriers, report.loads, report.stores))

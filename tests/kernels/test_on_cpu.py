@@ -1,0 +1,272 @@
+"""The CPU build sees each mistake that a GPU would let pass, says where it is, and lets what is right pass."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from minidist.kernels import on_cpu
+from minidist.kernels.loader import HERE, Source, launch
+
+from minidist.errors import KernelError
+
+pytestmark = pytest.mark.skipif(on_cpu.compiler() is None, reason="no C++ compiler (g++) on this machine")
+
+PLANTED = """
+#include "common.cuh"
+__global__ void sums(const float* x, float* y, int n) {          // n <= 64; what is right: no complaint
+    __shared__ float part[64];
+    part[threadIdx.x] = threadIdx.x < n ? x[threadIdx.x] : 0.0f;
+    __syncthreads();
+    y[threadIdx.x] = part[threadIdx.x ^ 33] + part[threadIdx.x];
+}
+__global__ void no_barrier(const float* x, float* y) {
+    __shared__ float part[64];
+    part[threadIdx.x] = x[threadIdx.x];
+    y[threadIdx.x] = part[63 - threadIdx.x];                     // LINE no_barrier
+}
+__global__ void write_after_read(const float* x, float* y) {
+    __shared__ float part[64];
+    part[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    y[threadIdx.x] = part[63 - threadIdx.x];
+    part[threadIdx.x] = 0.0f;                                    // LINE write_after_read
+}
+__global__ void beyond(const float* x, float* y, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    y[i] = x[i + 1];                                             // LINE beyond
+}
+__global__ void before(const float* x, float* y) {
+    y[int(threadIdx.x) - 1] = x[threadIdx.x];                    // LINE before
+}
+__global__ void beyond_shared(const float* x, float* y) {
+    __shared__ float part[64];
+    part[threadIdx.x + 1] = x[threadIdx.x];                      // LINE beyond_shared
+    __syncthreads();
+    y[threadIdx.x] = part[threadIdx.x];
+}
+__global__ void beyond_dynamic(const float* x, float* y) {
+    extern __shared__ float part[];
+    part[threadIdx.x] = x[threadIdx.x];                          // LINE beyond_dynamic
+    __syncthreads();
+    y[threadIdx.x] = part[threadIdx.x];
+}
+__global__ void unwritten(const float* x, float* y) {
+    __shared__ float part[64];
+    if (threadIdx.x != 7) part[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    y[threadIdx.x] = part[threadIdx.x];                          // LINE unwritten
+}
+__global__ void divergent(const float* x, float* y) {
+    if (threadIdx.x < 32) __syncthreads();                       // LINE divergent
+    y[threadIdx.x] = x[threadIdx.x];
+}
+__global__ void two_barriers(const float* x, float* y) {
+    if (threadIdx.x < 32) {
+        __syncthreads();                                         // LINE two_barriers
+    } else {
+        __syncthreads();
+    }
+    y[threadIdx.x] = x[threadIdx.x];
+}
+__global__ void not_in_mask(const float* x, float* y) {
+    y[threadIdx.x] = __shfl_sync(0xffffu, x[threadIdx.x], 3);    // LINE not_in_mask
+}
+__global__ void from_outside(const float* x, float* y) {
+    if (threadIdx.x % 32 < 16) y[threadIdx.x] = __shfl_sync(0xffffu, x[threadIdx.x], 20);     // LINE from_outside
+}
+__global__ void lanes_missing(const float* x, float* y) {
+    if (threadIdx.x % 32 < 16) y[threadIdx.x] = warp_sum(x[threadIdx.x]);
+}
+__global__ void between_blocks(const float* x, float* y) {
+    y[threadIdx.x] += x[threadIdx.x];                            // LINE between_blocks
+}
+__global__ void crooked(const float* x, float* y) {
+    const Pack<float> pack = load_pack(x + 1);
+    y[threadIdx.x] = pack.v[0];
+}
+__global__ void without_syncwarp(const float* x, float* y) {
+    __shared__ float part[64];
+    part[threadIdx.x] = x[threadIdx.x];
+    y[threadIdx.x] = part[threadIdx.x ^ 1];                      // LINE without_syncwarp
+}
+__global__ void with_syncwarp(const float* x, float* y) {
+    __shared__ float part[64];
+    part[threadIdx.x] = x[threadIdx.x];
+    __syncwarp();
+    y[threadIdx.x] = part[threadIdx.x ^ 1];
+}
+__global__ void with_atomics(const float* x, float* y) {
+    atomicAdd(&y[0], x[threadIdx.x]);
+}
+__global__ void half_atomic(const float* x, float* y) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) y[0] = 1.0f;        // LINE half_atomic
+    else atomicAdd(&y[0], x[threadIdx.x]);
+}
+// The last block to finish adds what all blocks left, as a sum over a whole array does.
+__global__ void last_block(const float* x, float* y, unsigned* count) {
+    __shared__ bool last;
+    if (threadIdx.x == 0) y[1 + blockIdx.x] = x[blockIdx.x];
+    __threadfence();
+    if (threadIdx.x == 0) last = atomicAdd(count, 1u) == gridDim.x - 1;
+    __syncthreads();
+    if (last && threadIdx.x == 0) {
+        float total = 0.0f;
+        for (int i = 0; i < gridDim.x; i++) total += y[1 + i];
+        y[0] = total;
+    }
+}
+__global__ void constant(const float* x, float* y) {
+    const float table[4] = {1.0f, 2.0f, 3.0f, 4.0f};
+    y[threadIdx.x] = table[threadIdx.x % 4] * x[threadIdx.x];
+}
+__global__ void strided(const float* x, float* y, int stride) { y[threadIdx.x] = x[threadIdx.x * stride]; }
+"""
+NAMES = re.findall(r"__global__ void (\w+)", PLANTED)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    path = tmp_path_factory.mktemp("planted") / "planted.cu"
+    path.write_text(PLANTED)
+    return Source(path, NAMES)
+
+
+def run(source, kernel, *numbers, n=64, grid=1, **options):
+    x, y = np.arange(1, n + 1, dtype=np.float32), np.zeros(n, np.float32)
+    launch(source, kernel, grid=grid, block=64, args=(x, y, *numbers), **options)
+    return x, y
+
+
+def line_of(mistake):
+    """Where a mistake stands in the text above."""
+    return f"planted.cu:{PLANTED[:PLANTED.index(f'LINE {mistake}')].count(chr(10)) + 1}"
+
+
+NOBODY = "shared memory that nobody wrote"      # a race too: the reader was the first of the two to run
+MISTAKES = {
+    "no_barrier": rf"race on part\[\d+\]: .* thread \(\d+, 0, 0\) (wrote|read) it at .* no barrier stands|{NOBODY}",
+    "write_after_read": r"race on part\[\d+\]: .* (read|wrote) it at planted.cu:\d+, .* (reads|writes) it at planted.cu",
+    "beyond": r"out of bounds: block \(0, 0, 0\) thread \(63, 0, 0\) reads x\[64\] of 64",
+    "before": r"out of bounds: block \(0, 0, 0\) thread \(0, 0, 0\) writes y\[-1\] of 64",
+    "beyond_shared": r"out of bounds: .* thread \(63, 0, 0\) writes part\[64\] of 64",
+    "beyond_dynamic": r"out of bounds: .* writes dynamic shared memory\[\d+\] of 60",
+    "unwritten": r"shared memory that nobody wrote: .* thread \(7, 0, 0\) reads part\[7\]",
+    "divergent": r"divergent barrier .* 32 \(thread \(0, 0, 0\) first\) wait at __syncthreads .*; 32 .* ended",
+    "two_barriers": r"divergent barrier .* 32 .* wait at __syncthreads .*; 32 .* wait at __syncthreads planted.cu",
+    "not_in_mask": r"mask does not name it",
+    "from_outside": r"shuffle reads a lane that its mask does not name",
+    "between_blocks": r"race on y\[\d+\]: block \(\d, 0, 0\) .* and no barrier",
+    "without_syncwarp": rf"race on part|{NOBODY}",
+    "half_atomic": r"race on y\[0\]",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_mistake_is_named_with_its_line(planted, mistake, seed):
+    options = {"shared": 240} if mistake == "beyond_dynamic" else {}
+    numbers = [64] if mistake == "beyond" else []
+    grid = 3 if mistake in ("between_blocks", "half_atomic") else 1
+    with on_cpu.watch(seed=seed), pytest.raises(KernelError, match=MISTAKES[mistake]) as caught:
+        run(planted, mistake, *numbers, grid=grid, **options)
+    assert line_of(mistake) in str(caught.value), str(caught.value)
+
+
+def test_lanes_that_do_not_come(planted):
+    with pytest.raises(KernelError, match=r"divergent .* 32 .* wait at a warp's function common.cuh:\d+"):
+        run(planted, "lanes_missing")
+
+
+def test_a_crooked_vector_load(planted):
+    with pytest.raises(KernelError, match=r"misaligned: .* reads 16 bytes at x\[1\] at common.cuh:\d+"):
+        run(planted, "crooked")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_right_passes(planted, seed):
+    with on_cpu.watch(seed=seed):
+        x, y = run(planted, "sums", 64)
+        np.testing.assert_array_equal(y, x + x[np.arange(64) ^ 33])
+        x, y = run(planted, "with_syncwarp")
+        np.testing.assert_array_equal(y, x[np.arange(64) ^ 1])
+        x, y = run(planted, "with_atomics", grid=3)
+        assert y[0] == 3 * x.sum()
+        x, y = run(planted, "constant")
+        np.testing.assert_array_equal(y, x * (np.arange(64) % 4 + 1))
+        count = np.zeros(1, np.uint32)
+        x, y = run(planted, "last_block", count, grid=5)
+        assert y[0] == x[:5].sum()
+
+
+@pytest.mark.parametrize(("stride", "sectors"), [(1, 8), (2, 16), (8, 64), (16, 64)])
+def test_transactions_of_a_strided_read(planted, stride, sectors):
+    """Two warps of 32 lanes, 4 bytes each: 32-byte sectors grow with the stride, up to one a number."""
+    with on_cpu.watch(count=True) as seen:
+        run(planted, "strided", stride, n=64 * stride)
+    loads = seen[0].loads
+    assert (loads.requests, loads.bytes, loads.sectors) == (2, 256, sectors)
+    assert seen[0].stores.sectors == 8
+
+
+ROUNDED = """
+#include "common.cuh"
+#include <cuda_fp8.h>
+template <typename T> __global__ void there(const float* x, T* y, int n) {
+    for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = static_cast<T>(x[i]);
+}
+template <typename T> __global__ void back(const T* x, float* y, int n) {
+    for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = static_cast<float>(x[i]);
+}
+"""
+SMALL = {"__half": np.dtype(np.float16), "__nv_bfloat16": np.dtype(ml_dtypes.bfloat16),
+         "__nv_fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "__nv_fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2)}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_floats_are_numpys(tmp_path_factory, name):
+    """Every bit pattern to float32; and back again from these, from between them and from beyond them."""
+    path = tmp_path_factory.getbasetemp() / "rounded.cu"
+    path.write_text(ROUNDED)
+    source, kind = Source(path, [f"{way}<{other}>" for way in ("there", "back") for other in SMALL]), SMALL[name]
+    patterns = np.arange(2 ** (8 * kind.itemsize), dtype=f"u{kind.itemsize}").view(kind)
+    wide = np.empty(len(patterns), np.float32)
+    launch(source, f"back<{name}>", grid=1, block=256, args=(patterns, wide, len(wide)))
+    np.testing.assert_array_equal(wide, patterns.astype(np.float32))
+    numbers = np.sort(wide[np.isfinite(wide)])
+    between = (numbers[1:].astype(np.float64) + numbers[:-1]) / 2
+    drawn = np.random.default_rng(0).normal(size=4096) * np.exp2(np.random.default_rng(1).integers(-30, 20, 4096))
+    edges = [np.inf, -np.inf, np.nan, 3e38, -3e38, 1e-45]
+    x = np.concatenate([wide, between, drawn, edges]).astype(np.float32)
+    y = np.empty(len(x), kind)
+    launch(source, f"there<{name}>", grid=1, block=256, args=(x, y, len(x)))
+    largest = numbers[-1] if "fp8" in name else np.inf           # CUDA's fp8 types saturate, NumPy's do not
+    with np.errstate(over="ignore"):
+        want = np.clip(x, -largest, largest).astype(kind)
+    np.testing.assert_array_equal(y.astype(np.float32), want.astype(np.float32))
+
+
+def test_outputs_that_fail_stay_as_they_were(planted):
+    y = np.zeros(64, np.float32)
+    with pytest.raises(KernelError):
+        launch(planted, "no_barrier", grid=1, block=64, args=(np.ones(64, np.float32), y))
+    assert not y.any()
+
+
+def test_one_array_in_two_places(planted):
+    x = np.arange(64, dtype=np.float32)
+    launch(planted, "with_syncwarp", grid=1, block=64, args=(x, x))
+    np.testing.assert_array_equal(x, np.arange(64) ^ 1)
+
+
+def test_a_compile_error_is_one_line(tmp_path):
+    path = tmp_path / "wrong.cu"
+    path.write_text('#include "common.cuh"\n__global__ void wrong(float* x) {\n    x[0] = y;\n}\n')
+    with pytest.raises(KernelError, match=r"^wrong\.cu:3: .*'?y'?.* \(g\+\+\)$"):
+        launch(Source(path, ["wrong"]), "wrong", grid=1, block=1, args=(np.zeros(1, np.float32),))
+
+
+def test_no_compiler_is_said(monkeypatch):
+    monkeypatch.setattr(on_cpu, "compiler", lambda: None)
+    with pytest.raises(KernelError, match="install it"):
+        on_cpu.build(Source(HERE / "softmax.cu", ["softmax_v1<float>"]))
