@@ -146,7 +146,7 @@ def line_of(mistake):
 NOBODY = "shared memory that nobody wrote"      # a race too: the reader was the first of the two to run
 MISTAKES = {
     "no_barrier": rf"race on part\[\d+\]: .* thread \(\d+, 0, 0\) (wrote|read) it at .* no barrier stands|{NOBODY}",
-    "write_after_read": r"race on part\[\d+\]: .* (read|wrote) it at planted.cu:\d+, .* (reads|writes) it at planted.cu",
+    "write_after_read": r"race on part\[\d+\]: .* (read|wrote) it at planted.cu:\d+, .* (reads|writes) it at",
     "beyond": r"out of bounds: block \(0, 0, 0\) thread \(63, 0, 0\) reads x\[64\] of 64",
     "before": r"out of bounds: block \(0, 0, 0\) thread \(0, 0, 0\) writes y\[-1\] of 64",
     "beyond_shared": r"out of bounds: .* thread \(63, 0, 0\) writes part\[64\] of 64",
