@@ -14,7 +14,7 @@ from minidist.nn import GPT, GPTConfig
 from minidist.observe.timeline import Timeline
 from minidist.optim import sum_of_squares
 from minidist.parallel.common.worker import Worker
-from minidist.parallel.hybrid_step import elements_sent
+from minidist.parallel.hybrid_costs import elements_sent
 from minidist.parallel.schedule_checker import clock_of
 from minidist.parallel.schedules import make_schedule
 
@@ -139,7 +139,7 @@ def formula(plan: md.Plan, config: GPTConfig = CONFIG, sequences: int = SEQUENCE
     held = sum(sizes.values()) + (plan.tp - 1) * whole
     if plan.pp > 1 and config.tied:
         held += config.vocabulary * config.width
-    cut = elements_sent(config, plan, sequences * config.context)
+    cut = elements_sent(config, plan, sequences)
     return {axis: ITEM * numbers for axis, numbers in {"dp": 2 * (plan.dp - 1) * held, "pp": 0, "tp": 0, **cut}.items()}
 
 

@@ -6,7 +6,7 @@ from minidist.cli.common import number_of_bytes, positive
 from minidist.launch.transports import PROCESSES
 from minidist.nn.config import BALANCES
 from minidist.parallel.hybrid import OPTIMIZERS, SCHEDULES
-from minidist.parallel.plan import OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
+from minidist.parallel.plan import ATTENTIONS, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
 from minidist.parallel.schedules import ORDERS
 
 
@@ -32,8 +32,8 @@ def _division(parser: argparse.ArgumentParser) -> None:
     """Along which axes, and what of the state."""
     add = parser.add_argument_group("how it is divided").add_argument
     add("--plan", metavar="dp=N,pp=N,…",
-        help="how the job is cut: ranks along the axes dp (data), pp (pipeline), ep (experts) and tp (tensor) "
-             "(default: dp=all)")
+        help="how the job is cut: ranks along the axes dp (data), pp (pipeline), ep (experts), cp (context) and tp "
+             "(tensor) (default: dp=all)")
     add("--zero", type=int, choices=ZERO_STAGES,
         help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too (default: 0; "
              "with --offload all 3)")
@@ -46,6 +46,10 @@ def _division(parser: argparse.ArgumentParser) -> None:
         help="who computes what when, with pp=2 or more (default: 1f1b)")
     add("--microbatches", type=positive, metavar="M",
         help="with pp=2 or more: in how many pieces a pass goes through the pipeline (default: 4 a stage)")
+    add("--attention", choices=ATTENTIONS, default="ring",
+        help="with cp=2 or more: keys and values go round, or heads are swapped for tokens (default: ring)")
+    add("--sequence-parallel", action="store_true",
+        help="with tp=2 or more: what lies outside the tensor-parallel regions is divided by tokens")
 
 
 def _strategy(parser: argparse.ArgumentParser) -> None:

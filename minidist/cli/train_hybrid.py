@@ -1,5 +1,7 @@
 """What a run tells of a composed plan: what was sent along each axis of the mesh, beside its formula."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,32 +9,53 @@ from rich.table import Table
 
 from minidist.parallel.activations import chosen
 from minidist.parallel.hybrid import Trainer
-from minidist.parallel.hybrid_step import Hybrid, elements_sent
+from minidist.parallel.hybrid_costs import elements_sent, wide_elements
+from minidist.parallel.hybrid_pipeline import gathers
+from minidist.parallel.hybrid_step import Hybrid
+from minidist.parallel.zero2 import Zero2
+from minidist.parallel.zero3 import Zero3
 
-LOSS_BYTES = 4
-"""A number of the loss, at the least: in low precision maxima and sums over the vocabulary travel as float32."""
+WIDE = 4
+"""Bytes of a number that travels as float32 in low precision too."""
 
 
 def formula(trainer: Trainer, strategy: Hybrid, data: dict[str, Any], batch: Any) -> dict[str, Any]:
     """Bytes of all ranks and steps by axis, and how many parameters this rank has. Every rank calls it.
 
-    Args:    data: the bytes of this rank's group of dp; batch: one of the run.
+    Args:    data: the bytes of this rank's group of the data axis; batch: one of the run.
 
     Cost:    one all-gather of a float64 a rank, under `control`.
     """
-    plan, config, itemsize = trainer.plan, trainer.config, strategy.weights[0].dtype.itemsize
-    elements = elements_sent(config, plan, batch[0].size,
-                             recomputed=len(chosen(plan.checkpoint_blocks, config.layers)))
-    axes = {axis: count * itemsize * trainer.steps_done for axis, count in elements.items()}
-    if plan.tp > 1 and itemsize < LOSS_BYTES:
-        of_loss = 2 * (plan.tp - 1) * 3 * batch[0].size
-        axes["tp"] += of_loss * (LOSS_BYTES - itemsize) * trainer.steps_done
+    plan, itemsize = trainer.plan, strategy.weights[0].dtype.itemsize
+    config, sequences = replace(trainer.config, context=batch[0].shape[1]), len(batch[0])
+    elements = elements_sent(config, plan, sequences, recomputed=len(chosen(plan.checkpoint_blocks, config.layers)))
+    wide = wide_elements(config, plan, sequences) if itemsize < WIDE else {}
+    axes = {axis: (count * itemsize + wide.get(axis, 0) * (WIDE - itemsize)) * trainer.steps_done
+            for axis, count in elements.items()}
     with trainer.world.ledger.control():
         each = strategy.cut.all_gather(np.array([data["sent_bytes"]], np.int64))
-    if plan.dp > 1:
-        axes = {"dp": int(each.sum()), **axes}
+    if plan.copies > 1:
+        axes = {strategy.data.group.axis: int(each.sum()), **axes}
     return {"sent_bytes": sum(axes.values()), "messages": None, "buckets": data["buckets"], "axes": axes,
             "held": sum(p.size for p in strategy.model.parameters())}
+
+
+def collectives(strategy: Hybrid, accumulate: int) -> list[tuple[str, int]] | None:
+    """train_report.collectives for ZeRO-2 and 3 behind a pipeline, where a microbatch is a pass; None: no difference.
+    """
+    pipeline, data, plan = strategy.pipeline, strategy.data, strategy.plan
+    if pipeline is None or not isinstance(data, (Zero2, Zero3)):
+        return None
+    passes = accumulate * plan.pieces
+    if isinstance(data, Zero2):
+        return [("reduce_scatter", flat.nbytes) for flat in data.flats for _ in range(passes)] + [
+            ("all_gather", flat.nbytes) for flat in data.flats]
+    calls = [(verb, flat.nbytes) for flat in data.root.flats for verb in ("all_gather", "reduce_scatter")]
+    for stage, chain in zip(pipeline.stages.layers, data.chains, strict=True):
+        times = accumulate * gathers(pipeline.schedule, strategy.pp.rank, stage, keep=plan.keep_gathered)
+        for flat in (flat for unit in chain for flat in unit.flats):
+            calls += [("all_gather", flat.nbytes)] * times + [("reduce_scatter", flat.nbytes)] * passes
+    return calls
 
 
 def measured(metrics: dict[str, Any]) -> dict[str, int]:
@@ -57,6 +80,7 @@ def traffic_table(metrics: dict[str, Any]) -> Table:
         if not sent and axis not in by_formula:
             continue
         expected = by_formula.get(axis)
-        table.add_row(axis, str(metrics["plan"].get(axis, "")), f"{sent / steps:,.1f}".removesuffix(".0"),
+        ranks = math.prod(metrics["plan"].get(name, 1) for name in axis.split(","))
+        table.add_row(axis, str(ranks), f"{sent / steps:,.1f}".removesuffix(".0"),
                       "" if expected is None else f"{expected / steps:,.1f}".removesuffix(".0"))
     return table

@@ -27,6 +27,8 @@ PLAN_OPTIONS = (
     "accumulate",
     "schedule",
     "microbatches",
+    "attention",
+    "sequence_parallel",
     "precision",
     "strategy",
     "servers",

@@ -65,20 +65,22 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     if isinstance(strategy, Single):
         return {"sent_bytes": 0, "messages": 0, "buckets": 0}
     if isinstance(strategy, Hybrid):
-        return train_hybrid.formula(trainer, strategy, data_formula(trainer, strategy.data), batch)
+        calls = train_hybrid.collectives(strategy, trainer.plan.accumulate)
+        return train_hybrid.formula(trainer, strategy, data_formula(trainer, strategy.data, calls), batch)
     return data_formula(trainer, strategy)
 
 
-def data_formula(trainer: Trainer, strategy: DDP | Zero1 | Zero2 | Zero3) -> dict[str, Any]:
-    """Bytes and messages of all ranks of one group of the data axis together, in all steps."""
-    plan = trainer.plan
-    calls = collectives(strategy, plan.accumulate)
-    size = plan.shard or plan.dp        # of a group that shares a copy; there are dp / size of them
+def data_formula(trainer: Trainer, strategy: DDP | Zero1 | Zero2 | Zero3,
+                 calls: list[tuple[str, int]] | None = None) -> dict[str, Any]:
+    """Bytes and messages of all ranks of one group of the data axis together, in all steps, from its `calls` in one."""
+    plan, ranks = trainer.plan, trainer.plan.copies
+    calls = collectives(strategy, plan.accumulate) if calls is None else calls
+    size = plan.shard or ranks          # of a group that shares a copy; there are ranks / size of them
     pairs = [(FORMULAS[verb, plan.algorithm],      # what all ranks send does not depend on who owns how much
-              Case(size=size, nbytes=nbytes, blocks=[nbytes] + [0] * (size - 1)), plan.dp // size)
+              Case(size=size, nbytes=nbytes, blocks=[nbytes] + [0] * (size - 1)), ranks // size)
              for verb, nbytes in calls]
-    pairs += [(FORMULAS["all_reduce", plan.algorithm], Case(size=plan.dp // size, nbytes=nbytes), 1)
-              for nbytes in shards(strategy) if size < plan.dp]
+    pairs += [(FORMULAS["all_reduce", plan.algorithm], Case(size=ranks // size, nbytes=nbytes), 1)
+              for nbytes in shards(strategy) if size < ranks]
     return {"sent_bytes": trainer.steps_done * sum(times * formula.bytes_of(case) for formula, case, times in pairs),
             "messages": trainer.steps_done * sum(times * formula.messages_of(case) for formula, case, times in pairs),
             "buckets": len(calls if isinstance(strategy, (Zero2, Zero3)) else buckets_of(strategy))}
@@ -220,7 +222,7 @@ def bytes_a_parameter(metrics: Metrics) -> dict[str, float]:
     plan = metrics["plan"]
     each = Each.of(metrics["parameter_bytes"] // metrics["parameters"], moments=metrics["optimizer_moments"],
                    masters=plan["precision"] != "fp32")
-    held = state_bytes(1, each, zero=plan["zero"], ranks=plan["dp"], shard=plan["shard"])
+    held = state_bytes(1, each, zero=plan["zero"], ranks=plan["dp"] * plan["ep"] * plan["cp"], shard=plan["shard"])
     held = on_device(held, plan["offload"], plan["zero"])
     held["optimizer"] *= train_central.optimizer_share(plan)
     return {category: held[category] for category in STATE}

@@ -85,6 +85,7 @@ class DDP:
     Attributes: parameters: what the optimizer is made of.
              squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
              always: a rank without a row computes too, for others wait for it on their way (chapter 18).
+             rows: the ranks that divide a batch's rows; fewer than group, where ranks divide tokens too (chapter 17).
     Raises:  MismatchError if the replicas do not start equal.
     """
 
@@ -93,7 +94,7 @@ class DDP:
                  apart: Sequence[Sequence[Parameter]] = (), others: Others | None = None,
                  precision: Precision | None = None,
                  recorder: Recorder | None = None) -> None:
-        self.model, self.group, self.algorithm = model, group, algorithm
+        self.model, self.group, self.rows, self.algorithm = model, group, group, algorithm
         self.loss = loss or loss_of(model)
         self.precision, self.always = precision or Precision(), False
         self.recorder = recorder or Silent()
@@ -115,7 +116,7 @@ class DDP:
 
     def part_of(self, batch: Batch) -> Part:
         """This rank's rows of a global batch (DDP 2); views, and perhaps none."""
-        return part_of(batch, size=self.group.size, rank=self.group.rank)
+        return part_of(batch, size=self.rows.size, rank=self.rows.rank)
 
     # --------------------------------------------------------------------------------------------------- forward
 

@@ -7,9 +7,9 @@
 Every rank passes the same global batch and gets the same loss; which part of the batch, of the model and of the state
 a rank works on is the plan's affair. With the data axis alone (dp) the step is that of parallel/ddp.py, or with zero=1,
 2 or 3 of zero1.py, zero2.py or zero3.py, or with strategy= of parameter_server.py; one rank alone takes the step of
-single.py, or drives several devices (data_parallel.py). With a pipeline (pp) or tensor parallelism (tp) it is composed
-of theirs: hybrid_step.py, which goes on with this chapter. With any of them blocks may be checkpointed
-(activations.py).
+single.py, or drives several devices (data_parallel.py). With any other axis, a pipeline (pp), context (cp) or tensor
+parallelism (tp), it is composed of theirs: hybrid_step.py, which goes on with this chapter. With any of them blocks may
+be checkpointed (activations.py).
 """
 
 from collections.abc import Callable, Iterable
@@ -123,7 +123,7 @@ class Trainer:
     def _make_strategy(self, device: str) -> Strategy:
         """Draw the weights, or with ZeRO-3 this rank's shards alone, and take the plan's strategy."""
         if self.plan.composed:
-            return Hybrid(self.model, self.mesh, self.plan, seed=self.seed, loss=self._loss, device=device,
+            return Hybrid(self.model, self.mesh, self.plan, seed=self.seed, device=device,
                           key=lambda part: self._key(part.inputs, part.first), precision=self.precision,
                           recorder=self.recorder)
         if self.plan.zero == 3:
@@ -151,11 +151,11 @@ class Trainer:
     def require_room(self, sequences: int) -> None:
         """Before training: raise MemoryLimitError if a step on so many sequences cannot fit under the plan's limit.
 
-        What it keeps of a pass is found by running small models (activations.py), the same on all ranks. With a
-        pipeline or tensor parallelism the first step will tell, as it does of what comes on top.
+        What it keeps of a pass is found by running small models (activations.py), the same on all ranks. With
+        other axes than dp the first step will tell, as it does of what comes on top.
         """
         plan = self.plan
-        if plan.device_memory is not None and plan.pp * plan.tp == 1:
+        if plan.device_memory is not None and not plan.composed:
             at_once = -(-sequences // (plan.dp * plan.accumulate))
             kept = pass_bytes(self.model.config, at_once, plan.checkpoint_blocks,
                               device=device_of(next(self.model.parameters()).data))
@@ -191,7 +191,7 @@ class Trainer:
 
         Cost:    one all-gather of two float64 a rank, counted under `control`.
         """
-        group = self.survivors() if isinstance(self.strategy, ParameterServer) else self.mesh["dp"]
+        group = self.survivors() if isinstance(self.strategy, ParameterServer) else self.mesh.rows
         total, tokens, readers = 0.0, 0, group.size - (self.plan.dp - self.plan.workers)    # a server has no row
         units = self._units()
         self.model.eval()
@@ -199,7 +199,7 @@ class Trainer:
             for batch in batches:
                 part = part_of(batch, size=readers, rank=group.rank)
                 if isinstance(self.strategy, Hybrid):
-                    total += self.strategy.forward_share(part, batch, self._loss)
+                    total += self.strategy.forward_share(part, batch)
                 elif units is not None:
                     total += float(units.forward(part, divisor=1, spare=batch).item())
                 elif len(part.inputs):
@@ -209,7 +209,7 @@ class Trainer:
         if units is not None:
             units.root.free()
         if isinstance(self.strategy, Hybrid):
-            group, tokens = self.strategy.shares, tokens * self.strategy.knows_loss
+            group, tokens = self.strategy.shares, tokens * self.strategy.counts_tokens
         with self.world.ledger.control():
             sums = group.all_gather(np.array([total, tokens], dtype=np.float64)).reshape(-1, 2).sum(axis=0)
         return float(sums[0] / sums[1])

@@ -1,4 +1,4 @@
-"""Chapter 17 · The step of a composed plan: a model cut by tensor and by pipeline, and replicas of what that leaves.
+"""Chapter 17 · The step of a composed plan: a model cut by tensor, context and pipeline, and replicas of what is left.
 
 The idea. Each axis cuts something else, so they can be put into each other like boxes, and each strategy goes on doing
 what it does alone. Eight ranks, dp=2, pp=2, tp=2:
@@ -9,28 +9,35 @@ what it does alone. Eight ranks, dp=2, pp=2, tp=2:
     dp=1   pp=0 stage 0    r4     r5      dp   0-4, 1-5, 2-6, 3-7   once a step: gradients (chapters 7, 14-16)
            pp=1 stage 1    r6     r7
 
-The axis that talks most is innermost, where ranks are neighbours and links fast. A rank is first a tensor shard of the
-model, of which it keeps its stage, of which it draws its part; then the data axis is given that as the model to train:
+With cp (chapter 13) there are as many ranks in the place of each, which have the same weights and rows and divide the
+tokens. The axis that talks most is innermost, where ranks are neighbours and links fast. A rank is first a tensor shard
+of the model, with some of each sequence's tokens, of which it keeps its stage, of which it draws its part; then the
+data axis is given that as the model to train:
 
-    model       GPT, not drawn -> tensor_parallel(tp) -> Pipeline(pp) takes its stages and draws -> DDP or ZeRO (dp)
-    batch       rows of dp, in accumulate passes, each in microbatches; tp ranks of a row see the same tokens
-    gradients   add up where they are, over microbatches and passes; then sums over dp; tied ends over pp
+    model       GPT, not drawn -> tensor_parallel or sequence_parallel(tp) -> attention over cp -> Pipeline(pp) takes
+                its stages and draws -> DDP or ZeRO, over all ranks that have the same weights: dp and cp together
+    batch       rows of dp, in accumulate passes, each in microbatches; of them ranks of cp pick their tokens (zigzag,
+                or with all-to-all attention consecutive ones); tp ranks of a row see the same ones
+    loss        own tokens' over all tokens of the batch: shares, that add up
+    gradients   add up where they are, over microbatches and passes; sums over the data axis; then what lies on several
+                ranks for another reason, a tied table on both ends of pp, with sequence parallelism norms on all of tp
     norm        every number of the gradient counts at one rank of the mesh
     update      of own weights, with ZeRO of own pieces of them
 
+With sequence parallelism a tp rank has, outside its regions, its part of its cp rank's tokens; that is what it hands on
+to the next stage: tp times less than what all of tp would hand on whole.
+
 What must be the same on several ranks, and why it is, to the bit:
 
-    norms, biases of row linears      on all of tp: from gradients that an all-reduce made equal. Over dp they are
-                                      summed in buckets of their own, so that chunks lie alike on all tp ranks
-    a tied token table                on both ends of pp: with DDP its sums over dp are added up over pp; with ZeRO-1
-                                      the other way round, for a rank then has a part alone; in buckets of its own too
+    norms, biases of row linears      on all of tp: from gradients that an all-reduce made equal. Over the data axis
+                                      they are summed in buckets of their own, so that chunks lie alike on all tp ranks
+    a tied token table                on both ends of pp: sums over the data axis are added up over pp, with ZeRO those
+                                      of a rank's piece of it; in buckets of its own too
     loss, norm                        on all ranks: shares are added in rank order
 
-Cost, a step: each axis what its chapter says, of what the rank holds (elements_sent). Without a pipeline the data axis
-overlaps backward as in its own chapter; behind one it sends when the last microbatch is through.
-
-What does not go together is refused by Plan: ZeRO-2 and 3 with a pipeline (every microbatch would have to reduce, or
-gather, anew: m times the traffic, or no memory saved), and others there.
+Cost, a step: each axis what its chapter says, of what the rank holds (hybrid_costs.py). Without a pipeline the data
+axis overlaps backward as in its own chapter; behind one it sends when the last microbatch is through, or with ZeRO-2
+and 3 with each of them (hybrid_pipeline.py). What does not go together is refused by Plan (plan_checks.py).
 
 The notes' groups A and B (N0:442-470) are dp=2, pp=2: ranks 0-1 and 2-3 pass activations on, 0-2 and 1-3 add gradients
 up. (Their all-reduce takes a mean; here the loss was divided by all tokens before, and gradients are summed.)
@@ -40,35 +47,40 @@ Source:  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training o
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from minidist.nn import GPT, GPTConfig
+from minidist.nn import GPT
+from minidist.ops.collectives import shard_of
 from minidist.optim import Optimizer, sum_of_squares
-from minidist.parallel import tensor_parallel as tensor
+from minidist.parallel import ring_attention, ulysses
 from minidist.parallel.accumulation import micro_parts
-from minidist.parallel.common.flat import sum_in_order
+from minidist.parallel.common.flat import Piece, sum_in_order, trainable
+from minidist.parallel.common.own_tokens import TOKENS, Own, OwnPositions, everything, own_key, pick, within
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
-from minidist.parallel.common.shards import WeightShard, add_up, assemble, counted_at, summands
-from minidist.parallel.common.update import Batch, Key, Loss, Part, zero_unused
+from minidist.parallel.common.shards import Summand, WeightShard, add_up, assemble, counted_at, summands
+from minidist.parallel.common.update import Batch, Key, Part
 from minidist.parallel.ddp import DDP
+from minidist.parallel.hybrid_pipeline import Data, DataPipeline
 from minidist.parallel.mesh import Mesh
-from minidist.parallel.pipeline import Pipeline
 from minidist.parallel.plan import Plan
 from minidist.parallel.schedules import make_schedule
+from minidist.parallel.sequence_parallel import sequence_parallel
+from minidist.parallel.tensor_parallel import tensor_parallel
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3
-from minidist.tensor import Parameter, Tensor, no_grad
+from minidist.tensor import Parameter, Tensor
 
 
 class Hybrid:
-    """This rank's part of a GPT that a mesh with pp > 1 or tp > 1 trains.
+    """This rank's part of a GPT that a mesh with more axes than dp trains.
 
-    Args:    model: weights not yet drawn; loss: of a part, where there is no pipeline; key: for dropout, where one is.
+    Args:    model: weights not yet drawn; key: of rows, for dropout.
              precision: of weights and update; recorder: is told what runs when.
     Attributes: model: what this rank has of it; data: the data axis's strategy; pipeline: the other, or None.
              parameters: what the optimizer is made of.
@@ -77,42 +89,69 @@ class Hybrid:
 
     # ------------------------------------------------------------------------------------------------- partition
 
-    def __init__(self, model: GPT, mesh: Mesh, plan: Plan, *, seed: int, loss: Loss, key: Key, device: str = "cpu",
+    def __init__(self, model: GPT, mesh: Mesh, plan: Plan, *, seed: int, key: Key, device: str = "cpu",
                  precision: Precision | None = None, recorder: Recorder | None = None) -> None:
-        self.model, self.config, self.plan = model, model.config, plan
+        self.model, self.config, self.plan, self.mesh, self.key = model, model.config, plan, mesh, key
         self.precision, self.recorder = precision or Precision(), recorder or Silent()
-        self.tp, self.pp, self.cut = mesh["tp"], mesh["pp"], mesh["pp", "tp"]
+        self.tp, self.pp, self.cp, self.rows, self.cut = mesh["tp"], mesh["pp"], mesh["cp"], mesh.rows, mesh["pp", "tp"]
         self.shares, self.everybody = mesh["dp", "pp", "ep", "cp"], mesh["dp", "pp", "ep", "cp", "tp"]
         if self.tp.size > 1:
-            tensor.tensor_parallel(model, self.tp)
-        self.pipeline: Pipeline | None = None
+            (sequence_parallel if plan.sequence_parallel else tensor_parallel)(model, self.tp)
+        self.tokens: Own = self._divide_tokens() if self.cp.size > 1 else everything
+        self.pipeline: DataPipeline | None = None
         if self.pp.size > 1:
-            schedule = make_schedule(plan.schedule, self.pp.size, plan.pieces)
-            self.pipeline = Pipeline(model, self.pp, schedule, seed=seed, device=device, key=key,
-                                     precision=_Inner(self), recorder=recorder)
+            self.pipeline = self._make_pipeline(seed, device)
         elif plan.zero < 3:
             model.initialize(seed, device=device)
-        self.data = self._make_data(mesh, loss, seed, device)
+        self.data = self._make_data(seed, device)
+        self.data.rows, self.data.squares = self.rows, self._squares
+        if self.pipeline is not None:
+            self.pipeline.serve(self.data)
         self.weights = [p for p in model.parameters() if p.requires_grad]
-        self.summands = summands(self.weights)
         self.parameters = self.data.parameters
-        self.data.squares = self._squares
+        self.summands = self._summands()
 
-    def _make_data(self, mesh: Mesh, loss: Loss, seed: int, device: str) -> DDP | Zero1 | Zero2 | Zero3:
-        plan: Plan = self.plan
-        options: dict[str, Any] = {"loss": loss, "algorithm": plan.algorithm, "precision": self.precision,
+    def _divide_tokens(self) -> Own:
+        """Let attention and positions see to it that this rank has some tokens alone; returns which."""
+        attend = ring_attention.attend_by_ring if self.plan.attention == "ring" else ulysses.attend_by_heads
+        own = attend(self.model, self.cp)
+        if self.model.positions is not None:
+            self.model.positions = OwnPositions(self.model.positions, own)
+        self.model.assign_names()
+        return own
+
+    def _make_pipeline(self, seed: int, device: str) -> DataPipeline:
+        schedule = make_schedule(self.plan.schedule, self.pp.size, self.plan.pieces)
+        pipeline = DataPipeline(self.model, self.pp, schedule, of=self.precision, tp=self.tp, key=self.key,
+                                seed=None if self.plan.zero == 3 else seed, device=device, recorder=self.recorder)
+        pipeline.stages.tokens = pipeline.stages.carried = self.tokens
+        if self.plan.sequence_parallel:
+            pipeline.stages.carried = within(self.tokens, partial(shard_of, group=self.tp))
+        return pipeline
+
+    def _make_data(self, seed: int, device: str) -> Data:
+        """The data axis's strategy, of what the other axes leave this rank."""
+        plan, group = self.plan, self.mesh.copies
+        options: dict[str, Any] = {"loss": self._loss, "algorithm": plan.algorithm, "precision": self.precision,
                                    "recorder": self.recorder}
         if plan.zero:
             options["shard"] = plan.shard
         if plan.zero == 3:
             tied = self.model.tokens if self.config.tied else None
-            return Zero3(self.model, mesh.copies, units=[c for _, c in self.model.children() if c is not tied],
-                         seed=seed, device=device, free_after_forward=not plan.keep_gathered, **options)
-        table = self._twice()
-        whole = [p for p in self._whole() if p.requires_grad]
+            return Zero3(self.model, group, units=[c for _, c in self.model.children() if c is not tied],
+                         seed=seed, device=device, free_after_forward=not plan.keep_gathered, apart=self._whole(),
+                         chains=[] if self.pipeline is None else self.pipeline.chains(), **options)
         kinds: dict[int, type[DDP] | type[Zero1] | type[Zero2]] = {0: DDP, 1: Zero1, 2: Zero2}
-        return kinds[plan.zero](self.model, mesh.copies, bucket_bytes=plan.bucket_bytes,
-                                apart=[some for some in (whole, table) if some], **options)
+        return kinds[plan.zero](self.model, group, bucket_bytes=plan.bucket_bytes, apart=self._apart(), **options)
+
+    def _apart(self) -> list[list[Parameter]]:
+        """What travels in buckets of its own: of each stage shards, what all of tp has whole, a table at both ends."""
+        whole, table = ({id(p) for p in some} for some in (self._whole(), self._twice()))
+        stages = ([trainable(self.model.parameters())] if self.pipeline is None else
+                  [self.pipeline.weights_of(stage) for stage in self.pipeline.stages.layers])
+        kinds = [[[p for p in weights if (id(p) in whole, id(p) in table) == kind]
+                  for kind in ((False, False), (True, False), (False, True), (True, True))] for weights in stages]
+        return [some for of_stage in kinds for some in of_stage if some]
 
     def _whole(self) -> list[Parameter]:
         """The weights that all ranks of tp have whole."""
@@ -124,6 +163,26 @@ class Hybrid:
         """The token table, where it lies at both ends of the pipeline and this rank is at one."""
         return [self.model.tokens.weight] if self.pipeline is not None and self.pipeline.ends is not None else []
 
+    def _summands(self) -> list[Summand]:
+        """What is added up when the data axis has its sums: whole gradients, or with ZeRO this rank's pieces of them.
+
+        A tied table at both ends; key heads that several ranks hold; with sequence parallelism what is whole on tp.
+        """
+        ends = None if self.pipeline is None else self.pipeline.ends
+        found = [Summand(table, (), ends) for table in self._twice() if ends is not None]
+        found += summands(self.weights, self.tp if self.plan.sequence_parallel else None)
+        if isinstance(self.data, DDP):
+            return found
+        pieces = {id(owner): piece for owner, piece in self._pieces()}
+        return [summand._replace(parameter=pieces[id(summand.parameter)]) for summand in found]
+
+    def _pieces(self) -> list[tuple[Parameter, Piece]]:
+        """With ZeRO: each parameter, and this rank's piece of it."""
+        assert not isinstance(self.data, DDP)
+        flats = self.data.gradients.flats if isinstance(self.data, Zero3) else self.data.flats
+        owners = [parameter for flat in flats for parameter in flat.parameters]
+        return list(zip(owners, self.data.parameters, strict=True))
+
     # ------------------------------------------------------------------------------------------------------ step
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
@@ -133,38 +192,38 @@ class Hybrid:
         Args:    lr: this step's learning rate (None: the optimizer's own); clip: bound of the whole gradient's norm.
                  accumulate: in how many passes a data rank takes its rows; with a pipeline, each in microbatches.
         """
-        if self.pipeline is None and not self.summands:
-            return self.data.step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate)
-        assert isinstance(self.data, (DDP, Zero1))
-        self.model.zero_grad()
-        self.data.hold()
+        if isinstance(self.data, (Zero2, Zero3)):
+            self.data.gradients.forget()
+        else:
+            self.model.zero_grad()
+        if self.pipeline is not None:
+            self.pipeline.begin()
         share = 0.0
-        for part in micro_parts(self.data.part_of(batch), accumulate):
-            share += self._pass(part, batch[1].size)
-        if isinstance(self.data, Zero1):
-            self._sum_ends()
-        self.data.backward(None)
-        if isinstance(self.data, DDP):
-            self._sum_ends()
+        for number, part in enumerate(micro_parts(self.data.part_of(batch), accumulate), start=1):
+            share += self._pass(part, batch, last=number == accumulate)
+        if self.pipeline is not None:
+            self.pipeline.end()
         add_up(self.summands)
         self.data.update(optimizer, lr=lr, clip=clip)
         return sum_in_order(self.shares, share)
 
-    def _pass(self, part: Part, divisor: int) -> float:
+    def _pass(self, part: Part, batch: Batch, *, last: bool) -> float:
         """Forward and backward of some rows: adds gradients, returns this rank's share of the loss."""
+        divisor = batch[1].size
         if self.pipeline is not None:
             return self.pipeline.run(part, divisor=divisor)
-        share = self.data.forward(part, divisor=divisor)    # type: ignore[call-arg]
-        if share is None:
-            return 0.0
-        self.precision.backward(share)
-        return float(share.item())
+        if isinstance(self.data, Zero3):
+            share: Tensor | None = self.data.forward(part, divisor=divisor, spare=batch)
+        else:
+            share = self.data.forward(part, divisor=divisor)
+        self.data.backward(share, last=last)        # type: ignore[arg-type]
+        return 0.0 if share is None else float(share.item())
 
-    def _sum_ends(self) -> None:
-        """The sum of a tied table's two gradients, at both ends."""
-        if self.pipeline is not None:
-            zero_unused(self._twice())
-            self.pipeline.sum_ends()
+    def _loss(self, part: Part, divisor: int) -> Tensor:
+        """The sum of the losses of this rank's tokens of some rows, over `divisor`."""
+        inputs, targets = (pick(array, self.tokens, TOKENS) for array in (part.inputs, part.targets))
+        return self.model.loss(inputs, targets, divisor, positions=np.arange(part.inputs.shape[TOKENS]),
+                               key=own_key(self.key(part), self.tokens))
 
     def _squares(self) -> float:
         """The sum of the squares of the whole gradient; each number counts once.
@@ -176,59 +235,39 @@ class Hybrid:
         if isinstance(self.data, DDP):
             counted = counted_at((p for p in self.weights if id(p) not in skipped), self.tp.rank)
             return sum_in_order(self.cut, sum_of_squares(counted))
-        flats = self.data.gradients.flats if isinstance(self.data, Zero3) else self.data.flats
-        owners = [parameter for flat in flats for parameter in flat.parameters]
         first_copy = self.data.group.rank < self.data.sharing.shard.size
-        pieces = [piece.grad for piece, owner in zip(self.data.parameters, owners, strict=True)
-                  if first_copy and id(owner) not in skipped
+        pieces = [piece.grad for owner, piece in self._pieces() if first_copy and id(owner) not in skipped
                   and (isinstance(owner, WeightShard) or self.tp.rank == 0)]
         return sum_in_order(self.everybody, sum_of_squares(pieces))
 
     # ------------------------------------------------------------------------------------------------ evaluation
 
-    def forward_share(self, part: Part, spare: Batch, loss: Loss) -> float:
-        """The sum of the losses of this data rank's rows where this rank knows it, else 0. No gradients.
-
-        Cost:    through a pipeline one message a boundary; its stages wait for each other.
-        """
+    def forward_share(self, part: Part, spare: Batch) -> float:
+        """This rank's share of the sum of the losses of its rows, without gradients. `spare`: for who has none."""
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(part, divisor=1)
         if isinstance(self.data, Zero3):
             return float(self.data.forward(part, divisor=1, spare=spare).item())
-        if not len(part.inputs):
-            return 0.0
-        if self.pipeline is None:
-            return float(loss(part, 1).item())
-        stages, group, share = self.pipeline.stages, self.pp, 0.0
-        with no_grad():
-            for stage in stages.layers:
-                x: Any = part.inputs if stage == 0 else Tensor(group.recv(src=(stage - 1) % group.size))
-                y = stages.forward(stage, x, targets=part.targets, divisor=1)
-                if stage == stages.last:
-                    share = float(y.item())
-                else:
-                    group.send(y.data, dst=(stage + 1) % group.size)
-        return share
+        return float(self._loss(part, 1).item()) if len(part.inputs) else 0.0
 
     @property
-    def knows_loss(self) -> bool:
-        """Whether this rank has the pipeline's last stage, which alone knows the loss."""
-        return self.pp.rank == self.pp.size - 1
+    def counts_tokens(self) -> bool:
+        """Whether this rank is the one, of those that share some rows, that counts their tokens."""
+        return self.pp.rank == self.pp.size - 1 and self.cp.rank == 0
 
     # --------------------------------------------------------------------------------------------------- weights
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights (masters, in mixed precision), whole, in the serial layout, on every rank.
 
-        Cost:    gathers over dp (ZeRO), tp and pp.
+        Cost:    gathers over the data axis (ZeRO), tp and pp.
         """
-        return self.own_state() if self.pipeline is None else self.pipeline.state_dict()
-
-    def own_state(self) -> dict[str, np.ndarray]:
-        """The weights of this rank's stages, whole."""
-        own = self.data.state_dict()
-        return own if self.tp.size == 1 else assemble(self.model, own, self.tp)
+        if self.pipeline is not None:
+            return self.pipeline.state_dict()
+        return assemble(self.model, self.data.state_dict(), self.tp)
 
     def check_replicas(self) -> None:
-        """Compare what several ranks should hold alike: over dp, over tp, and a tied table at both ends.
+        """Compare what several ranks should hold alike: over the data axis, over tp, and a tied table at both ends.
 
         Raises:  MismatchError naming the ranks that differ.
         """
@@ -237,37 +276,5 @@ class Hybrid:
             masters: Iterable[Any] = self.data.parameters if isinstance(self.data, DDP) else ()
             check_equal_replicas((*self.model.parameters(), *masters), self.data.group, when=when)
             check_equal_replicas(self._whole(), self.tp, when=when)
-        if self.pipeline is not None and self.pipeline.ends is not None:
-            check_equal_replicas(self._twice(), self.pipeline.ends, when=when)
-
-
-class _Inner(Precision):
-    """What the pipeline is given: backward as the plan's precision wants it; masters and update are the data axis's."""
-
-    def __init__(self, hybrid: Hybrid) -> None:
-        self.hybrid = hybrid
-
-    def backward(self, loss: Tensor, *args: Any, **options: Any) -> Any:
-        """As the plan's precision."""
-        return self.hybrid.precision.backward(loss, *args, **options)
-
-    def state_dict(self, model: Any) -> dict[str, np.ndarray]:
-        """This rank's stages, put together over dp and tp."""
-        return self.hybrid.own_state()
-
-
-def elements_sent(config: GPTConfig, plan: Plan, tokens: int, *, recomputed: int = 0) -> dict[str, int]:
-    """Numbers that all ranks together send in a step along tp and pp, scalars apart; those of dp depend on who holds
-    what, and are each chapter's formula of that.
-
-    Args:    tokens: of the global batch; recomputed: how many blocks are computed again in backward.
-    """
-    sent = {}
-    if plan.tp > 1:
-        sent["tp"] = tensor.elements_sent(config, ranks=plan.tp, tokens=tokens, recomputed=recomputed)
-        sent["tp"] += (plan.dp - 1) * tensor.shared_numbers(config, plan.tp)
-    if plan.pp > 1:
-        sent["pp"] = 2 * tokens * config.width * (plan.stages - 1) * plan.tp
-        if config.tied:
-            sent["pp"] += 2 * config.vocabulary * config.width * plan.dp
-    return sent
+            if self.pipeline is not None and self.pipeline.ends is not None:
+                check_equal_replicas(self._twice(), self.pipeline.ends, when=when)

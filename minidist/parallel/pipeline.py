@@ -74,18 +74,20 @@ class Pipeline(Layered):
              key: for dropout; precision: of weights and update (default: one dtype for all).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: those of this rank's stages.
+             always: a microbatch without a row goes through too, for others wait for it on their way (chapter 17).
     Raises:  ScheduleError if the schedule cannot run; ShardError if the layers do not fit its stages.
     """
 
     # ------------------------------------------------------------------------------------------------- partition
 
-    def __init__(self, model: GPT, group: Group, schedule: Schedule, *, seed: int, layers: Sequence[int] | None = None,
-                 device: str = "cpu", key: Key | None = None, precision: Precision | None = None,
-                 recorder: Recorder | None = None) -> None:
+    def __init__(self, model: GPT, group: Group, schedule: Schedule, *, seed: int | None,
+                 layers: Sequence[int] | None = None, device: str = "cpu", key: Key | None = None,
+                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
         self.schedule, self.worker = schedule, Worker(schedule, group, recorder=recorder)
         super().__init__(model, group, schedule.stages, seed=seed, layers=layers, device=device, precision=precision,
                          recorder=recorder)
         self.key: Key = key or (lambda part: None)
+        self.always = False
 
     # --------------------------------------------------------------------------------------- forward and backward
 
@@ -106,6 +108,15 @@ class Pipeline(Layered):
             self.worker.run_forwards(work)
         self.model.train()
         return work.total
+
+    def go_back(self, stage: int, y: Tensor, dy: Array | None, *, whole: bool) -> list[WeightGradient]:
+        """Backward of a stage's y, whose gradient is dy (None: y is the loss); returns what it puts off unless whole.
+        """
+        return self.precision.backward(y, dy, defer_weights=not whole)
+
+    def go_back_weights(self, stage: int, put_off: list[WeightGradient]) -> None:
+        """What `go_back` of a stage put off."""
+        self.precision.backward_weights(put_off)
 
     # ------------------------------------------------------------------------------------------------------ step
 
@@ -128,18 +139,18 @@ class _Pass:
     """What one run of the schedule computes on this rank (a worker's Work)."""
 
     def __init__(self, pipeline: Pipeline, parts: list[Part], divisor: int) -> None:
-        self.stages, self.precision, self.config = pipeline.stages, pipeline.precision, pipeline.config
+        self.pipeline, self.stages, self.config = pipeline, pipeline.stages, pipeline.config
         self.key, self.parts, self.divisor, self.total = pipeline.key, parts, divisor, 0.0
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}     # from forward to backward: x, y
         self._put_off: dict[tuple[int, int], list[WeightGradient]] = {}
 
     def skips(self, microbatch: int) -> bool:
-        """A microbatch without a row."""
-        return not len(self.parts[microbatch].inputs)
+        """A microbatch without a row, unless others wait for it on their way."""
+        return not self.pipeline.always and not len(self.parts[microbatch].inputs)
 
     def room(self, receive: Instruction) -> Array:
         """An activation that arrives is kept for backward, a gradient is not."""
-        shape = (*self.parts[receive.microbatch].inputs.shape, self.config.width)
+        shape = self.stages.between(*self.parts[receive.microbatch].inputs.shape)
         category = "activations" if isinstance(receive, RecvActivation) else "communication"
         device = backend.device_of(next(self.stages.model.parameters()).data)
         return account.current().hold(backend.empty(shape, backend.dtype(self.config.dtype), device), category)
@@ -160,14 +171,14 @@ class _Pass:
     def backward(self, stage: int, microbatch: int, dy: Array | None, *, whole: bool) -> Array | None:
         """A stage's backward; in two halves, the gradients of weights are put off."""
         start, y = self._kept.pop((stage, microbatch))
-        put_off = self.precision.backward(y, dy, defer_weights=not whole)
+        put_off = self.pipeline.go_back(stage, y, dy, whole=whole)
         if not whole:
             self._put_off[stage, microbatch] = put_off
         return None if start is None else start.grad
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
         """What backward put off."""
-        self.precision.backward_weights(self._put_off.pop((stage, microbatch)))
+        self.pipeline.go_back_weights(stage, self._put_off.pop((stage, microbatch)))
 
 
 class PipeDream(Pipeline):
@@ -248,7 +259,7 @@ class _Stashing(_Pass):
                                          for weight in self.weights]
         with self.recorder.span("optimizer", microbatch=microbatch):
             zero_unused(self.weights)
-            self.precision.update(self.optimizer, lambda: 0.0, lr=self.lr, clip=None)
+            self.pipeline.precision.update(self.optimizer, lambda: 0.0, lr=self.lr, clip=None)
         self.optimizer.zero_grad()
         self.updates.append((microbatch, met))
         self.version += 1

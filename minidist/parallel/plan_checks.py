@@ -52,9 +52,9 @@ def check(plan: "Plan") -> None:
     for axis, size in plan.axes.items():
         if not isinstance(size, int) or size < 1:
             raise PlanError(f"plan axis {axis}={size}: the number of ranks along an axis is a whole number from 1")
-        if axis in ("ep", "cp") and size > 1:
-            raise PlanError(f"plan axis {axis}={size}: this version composes dp, pp and tp; use {axis}=1, with "
-                            f"{instead(plan, ep=1, cp=1)}")
+        if axis == "ep" and size > 1:
+            raise PlanError(f"plan axis {axis}={size}: this version composes dp, pp, cp and tp; use {axis}=1, with "
+                            f"{instead(plan, ep=1)}")
     if plan.bucket_bytes < 1:
         raise PlanError(f"plan bucket_bytes={plan.bucket_bytes}: a bucket holds at least one byte")
     if not isinstance(plan.accumulate, int) or plan.accumulate < 1:
@@ -154,10 +154,6 @@ def _check_composition(plan: "Plan") -> None:
     if plan.offload != "none":
         raise PlanError(f"plan {cut} with offload={plan.offload}: this version offloads on the data axis alone; "
                         f"use offload=none, or dp={plan.size} with zero={max(1, plan.zero)}")
-    if plan.pp > 1 and plan.zero > 1:
-        what = "reduce its gradients" if plan.zero == 2 else "gather weights and reduce gradients"
-        raise PlanError(f"plan pp={plan.pp} with zero={plan.zero}: every microbatch would have to {what} anew; use "
-                        f"zero=1, or pp=1")
     if plan.tp > 1 and plan.precision == "fp8":
         raise PlanError(f"plan tp={plan.tp} with precision=fp8: a shard knows no scale of the whole matrix; use "
                         f"bf16, or tp=1 with {instead(plan, tp=1)}")
@@ -199,6 +195,8 @@ def check_model(plan: "Plan", config: GPTConfig) -> None:
     if plan.tp > config.key_heads and plan.zero:
         raise PlanError(f"plan tp={plan.tp} with zero={plan.zero}: several ranks hold each of {config.key_heads} "
                         f"key heads, in shards that lie apart; use tp={config.key_heads}, or zero=0")
-    if plan.tp > 1 and plan.zero == 3 and plan.copies > 2 and (config.heads % plan.tp or config.hidden % plan.tp):
-        raise PlanError(f"plan tp={plan.tp} with zero=3: {config.heads} heads or {config.hidden} hidden numbers do "
-                        f"not divide, so norms would be summed in another order on each tensor rank; use zero=2")
+    least = config.heads // plan.tp
+    if plan.attention == "all-to-all" and plan.cp > least:
+        raise PlanError(f"plan cp={plan.cp} with attention=all-to-all: of {config.heads} heads tp={plan.tp} leaves a "
+                        f"rank {least}, to be divided by cp; use {instead(plan, cp=least)}, or attention=ring, which "
+                        f"takes any number of ranks")

@@ -60,12 +60,12 @@ from minidist.nn import GPT, CausalSelfAttention, GPTConfig
 from minidist.ops.attention import check_shapes
 from minidist.ops.online_attention import Backward, Running
 from minidist.parallel.common.context_parallel import ContextParallel
-from minidist.parallel.common.own_tokens import keep_own_tokens, pick
+from minidist.parallel.common.own_tokens import Own, keep_own_tokens, pick
 from minidist.tape import Node, Saved, op, saved
 from minidist.tensor import Tensor
 
-__all__ = ["ContextParallel", "RingSelfAttention", "around", "context_parallel", "elements_sent", "own_blocks",
-           "pass_on", "ring_attention", "visible", "zigzag"]
+__all__ = ["ContextParallel", "RingSelfAttention", "around", "attend_by_ring", "context_parallel", "elements_sent",
+           "own_blocks", "pass_on", "ring_attention", "visible", "zigzag"]
 
 # ------------------------------------------------------------------------------------------------------- partition
 
@@ -213,15 +213,20 @@ class RingSelfAttention(CausalSelfAttention):
         return ring_attention(q, k, v, group=self.group, length=len(positions))     # type: ignore[no-any-return]
 
 
+def attend_by_ring(model: GPT, group: Group) -> Own:
+    """Let a GPT's attention, in place, send keys and values round `group`. Returns which tokens each rank must have."""
+    for block in model.blocks:
+        block.attention = RingSelfAttention(block.attention, group)
+    return partial(zigzag, rank=group.rank, size=group.size)
+
+
 def context_parallel(model: GPT, group: Group) -> GPT:
     """Cut a GPT's sequences between the ranks of `group`, in place; weights stay whole. Before or after drawing them.
 
     The model then takes whole sequences on every rank, works on its own tokens of them, and returns the loss of all;
     ContextParallel trains it.
     """
-    for block in model.blocks:
-        block.attention = RingSelfAttention(block.attention, group)
-    keep_own_tokens(model, group, partial(zigzag, rank=group.rank, size=group.size))
+    keep_own_tokens(model, group, attend_by_ring(model, group))
     return model
 
 

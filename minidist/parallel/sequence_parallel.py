@@ -128,12 +128,18 @@ def elements_sent(config: GPTConfig, *, ranks: int, sequences: int, recomputed: 
 
     Args:    sequences: of config.context tokens; recomputed: how many blocks are computed again in backward.
     """
-    tokens, padded = config.context, ranks * -(-config.context // ranks)
+    once = 2 * (ranks - 1) * outside_numbers(config) + shared_numbers(config, ranks)
+    return activations_sent(config, config.context, ranks=ranks, sequences=sequences, recomputed=recomputed) + once
+
+
+def activations_sent(config: GPTConfig, tokens: int, *, ranks: int, sequences: int, recomputed: int = 0) -> int:
+    """Of these, what does not wait for the last backward, for sequences of so many tokens. Args: as elements_sent."""
+    padded = ranks * -(-tokens // ranks)
     experts, shared = (config.mixture.experts, config.mixture.shared) if config.mixture else (0, 0)
     crossings = (2 + shared) * (2 * config.layers + recomputed) + 2
-    activations = crossings * sequences * config.width * (tokens + padded) + 2 * 3 * sequences * tokens
-    gates = experts * sequences * (config.layers * (tokens + padded) + recomputed * tokens)
-    return (ranks - 1) * (activations + gates + 2 * outside_numbers(config)) + shared_numbers(config, ranks)
+    activations = crossings * config.width * (tokens + padded) + 2 * 3 * tokens
+    gates = experts * (config.layers * (tokens + padded) + recomputed * tokens)
+    return (ranks - 1) * sequences * (activations + gates)
 
 
 # ------------------------------------------------------------------------------------------------------------ step

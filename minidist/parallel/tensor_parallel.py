@@ -63,7 +63,7 @@ from minidist.parallel.common.tensor_layers import (
 from minidist.parallel.common.update import Loss
 
 __all__ = ["ColumnLinear", "Region", "RowLinear", "SplitEmbedding", "SplitMLP", "SplitOutput", "TensorParallel",
-           "elements_sent", "tensor_parallel"]
+           "activations_sent", "elements_sent", "tensor_parallel"]
 
 
 def tensor_parallel(model: GPT, group: Group, *, algorithm: str = "ring") -> GPT:
@@ -81,10 +81,14 @@ def elements_sent(config: GPTConfig, *, ranks: int, tokens: int, recomputed: int
 
     Args:    tokens: of the batch, B·T; recomputed: how many blocks are computed again in backward.
     """
+    return activations_sent(config, ranks=ranks, tokens=tokens, recomputed=recomputed) + shared_numbers(config, ranks)
+
+
+def activations_sent(config: GPTConfig, *, ranks: int, tokens: int, recomputed: int = 0) -> int:
+    """Of these, what does not wait for the last backward. Args: as elements_sent."""
     regions = 2 + (config.mixture.shared if config.mixture else 0)
     crossings = regions * (2 * config.layers + recomputed) + 2
-    numbers = crossings * config.width + 3 + gate_numbers(config)
-    return 2 * (ranks - 1) * tokens * numbers + shared_numbers(config, ranks)
+    return 2 * (ranks - 1) * tokens * (crossings * config.width + 3 + gate_numbers(config))
 
 
 def gate_numbers(config: GPTConfig) -> int:

@@ -42,12 +42,12 @@ from minidist.nn import GPT, CausalSelfAttention, GPTConfig
 from minidist.ops import collectives
 from minidist.ops.collectives import shard_of
 from minidist.parallel.common.context_parallel import ContextParallel
-from minidist.parallel.common.own_tokens import keep_own_tokens, pick
+from minidist.parallel.common.own_tokens import Own, keep_own_tokens, pick
 from minidist.parallel.common.split_gpt import head_shares
 from minidist.parallel.common.tensor_layers import ranges
 from minidist.tensor import Tensor
 
-__all__ = ["ContextParallel", "UlyssesSelfAttention", "elements_sent", "ulysses"]
+__all__ = ["ContextParallel", "UlyssesSelfAttention", "attend_by_heads", "elements_sent", "ulysses"]
 
 HEADS, TOKENS = 1, 2        # dims of (B, H, T, D)
 
@@ -60,7 +60,7 @@ class UlyssesSelfAttention(CausalSelfAttention):
     def __init__(self, attention: CausalSelfAttention, group: Group, algorithm: str) -> None:
         self.heads, self.key_heads, self.head_width = attention.heads, attention.key_heads, attention.head_width
         self.rotary, self.qkv, self.out = attention.rotary, attention.qkv, attention.out
-        self.group, self.algorithm = group, algorithm
+        self.group, self.algorithm, self.keeps_scores = group, algorithm, attention.keeps_scores
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
         """(B, H, own, D), (B, H_kv, own, D) twice, the positions of *all* tokens (T,) -> (B, H, own, D)."""
@@ -83,13 +83,10 @@ class UlyssesSelfAttention(CausalSelfAttention):
                                       counts=[len(share) for share in shares], algorithm=self.algorithm)
 
 
-def ulysses(model: GPT, group: Group, *, algorithm: str = "pairwise") -> GPT:
-    """Cut a GPT's sequences between the ranks of `group`, in place; weights stay whole. Before or after drawing them.
+def attend_by_heads(model: GPT, group: Group, *, algorithm: str = "pairwise") -> Own:
+    """Let a GPT's attention, in place, swap tokens for heads. Returns which tokens each rank must have.
 
-    The model then takes whole sequences on every rank, works on its own tokens of them, and returns the loss of all;
-    ContextParallel trains it.
-    Args:    algorithm: of the all-to-alls.
-    Raises:  PlanError if there are more ranks than heads.
+    Args, Raises: as ulysses.
     """
     for block in model.blocks:
         heads = block.attention.heads
@@ -98,7 +95,18 @@ def ulysses(model: GPT, group: Group, *, algorithm: str = "pairwise") -> GPT:
                             f"without any; choose 1 to {heads} ranks, or at least {group.size} heads, or ring "
                             f"attention, which takes any number of ranks")
         block.attention = UlyssesSelfAttention(block.attention, group, algorithm)
-    keep_own_tokens(model, group, partial(shard_of, group=group))
+    return partial(shard_of, group=group)
+
+
+def ulysses(model: GPT, group: Group, *, algorithm: str = "pairwise") -> GPT:
+    """Cut a GPT's sequences between the ranks of `group`, in place; weights stay whole. Before or after drawing them.
+
+    The model then takes whole sequences on every rank, works on its own tokens of them, and returns the loss of all;
+    ContextParallel trains it.
+    Args:    algorithm: of the all-to-alls.
+    Raises:  PlanError if there are more ranks than heads.
+    """
+    keep_own_tokens(model, group, attend_by_heads(model, group, algorithm=algorithm))
     return model
 
 

@@ -38,10 +38,11 @@ notes:   N0 ZeRO2, N4 §6
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
+from minidist.backend import Array
 from minidist.comm.group import Group
 from minidist.nn import Module
 from minidist.optim import Optimizer
@@ -76,6 +77,7 @@ class Zero2:
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
              squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
              always: a rank without a row computes too, for others wait for it on their way (chapter 18).
+             rows: the ranks that divide a batch's rows; fewer than group, where ranks divide tokens too (chapter 17).
     Raises:  MismatchError if the replicas do not start equal.
     """
 
@@ -83,7 +85,7 @@ class Zero2:
                  algorithm: str = "ring", shard: int | None = None, apart: Sequence[Sequence[Parameter]] = (),
                  others: Others | None = None, precision: Precision | None = None, home: Home | None = None,
                  recorder: Recorder | None = None) -> None:
-        self.model, self.group, self.algorithm = model, group, algorithm
+        self.model, self.group, self.rows, self.algorithm = model, group, group, algorithm
         self.loss = loss or loss_of(model)
         self.precision, self.always = precision or Precision(), False
         self.recorder = recorder or Silent()
@@ -102,14 +104,16 @@ class Zero2:
         self.parameters = [piece for flat in self.flats for piece in self.home.pieces(flat, self.precision)]
         self.squares: Callable[[], float] = lambda: squares_of_shards(self.sharing.shard, self.home.squares)
         self.arrivals = Arrivals(self.flats, self.weights, algorithm=algorithm, recorder=self.recorder)
-        self._order = InOrder([flat.parameters for flat in self.flats], self.gradients.start,
+        self._reached = list(range(len(self.flats)))    # runs that the next backward may reach
+        self._order = InOrder([flat.parameters for flat in self.flats],
+                              lambda number: self.gradients.start(self._reached[number]),
                               who=f"ZeRO-2 rank {group.rank} of {group.size}", by="Zero2.backward")
 
     # ------------------------------------------------------------------------------------------------- partition
 
     def part_of(self, batch: Batch) -> Part:
         """This rank's rows of a global batch; views, and perhaps none."""
-        return part_of(batch, size=self.group.size, rank=self.group.rank)
+        return part_of(batch, size=self.rows.size, rank=self.rows.rank)
 
     # --------------------------------------------------------------------------------------------------- forward
 
@@ -119,19 +123,29 @@ class Zero2:
 
     # -------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, share: Tensor | None, *, last: bool = True) -> None:
+    def backward(self, share: Tensor | None, dy: Array | None = None, *, last: bool = True) -> None:
         """Add the sums of the gradients over the ranks of this copy to the shards; the `last` adds the other copies'.
 
+        Args:    dy: the gradient of a share that is no loss, but what a later stage of a pipeline goes on with.
         Cost:    one reduce-scatter a bucket, begun during backward; returns when all have ended.
         """
         self._order.begin()
         self.gradients.begin(last=last)
         with self.recorder.span("backward", notes="ZeRO-2 1a"):
             if share is not None:
-                self.precision.backward(share, surveyed=self._order.expect)
+                self.precision.backward(share, dy, surveyed=self._order.expect)
             self._order.finish()
         with self.recorder.span("wait for gradients", notes="ZeRO-2 1b"):
             self.gradients.finish()
+
+    def hold(self) -> None:
+        """Backwards come that somebody else runs (chapter 17); then `backward(None)` reduces what they have left."""
+        self._order.hold()
+
+    def reach(self, parameters: Collection[int]) -> None:
+        """From here on backwards reach runs of these parameters (ids) alone, and reduce no others."""
+        self._reached = [index for index, flat in enumerate(self.flats) if id(flat.parameters[0]) in parameters]
+        self._order.arrange([self.flats[index].parameters for index in self._reached])
 
     # ---------------------------------------------------------------------------------------------------- weights
 

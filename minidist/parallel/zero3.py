@@ -49,6 +49,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from minidist.backend import Array
+from minidist.backward import WeightGradient
 from minidist.comm.group import Group
 from minidist.errors import GradientError
 from minidist.nn import Module
@@ -79,21 +81,25 @@ class Zero3:
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
              shard: how many neighbours share one copy of the state (default: all; common/sharing.py).
              others: the parameters that another group shares, with whom (common/owners.py); whole: those that stay
-             whole, which nobody learns.
+             whole, which nobody learns; apart: those that travel in vectors of their own, within their units.
+             chains: units that are called one after the other, and go backward by `backward_chain`: a pipeline's
+             stages (chapter 17). Without them a step is one forward of all units and one backward, learned as it goes.
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
              squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
+             rows: the ranks that divide a batch's rows; fewer than group, where ranks divide tokens too (chapter 17).
     Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not start equal.
     """
 
     def __init__(self, model: Module, group: Group, *, units: Sequence[Module] | None = None, loss: Loss | None = None,
                  ahead: int = 1, free_after_forward: bool = True, algorithm: str = "ring", seed: int | None = None,
                  device: str = "cpu", shard: int | None = None, others: Others | None = None,
-                 whole: Sequence[Parameter] = (), precision: Precision | None = None, home: Home | None = None,
-                 recorder: Recorder | None = None) -> None:
-        self.model, self.group, self.ahead, self.free_after_forward = model, group, ahead, free_after_forward
-        self.algorithm = algorithm
+                 whole: Sequence[Parameter] = (), apart: Sequence[Parameter] = (),
+                 chains: Sequence[Sequence[Module]] = (), precision: Precision | None = None,
+                 home: Home | None = None, recorder: Recorder | None = None) -> None:
+        self.model, self.group, self.rows, self.algorithm = model, group, group, algorithm
+        self.ahead, self.free_after_forward = ahead, free_after_forward
         self.loss = loss or loss_of(model)
         self.precision = precision or Precision()
         self.recorder = recorder or Silent()
@@ -105,7 +111,9 @@ class Zero3:
         self.home.begin(f"rank {group.rank}")
         self.units, self.root = make_units(model, units, ahead, self.sharing.shard, home=self.home,
                                            algorithm=algorithm, recorder=self.recorder, seed=seed, device=device,
-                                           others=others or {}, whole=whole)
+                                           others=others or {}, whole=whole, apart={id(weight) for weight in apart})
+        of_module = {id(unit.module): unit for unit in self.units}
+        self.chains = [[of_module[id(module)] for module in chain if id(module) in of_module] for chain in chains]
         self.sequence: list[Unit] = []      # units as the first forward met them
         self._met: list[Unit] = []          # those that this forward has met
         self._left: list[Unit] = []         # those that this backward has still to meet
@@ -117,6 +125,7 @@ class Zero3:
         self.parameters = [piece for flat in learning for piece in self.home.pieces(flat, self.precision)]
         self.squares: Callable[[], float] = lambda: squares_of_shards(self.sharing.shard, self.home.squares)
         self._reduced: set[int] = set()
+        self._put_off = False               # this backward leaves the gradients of weights for later
         self._largest = max((unit.nbytes for unit in self.units), default=0)
         for unit in self.units:
             self._watch(unit)
@@ -125,7 +134,7 @@ class Zero3:
 
     def part_of(self, batch: Batch) -> Part:
         """This rank's rows of a global batch; views, and perhaps none."""
-        return part_of(batch, size=self.group.size, rank=self.group.rank)
+        return part_of(batch, size=self.rows.size, rank=self.rows.rank)
 
     def _watch(self, unit: Unit) -> None:
         module = unit.module
@@ -152,8 +161,9 @@ class Zero3:
     def _enter(self, unit: Unit) -> None:
         """Before a unit's forward: its weights come, and the next unit's set out."""
         unit.fetch()
-        self._met.append(unit)
-        self._fetch_ahead(unit, self.sequence[len(self._met):])
+        if not self.chains:
+            self._met.append(unit)
+        self._fetch_ahead(unit, self._chain(unit, 1) if self.chains else self.sequence[len(self._met):])
         unit.complete()
 
     def _leave(self, unit: Unit, result: object) -> None:
@@ -162,6 +172,11 @@ class Zero3:
             unit.calls += 1
         if self.free_after_forward or not unit.calls:
             unit.free()
+
+    def _chain(self, unit: Unit, direction: int) -> list[Unit]:
+        """The units behind one in its chain, or with direction -1 those before it, the nearest first."""
+        chain = next(chain for chain in self.chains if unit in chain)[::direction]
+        return chain[chain.index(unit) + 1:]
 
     def _fetch_ahead(self, unit: Unit, following: Sequence[Unit]) -> None:
         """Begin to gather those whose turn comes after `unit`'s: with it, no more than 1 + ahead of the largest.
@@ -205,8 +220,10 @@ class Zero3:
     def _enter_backward(self, unit: Unit) -> None:
         """Before a unit's backward: its weights come again, and those of the unit before it in forward set out."""
         unit.fetch()
-        place = self._left.index(unit) + 1
-        self._left = self._left[place:]
+        if self.chains:
+            self._left = self._chain(unit, -1)
+        else:
+            self._left = self._left[self._left.index(unit) + 1:]
         if self.free_after_forward:
             self._fetch_ahead(unit, self._left)
         unit.complete()
@@ -216,7 +233,7 @@ class Zero3:
         unit.calls -= 1
         if self.free_after_forward or not unit.calls:
             unit.free()
-        if not unit.calls:
+        if not self._put_off and (self.chains or not unit.calls):
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
@@ -225,6 +242,36 @@ class Zero3:
             if index not in self._reduced:
                 self._reduced.add(index)
                 self.gradients.start(index)
+
+    def backward_chain(self, chain: int, y: Tensor, dy: Array | None, *, whole: bool) -> list[WeightGradient]:
+        """Backward of one of several calls of a chain, in any order; its sums over this copy are added to the shards.
+
+        Args:    dy: the gradient of y, unless that is a loss.
+                 whole: or put off the gradients of weights, which are returned: when they are computed, reduce_chain.
+        """
+        self._put_off, self._reduced = not whole, set()
+        self.gradients.begin(last=False)
+        put_off = self.precision.backward(y, dy, defer_weights=not whole)
+        if whole:
+            self._finish_chain(chain)
+        return put_off
+
+    def reduce_chain(self, chain: int) -> None:
+        """Reduce what backwards of a chain have put off, and all that they have left."""
+        self._reduced = set()
+        self._finish_chain(chain)
+
+    def _finish_chain(self, chain: int) -> None:
+        for unit in reversed(self.chains[chain]):
+            self._reduce(unit)
+        self.gradients.finish()
+
+    def finish_chains(self) -> None:
+        """The step's last backward is over: the root, which was held for all, is reduced, and copies are summed."""
+        self._reduced = set()
+        self._reduce(self.root)
+        self.gradients.finish()
+        self.gradients.sum_copies()
 
     # ---------------------------------------------------------------------------------------------------- weights
 
@@ -252,8 +299,12 @@ class Zero3:
                 share = self.forward(part, divisor=batch[1].size, spare=batch)
             self.backward(share, last=number == accumulate)
             total += float(share.item())
+        self.update(optimizer, lr=lr, clip=clip)
+        with self.recorder.span("loss", "communication"):
+            return sum_in_order(self.group, total)
+
+    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
+        """The optimizer's step on this rank's pieces; args as `step`."""
         self.root.free()
         with self.recorder.span("optimizer"):
             self.precision.update(optimizer, self.squares, lr=lr, clip=clip)
-        with self.recorder.span("loss", "communication"):
-            return sum_in_order(self.group, total)

@@ -6,51 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from training import difference, global_batch, tiny
+from plans import BOUND, MOST, check, sent_by_axis, train
+from training import difference, tiny
 
 import minidist as md
-from minidist.cli import train_report
 from minidist.errors import MismatchError, PlanError
-from minidist.nn import GPTConfig
 from minidist.optim import clip
 from minidist.parallel import hybrid_step
-from minidist.parallel.common.layered import Layered
 from minidist.parallel.hybrid import Plan, Trainer
-from minidist.parallel.hybrid_step import Hybrid, elements_sent
+from minidist.parallel.hybrid_costs import elements_sent
+from minidist.parallel.hybrid_step import Hybrid
 from minidist.parallel.pipeline import Pipeline
 from minidist.parallel.schedules import ORDERS
-
-BOUND = 1e-10
-MOST = {"layers": 3, "heads": 4, "tied": True, "dropout": 0.2}      # what most can go wrong in
-
-
-def train(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """What a rank holds after some steps. `options`: plan (its fields), steps, sequences, and the Trainer's."""
-    config, options = tiny(**changes), {"optimizer": "adamw", "lr": 1e-2, "clip": 0.5, "seed": 3, **options}
-    plan = Plan(**{"bucket_bytes": 2048, **options.pop("plan", {})})
-    steps, sequences = options.pop("steps", 3), options.pop("sequences", 5)
-    trainer = Trainer(plan, config, world, **options)
-    losses = [trainer.step(global_batch(step, sequences, config)) for step in range(steps)]
-    trainer.check_replicas()
-    batch = global_batch(steps, 3, config)
-    losses.append(trainer.evaluate([batch, global_batch(0, 1, config)]))
-    result = {"weights": trainer.state_dict(), "losses": losses, "digest": trainer.weights_sha256(),
-              "sent": world.ledger.sent_bytes("step"),
-              "formula": train_report.gradient_formula(trainer, global_batch(0, sequences, config)),
-              "memory": trainer.account.snapshot()}
-    trainer.close()
-    return result
-
-
-def check(changes: dict[str, Any], plan: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
-    """Every rank equals one process in weights, losses and evaluation, and all ranks in every bit; their results."""
-    serial, = md.run(train, changes, {**options, "plan": {"precision": plan.get("precision", "fp32")}}, size=1)
-    ranks = md.run(train, changes, {**options, "plan": plan}, size=Plan(**plan).size)
-    assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
-    assert np.max(np.abs(np.subtract(ranks[0]["losses"], serial["losses"]))) < BOUND
-    assert len({(rank["digest"], *rank["losses"]) for rank in ranks}) == 1
-    return ranks
-
 
 # ------------------------------------------------------------------------------------------- parallel equals serial
 
@@ -155,7 +122,7 @@ def test_mixed_precision(precision: str, plan: dict[str, Any]) -> None:
                                  "table counted twice", "own dropout rows", "loss of all tensor ranks"])
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "ends not summed":
-        monkeypatch.setattr(Layered, "sum_ends", lambda self: None)
+        monkeypatch.setattr(hybrid_step, "add_up", lambda parts: None)
     elif bug == "norm too large":
         monkeypatch.setattr(hybrid_step, "sum_of_squares", lambda arrays: 2 * clip.sum_of_squares(arrays))
     elif bug == "norms counted on every tensor rank":
@@ -177,20 +144,12 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(Trainer, "_key", lambda self, inputs, first: key(self, inputs, 0))
     else:
         run = Pipeline.run
-        monkeypatch.setattr(Pipeline, "run", lambda self, part, divisor: 2 * run(self, part, divisor=divisor))
+        monkeypatch.setattr(Pipeline, "run", lambda self, part, **told: 2 * run(self, part, **told))
     with pytest.raises((AssertionError, MismatchError)):
         check(MOST, {"pp": 2, "tp": 2, "microbatches": 2}, optimizer="sgd", clip=0.1)
 
 
 # ------------------------------------------------------------------------------------------------------ cost, memory
-
-def sent_by_axis(ranks: list[dict[str, Any]]) -> dict[str, int]:
-    """Bytes of all ranks, scalars apart."""
-    sent: dict[str, int] = {}
-    for axis, verbs in ((axis, verbs) for rank in ranks for axis, verbs in rank["sent"].items() if axis != "control"):
-        sent[axis] = sent.get(axis, 0) + sum(verbs.values())
-    return {axis: count for axis, count in sent.items() if count}
-
 
 @pytest.mark.parametrize(("plan", "tied"), [
     ({"dp": 2, "pp": 2, "tp": 2}, True), ({"dp": 2, "tp": 2, "zero": 2, "accumulate": 2}, False),
@@ -203,8 +162,7 @@ def test_traffic(plan: dict[str, Any], tied: bool) -> None:
                    size=Plan(**plan).size)
     sent = sent_by_axis(ranks)
     assert sent == ranks[0]["formula"]["axes"]
-    tokens = 5 * config.context
-    assert {axis: 2 * 8 * count for axis, count in elements_sent(config, Plan(**plan), tokens).items()} == {
+    assert {axis: 2 * 8 * count for axis, count in elements_sent(config, Plan(**plan), 5).items()} == {
         axis: sent[axis] for axis in sent if axis != "dp"}
 
 
@@ -216,38 +174,3 @@ def test_memory() -> None:
     for category, share in (("parameters", 1 / 4), ("gradients", 1 / 4), ("optimizer", 1 / 8)):
         held = [rank["memory"][category]["now"] / alone["memory"][category]["now"] for rank in ranks]
         assert all(0.9 * share < each < 1.12 * share for each in held), (category, held)
-
-
-# ---------------------------------------------------------------------------------------------------------- refusals
-
-@pytest.mark.parametrize(("options", "says"), [
-    ({"pp": 2, "zero": 2}, "reduce its gradients anew; use zero=1, or pp=1"),
-    ({"pp": 2, "tp": 2, "zero": 3}, "gather weights and reduce gradients anew; use zero=1"),
-    ({"pp": 2, "schedule": "2f2b"}, "choose one of naive, gpipe, 1f1b"), ({"pp": 2, "microbatches": 0}, "at least one"),
-    ({"dp": 2, "microbatches": 4}, "no pipeline to fill; use accumulate=4"),
-    ({"tp": 2, "zero": 3, "offload": "all"}, "offloads on the data axis alone; use offload=none, or dp=2 with zero=3"),
-    ({"dp": 2, "tp": 2, "strategy": "parameter-server"}, "whole models; use strategy=ddp, or dp=4"),
-    ({"dp": 2, "tp": 2, "precision": "fp8"}, "use bf16, or tp=1 with dp=4")])
-def test_plan_refuses(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        Plan(**options)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("options", "changes", "says"), [
-    ({"pp": 6}, {}, "has 6 stages, and the model 2 layers: .*use dp=2,pp=3, or at least 4 layers"),
-    ({"pp": 3, "schedule": "interleaved", "tp": 2}, {}, "has 6 stages.*use dp=3,tp=2, or at least 4 layers"),
-    ({"tp": 4}, {}, "2 heads leave a rank without any; choose tp from 1 to 2"),
-    ({"tp": 2, "zero": 1}, {"kv_heads": 1}, "use tp=1, or zero=0"),
-    ({"dp": 3, "tp": 2, "zero": 3}, {"heads": 3, "width": 12}, "3 heads .* do not divide.*use zero=2")])
-def test_plan_refuses_a_model(options: dict[str, Any], changes: dict[str, Any], says: str) -> None:
-    config: GPTConfig = tiny(**changes)
-    with pytest.raises(PlanError, match=says):
-        Plan(**options).require_model(config)
-
-
-def test_plan_names_the_nearest_for_so_many_ranks() -> None:
-    with pytest.raises(PlanError, match="plan dp=2,pp=2,tp=2 is for 8 ranks, the job has 12; use dp=3,pp=2,tp=2, or"):
-        Plan(dp=2, pp=2, tp=2).require(12)
-    with pytest.raises(PlanError, match="plan pp=2,tp=2 is for 4 ranks, the job has 6; use dp=6, or start 4"):
-        Plan(pp=2, tp=2).require(6)

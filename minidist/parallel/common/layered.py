@@ -22,20 +22,22 @@ class Layered:
     """The stages of a GPT that this rank of a group has, rank r of p stages r, r + p, …
 
     Args:    model: weights not yet drawn; what other ranks have is taken out of it, the rest drawn from `seed`.
+             None: somebody else draws it.
              stages: how many there are in all; layers: of each (default: as even as can be).
              precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
     Attributes: model: what is left of it; parameters: what the optimizer is made of: those of this rank's stages.
     Raises:  ShardError if the layers do not fit the stages.
     """
 
-    def __init__(self, model: GPT, group: Group, stages: int, *, seed: int, layers: Sequence[int] | None = None,
+    def __init__(self, model: GPT, group: Group, stages: int, *, seed: int | None, layers: Sequence[int] | None = None,
                  device: str = "cpu", precision: Precision | None = None, recorder: Recorder | None = None) -> None:
         self.config, self.group = model.config, group
         self.precision, self.recorder = precision or Precision(), recorder or Silent()
         self.layers = list(layers or balanced_layers([1.0] * self.config.layers, stages))
         self.stages = self._cut(model, group.rank)
         self.model = self.stages.model
-        self.model.initialize(seed, device=device)
+        if seed is not None:
+            self.model.initialize(seed, device=device)
         self.weights = trainable(self.model.parameters())
         self.parameters = self.precision.masters(self.weights)
         both_ends = self.config.tied and group.size > 1
@@ -51,7 +53,7 @@ class Layered:
 
         Cost:    one all-gather, counted under `control`. Every rank calls it.
         """
-        mine = self.precision.state_dict(self.model)
+        mine = self.own_state()
         with self.group.ledger.control():
             joined = self.group.all_gather(np.concatenate([mine[name].reshape(-1) for name in mine]), algorithm="ring")
         whole, start = {}, 0
@@ -60,6 +62,10 @@ class Layered:
                 whole[name] = joined[start:start + weight.size].reshape(weight.shape).copy()
                 start += weight.size
         return {name: whole[name] for name, _ in GPT(self.config).named_parameters()}
+
+    def own_state(self) -> dict[str, np.ndarray]:
+        """Those of this rank's stages."""
+        return self.precision.state_dict(self.model)
 
     def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
         """The optimizer's step on this rank's weights, when all backwards are over.

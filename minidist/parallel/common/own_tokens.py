@@ -22,6 +22,24 @@ Own = Callable[[int], Any]
 """The places of this rank's tokens in a sequence of so many: a slice, or integers in ascending order."""
 
 
+def everything(length: int) -> slice:
+    """All tokens are one's own."""
+    return slice(0, length)
+
+
+def within(outer: Own, inner: Own) -> Own:
+    """The tokens that `inner` takes of those that `outer` takes."""
+    def own(length: int) -> Any:
+        places = np.arange(length)[outer(length)]
+        return places[inner(len(places))]
+    return own
+
+
+def own_key(key: DropoutKey | None, own: Own) -> DropoutKey | None:
+    """The own tokens' part of a dropout key."""
+    return key and replace(key, tokens=pick(key.tokens, own, TOKENS))
+
+
 def pick(array: Array, own: Own, dim: int) -> Array:
     """What belongs to this rank's tokens, of an array whose `dim` is all tokens: (…, T, …) -> (…, own, …)."""
     places = own(array.shape[dim])
@@ -41,10 +59,14 @@ class OwnIds(Embedding):
 
 
 class OwnPositions(Embedding):
-    """A position embedding that is asked for all positions (T,) and looks up those of the own tokens."""
+    """A position embedding that is asked for all positions (T,) and looks up those of the own tokens.
+
+    Of one that does so already it takes over what that would look up.
+    """
 
     def __init__(self, embedding: Embedding, own: Own) -> None:
-        self.weight, self.own = embedding.weight, own
+        self.weight = embedding.weight
+        self.own: Own = within(own, embedding.own) if isinstance(embedding, OwnPositions) else own
 
     def forward(self, ids: Array) -> Tensor:
         return super().forward(pick(ids, self.own, 0))
@@ -58,9 +80,7 @@ class OwnDropout(Dropout):
         self.own = own
 
     def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
-        if key is not None:
-            key = replace(key, tokens=pick(key.tokens, self.own, TOKENS))
-        return super().forward(x, key)
+        return super().forward(x, own_key(key, self.own))
 
 
 class OwnOutput(Output):

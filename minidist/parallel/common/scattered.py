@@ -85,6 +85,14 @@ class Scattered:
         self.sharing.settle()
         self.home.settle()
 
+    def sum_copies(self) -> None:
+        """All backwards of a step are over, and none was called the last: sum the shards over the copies."""
+        for index, flat in enumerate(self.flats):
+            shard = self.home.room(flat)
+            if shard is not None and flat.group is self.sharing.shard:
+                self.sharing.start_sum(shard, f"{self.what} {index}")
+        self.sharing.settle()
+
     def settle(self) -> None:
         """Wait for the run in flight, add its sum to the shard, and free its buffer."""
         if self._in_flight is None:

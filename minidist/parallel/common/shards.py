@@ -18,6 +18,7 @@ from minidist.errors import GradientError, ShapeError
 from minidist.nn import Module, Weight
 from minidist.nn.weights import Part, positions_of
 from minidist.optim import sum_of_squares
+from minidist.parallel.common.flat import Piece
 from minidist.tensor import Parameter
 
 Place = tuple[Any, ...]
@@ -96,9 +97,11 @@ def cut(model: Module, whole: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 class Summand(NamedTuple):
-    """A gradient, or what lies at `place` of it, that must be added up over the ranks of `group`."""
+    """A gradient, or with ZeRO this rank's piece of it, or what lies at `place` of it, that must be added up over the
+    ranks of `group`.
+    """
 
-    parameter: Parameter
+    parameter: Parameter | Piece
     place: Place
     group: Group
 
@@ -131,7 +134,7 @@ def add_up(parts: Sequence[Summand], *, algorithm: str = "ring") -> None:
     for part in parts:
         if part.parameter.grad is None:
             raise GradientError(f"{part.parameter.name!r} has no gradient to add up; call zero_unused first")
-        runs.setdefault((part.group.id, part.parameter.dtype.name), []).append(part)
+        runs.setdefault((part.group.id, part.parameter.grad.dtype.name), []).append(part)
     for run in runs.values():
         pieces: list[Any] = [part.parameter.grad[part.place] for part in run]   # type: ignore[index]
         xp = array_module(*pieces)

@@ -22,6 +22,7 @@ from minidist.comm.group import Group
 from minidist.errors import ShardError
 from minidist.nn import GPT, GPTConfig
 from minidist.nn.dropout import DropoutKey
+from minidist.parallel.common.own_tokens import TOKENS, Own, everything, own_key, pick
 from minidist.tensor import Tensor
 
 
@@ -31,6 +32,8 @@ class Stages:
     Args:    model: its weights not yet drawn; what is not in `own` is taken out of it.
              layers: of each stage of the whole model, how many; own: the numbers of this rank's stages.
     Attributes: model: what is left, with the names of the whole; last: the number of the whole model's last stage.
+             tokens: which of a sequence's tokens this rank works on: all, unless told otherwise (chapter 17).
+             carried: those whose activations it passes on.
     Raises:  ShardError if the layers are not those of the model, or a stage between the ends has none.
     """
 
@@ -38,6 +41,8 @@ class Stages:
         check_layers(layers, model.config.layers)
         edges, self.last = [0, *accumulate(layers)], len(layers) - 1
         self.layers = {stage: range(edges[stage], edges[stage + 1]) for stage in own}
+        self.tokens: Own = everything
+        self.carried: Own = everything
         cut: Any = model
         self.model: Any = cut
         cut.blocks = {layer: model.blocks[layer] for stage in own for layer in self.layers[stage]}
@@ -48,22 +53,27 @@ class Stages:
         if self.last not in own:
             cut.norm = cut.head = None
 
-    def forward(self, stage: int, x: Any, *, targets: Array | None = None, divisor: float | None = None,
-                key: DropoutKey | None = None) -> Tensor:
-        """What one stage makes of token ids (B, T), for stage 0, or of a Tensor (B, T, width): a Tensor of that shape.
+    def between(self, rows: int, length: int) -> tuple[int, int, int]:
+        """The shape of what travels between stages: (rows, carried tokens of `length`, width)."""
+        return rows, len(np.arange(length)[self.carried(length)]), self.model.config.width
 
-        The last stage makes the loss: the sum of the targets' cross-entropies over `divisor`.
+    def forward(self, stage: int, x: Any, *, targets: Array, divisor: float | None = None,
+                key: DropoutKey | None = None) -> Tensor:
+        """What one stage makes of token ids (B, T), for stage 0, or of what came, a Tensor shaped as `between` says.
+
+        The last stage makes the loss: the sum of the targets' cross-entropies over `divisor`. Targets (B, T), ids and
+        key are of all tokens.
         """
         device = device_of(next(self.model.parameters()).data)
-        positions = to_device(np.arange(x.shape[1]), device)
+        positions, key = to_device(np.arange(targets.shape[1]), device), own_key(key, self.tokens)
         if stage == 0:
-            x = self.model.embed(to_device(x, device), positions, key)
+            x = self.model.embed(to_device(pick(x, self.tokens, TOKENS), device), positions, key)
         for layer in self.layers[stage]:
             x = self.model.blocks[layer](x, positions, key)
         if stage < self.last:
             return x    # type: ignore[no-any-return]
-        return self.model.output.loss(self.model.project(x), to_device(targets, device),    # type: ignore
-                                      divisor=divisor)
+        return self.model.output.loss(self.model.project(x),        # type: ignore[no-any-return]
+                                      to_device(pick(targets, self.tokens, TOKENS), device), divisor=divisor)
 
 
 class Arrived(Tensor):

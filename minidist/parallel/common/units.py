@@ -4,7 +4,7 @@ A freed parameter has its shape and dtype and nothing else: it reads as NaN, so 
 unnoticed, and takes one element for all of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from minidist import account
 from minidist.backend import Array, module_for
@@ -24,17 +24,20 @@ class Unit:
     """Some parameters, whole only between fetch and free.
 
     Args:    module: whose calls need them, or None for the root; parameters: not empty unless it is the root.
-    Attributes: flats     the parameters by dtype, whether they learn and who shares them; learning: those that do
+             others: who shares a parameter; apart: ids of parameters that get vectors of their own.
+    Attributes: flats     the parameters by dtype, whether they learn, who shares them and whether they are apart
+                learning  those that do
                 calls     calls of the module whose backward is still to come
     """
 
     def __init__(self, name: str, module: Module | None, parameters: Sequence[Parameter], group: Group, *, home: Home,
-                 algorithm: str, recorder: Recorder, others: Others) -> None:
+                 algorithm: str, recorder: Recorder, others: Others, apart: Collection[int] = ()) -> None:
         self.name, self.module, self.algorithm, self.recorder = name, module, algorithm, recorder
         self.home = home
-        kinds: dict[tuple[str, bool, int], list[Parameter]] = {}
+        kinds: dict[tuple[str, bool, int, bool], list[Parameter]] = {}
         for parameter in parameters:
-            kind = parameter.dtype.name, parameter.requires_grad, owners([parameter], group, others).id
+            kind = (parameter.dtype.name, parameter.requires_grad, owners([parameter], group, others).id,
+                    id(parameter) in apart)
             kinds.setdefault(kind, []).append(parameter)
         self.flats = [Flat(run, owners(run, group, others)) for run in kinds.values()]
         self.learning = [flat for flat in self.flats if flat.parameters[0].requires_grad]
@@ -105,7 +108,7 @@ class Unit:
 
 def make_units(model: Module, modules: Sequence[Module] | None, ahead: int, group: Group, *, home: Home,
                algorithm: str, recorder: Recorder, seed: int | None, device: str, others: Others,
-               whole: Sequence[Parameter] = ()) -> tuple[list[Unit], Unit]:
+               whole: Sequence[Parameter] = (), apart: Collection[int] = ()) -> tuple[list[Unit], Unit]:
     """The units of `modules` (None: the model's children) and the root with the rest, each cut down to its shards.
 
     What stays `whole` is in none of them.
@@ -128,9 +131,10 @@ def make_units(model: Module, modules: Sequence[Module] | None, ahead: int, grou
         taken.update(map(id, parameters))
         if parameters:
             units.append(Unit(paths[id(module)], module, parameters, group, home=home, algorithm=algorithm,
-                              recorder=recorder, others=others))
+                              recorder=recorder, others=others, apart=apart))
     rest = [p for p in model.parameters() if id(p) not in taken | left_out]
-    root = Unit("root", None, rest, group, home=home, algorithm=algorithm, recorder=recorder, others=others)
+    root = Unit("root", None, rest, group, home=home, algorithm=algorithm, recorder=recorder, others=others,
+                apart=apart)
     for weight in whole:
         if seed is not None and isinstance(weight, Weight) and not weight.drawn:
             weight.data = weight.draw(seed, device=device)

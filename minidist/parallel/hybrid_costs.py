@@ -1,0 +1,75 @@
+"""What a composed plan sends along each axis: the sums of what the chapters' modules say."""
+
+from dataclasses import replace
+
+from minidist.nn import GPTConfig
+from minidist.parallel import ring_attention, ulysses
+from minidist.parallel import sequence_parallel as sequence
+from minidist.parallel import tensor_parallel as tensor
+from minidist.parallel.common.split_gpt import head_shares, shared_numbers
+from minidist.parallel.common.tensor_layers import ranges
+from minidist.parallel.plan import Plan
+
+
+def elements_sent(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0) -> dict[str, int]:
+    """Numbers that all ranks together send in a step along tp, cp and pp, scalars apart; those of the data axis depend
+    on who holds what, and are each chapter's formula of that.
+
+    Args:    sequences: of the global batch, of config.context tokens; recomputed: how many blocks are computed again
+             in backward.
+    """
+    sent = {}
+    if plan.tp > 1:
+        sent["tp"] = _along_tp(config, plan, sequences, recomputed)
+    if plan.cp > 1:
+        kind = ring_attention if plan.attention == "ring" else ulysses
+        sent["cp"] = sum(kind.elements_sent(part, 0, ranks=plan.cp, sequences=sequences, recomputed=recomputed)
+                         for part in _heads_divided(config, plan.tp))
+    if plan.pp > 1:
+        carried = 1 if plan.sequence_parallel else plan.tp
+        sent["pp"] = 2 * sequences * config.context * config.width * (plan.stages - 1) * carried
+        if config.tied:
+            sent["pp"] += 2 * config.vocabulary * config.width * whole_gradients(plan)
+    return sent
+
+
+def wide_elements(config: GPTConfig, plan: Plan, sequences: int) -> dict[str, int]:
+    """How many of these travel as float32 in low precision too: maxima and sums over a divided vocabulary, and the
+    gradients of keys and values, to which each hop adds.
+    """
+    wide = {}
+    if plan.tp > 1:
+        wide["tp"] = 2 * (plan.tp - 1) * 3 * sequences * config.context
+    if plan.cp > 1 and plan.attention == "ring":
+        wide["cp"] = sum(2 * plan.cp * config.layers * sequences * config.context * part.key_heads * part.head_width
+                         for part in _heads_divided(config, plan.tp))
+    return wide
+
+
+def whole_gradients(plan: Plan) -> int:
+    """How many copies of each gradient there are once the data axis has its sums: with ZeRO one a copy of the state."""
+    return plan.copies // (plan.shard or plan.copies) if plan.zero else plan.copies
+
+
+def _along_tp(config: GPTConfig, plan: Plan, sequences: int, recomputed: int) -> int:
+    """Along tp: activations of all tokens, and what is added up once a step, in each copy."""
+    if plan.sequence_parallel:
+        lengths = ([len(ring_attention.zigzag(config.context, rank, plan.cp)) for rank in range(plan.cp)]
+                   if plan.attention == "ring" else _lengths(config.context, plan.cp))
+        sent = sum(sequence.activations_sent(config, length, ranks=plan.tp, sequences=sequences, recomputed=recomputed)
+                   for length in lengths)
+        sent += 2 * (plan.tp - 1) * sequence.outside_numbers(config) * whole_gradients(plan)
+    else:
+        sent = tensor.activations_sent(config, ranks=plan.tp, tokens=sequences * config.context, recomputed=recomputed)
+    return sent + shared_numbers(config, plan.tp) * whole_gradients(plan)
+
+
+def _heads_divided(config: GPTConfig, ranks: int) -> list[GPTConfig]:
+    """For each of so many ranks of tp a config with its heads."""
+    return [replace(config, heads=len(queries), kv_heads=len(keys), width=len(queries) * config.head_width)
+            for queries, keys in head_shares(config.heads, config.key_heads, ranks)]
+
+
+def _lengths(count: int, parts: int) -> list[int]:
+    """The lengths of numpy.array_split's parts."""
+    return [part.stop - part.start for part in ranges(count, parts)]
