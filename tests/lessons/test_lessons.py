@@ -20,11 +20,12 @@ BREAKS = [(number, name) for number in NUMBERS
           for name in load_module(lessons.find(number).part("lesson.py"), number).BREAKS]
 THREADS_ONLY = [(number, name) for number, name in BREAKS if (number, name) not in {
     ("01", "one-rank-dies"), ("01", "rank-in-program"), ("07", "one-bucket")}]
-SLOW_BREAKS = {("07", "average-twice"), ("07", "step-early"), ("14", "average-twice"), ("14", "read-too-early"),
-               ("15", "average-twice"), ("15", "update-too-early"), ("16", "average-twice"), ("16", "stale-weights"),
-               ("17", "average-twice"), ("17", "norm-twice"), ("17", "own-norm"), ("17", "rows-by-rank"),
-               ("20", "one-buffer"), ("20", "no-prefetch")}
-"""Those that train for more than a second: run with the soak tests."""
+SLOW_BREAKS = {("05", "average-twice"), ("07", "average-twice"), ("07", "per-epoch"), ("07", "step-early"),
+               ("08", "average-twice"), ("10", "no-gradient-back"), ("12", "no-f"), ("14", "average-twice"),
+               ("14", "read-too-early"), ("15", "average-twice"), ("15", "forget-to-free"), ("15", "update-too-early"),
+               ("16", "average-twice"), ("16", "forget-to-free"), ("16", "stale-weights"), ("20", "one-buffer"),
+               ("20", "no-prefetch")}
+"""Those that compute for most of a second or longer: run with the soak tests. Every lesson keeps others."""
 COMMAND = re.compile(r"^(?:CUDA_VISIBLE_DEVICES=\S+ )?(?:python|mpirun|minidist) .*$", re.MULTILINE)
 
 
@@ -110,13 +111,15 @@ def test_break_it_in_processes(number: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["2", pytest.param("4", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("number", NUMBERS)
-def test_under_mpirun(number: str, ranks: str, tmp_path: Path) -> None:
-    output = run(["mpirun", "-n", ranks, sys.executable, str(lessons.find(number).part("lesson.py")), "--json",
-                  str(tmp_path / "tables.json")])
+@pytest.mark.parametrize("numbers", [NUMBERS[turn::5] for turn in range(5)], ids=" ".join)
+def test_under_mpirun(numbers: list[str], ranks: str, tmp_path: Path) -> None:
+    """As `mpirun -n P python lesson.py` does, several lessons a start."""
+    output = run(["mpirun", "-n", ranks, sys.executable, str(Path(__file__).with_name("in_turn.py")), str(tmp_path),
+                  *numbers])
     verdicts = re.findall(r" (ok|off [-+][\d.]+ %) │$", output, re.MULTILINE)
     assert set(verdicts) <= {"ok"}, output
-    assert '"tables"' in (tmp_path / "tables.json").read_text()
+    for number in numbers:
+        assert '"tables"' in (tmp_path / f"{number}.json").read_text()
 
 
 def test_on_ranks_of_our_own_launcher(tmp_path: Path) -> None:
