@@ -1,4 +1,4 @@
-"""Settings every test shares: the Hypothesis profile of the CI sample, one BLAS thread, and a worker on each core."""
+"""Settings every test shares: the Hypothesis profile of the CI sample, one BLAS thread, and how many workers."""
 
 import os
 import sys
@@ -24,11 +24,12 @@ settings.load_profile("ci")
 threadpoolctl.threadpool_limits(1)  # many small products, and ranks as threads: BLAS threads of their own only wait
 
 MOST_WORKERS = 8  # many tests start several processes themselves
+SPARE_WORKERS = 1  # tests also sleep and wait: a sixth of the time that they take
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Plain `pytest` takes a worker (`-n`) a core; CONTRIBUTING.md says when there are none.
+    """Plain `pytest` takes a worker (`-n`) a core and SPARE_WORKERS; CONTRIBUTING.md says when there are none.
 
     A worker steals tests from another that has more to do; tests of one file mostly stay with one worker.
     """
@@ -38,7 +39,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     looking = option.usepdb or option.capture == "no"
     free = getattr(option, "numprocesses", 0) is None and option.dist == "no" and not hasattr(config, "workerinput")
     if free and whole and usual and not looking:
-        option.numprocesses, option.dist = min(MOST_WORKERS, len(os.sched_getaffinity(0))), "worksteal"
+        workers = len(os.sched_getaffinity(0)) + SPARE_WORKERS
+        option.numprocesses, option.dist = min(MOST_WORKERS, workers), "worksteal"
 
 
 @pytest.fixture(scope="session", autouse=True)
