@@ -9,6 +9,8 @@ from minidist import backend
 from minidist.data import text
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
+from minidist.parallel.accumulation import micro_parts
+from minidist.parallel.common.update import Part
 from minidist.parallel.mixed_precision import LossScale, MixedPrecision
 from minidist.parallel.single import Single
 
@@ -40,6 +42,25 @@ def gradients_of(dtype: str, scale: float, tokens: int) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         model.loss(*batch_of(0), divisor=tokens).backward(np.asarray(scale, "float32"))
     return np.concatenate([backend.widen(p.grad).reshape(-1) for p in model.parameters()])
+
+
+def accumulated(dtype: str, passes: int, rows: int = BATCH) -> float:
+    """How far the sum of the passes' gradients, added up where they lie, is from their exact sum: of its length."""
+    inputs, targets = text.batch(TEXT.train, 0, batch=rows, context=CONFIG.context, seed=0)
+    summed, each = model_in(dtype), model_in(dtype)
+    exact: Any = 0.0
+    for part in micro_parts(Part(inputs, targets, first=0), passes):
+        for model in (summed, each):
+            model.loss(part.inputs, part.targets, divisor=targets.size).backward()
+        exact = exact + vector(each)
+        for p in each.parameters():
+            p.zero_grad()
+    return float(np.linalg.norm(vector(summed) - exact) / np.linalg.norm(exact))
+
+
+def vector(model: GPT) -> np.ndarray:
+    """All gradients as one float64 vector."""
+    return np.concatenate([p.grad.reshape(-1).astype(np.float64) for p in model.parameters()])
 
 
 def scale_run(steps: int = 48, start: float = 2.0 ** 28, patience: int = 8) -> dict[str, list[Any]]:

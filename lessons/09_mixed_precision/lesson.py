@@ -42,7 +42,7 @@ def plain_mixed(model, masters, optimizer, batches, scale):
 
 
 def tour(group: Any, page: Page) -> None:
-    """The lesson: sections 1 to 4 on rank 0 alone, the rest together."""
+    """The lesson: sections 5 and 6 on all ranks, the rest on rank 0 alone."""
     if group.rank == 0:
         page.heading("1  What a number can be")
         formats(page)
@@ -56,6 +56,9 @@ def tour(group: Any, page: Page) -> None:
     held_and_sent(group, page)
     page.heading("6  One rank overflows: all skip")
     overflow_on_one(group, page)
+    if group.rank == 0:
+        page.heading("7  Passes added up in two bytes")
+        passes_added(page)
 
 
 # -------------------------------------------------------------------------------------------------------- 1 formats
@@ -204,6 +207,22 @@ def overflow_on_one(group: Any, page: Page) -> None:
     page.table("fp16 under ZeRO-2; the last rank's loss is 2^40 times too large in step 1",
                ["step", "loss", "masters", "scale after", "updates so far"], rows,
                note="one number goes round in any case, for clipping: the sum of squares; infinite, it is the news")
+
+
+# ----------------------------------------------------------------------------------------------------- 7 accumulation
+
+def passes_added(page: Page) -> None:
+    """What rounding every addition costs, beside half a unit of the last digit times the root of the passes."""
+    rows = []
+    for passes in (1, 4, 16):
+        row: list[Any] = [passes]
+        for dtype, unit in (("bfloat16", 2.0 ** -9), ("float16", 2.0 ** -12)):
+            off, bound = lab.accumulated(dtype, passes), unit * np.sqrt(passes)
+            row += [f"{off:.2%}", f"{bound:.2%}", "ok" if off <= bound else "off"]
+        rows.append(row)
+    page.table(f"Gradients of {lab.BATCH} sequences in several passes: how far their sum is off the exact one",
+               ["passes", "bf16", "2^-9 √passes", "", "fp16", "2^-12 √passes", ""], rows,
+               note="each addition is made in float32 and rounded; errors of any sign grow as the root of their number")
 
 
 # ---------------------------------------------------------------------------------------------------------- Break it
