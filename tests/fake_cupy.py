@@ -115,6 +115,7 @@ class ndarray:
         self.host, self.base = host, base
         self.shape, self.dtype, self.strides, self.size, self.ndim, self.nbytes = (
             host.shape, host.dtype, host.strides, host.size, host.ndim, host.nbytes)
+        self.device = Device()
         self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous)
         self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0] if host.size else 0)
 
@@ -151,16 +152,19 @@ class ndarray:
     def __truediv__(self, number):
         return _computed(self.shape, self.dtype, lambda out: np.divide(self.host, number, out=out))
 
-    def get(self, out=None):
-        get_current_stream().synchronize()
-        if out is None:
-            return self.host.copy()
-        out[...] = self.host
+    def get(self, stream=None, order="C", out=None, blocking=True):
+        stream, out = stream or get_current_stream(), np.empty_like(self.host) if out is None else out
+        assert out.dtype == self.dtype and out.shape == self.shape and out.flags.c_contiguous
+        stream.put(lambda: np.copyto(out, self.host))
+        if blocking:
+            stream.synchronize()
         return out
 
-    def set(self, values):
-        get_current_stream().synchronize()
-        self.host[...] = values
+    def set(self, values, stream=None):
+        assert isinstance(values, np.ndarray) and values.dtype == self.dtype and values.shape == self.shape
+        (stream or get_current_stream()).put(lambda: np.copyto(self.host, values))
+        if stream is None:
+            get_current_stream().synchronize()
 
 
 def _spoil(host, rubbish):

@@ -1,11 +1,14 @@
-"""DDP on a GPU: the same weights as on the CPU, gradients travelling over host transports."""
+"""Strategies on a GPU: the same weights as on the CPU, gradients and weights travelling over host transports."""
 
 from typing import Any
 
 import pytest
-from training import difference, tiny, train
+from training import difference, global_batch, tiny, train
 
 import minidist as md
+from minidist.errors import ConfigError
+from minidist.parallel.activations import pass_bytes
+from minidist.parallel.hybrid import Plan, Trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -39,6 +42,59 @@ def test_offloaded_equals_one_process_on_the_cpu(plan: dict[str, Any], size: int
     serial = md.run(lambda world: train(world), size=1)[0]
     ranks = md.run(lambda world: train(world, device="cuda", **plan), size=size)
     assert difference(ranks[0]["weights"], serial["weights"]) < 1e-10
+
+
+@pytest.mark.parametrize("plan", [{"zero": 1}, {"zero": 2, "accumulate": 2}, {"zero": 3}, {"zero": 3, "shard": 1},
+                                  {"zero": 3, "accumulate": 2, "checkpoint_blocks": "all"},
+                                  {"strategy": "parameter-server"}], ids=str)
+def test_divided_state_equals_one_process_on_the_cpu(plan: dict[str, Any]) -> None:
+    serial = md.run(lambda world: train(world), size=1)[0]
+    ranks = md.run(lambda world: train(world, device="cuda", **plan), size=3)
+    assert difference(ranks[0]["weights"], serial["weights"]) < 1e-10
+    assert len({rank["digest"] for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("plan", [{}, {"zero": 1}, {"zero": 2, "accumulate": 2}, {"zero": 3},
+                                  {"zero": 2, "offload": "optimizer"}, {"zero": 3, "offload": "all"}], ids=str)
+def test_mixed_precision_stays_close_to_the_cpus(precision: str, plan: dict[str, Any]) -> None:
+    """Bounds as on the CPU (test_mixed_precision.py); ranks have the same bits, and a second run too."""
+    config = tiny(dtype="float32", layers=1)
+    serial = md.run(lambda world: train(world, config=config, precision=precision), size=1)[0]
+    first, second = (md.run(lambda world: train(world, config=config, precision=precision, device="cuda", **plan),
+                            size=2) for _ in range(2))
+    assert len({rank["digest"] for rank in (*first, *second)}) == 1
+    assert difference(first[0]["weights"], serial["weights"]) < {"bf16": 0.05, "fp16": 0.01}[precision]
+    assert {array.dtype.name for array in first[0]["weights"].values()} == {"float32"}
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_an_overflow_is_skipped(zero: int) -> None:
+    """Infinities on the device are found in the norm: no update, half the scale."""
+    def run(world: Any) -> tuple[bool, float, int]:
+        config = tiny(dtype="float32", layers=1)
+        trainer = Trainer(Plan(dp=world.size, zero=zero, precision="fp16"), config, world, device="cuda")
+        before, scale = trainer.weights_sha256(), trainer.precision.loss_scale      # type: ignore[attr-defined]
+        scale.value = 2.0 ** 60
+        trainer.step(global_batch(0, 4, config))
+        result = trainer.weights_sha256() == before, scale.value, trainer.updates_done
+        trainer.close()
+        return result
+
+    assert md.run(run, size=2) == [(True, 2.0 ** 59, 0)] * 2
+
+
+def test_fp8_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rounds to fp8 on the CPU alone; use bf16 on a GPU"):
+        md.run(lambda world: train(world, config=tiny(dtype="float32"), precision="fp8", device="cuda"), size=1)
+
+
+def test_a_limit_of_device_memory_holds() -> None:
+    """What `require_room` finds by small models on the device is what a pass takes there."""
+    config = tiny(dtype="float32", layers=4, context=32)
+    peak = md.run(lambda world: train(world, config=config, device="cuda"), size=1)[0]["memory"]["activations"]["peak"]
+    found = pass_bytes(config, 5, device="cuda")
+    assert 0.95 * peak <= found <= peak
 
 
 def test_float32_stays_close_and_repeats() -> None:
