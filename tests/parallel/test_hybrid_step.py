@@ -80,7 +80,7 @@ def test_very_many_plans(job: tuple[dict[str, Any], dict[str, Any], int]) -> Non
     check(changes, plan, sequences=sequences, steps=20)
 
 
-@pytest.mark.parametrize("transport", ["sockets", "mpi"])
+@pytest.mark.parametrize("transport", ["sockets", pytest.param("mpi", marks=pytest.mark.soak)])
 def test_processes(transport: str) -> None:
     plan = {"dp": 1, "pp": 2, "tp": 2, "microbatches": 2}
     serial, = md.run(train, MOST, {}, size=1)

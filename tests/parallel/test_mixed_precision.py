@@ -67,7 +67,7 @@ def job_as_told(world: Any, precision: str, zero: int) -> dict[str, Any]:
     return job(world, precision=precision, zero=zero)
 
 
-@pytest.mark.parametrize("transport", ["sockets", "mpi"])
+@pytest.mark.parametrize("transport", ["sockets", pytest.param("mpi", marks=pytest.mark.soak)])
 def test_same_bits_over_other_transports(transport: str) -> None:
     over_threads = md.run(job_as_told, "bf16", 2, size=2)[0]
     others = md.run(job_as_told, "bf16", 2, size=2, transport=transport)

@@ -50,7 +50,7 @@ def test_equals_one_process(serial: dict[str, Any], name: str, size: int) -> Non
     assert size == 1 or sum(len(rank["own"]) for rank in ranks) == len(serial["weights"]) + 1      # the table, twice
 
 
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm"])
 def test_equals_one_process_on_every_transport(serial: dict[str, Any], transport: str) -> None:
     ranks = md.run(train_stages, "interleaved", CHANGES, size=2, transport=transport)
     assert differ(ranks[1], serial) < BOUND

@@ -1,0 +1,50 @@
+"""Every strategy on one start of mpirun: the same bits as among threads. Each strategy's own tests have the rest.
+
+A start of four ranks takes two seconds of processor time, a job of one strategy a tenth of that.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import experts
+import plans
+import split
+from training import train_tiny
+
+import minidist as md
+from minidist import account
+
+JOBS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]] = {
+    "DDP, three passes": (train_tiny, ({}, {"accumulate": 3})),
+    "ZeRO-1": (train_tiny, ({}, {"zero": 1})),
+    "ZeRO-2": (train_tiny, ({}, {"zero": 2})),
+    "ZeRO-3": (train_tiny, ({}, {"zero": 3})),
+    "ZeRO-2 in bf16": (train_tiny, ({"dtype": "float32"}, {"zero": 2, "precision": "bf16"})),
+    "tensor": (split.tensor, (split.GROUPED, {"steps": 2})),
+    "sequence": (split.sequence, (split.GROUPED, {"steps": 2})),
+    "context, a ring": (split.context, (split.GROUPED, {"steps": 2})),
+    "context, all-to-all": (split.swapped, (split.GROUPED, {"steps": 2})),
+    "experts": (experts.in_processes, ({}, {}, {"steps": 2})),
+    "pipeline × tensor": (plans.train, (plans.MOST, {"plan": {"pp": 2, "tp": 2, "microbatches": 2}})),
+    "data × pipeline": (plans.train, ({**plans.MOST, "layers": 4}, {
+        "plan": {"dp": 2, "pp": 2, "zero": 1, "schedule": "interleaved"}})),
+}
+
+
+def every_job(world: Any) -> dict[str, str]:
+    """A digest of losses and weights, job by job."""
+    found = {}
+    for name, (train, options) in JOBS.items():
+        with account.use(account.MemoryAccount()):
+            world.ledger.clear()
+            rank = train(world, *options)
+        weights = [array.tobytes() for _, array in sorted(rank["weights"].items())]
+        found[name] = hashlib.sha256(b"".join([repr(rank["losses"]).encode(), *weights])).hexdigest()
+    return found
+
+
+def test_same_bits_over_mpi() -> None:
+    over_threads, over_mpi = (md.run(every_job, size=4, transport=transport) for transport in ("threads", "mpi"))
+    for rank in over_mpi:
+        assert rank == over_threads[0]
