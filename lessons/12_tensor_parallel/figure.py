@@ -17,9 +17,9 @@ from minidist.parallel.tensor_parallel import TensorParallel, elements_sent
 from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent
-lesson = load_module(HERE / "lesson.py", "12")
+lab = load_module(HERE / "experiments.py", "12")
 RANKS = 4
-CONFIG = lesson.CONFIG
+CONFIG = lab.CONFIG
 PLACES = {  # name -> (left, top) of its corner, in numbers; title
     "tokens.weight": (0, 0, "tokens: V × h"), "blocks.0.attention.qkv.weight": (75, 0, "qkv: h × 3h"),
     "blocks.0.attention.out.weight": (246, 0, "out: h × h"), "blocks.0.mlp.up.weight": (75, -90, "up: h × 4h"),
@@ -28,7 +28,7 @@ PLACES = {  # name -> (left, top) of its corner, in numbers; title
 
 def record(group: Any) -> dict[str, Any]:
     """On rank 0: where each rank's numbers lie, what the steps sent by kind, memory by ranks, and a block's calls."""
-    model = lesson.cut_model(group)
+    model = lab.cut_model(group)
     held = {}
     for name, p in model.named_parameters():
         if isinstance(p, WeightShard) and name in PLACES:
@@ -43,7 +43,7 @@ def record(group: Any) -> dict[str, Any]:
     optimizer, sent = Adam(strategy.parameters, 1e-3), []
     end = group.ledger.subscribe(lambda event: sent.append(event.details["nbytes"]) if event.kind == "call"
                                  and event.details["axis"] == group.axis else None)
-    strategy.step(lesson.batch_of(CONFIG, 0), optimizer)
+    strategy.step(lab.batch_of(CONFIG, 0), optimizer)
     end()
     calls = group.all_gather(np.array(sent, np.int64).reshape(1, -1)).sum(axis=0)
     return {"held": held, "calls": calls.tolist(), "memory": memory(group), "graph": graph}
@@ -52,20 +52,20 @@ def record(group: Any) -> dict[str, Any]:
 def memory(group: Any) -> dict[int, list[int]]:
     """{ranks: [weights, activations inside, outside] of a block, on the rank that holds most}."""
     result = {}
-    outside = lesson.ITEM * lesson.BATCH * CONFIG.context * (4 * CONFIG.width + 2)
+    outside = lab.ITEM * lab.BATCH * CONFIG.context * (4 * CONFIG.width + 2)
     for size in (1, 2, RANKS):
         part = group.split(0 if group.rank < size else None)
         if part is None:
             continue
-        make = lesson.whole_model if size == 1 else lambda c, part=part: lesson.cut_model(part, c)
-        weights, activations = lesson.block_bytes(CONFIG, make)
+        make = lab.whole_model if size == 1 else lambda c, part=part: lab.cut_model(part, c)
+        weights, activations = lab.block_bytes(CONFIG, make)
         result[size] = [weights, activations - outside, outside]
     return result
 
 
 def block_calls(group: Any) -> list[list[tuple[str, str]]] | None:
     """On rank 0, of each rank: (kind, text) of the layers and all-reduces of one forward of block 0, in their order."""
-    model = lesson.cut_model(group)
+    model = lab.cut_model(group)
     block, seen, inside = model.blocks[0], [], []
 
     def called(event: Any) -> None:
@@ -82,7 +82,7 @@ def block_calls(group: Any) -> list[list[tuple[str, str]]] | None:
     block.register_forward_pre_hook(lambda module, args: inside.append(True))
     block.register_forward_hook(lambda module, args, result: inside.clear())
     end = group.ledger.subscribe(called)
-    model.loss(*lesson.batch_of(CONFIG, 0))
+    model.loss(*lab.batch_of(CONFIG, 0))
     end()
     return gather_records(group, [list(step) for step in seen])
 
@@ -94,7 +94,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     figure = look.new_figure(13.5, 8.6, f"Every matrix of a GPT on {RANKS} ranks, as held, sent and stored",
                              f"{CONFIG.layers} blocks, width h = {CONFIG.width}, {CONFIG.heads} heads, V = "
                              f"{CONFIG.vocabulary} ids: neither heads nor ids divide by {RANKS}. "
-                             f"{lesson.BATCH} sequences of {CONFIG.context} tokens, float64.")
+                             f"{lab.BATCH} sequences of {CONFIG.context} tokens, float64.")
     _matrices(figure.add_axes((0.03, 0.385, 0.95, 0.50)), recorded["held"])
     _traffic(figure.add_axes((0.07, 0.08, 0.44, 0.20)), recorded["calls"])
     _memory(figure.add_axes((0.61, 0.08, 0.36, 0.20)), recorded["memory"])
@@ -124,7 +124,7 @@ def _matrices(ax: Any, held: dict[str, np.ndarray]) -> None:
 def _traffic(ax: Any, calls: list[int]) -> None:
     """One bar for each all-reduce of a step, in the order in which they ran; the formula as a mark."""
     look.quiet(ax, grid="y")
-    tokens, each = lesson.BATCH * CONFIG.context, 2 * (RANKS - 1) * lesson.ITEM
+    tokens, each = lab.BATCH * CONFIG.context, 2 * (RANKS - 1) * lab.ITEM
     forward = 1 + 2 * CONFIG.layers
     kinds = ["forward"] * forward + ["loss"] * 2 + ["backward"] * (len(calls) - forward - 2)
     colours = {"forward": look.PHASES["forward"], "backward": look.PHASES["backward"],
@@ -137,7 +137,7 @@ def _traffic(ax: Any, calls: list[int]) -> None:
              *(f"{part} {i}" for i in reversed(range(CONFIG.layers)) for part in ("mlp", "attn"))]
     ax.set_xticks(range(len(calls)), names, fontsize=9)
     ax.set_ylabel("KiB, all ranks", fontsize=10.5, color=look.SOFT)
-    total = elements_sent(CONFIG, ranks=RANKS, tokens=tokens) * lesson.ITEM
+    total = elements_sent(CONFIG, ranks=RANKS, tokens=tokens) * lab.ITEM
     look.caption(ax, f"The all-reduces of a step: {size_text(sum(calls))}, by the formula (marks) {size_text(total)}")
     ax.legend([*(look.patch(colour) for colour in colours.values())], list(colours), frameon=False, fontsize=9.5,
               loc="upper left", bbox_to_anchor=(0.405, 1.02), handlelength=0.8, handletextpad=0.5)

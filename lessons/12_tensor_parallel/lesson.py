@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from minidist import account, ops
-from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import Page, size_text, verdict
 from minidist.ops.collectives import gather_copies
 from minidist.optim import Adam
@@ -23,14 +22,13 @@ from minidist.parallel.common.split_gpt import head_shares
 from minidist.parallel.common.tensor_layers import SplitOutput
 from minidist.parallel.ddp import DDP
 from minidist.parallel.single import Single
-from minidist.parallel.tensor_parallel import TensorParallel, elements_sent, tensor_parallel
+from minidist.parallel.tensor_parallel import TensorParallel, elements_sent
 from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
 from minidist.tensor import tensor
 
-CONFIG = GPTConfig(vocabulary=103, context=16, layers=2, width=48, heads=6, dtype="float64")
-BATCH, STEPS = 4, 3
-ITEM = 8
-broken = load_module(Path(__file__).resolve().with_name("broken.py"), "12")
+HERE = Path(__file__).resolve()
+lab, broken = (load_module(HERE.with_name(name), "12") for name in ("experiments.py", "broken.py"))
+CONFIG, BATCH, ITEM, STEPS = lab.CONFIG, lab.BATCH, lab.ITEM, 3
 
 
 def plain_mlp(x, up, down, bias, dy, group):
@@ -93,23 +91,9 @@ def everybody(group: Any, number: float) -> int:
 
 # ------------------------------------------------------------------------------------------------ 2 who holds what
 
-def cut_model(group: Any, config: GPTConfig = CONFIG, *, seed: int = 0) -> GPT:
-    """This rank's part of a model."""
-    model = tensor_parallel(GPT(config), group)
-    model.initialize(seed)
-    return model
-
-
-def whole_model(config: GPTConfig = CONFIG, *, seed: int = 0) -> GPT:
-    """The model in one piece."""
-    model = GPT(config)
-    model.initialize(seed)
-    return model
-
-
 def shapes(group: Any, page: Page) -> None:
     """Each weight of a block and of the ends: whole, and on the first and last rank."""
-    model = cut_model(group)
+    model = lab.cut_model(group)
     mine = np.array([[p.size] for p in model.parameters()], dtype=np.int64)
     with group.ledger.control():
         sizes = group.all_gather(mine.reshape(1, -1))
@@ -140,12 +124,6 @@ CASES = {
 }
 
 
-def batch_of(config: GPTConfig, step: int, sequences: int = BATCH) -> tuple[np.ndarray, np.ndarray]:
-    """The global batch of a step."""
-    ids = np.random.default_rng(step).integers(0, config.vocabulary, (sequences, config.context + 1))
-    return ids[:, :-1], ids[:, 1:]
-
-
 def off(ours: dict[str, np.ndarray], target: dict[str, np.ndarray]) -> float:
     """The largest difference over the largest weight."""
     gap = max(np.abs(ours[name] - target[name]).max() for name in target)
@@ -157,11 +135,11 @@ def equal(group: Any, page: Page) -> None:
     rows = []
     for name, changes in CASES.items():
         config = replace(CONFIG, **changes)         # type: ignore[arg-type]
-        single = Single(whole_model(config))
-        cut = TensorParallel(cut_model(group, config), group)
+        single = Single(lab.whole_model(config))
+        cut = TensorParallel(lab.cut_model(group, config), group)
         optimizers = [Adam(s.parameters, 1e-2) for s in (single, cut)]
         for step in range(STEPS):
-            losses = [strategy.step(batch_of(config, step), optimizer, clip=0.5)        # type: ignore[attr-defined]
+            losses = [strategy.step(lab.batch_of(config, step), optimizer, clip=0.5)        # type: ignore[attr-defined]
                       for strategy, optimizer in zip((single, cut), optimizers, strict=True)]
         difference = off(cut.state_dict(), single.state_dict())
         rows.append([name, f"{losses[0]:.9f}", f"{losses[1]:.9f}", f"{difference:.0e}",
@@ -191,9 +169,9 @@ def traffic(group: Any, page: Page) -> None:
     rows, p = [], group.size
     tokens, h, layers = BATCH * CONFIG.context, CONFIG.width, CONFIG.layers
     for which, each in (("none", 4), ("all", 6)):
-        model = cut_model(group)
+        model = lab.cut_model(group)
         checkpoint_blocks(model, which)
-        nbytes, calls = measure_step(group, TensorParallel(model, group), batch_of(CONFIG, 0))
+        nbytes, calls = measure_step(group, TensorParallel(model, group), lab.batch_of(CONFIG, 0))
         formula = ITEM * elements_sent(CONFIG, ranks=p, tokens=tokens, recomputed=layers if which == "all" else 0)
         name = "kept" if which == "none" else "blocks computed again"
         expected = each * layers + 4 if p > 1 else len(calls)
@@ -212,9 +190,9 @@ def beside_data_parallel(group: Any, page: Page) -> None:
     config = replace(CONFIG, vocabulary=8, layers=4)
     rows = []
     for sequences in (group.size, 2 * group.size, 4 * group.size):
-        batch = batch_of(config, 0, sequences)
-        cut, _ = measure_step(group, TensorParallel(cut_model(group, config), group), batch)
-        replicas, _ = measure_step(group, DDP(whole_model(config), group), batch)
+        batch = lab.batch_of(config, 0, sequences)
+        cut, _ = measure_step(group, TensorParallel(lab.cut_model(group, config), group), batch)
+        replicas, _ = measure_step(group, DDP(lab.whole_model(config), group), batch)
         tokens = sequences * config.context
         formula = ITEM * elements_sent(config, ranks=group.size, tokens=tokens)
         rows.append([tokens, f"{tokens / config.width:.1f} h", size_text(cut), verdict(cut, formula),
@@ -232,7 +210,7 @@ def loss_of_slices(group: Any, page: Page) -> None:
     logits = np.random.default_rng(0).normal(size=(tokens, vocabulary))
     targets = np.random.default_rng(1).integers(0, vocabulary, tokens)
     own = np.array_split(np.arange(vocabulary), group.size)[group.rank]
-    output = SplitOutput(vocabulary, cut_model(group).tokens.region)
+    output = SplitOutput(vocabulary, lab.cut_model(group).tokens.region)
     ways: dict[str, Callable[[Any], Any]] = {
         "gathered": lambda x: ops.cross_entropy(gather_copies(x, dim=1, group=group), targets),
         "two all-reduces": lambda x: output.loss(x, targets, divisor=None)}
@@ -255,32 +233,11 @@ def loss_of_slices(group: Any, page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------------- 6 memory
 
-def alive(make: Callable[[], GPT], config: GPTConfig) -> tuple[int, int]:
-    """(parameter bytes, activation bytes at the end of forward)."""
-    with account.use(account.MemoryAccount()) as memory:
-        model = make()
-        loss = model.loss(*batch_of(config, 0))
-        assert loss.requires_grad
-        return memory.now["parameters"], memory.now["activations"]
-
-
-def block_bytes(config: GPTConfig, make: Callable[[GPTConfig], GPT]) -> tuple[int, int]:
-    """What one block more makes: (parameter bytes, activation bytes).
-
-    The middle one of three measurements, for on a crowded machine a single one was once seen off.
-    """
-    measured = []
-    for _ in range(3):
-        more, fewer = (alive(lambda c=c: make(c), c) for c in (replace(config, layers=3), config))
-        measured.append((more[0] - fewer[0], more[1] - fewer[1]))
-    return sorted(measured)[1]
-
-
 def memory(group: Any, page: Page) -> None:
     """A block on one rank and on each of many: weights, and activations inside and outside the regions."""
     config, p = replace(CONFIG, heads=8, width=64), group.size
-    one = block_bytes(config, whole_model)
-    ours = block_bytes(config, lambda c: cut_model(group, c))
+    one = lab.block_bytes(config, lab.whole_model)
+    ours = lab.block_bytes(config, lambda c: lab.cut_model(group, c))
     with group.ledger.control():
         everyone = group.all_gather(np.array([ours]))
     h, tokens = config.width, BATCH * config.context

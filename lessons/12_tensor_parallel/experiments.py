@@ -1,0 +1,55 @@
+"""What lesson 12 and its figure run: a small GPT, whole and cut, its batches, and what a block of it takes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from minidist import account
+from minidist.nn import GPT, GPTConfig
+from minidist.parallel.tensor_parallel import tensor_parallel
+
+CONFIG = GPTConfig(vocabulary=103, context=16, layers=2, width=48, heads=6, dtype="float64")
+BATCH, ITEM = 4, 8
+
+
+def cut_model(group: Any, config: GPTConfig = CONFIG, *, seed: int = 0) -> GPT:
+    """This rank's part of a model."""
+    model = tensor_parallel(GPT(config), group)
+    model.initialize(seed)
+    return model
+
+
+def whole_model(config: GPTConfig = CONFIG, *, seed: int = 0) -> GPT:
+    """The model in one piece."""
+    model = GPT(config)
+    model.initialize(seed)
+    return model
+
+
+def batch_of(config: GPTConfig, step: int, sequences: int = BATCH) -> tuple[np.ndarray, np.ndarray]:
+    """The global batch of a step."""
+    ids = np.random.default_rng(step).integers(0, config.vocabulary, (sequences, config.context + 1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def alive(make: Callable[[], GPT], config: GPTConfig) -> tuple[int, int]:
+    """(parameter bytes, activation bytes at the end of forward)."""
+    with account.use(account.MemoryAccount()) as memory:
+        model = make()
+        loss = model.loss(*batch_of(config, 0))
+        assert loss.requires_grad
+        return memory.now["parameters"], memory.now["activations"]
+
+
+def block_bytes(config: GPTConfig, make: Callable[[GPTConfig], GPT]) -> tuple[int, int]:
+    """What one block more makes: (parameter bytes, activation bytes).
+
+    The middle one of three measurements, for on a crowded machine a single one was once seen off.
+    """
+    measured = []
+    for _ in range(3):
+        more, fewer = (alive(lambda c=c: make(c), c) for c in (replace(config, layers=3), config))
+        measured.append((more[0] - fewer[0], more[1] - fewer[1]))
+    return sorted(measured)[1]
