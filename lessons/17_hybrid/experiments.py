@@ -17,10 +17,12 @@ from minidist.parallel.common.worker import Worker
 from minidist.parallel.hybrid_costs import elements_sent
 from minidist.parallel.schedule_checker import clock_of
 from minidist.parallel.schedules import make_schedule
+from minidist.parallel.zero1 import Zero1
+from minidist.parallel.zero2 import Zero2
 
 CONFIG = GPTConfig(vocabulary=32, context=16, layers=4, width=16, heads=4, tied=True, dtype="float64")
 STEPS, SEQUENCES, MICROBATCHES, CLIP, ITEM = 2, 16, 4, 0.2, 8
-AXES = ("dp", "pp", "tp")
+AXES = ("dp", "pp", "cp", "tp")
 NAPPED = 6          # steps of stages that sleep, of which the figure shows the quickest
 
 
@@ -35,8 +37,8 @@ def global_batch(step: int, config: GPTConfig = CONFIG, sequences: int = SEQUENC
 
 def cube(ranks: int) -> dict[str, int]:
     """As many axes as the number of ranks gives: its prime factors, the largest first, dealt to dp, pp, tp in turn."""
-    shape, factor, turn = dict.fromkeys(AXES, 1), 2, 0
-    primes = []
+    axes, factor, primes = ("dp", "pp", "tp"), 2, []
+    shape = dict.fromkeys(axes, 1)
     while ranks > 1:
         if ranks % factor == 0:
             primes.append(factor)
@@ -44,7 +46,7 @@ def cube(ranks: int) -> dict[str, int]:
         else:
             factor += 1
     for turn, prime in enumerate(sorted(primes, reverse=True)):
-        shape[AXES[turn % 3]] *= prime
+        shape[axes[turn % 3]] *= prime
     return shape
 
 
@@ -57,39 +59,63 @@ def shapes(ranks: int) -> Iterator[dict[str, int]]:
                 yield {"dp": dp, "pp": pp, "tp": tp}
 
 
+def plans(ranks: int) -> Iterator[md.Plan]:
+    """Every mesh of dp, pp and tp; then with cp, with sequence parallelism, and with ZeRO."""
+    yield from map(plan_of, shapes(ranks))
+    if ranks % 2 == 0:
+        yield plan_of({**cube(ranks // 2), "cp": 2})
+    if ranks % 4 == 0:
+        yield plan_of({"dp": ranks // 4, "cp": 2, "tp": 2}, sequence_parallel=True)
+    if ranks > 1:
+        yield from (plan_of(cube(ranks), zero=zero) for zero in (1, 3))
+
+
 def plan_of(shape: dict[str, int], **options: Any) -> md.Plan:
     """A plan of that mesh; a pipeline gets MICROBATCHES."""
-    return md.Plan(**shape, microbatches=MICROBATCHES if shape["pp"] > 1 else None, **options)
+    return md.Plan(**shape, microbatches=MICROBATCHES if shape.get("pp", 1) > 1 else None, **options)
 
 
-def words(shape: dict[str, int], zero: int = 0) -> str:
-    """ "dp=2,tp=2 zero=1". """
-    return (",".join(f"{axis}={size}" for axis, size in shape.items() if size > 1) or "dp=1") + (
-        f" zero={zero}" if zero else "")
+def words(shape: dict[str, int]) -> str:
+    """ "dp=2,tp=2". """
+    return ",".join(f"{axis}={size}" for axis, size in shape.items() if size > 1) or "dp=1"
+
+
+def name_of(plan: md.Plan) -> str:
+    """Its axes, and what else sets it apart."""
+    return (words({axis: plan.axes[axis] for axis in AXES}) + (f" zero={plan.zero}" if plan.zero else "")
+            + " sequence" * plan.sequence_parallel)
+
+
+def kind_of(axis: str) -> str:
+    """What a ledger's axis is for; with cp the data axis is dp and cp together."""
+    return "dp" if axis.startswith("dp,") else axis
 
 
 # ------------------------------------------------------------------------------------------------- a job, measured
 
 def train(world: Any, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = CONFIG) -> dict[str, Any]:
     """A Trainer's whole weights and losses; bytes that all ranks sent by axis; the first gradient's norms; this rank's
-    memory, and its calls: collectives and sends.
+    memory, and its calls: collectives, sends and exchanges.
     """
     before, calls, norms = sent_by_axis(world), [], []
-    end = world.ledger.subscribe(lambda event: calls.append(event) if event.details["axis"] in AXES and (
-        event.kind == "call" or event.details["verb"] == "send") else None)
+    end = world.ledger.subscribe(lambda event: calls.append(event) if kind_of(event.details["axis"]) in AXES and (
+        event.kind == "call" or event.details["verb"] in ("send", "exchange")) else None)
     with account.use(account.MemoryAccount()) as memory:
         trainer = md.Trainer(plan, config, world, lr=1e-2, clip=CLIP)
         watch_norm(trainer, norms)
         calls.clear()
         losses = [trainer.step(global_batch(step, config)) for step in range(steps)]
+        data = getattr(trainer.strategy, "data", trainer.strategy)
+        if isinstance(data, Zero1 | Zero2):
+            data.arrivals.settle()          # the new weights travel on after the step
         made, held = len(calls), memory.snapshot()
         trainer.check_replicas()
         weights = trainer.state_dict()
         trainer.close()
     end()
-    sent = {axis: nbytes - before.get(axis, 0) for axis, nbytes in sent_by_axis(world).items()}
-    return {"weights": weights, "losses": losses, "sent": {axis: add(world, sent.get(axis, 0)) for axis in AXES},
-            "calls": made // steps, "memory": held, "own_sent": sum(sent.get(axis, 0) for axis in AXES) // steps,
+    sent = {axis: nbytes - before[axis] for axis, nbytes in sent_by_axis(world).items()}
+    return {"weights": weights, "losses": losses, "sent": {axis: add(world, nbytes) for axis, nbytes in sent.items()},
+            "calls": made // steps, "memory": held, "own_sent": sum(sent.values()) // steps,
             "norms": norms[0] if norms else {}}
 
 
@@ -112,7 +138,11 @@ def watch_norm(trainer: Any, norms: list[dict[str, float]]) -> None:
 
 def sent_by_axis(world: Any) -> dict[str, int]:
     """Bytes that this rank has sent in training steps."""
-    return {axis: sum(verbs.values()) for axis, verbs in world.ledger.sent_bytes("step").items()}
+    sent = dict.fromkeys(AXES, 0)
+    for axis, verbs in world.ledger.sent_bytes("step").items():
+        if kind_of(axis) in sent:
+            sent[kind_of(axis)] += sum(verbs.values())
+    return sent
 
 
 def add(world: Any, number: float, op: str = "sum") -> int:
@@ -130,8 +160,8 @@ def off(ours: dict[str, np.ndarray], target: dict[str, np.ndarray]) -> float:
 def formula(plan: md.Plan, config: GPTConfig = CONFIG, sequences: int = SEQUENCES) -> dict[str, int]:
     """Bytes of all ranks in a step, by axis.
 
-    dp: 2(dp-1) times what the ranks of one replica hold together. That is the model, its whole weights (norms,
-    biases of row linears, positions) tp times, a tied table at both ends of a pipeline. pp, tp: lessons 11 and 12.
+    dp: 2(dp·cp-1) times what the ranks of one replica hold together. That is the model, its whole weights (norms,
+    biases of row linears, positions) tp times, a tied table at both ends of a pipeline. Else: lessons 11 to 13.
     """
     sizes = {name: p.size for name, p in GPT(config).named_parameters()}
     whole = sum(size for name, size in sizes.items()
@@ -140,7 +170,8 @@ def formula(plan: md.Plan, config: GPTConfig = CONFIG, sequences: int = SEQUENCE
     if plan.pp > 1 and config.tied:
         held += config.vocabulary * config.width
     cut = elements_sent(config, plan, sequences)
-    return {axis: ITEM * numbers for axis, numbers in {"dp": 2 * (plan.dp - 1) * held, "pp": 0, "tp": 0, **cut}.items()}
+    return {axis: ITEM * numbers
+            for axis, numbers in {**dict.fromkeys(AXES, 0), "dp": 2 * (plan.copies - 1) * held, **cut}.items()}
 
 
 def bubble(plan: md.Plan) -> float:

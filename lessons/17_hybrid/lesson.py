@@ -1,4 +1,4 @@
-"""Lesson 17: data × pipeline × tensor: equal to one process; traffic by axis, links, norm and memory beside formulas.
+"""Lesson 17: data × pipeline × context × tensor: equal to one process; traffic by axis, links, norm and memory.
 
     mpirun -n 4 python lessons/17_hybrid/lesson.py
     python lessons/17_hybrid/lesson.py                       # alone: eight ranks as threads
@@ -119,7 +119,7 @@ def mesh_table(group: Any, page: Page) -> None:
     """Each rank's coordinates and groups, as a real mesh makes them."""
     shape = lab.cube(group.size)
     mesh = md.Mesh(group, **shape)
-    axes = [axis for axis in lab.AXES if shape[axis] > 1]
+    axes = [axis for axis in shape if shape[axis] > 1]
     table = {axis: everyones(group, mesh[axis].world_ranks) for axis in axes}
     joint = everyones(group, mesh["pp", "tp"].world_ranks)
     rows = []
@@ -149,29 +149,20 @@ def ranks_text(ranks: list[int]) -> str:
 # ------------------------------------------------------------------------------------------- 3 equal, 4 traffic
 
 def equal(group: Any, page: Page) -> list[tuple[md.Plan, dict[str, Any]]]:
-    """Every mesh, and the largest with each ZeRO stage that goes with it."""
+    """Every mesh, and some with the context cut too, or with ZeRO."""
     alone = md.run(lab.train, md.Plan(), size=1)[0] if group.rank == 0 else None
-    plans = [lab.plan_of(shape) for shape in lab.shapes(group.size)]
-    plans += [lab.plan_of(lab.cube(group.size), zero=1)] if group.size > 1 else []
-    plans += [lab.plan_of(shape, zero=3) for shape in lab.shapes(group.size)
-              if shape["pp"] == 1 and shape["dp"] > 1 and shape["tp"] == 2]
     rows, results = [], []
-    for plan in plans:
+    for plan in lab.plans(group.size):
         result = lab.train(group, plan)
         results.append((plan, result))
         if alone is not None:
             apart = lab.off(result["weights"], alone["weights"])
-            rows.append([name_of(plan), f"{result['losses'][0]:.9f}", f"{result['losses'][-1]:.9f}", f"{apart:.0e}",
+            rows.append([lab.name_of(plan), f"{result['losses'][0]:.9f}", f"{result['losses'][-1]:.9f}", f"{apart:.0e}",
                          "ok" if apart < 1e-10 else f"off {apart:.0e}"])
     page.table(f"{lab.STEPS} steps of AdamW with clipping, {lab.SEQUENCES} sequences, float64",
                ["plan", "loss of step 1", f"of step {lab.STEPS}", "weights off by", "1e-10"], rows,
                note="off: the largest difference to one process's weights over the largest weight")
     return results
-
-
-def name_of(plan: md.Plan) -> str:
-    """As lab.words."""
-    return lab.words({axis: plan.axes[axis] for axis in lab.AXES}, plan.zero)
 
 
 def traffic(results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
@@ -182,14 +173,15 @@ def traffic(results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
             continue
         target = {axis: lab.STEPS * nbytes for axis, nbytes in lab.formula(plan).items()}
         sent = result["sent"]
-        rows.append([name_of(plan), *(size_text(sent[axis] / lab.STEPS) if sent[axis] else "-" for axis in lab.AXES),
+        rows.append([lab.name_of(plan),
+                     *(size_text(sent[axis] / lab.STEPS) if sent[axis] else "-" for axis in lab.AXES),
                      size_text(sum(target.values()) / lab.STEPS),
                      "ok" if all(sent[axis] == target[axis] for axis in lab.AXES) else "off"])
     tokens = lab.SEQUENCES * lab.CONFIG.context
     page.table(f"All ranks, a step of {tokens} tokens: L = {lab.CONFIG.layers}, h = {lab.CONFIG.width}",
                ["plan", *lab.AXES, "formulas together", "each axis"], rows,
-               note="dp 2(dp-1) · what a replica holds; pp 2 · tokens · h a boundary, tp times, and the tied table; "
-                    "tp 2(tp-1) · tokens · ((4L + 2) h + 3)")
+               note="dp 2(dp·cp-1) · what a replica holds; pp 2 · tokens · h a boundary, tp times, and the tied table; "
+                    "cp (6cp-4) · L · tokens · h; tp 2(tp-1) · tokens · ((4L + 2) h + 3)")
 
 
 # ------------------------------------------------------------------------------------------------- 5 innermost
@@ -203,10 +195,10 @@ def innermost(group: Any, page: Page) -> None:
     rows = []
     for order in lab.layouts(shape):
         pairs, halves = lab.crossing(group, shape, order, (2, group.size // 2))
-        rows.append([" × ".join(order), *(size_text(pairs[axis]) if pairs[axis] else "-" for axis in lab.AXES),
+        rows.append([" × ".join(order), *(size_text(pairs[axis]) if pairs[axis] else "-" for axis in shape),
                      size_text(sum(pairs.values())), size_text(sum(halves.values()))])
     page.table(f"{lab.words(shape)}: bytes of a step from node to node, by the order of the axes",
-               ["outermost × … × innermost", *(f"{axis}, nodes of 2" for axis in lab.AXES), "together",
+               ["outermost × … × innermost", *(f"{axis}, nodes of 2" for axis in shape), "together",
                 f"nodes of {group.size // 2}"], rows,
                note="by each message's two ends. An axis inside a node costs its links nothing; md.Mesh has tp there")
 
@@ -221,7 +213,7 @@ def norms(results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
     right = found[0][1]["once"]
     page.table("The norm of the first gradient",
                ["plan", "each number once", "rank 0's own", "all ranks' added up", ""],
-               [[name_of(plan), f"{norm['once']:.9f}", f"{norm['own']:.4f}", f"{norm['all']:.4f}",
+               [[lab.name_of(plan), f"{norm['once']:.9f}", f"{norm['own']:.4f}", f"{norm['all']:.4f}",
                  verdict(norm["once"], right, 1e-12)] for plan, norm in found],
                note="clipping by another norm is another training")
 
@@ -236,14 +228,14 @@ def efficiency(group: Any, results: list[tuple[md.Plan, dict[str, Any]]], page: 
         state = sum(memory[name]["now"] for name in ("parameters", "gradients", "optimizer"))
         most = [lab.add(group, number, "max") for number in (state, memory["activations"]["peak"], result["own_sent"],
                                                              result["calls"])]
-        weights = lab.add(group, memory["parameters"]["now"], "max") / lab.ITEM * (plan.dp if plan.zero == 3 else 1)
-        work = 6 * weights * tokens / plan.dp
-        rows.append([name_of(plan), *map(size_text, most[:3]), most[3], f"{work / max(1, most[3]) / 1e6:.2f}",
+        weights = lab.add(group, memory["parameters"]["now"], "max") / lab.ITEM * (plan.copies if plan.zero == 3 else 1)
+        work = 6 * weights * tokens / plan.copies
+        rows.append([lab.name_of(plan), *map(size_text, most[:3]), most[3], f"{work / max(1, most[3]) / 1e6:.2f}",
                      f"{lab.bubble(plan):.0%}"])
     page.table("A step, on the rank that has most", ["plan", "state", "activations", "sends", "calls",
                                                      "Mflop a call", "bubble"], rows,
                note="state: weights, gradients, two moments. Mflop a call: 6 · weights · tokens of this rank, over "
-                    "its collectives and sends on all axes. bubble: by the checker's clock")
+                    "its collectives, sends and exchanges on all axes. bubble: by the checker's clock")
 
 
 def notes_example(page: Page) -> None:

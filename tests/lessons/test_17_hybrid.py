@@ -1,5 +1,6 @@
 """Exercise 17: filled rightly it passes, and each wrong filling fails under its name; the lesson's formulas hold."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from filling import graded
 
 import minidist as md
 from minidist import lessons
+from minidist.parallel.common.memory import STATE
 from minidist.teaching import load_module
 
 RIGHT = {
@@ -68,10 +70,25 @@ def lab() -> Any:
 
 def test_what_each_axis_sends_is_the_formula(lab: Any) -> None:
     """Under six ranks, that halve nothing evenly, and eight."""
-    for shape in ({"dp": 3, "pp": 1, "tp": 2}, {"dp": 2, "pp": 2, "tp": 2}):
-        plan = lab.plan_of(shape)
+    for plan in (lab.plan_of({"dp": 3, "pp": 1, "tp": 2}), lab.plan_of({"dp": 2, "pp": 2, "tp": 2}, zero=1),
+                 lab.plan_of({"dp": 2, "cp": 2, "tp": 2}, sequence_parallel=True)):
         result = md.run(lambda world, plan=plan: lab.train(world, plan, steps=1), size=plan.size)[0]
         assert result["sent"] == lab.formula(plan)
+
+
+@pytest.mark.soak
+def test_the_storys_table_of_state_and_calls(lab: Any) -> None:
+    rows = re.findall(r"^\| ([\w=,]+|the same, ZeRO-\d) \| (\d+) KiB \| (\d+) \|", lessons.find("17").part("README.md")
+                      .read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == 6
+    shape: dict[str, int] = {}
+    for name, state, calls in rows:
+        if "=" in name:
+            shape = {axis: int(size) for axis, _, size in (pair.partition("=") for pair in name.split(","))}
+        plan = lab.plan_of(shape, zero=0 if "=" in name else int(name[-1]))
+        ranks = md.run(lambda world, plan=plan: lab.train(world, plan, steps=1), size=8)
+        held = max(sum(rank["memory"][category]["now"] for category in STATE) for rank in ranks)
+        assert (round(held / 1024), max(rank["calls"] for rank in ranks)) == (int(state), int(calls))
 
 
 def test_the_axis_that_is_inside_a_machine_sends_nothing_between_machines(lab: Any) -> None:
