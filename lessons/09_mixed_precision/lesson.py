@@ -195,7 +195,7 @@ def overflow_on_one(group: Any, page: Page) -> None:
     backward, rows = trainer.precision.backward, []
     for step in range(3):
         if step == 1 and group.rank == group.size - 1:
-            trainer.precision.backward = lambda loss, **options: backward(loss * 2.0 ** 40, **options)  # type: ignore
+            trainer.precision.backward = lambda loss, *dy, **how: backward(loss * 2.0 ** 40, *dy, **how)  # type: ignore
         before = trainer.weights_sha256()
         loss = trainer.step(lab.batch_of(step))
         after = trainer.weights_sha256()

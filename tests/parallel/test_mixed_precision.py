@@ -141,8 +141,8 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(zero: int) -> None:
         before, loss_before = state(trainer), trainer.evaluate([batch])
         backward = trainer.precision.backward
 
-        def overflow(loss: Any, **options: Any) -> None:
-            backward(loss * 2.0 ** 40 if world.rank == 1 else loss, **options)
+        def overflow(loss: Any, *dy: Any, **options: Any) -> None:
+            backward(loss * 2.0 ** 40 if world.rank == 1 else loss, *dy, **options)
 
         trainer.precision.backward = overflow       # type: ignore[method-assign]
         loss = trainer.step(batch)
