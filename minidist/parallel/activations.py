@@ -120,5 +120,5 @@ def _peak(config: GPTConfig, sequences: int, which: str, device: str) -> int:
         model.initialize(0, device=device)
         checkpoint_blocks(model, which)
         ids = np.zeros((sequences, config.context), np.int64)
-        model.loss(ids, ids, key=DropoutKey.of_sequences(0, 0, 0, *ids.shape) if config.dropout else None).backward()
+        model.loss(ids, ids, key=DropoutKey.of_sequences(0, 0, 0, *ids.shape)).backward()
         return memory.peak["activations"]

@@ -151,11 +151,11 @@ class Trainer:
     def require_room(self, sequences: int) -> None:
         """Before training: raise MemoryLimitError if a step on so many sequences cannot fit under the plan's limit.
 
-        What it keeps of a pass is found by running small models (activations.py), the same on all ranks. With
-        other axes than dp the first step will tell, as it does of what comes on top.
+        What it keeps of a pass is found by running small models (activations.py), the same on all ranks. With other
+        axes than dp, or experts, whose load is not known, the first step will tell, as it does of what comes on top.
         """
         plan = self.plan
-        if plan.device_memory is not None and not plan.composed:
+        if plan.device_memory is not None and not plan.composed and self.config.mixture is None:
             at_once = -(-sequences // (plan.dp * plan.accumulate))
             kept = pass_bytes(self.model.config, at_once, plan.checkpoint_blocks,
                               device=device_of(next(self.model.parameters()).data))
