@@ -4,7 +4,7 @@
 #include <cuda_fp16.h>
 
 constexpr unsigned all_lanes = 0xffffffffu;
-constexpr float minus_infinity = -__builtin_huge_valf();
+#define minus_infinity __uint_as_float(0xff800000u)       // NVRTC knows no INFINITY
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }

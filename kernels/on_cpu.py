@@ -19,9 +19,6 @@ Cost: 0.1 µs a load or store, 0.5 µs a thread at a barrier or shuffle; 100 byt
 
 import contextlib
 import ctypes
-import fcntl
-import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -35,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.kernels.cache import missing, place
 from minidist.kernels.loader import HERE, Parameter, Source, compile_error
 
 from minidist.errors import KernelError
@@ -116,11 +114,6 @@ def compiler() -> str | None:
     return shutil.which("g++")
 
 
-def cache_folder() -> Path:
-    """Where what was built stays: minidist/kernels in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minidist" / "kernels"
-
-
 @cache
 def _version(path: str) -> str:
     return subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_LIMIT, check=True).stdout
@@ -132,25 +125,7 @@ def _built(stem: str, suffix: str, *parts: str) -> tuple[Path, str]:
     if path is None:
         raise KernelError("kernels on NumPy arrays are built by g++, which is not on this machine; "
                           "install it (apt install g++), or use a GPU")
-    digest = hashlib.blake2b("\0".join((_version(path), *parts)).encode(), digest_size=10).hexdigest()
-    return cache_folder() / f"{stem}-{digest}{suffix}", path
-
-
-@contextlib.contextmanager
-def _missing(path: Path) -> Iterator[Path | None]:
-    """A file to write if `path` is not there; it then takes its place. One process builds, others wait for it."""
-    if path.exists():
-        yield None
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists():
-            yield None
-            return
-        new = path.with_suffix(".new" + path.suffix)
-        yield new
-        new.replace(path)
+    return place(stem, suffix, _version(path), *parts), path
 
 
 def _compile(source: Source, command: Sequence[str]) -> None:
@@ -164,7 +139,7 @@ def _runtime(source: Source) -> Path:
     files = sorted(HEADERS.glob("*.cpp"))
     texts = [path.read_text() for path in (*files, *sorted(HEADERS.glob("*.h")))]
     path, command = _built("runtime", ".o", *_RUNTIME_FLAGS, *texts)
-    with _missing(path) as new:
+    with missing(path) as new:
         if new is not None:
             _compile(source, [command, *_RUNTIME_FLAGS, "-r", "-nostdlib", *map(str, files), "-o", str(new)])
     return path
@@ -188,23 +163,23 @@ def build(source: Source) -> Path:
     """The library of a source, built unless it is in the cache. Raises: KernelError with file and line."""
     text, runtime = _cpp(source), _runtime(source)
     path, command = _built(source.path.stem, ".so", *_KERNEL_FLAGS, runtime.name, text)
-    with _missing(path) as new:
+    with missing(path) as new:
         if new is not None:
             with tempfile.TemporaryDirectory() as folder:
                 whole, unlinked = Path(folder) / source.path.name, Path(folder) / "kernels.o"
                 whole.write_text(text, encoding="utf-8")
                 _compile(source, [command, *_KERNEL_FLAGS, f"-I{HEADERS}", "-x", "c++", "-c", str(whole),
                                   "-o", str(unlinked)])
-                _compile(source, [command, "-shared", str(unlinked), str(runtime), "-o", str(new)])
+                _compile(source, [command, "-shared", "-Wl,-z,defs", str(unlinked), str(runtime), "-o", str(new)])
     return path
 
 
-def _symbols(path: Path) -> list[tuple[str, int, int, str]]:
-    """A library's symbol table: name, address, bytes, section."""
+def _symbols(path: Path) -> list[tuple[str, int, int]]:
+    """A library's symbols: name, address, bytes."""
     table = subprocess.run(["nm", "-C", "--format=sysv", str(path)], capture_output=True, text=True, timeout=_LIMIT,
                            check=True).stdout
     rows = [[cell.strip() for cell in line.rsplit("|", 6)] for line in table.splitlines() if line.count("|") >= 6]
-    return [(row[0], int(row[1], 16), int(row[4] or "0", 16), row[6]) for row in rows if row[1]]
+    return [(row[0], int(row[1], 16), int(row[4] or "0", 16)) for row in rows if row[1] and row[2] in "bBdDT"]
 
 
 class _Library:
@@ -216,11 +191,12 @@ class _Library:
         self.lock = threading.Lock()                     # one launch at a time: shared memory exists once
         symbols = _symbols(self.path)
         entry = ctypes.cast(self.code.cuda_on_cpu_launch, ctypes.c_void_p).value or 0
-        base = entry - next(start for name, start, _, _ in symbols if name == "cuda_on_cpu_launch")
-        variables = [(name.rpartition("::")[2], base + start, nbytes) for name, start, nbytes, section in symbols
-                     if section == "cuda_shared" and nbytes and "cuda_on_cpu_gap" not in name]
+        base = entry - next(start for name, start, _ in symbols if name == "cuda_on_cpu_launch")
+        variables = [(name.rpartition(")::")[2], base + start, nbytes) for name, start, nbytes in symbols
+                     if name.startswith("(anonymous namespace)::") and ")::" in name.partition("::")[2]]
         self.shared = (_Array * len(variables))(*(
-            _Array(start, nbytes, 4, name.encode(), 1) for name, start, nbytes in variables))
+            _Array(start, nbytes, 4, name.encode(), 1) for name, start, nbytes in variables
+            if not name.startswith("cuda_on_cpu_gap")))
 
     def line(self, offset: int) -> str:
         """" at file:line" of an address in the code; nothing where it is not known."""

@@ -17,10 +17,11 @@
 #define __constant__ static const
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
-// A gap before each shared array, so that what lies beyond one is not the next.
-#define __shared__                                                                                            \
-    static __attribute__((section("cuda_shared"), aligned(128), used)) char CUDA_ON_CPU_NAME(gap, __COUNTER__)[128]; \
-    static __attribute__((section("cuda_shared"), aligned(128)))
+// One variable for all blocks, which run one after another; on_cpu.py finds it in the symbol table as a static variable
+// of a function. A gap before each, so that what lies beyond one is not the next.
+#define __shared__                                                                                     \
+    static __attribute__((aligned(128), used)) char CUDA_ON_CPU_NAME(gap, __COUNTER__)[128];           \
+    static __attribute__((aligned(128)))
 #define CUDA_ON_CPU_NAME(a, b) CUDA_ON_CPU_JOIN(a, b)
 #define CUDA_ON_CPU_JOIN(a, b) cuda_on_cpu_##a##b
 #define CUDA_ON_CPU 1
@@ -49,6 +50,10 @@ unsigned ballot(unsigned mask, bool vote, const char* file, int line);
 void fence();
 void atomic_access(void* address, int nbytes, void* caller);
 void range_access(const void* address, int nbytes, bool write, void* caller);
+// cp.async: the bytes arrive when the thread waits for their group; before that a read of them is an error.
+void async_copy(void* to, const void* from, int nbytes, void* caller);
+void async_commit();
+void async_wait(int groups);
 [[noreturn]] void refuse(const char* what, const char* file, int line);
 }  // namespace cuda_on_cpu
 
@@ -230,10 +235,11 @@ template <int E, int M, bool finite> float decode(unsigned bits) {
 }
 }  // namespace cuda_on_cpu
 
+// A constant constructor: a __shared__ array of these needs no code that runs first.
 #define CUDA_ON_CPU_FLOAT(name, Bits, E, M, finite, saturate)                                              \
     struct name {                                                                                          \
         Bits bits;                                                                                         \
-        name() = default;                                                                                  \
+        constexpr name() : bits(0) {}                                                                      \
         explicit name(float x) : bits(cuda_on_cpu::encode<E, M, finite, saturate>(x)) {}                   \
         explicit operator float() const { return cuda_on_cpu::decode<E, M, finite>(bits); }                \
     };

@@ -19,7 +19,7 @@ extern "C" const char __ehdr_start __attribute__((visibility("hidden")));
 extern "C" const char _end __attribute__((visibility("hidden")));
 
 struct Access {             // all zero: none
-    bool happened, atomic;
+    bool happened, atomic, pending;         // pending: an asynchronous copy that has not arrived
     uint32_t block, thread, epoch, warp_epoch;
     const void* code;
 };
@@ -147,12 +147,16 @@ static void access(const void* pointer, std::size_t nbytes, bool writes, bool at
              + "{where}, whose address is not a multiple of " + std::to_string(nbytes), code);
     }
     if (writes && !region->array.writable) fail(who() + " writes " + element(*region, address) + "{where}, a const array", code);
-    const Access now{true, atomic, run.block_number, run.current->number, run.epoch, 
+    const Access now{true, atomic, false, run.block_number, run.current->number, run.epoch, 
                      run.warp_epoch[run.current->number / 32], code};
     const std::size_t size = region->shared ? 1 : region->array.itemsize, offset = address - region->array.begin;
     for (std::size_t number = offset / size; number * size < offset + nbytes; number++) {
         Cell& cell = region->cells[number];
         if (region->shared && cell.write.block != now.block) cell = Cell{};         // of a block that is gone
+        if (!writes && cell.write.pending) {
+            fail("read of an asynchronous copy that nobody waited for: " + who() + " reads " + element(*region, address)
+                 + "{where}, copied{other}", code, cell.write.code);
+        }
         if (region->shared && !writes && !cell.write.happened) {
             fail("read of shared memory that nobody wrote: " + who() + " reads " + element(*region, address) + "{where}", code);
         }
@@ -161,12 +165,40 @@ static void access(const void* pointer, std::size_t nbytes, bool writes, bool at
     if (run.launch->count && !region->shared) count(address, nbytes, writes, code);
 }
 
+static void set_pending(const char* address, int nbytes, bool pending) {
+    Region& region = *region_of(address);
+    const std::size_t size = region.shared ? 1 : region.array.itemsize;
+    for (int i = 0; i < nbytes; i += size) region.cells[(address - region.array.begin + i) / size].write.pending = pending;
+}
+
 void atomic_access(void* address, int nbytes, void* caller) {
     access(address, nbytes, true, true, caller);
 }
 
 void range_access(const void* address, int nbytes, bool write, void* caller) {
     access(address, nbytes, write, false, caller);
+}
+
+void async_copy(void* to, const void* from, int nbytes, void* caller) {
+    access(from, nbytes, false, false, caller);
+    access(to, nbytes, true, false, caller);
+    memset(to, 0xA5, nbytes);                               // when it arrives nobody knows
+    set_pending(static_cast<char*>(to), nbytes, true);
+    Thread& me = *run.current;
+    me.copies.push_back({static_cast<char*>(to), static_cast<const char*>(from), nbytes, me.group, caller});
+}
+
+void async_commit() { run.current->group++; }
+
+void async_wait(int groups) {
+    std::vector<Copy>& copies = run.current->copies;
+    while (!copies.empty() && copies.front().group + groups < run.current->group) {
+        const Copy copy = copies.front();
+        copies.erase(copies.begin());
+        memcpy(copy.to, copy.from, copy.nbytes);
+        set_pending(copy.to, copy.nbytes, false);
+        access(copy.to, copy.nbytes, true, false, copy.code);
+    }
 }
 
 static void add_region(const Array& array, bool shared) {

@@ -68,6 +68,7 @@ static void prepare(Thread& thread) {
     getcontext(&thread.context);
     thread.context.uc_stack = {thread.stack, 0, stack_bytes};
     thread.context.uc_link = nullptr;
+    thread.copies.clear();
     makecontext(&thread.context, body, 0);
     wake(thread);
 }

@@ -49,6 +49,14 @@ struct Report {
 
 enum class State { ready, at_barrier, in_warp, ended };
 
+struct Copy {                           // asynchronous: issued and not arrived
+    char* to;
+    const char* from;
+    int nbytes;
+    uint32_t group;
+    const void* code;
+};
+
 struct Thread {
     ucontext_t context;
     char* stack;
@@ -62,6 +70,8 @@ struct Thread {
     char value[128];
     int nbytes;
     const char* all;                    // the values of all 32 lanes, once they have met
+    std::vector<Copy> copies;
+    uint32_t group;                     // of asynchronous copies: the open one
 };
 
 constexpr std::size_t stack_bytes = 128 << 10;

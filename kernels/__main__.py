@@ -1,0 +1,31 @@
+"""python -m minidist.kernels [NAME …]: what each kernel takes on each architecture, compiled here, without a GPU."""
+
+import sys
+
+from minidist.errors import KernelError
+from minidist.kernels.compile import ARCHITECTURES, compile_for, sources
+
+
+def main(names: list[str]) -> int:
+    """Print a line a kernel: registers a thread, bytes of shared memory, bytes spilled. Returns the exit status."""
+    cell = "{:>20}"
+    print(f"{'kernel':<52}" + "".join(cell.format(architecture) for architecture in ARCHITECTURES))
+    print(f"{'':<52}" + cell.format("reg shared spill") * len(ARCHITECTURES))
+    try:
+        for source in sources():
+            if names and source.path.stem not in names:
+                continue
+            rows: dict[str, list[str]] = {}
+            for usage in compile_for(source):
+                spilled = usage.spill_stores + usage.spill_loads
+                rows.setdefault(usage.kernel, []).append(f"{usage.registers} {usage.shared} {spilled}")
+            for kernel, cells in rows.items():
+                print(f"{kernel:<52}" + "".join(map(cell.format, cells)))
+    except KernelError as error:
+        print(f"minidist: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,36 @@
+"""What compilers built stays in the user's cache folder, under a name that holds a hash of everything it came from."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def folder() -> Path:
+    """Where it stays: minidist/kernels in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minidist" / "kernels"
+
+
+def place(stem: str, suffix: str, *parts: str) -> Path:
+    """The file of what is built from these texts (sources, flags, the compiler's version)."""
+    digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=10).hexdigest()
+    return folder() / f"{stem}-{digest}{suffix}"
+
+
+@contextlib.contextmanager
+def missing(path: Path) -> Iterator[Path | None]:
+    """A file to write if `path` is not there; it then takes its place. One process builds, others wait for it."""
+    if path.exists():
+        yield None
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            yield None
+            return
+        new = path.with_suffix(".new" + path.suffix)
+        yield new
+        new.replace(path)

@@ -1,0 +1,158 @@
+"""Every kernel compiled for the GPUs it is meant for, on a machine without one: registers, shared memory, spills.
+
+    python -m minidist.kernels                       # the table
+
+By NVRTC where its wheels are installed (extra test-kernels; it is what CuPy compiles with), else by nvcc. Both parse
+the same text and end in the same ptxas; NVRTC takes 0.1 s a file and architecture, nvcc 0.7 s.
+"""
+
+import ctypes
+import importlib
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from minidist.errors import KernelError
+from minidist.kernels.cache import missing, place
+from minidist.kernels.loader import HERE, STANDARD, Source, compile_error
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")        # A100, H100 and H200, B200
+_LIMIT = 300.0                                      # seconds that nvcc may take
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one kernel takes on one architecture: registers a thread, bytes of static shared memory a block, spills."""
+
+    kernel: str
+    architecture: str
+    registers: int
+    shared: int
+    spill_stores: int       # bytes
+    spill_loads: int
+    stack: int
+
+
+def sources() -> list[Source]:
+    """Every Source of this folder's modules."""
+    found = []
+    for path in sorted(HERE.glob("*.py")):
+        if path.stem not in ("__init__", "__main__") and path.with_suffix(".cu").exists():
+            module = importlib.import_module(f"minidist.kernels.{path.stem}")
+            found += [value for value in vars(module).values() if isinstance(value, Source)]
+    return found
+
+
+def compile_for(source: Source, architectures: Sequence[str] = ARCHITECTURES) -> list[Usage]:
+    """What each kernel of a source takes on each architecture. Raises: KernelError with file and line."""
+    found = []
+    for architecture in architectures:
+        path = place(f"{source.path.stem}-{architecture}", ".log", _compiler(), source.text, *source.kernels)
+        with missing(path) as new:
+            if new is not None:
+                log = _by_nvrtc if _wheels() else _by_nvcc
+                new.write_text(log(source, architecture), encoding="utf-8")
+        found += _usages(path.read_text(encoding="utf-8"), architecture)
+    return found
+
+
+def _usages(log: str, architecture: str) -> list[Usage]:
+    """Read what ptxas says (-v), each kernel under the name that `names` lines before it give."""
+    names = dict(re.findall(r"^name (\S+) (.*)$", log, re.MULTILINE))
+    found = []
+    for part in log.split("Compiling entry function '")[1:]:
+        mangled = part.partition("'")[0]
+
+        def number(pattern: str, part: str = part) -> int:
+            match = re.search(pattern, part)
+            return int(match[1]) if match else 0
+
+        found.append(Usage(names.get(mangled, mangled), architecture, number(r"Used (\d+) registers"),
+                           number(r"(\d+) bytes smem"), number(r"(\d+) bytes spill stores"),
+                           number(r"(\d+) bytes spill loads"), number(r"(\d+) bytes stack frame")))
+    return sorted(found, key=lambda usage: usage.kernel)
+
+
+# ------------------------------------------------------------------------------------------------------------ compilers
+
+def available() -> bool:
+    """Whether there is a compiler for GPUs on this machine."""
+    return bool(_wheels() or shutil.which("nvcc"))
+
+
+def _compiler() -> str:
+    wheels = _wheels()
+    if wheels:
+        return str(sorted(path.name for path in wheels[0].iterdir()))
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise KernelError("compiling kernels for a GPU needs NVRTC or nvcc, and this machine has neither; "
+                          "pip install -e '.[test-kernels]'")
+    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=_LIMIT, check=True).stdout
+
+
+@cache
+def _wheels() -> tuple[Path, Path] | None:
+    """The folders of NVRTC's libraries and of CUDA's headers, as the wheels install them; None without both."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec and spec.submodule_search_locations) or []:
+        for toolkit in sorted(Path(folder).glob("cu*")):
+            if list((toolkit / "lib").glob("libnvrtc.so.*")) and (toolkit / "include" / "cuda_fp16.h").exists():
+                return toolkit / "lib", toolkit / "include"
+    return None
+
+
+@cache
+def _nvrtc(folder: Path) -> ctypes.CDLL:
+    """The library. What it loads by itself, its builtins, must be there first and for all to see."""
+    ctypes.CDLL(str(next(folder.glob("libnvrtc-builtins.so.*"))), ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(next(folder.glob("libnvrtc.so.*"))))
+
+
+def _by_nvrtc(source: Source, architecture: str) -> str:
+    """The log of compiling, after a line "name MANGLED kernel" for each kernel. Raises: KernelError."""
+    wheels = _wheels()
+    assert wheels is not None
+    library, program = _nvrtc(wheels[0]), ctypes.c_void_p()
+    options = [f"--gpu-architecture={architecture}", STANDARD, f"-I{wheels[1]}", "--ptxas-options=-v"]
+    library.nvrtcCreateProgram(ctypes.byref(program), source.text.encode(), source.path.name.encode(), 0, None, None)
+    try:
+        names = [name.encode() for name in source.kernels]
+        for name in names:
+            library.nvrtcAddNameExpression(program, name)
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        failed = library.nvrtcCompileProgram(program, len(options), given)
+        size = ctypes.c_size_t()
+        library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetProgramLog(program, log)
+        if failed:
+            raise compile_error(source, f"NVRTC, {architecture}", log.value.decode(errors="replace"))
+        mangled = ctypes.c_char_p()
+        lines = []
+        for name in names:
+            library.nvrtcGetLoweredName(program, name, ctypes.byref(mangled))
+            lines.append(f"name {(mangled.value or b'').decode()} {name.decode()}\n")
+        return "".join(lines) + log.value.decode(errors="replace")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _by_nvcc(source: Source, architecture: str) -> str:
+    """The log of compiling; kernels keep their mangled names. Raises: KernelError."""
+    used = ", ".join(f"(void*){name}" for name in source.kernels)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / source.path.name
+        path.write_text(f"{source.text}\nvoid* used[] = {{{used}}};\n", encoding="utf-8")
+        done = subprocess.run(["nvcc", STANDARD.replace("--", "-"), "-cubin", f"-arch={architecture}", "-Xptxas", "-v",
+                               str(path), "-o", str(path.with_suffix(".cubin"))],
+                              capture_output=True, text=True, timeout=_LIMIT, check=False)
+    if done.returncode:
+        raise compile_error(source, f"nvcc, {architecture}", done.stderr)
+    return done.stderr
