@@ -2,8 +2,9 @@
 
 import sys
 
-from minidist.errors import KernelError
 from minidist.kernels.compile import ARCHITECTURES, compile_for, sources
+
+from minidist.errors import KernelError
 
 
 def main(names: list[str]) -> int:
@@ -16,7 +17,7 @@ def main(names: list[str]) -> int:
             if names and source.path.stem not in names:
                 continue
             rows: dict[str, list[str]] = {}
-            for usage in compile_for(source):
+            for usage in (each for architecture in ARCHITECTURES for each in compile_for(source, architecture)):
                 spilled = usage.spill_stores + usage.spill_loads
                 rows.setdefault(usage.kernel, []).append(f"{usage.registers} {usage.shared} {spilled}")
             for kernel, cells in rows.items():

@@ -3,7 +3,7 @@
     python -m minidist.kernels                       # the table
 
 By NVRTC where its wheels are installed (extra test-kernels; it is what CuPy compiles with), else by nvcc. Both parse
-the same text and end in the same ptxas; NVRTC takes 0.1 s a file and architecture, nvcc 0.7 s.
+the same text and end in the same ptxas; NVRTC is the quicker by far.
 """
 
 import ctypes
@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from minidist.errors import KernelError
 from minidist.kernels.cache import missing, place
 from minidist.kernels.loader import HERE, STANDARD, Source, compile_error
+
+from minidist.errors import KernelError
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")        # A100, H100 and H200, B200
 _LIMIT = 300.0                                      # seconds that nvcc may take
@@ -49,17 +50,23 @@ def sources() -> list[Source]:
     return found
 
 
-def compile_for(source: Source, architectures: Sequence[str] = ARCHITECTURES) -> list[Usage]:
-    """What each kernel of a source takes on each architecture. Raises: KernelError with file and line."""
-    found = []
-    for architecture in architectures:
-        path = place(f"{source.path.stem}-{architecture}", ".log", _compiler(), source.text, *source.kernels)
-        with missing(path) as new:
-            if new is not None:
-                log = _by_nvrtc if _wheels() else _by_nvcc
-                new.write_text(log(source, architecture), encoding="utf-8")
-        found += _usages(path.read_text(encoding="utf-8"), architecture)
-    return found
+def one_of_each(source: Source) -> list[str]:
+    """The first instance of each kernel of a source: "softmax_v1<float>", "softmax_v2<float>", …"""
+    return list({kernel.partition("<")[0]: kernel for kernel in reversed(source.kernels)}.values())
+
+
+def compile_for(source: Source, architecture: str, kernels: Sequence[str] = ()) -> list[Usage]:
+    """What each kernel of a source (or these of them) takes on an architecture. Raises: KernelError with file and line.
+
+    Cost: 50 ms a kernel by NVRTC, unless it is in the cache.
+    """
+    kernels = kernels or source.kernels
+    path = place(f"{source.path.stem}-{architecture}", ".log", _compiler(), source.text, *kernels)
+    with missing(path) as new:
+        if new is not None:
+            log = _by_nvrtc if _wheels() else _by_nvcc
+            new.write_text(log(source, architecture, kernels), encoding="utf-8")
+    return _usages(path.read_text(encoding="utf-8"), architecture)
 
 
 def _usages(log: str, architecture: str) -> list[Usage]:
@@ -115,7 +122,7 @@ def _nvrtc(folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(next(folder.glob("libnvrtc.so.*"))))
 
 
-def _by_nvrtc(source: Source, architecture: str) -> str:
+def _by_nvrtc(source: Source, architecture: str, kernels: Sequence[str]) -> str:
     """The log of compiling, after a line "name MANGLED kernel" for each kernel. Raises: KernelError."""
     wheels = _wheels()
     assert wheels is not None
@@ -123,7 +130,7 @@ def _by_nvrtc(source: Source, architecture: str) -> str:
     options = [f"--gpu-architecture={architecture}", STANDARD, f"-I{wheels[1]}", "--ptxas-options=-v"]
     library.nvrtcCreateProgram(ctypes.byref(program), source.text.encode(), source.path.name.encode(), 0, None, None)
     try:
-        names = [name.encode() for name in source.kernels]
+        names = [name.encode() for name in kernels]
         for name in names:
             library.nvrtcAddNameExpression(program, name)
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
@@ -144,9 +151,9 @@ def _by_nvrtc(source: Source, architecture: str) -> str:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _by_nvcc(source: Source, architecture: str) -> str:
+def _by_nvcc(source: Source, architecture: str, kernels: Sequence[str]) -> str:
     """The log of compiling; kernels keep their mangled names. Raises: KernelError."""
-    used = ", ".join(f"(void*){name}" for name in source.kernels)
+    used = ", ".join(f"(void*){name}" for name in kernels)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / source.path.name
         path.write_text(f"{source.text}\nvoid* used[] = {{{used}}};\n", encoding="utf-8")

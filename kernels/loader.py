@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from minidist.backend import Array, array_module, dtype_name, is_array
+from minidist.backend import Array, array_module, device_of, dtype_name, is_array
 from minidist.errors import DtypeError, KernelError, ShapeError
 
 HERE = Path(__file__).parent
@@ -54,7 +54,7 @@ def c_type(array: Array) -> str:
 
 def aligned(*arrays: Array) -> bool:
     """Whether 16-byte loads fit: each array, and each row along its last dim, begins at a multiple of 16 bytes."""
-    return all(array.shape[-1] * array.itemsize % 16 == 0 and _address(array) % 16 == 0 for array in arrays)
+    return all(array.shape[-1] * array.dtype.itemsize % 16 == 0 and _address(array) % 16 == 0 for array in arrays)
 
 
 def _address(array: Array) -> int:
@@ -174,12 +174,17 @@ def _bind(source: Source, kernel: str, args: Sequence[Any]) -> list[tuple[Parame
     if len(args) != len(parameters):
         raise ShapeError(f"{kernel} takes {len(parameters)} arguments ({', '.join(p.name for p in parameters)}), "
                          f"not {len(args)}")
-    places = {(array_module(a), getattr(a, "device", "cpu")) for a in args if is_array(a) and a.ndim >= 0}
-    if len(places) > 1:
-        raise KernelError(f"{kernel}: its arrays lie on several devices ({', '.join(str(d) for _, d in places)}); "
-                          f"move them to one")
+    devices = sorted({_device(array) for array in args if is_array(array)})
+    if len(devices) > 1:
+        raise KernelError(f"{kernel}: its arrays lie on several devices, {' and '.join(devices)}; move them to one")
     return [(p, _fit_array(kernel, p, a) if p.pointer else _fit_number(kernel, p, a))
             for p, a in zip(parameters, args, strict=True)]
+
+
+def _device(array: Array) -> str:
+    """"cpu", or "cuda 1"."""
+    number = getattr(getattr(array, "device", None), "id", None)
+    return device_of(array) if number is None else f"{device_of(array)} {number}"
 
 
 def _fit_array(kernel: str, parameter: Parameter, array: Any) -> Any:

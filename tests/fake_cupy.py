@@ -405,18 +405,56 @@ def _group_end():
         _streams[stream].put(lambda comm=comm, mine=mine: comm.run(mine))
 
 
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+class CompileException(Exception):
+    pass
+
+
+class RawModule:
+    """CUDA source whose kernels run on the CPU build, after what was put in the current stream before."""
+
+    def __init__(self, code, options=(), name_expressions=()):
+        from minidist.kernels.loader import Source  # noqa: PLC0415 - the transports' tests need no kernels
+
+        self._source, self._functions = Source("raw.cu", name_expressions), {}
+        vars(self._source)["text"] = code
+
+    def get_function(self, name):
+        return self._functions.setdefault(name, RawKernel(self._source, name))
+
+
+class RawKernel:
+    def __init__(self, source, name):
+        self._source, self._name, self.max_dynamic_shared_size_bytes = source, name, 48 * 1024
+
+    def __call__(self, grid, block, args, shared_mem=0):
+        from minidist.kernels import on_cpu  # noqa: PLC0415
+
+        assert shared_mem <= self.max_dynamic_shared_size_bytes, "CUDA_ERROR_INVALID_VALUE"
+        parameters = self._source.parameters(self._name)
+        for parameter, arg in zip(parameters, args, strict=True):
+            assert isinstance(arg, ndarray) or arg.dtype == (np.uint64 if parameter.pointer else parameter.kind)
+        values = [(parameter, _host(arg) if isinstance(arg, ndarray) or not parameter.pointer else None)
+                  for parameter, arg in zip(parameters, args, strict=True)]
+        get_current_stream().put(lambda: on_cpu.run(self._source, self._name, grid, block, values, shared_mem))
+
+
 def modules():
-    """The modules to stand in sys.modules: cupy, cupy.cuda, cupy.cuda.nccl, cupyx."""
-    cupy, cuda, nccl, extra = (ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl", "cupyx"))
+    """The modules to stand in sys.modules: cupy, cupy.cuda, cupy.cuda.compiler, cupy.cuda.nccl, cupyx."""
+    names = ("cupy", "cupy.cuda", "cupy.cuda.compiler", "cupy.cuda.nccl", "cupyx")
+    cupy, cuda, compiler, nccl, extra = (ModuleType(name) for name in names)
+    compiler.CompileException = CompileException
     vars(cupy).update(ndarray=ndarray, empty=ndarray, asarray=asarray, concatenate=concatenate, cuda=cuda,
-                      is_available=lambda: True, add=_ufunc(np.add), multiply=_ufunc(np.multiply),
+                      RawModule=RawModule, is_available=lambda: True, add=_ufunc(np.add), multiply=_ufunc(np.multiply),
                       maximum=_ufunc(np.maximum), minimum=_ufunc(np.minimum),
                       may_share_memory=lambda a, b: np.may_share_memory(a.host, b.host))
     vars(cuda).update(Stream=Stream, Event=Event, Device=Device, get_current_stream=get_current_stream, nccl=nccl,
-                      Memory=Memory, UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer, runtime=Runtime())
+                      compiler=compiler, Memory=Memory, UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer,
+                      runtime=Runtime())
     vars(nccl).update({f"NCCL_{name}": number for number, name in enumerate(_NAMES)}, NCCL_SUM=0, NCCL_PROD=1,
                       NCCL_MAX=2, NCCL_MIN=3, available=True, NcclError=NcclError, NcclCommunicator=NcclCommunicator,
                       get_version=lambda: 22707, groupStart=_group_start, groupEnd=_group_end,
                       get_unique_id=lambda: next(_numbers).to_bytes(128, "little"))
     extra.empty_pinned = np.empty
-    return {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl, "cupyx": extra}
+    return dict(zip(names, (cupy, cuda, compiler, nccl, extra), strict=True))

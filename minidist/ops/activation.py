@@ -6,6 +6,7 @@ save it instead of x: backward is then one product, and nothing transcendental r
 
 from minidist.backend import Array, array_module, narrow, widen
 from minidist.ops.blocks import row_blocks
+from minidist.ops.kernels import kernel
 from minidist.tape import Node, Saved, op, saved
 
 _GELU_IN = 0.7978845608028654      # sqrt(2 / pi)
@@ -95,6 +96,10 @@ def softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
 
     A row of -inf alone gives zeros (attention with nothing to look at), not NaN.
     """
+    fast = kernel("softmax", x) if dim in (-1, x.ndim - 1) else None
+    if fast is not None:
+        y = fast(x)
+        return y, saved(y=y)
     xp = array_module(x)
     wide = widen(x)
     top = wide.max(axis=dim, keepdims=True)
@@ -108,9 +113,13 @@ def softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
 
 @softmax.gradient("x")
 def _(node: Node, dy: Array) -> Array:
+    dim = node.options.get("dim", -1)
+    fast = kernel("softmax_gradient", node.y, dy) if dim in (-1, dy.ndim - 1) else None
+    if fast is not None:
+        return fast(node.y, dy)
     y, wide = widen(node.y), widen(dy)
     dx = wide * y
-    dx -= y * dx.sum(axis=node.options.get("dim", -1), keepdims=True)
+    dx -= y * dx.sum(axis=dim, keepdims=True)
     return narrow(dx, dy.dtype)
 
 

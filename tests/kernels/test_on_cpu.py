@@ -246,6 +246,46 @@ def test_small_floats_are_numpys(tmp_path_factory, name):
     np.testing.assert_array_equal(y.astype(np.float32), want.astype(np.float32))
 
 
+PRODUCT = """
+#include "ptx.cuh"
+template <typename T> __global__ void product(const T* a, const T* b, float* d, int depth, int forget) {
+    __shared__ T left[16 * 16];
+    __shared__ T right[16 * 8];
+    float sum[4] = {};
+    const int lane = threadIdx.x;
+    for (int k = 0; k < depth; k += 16) {
+        cp_async_16(&left[lane * 8], a + lane / 2 * depth + k + lane % 2 * 8);
+        if (lane < 16) cp_async_16(&right[lane * 8], b + (k + lane) * 8);
+        cp_async_commit();
+        if (forget != 1) cp_async_wait<0>();
+        __syncwarp();
+        unsigned x[4], y[2];
+        ldmatrix<4, false>(x, &left[lane % 16 * 16 + lane / 16 * 8]);
+        ldmatrix<2, true>(y, &right[lane % 16 * 8]);
+        mma_16x8x16<T>(sum, x, y);
+        if (forget != 2) __syncwarp();
+    }
+    for (int i = 0; i < 4; i++) d[(lane / 4 + 8 * (i / 2)) * 8 + 2 * (lane % 4) + i % 2] = sum[i];
+}
+"""
+
+
+def test_matrix_fragments_and_asynchronous_copies(tmp_path):
+    """A warp's product (16, 48) @ (48, 8) by tensor cores' twins; a forgotten wait, and a buffer filled too early."""
+    path = tmp_path / "product.cu"
+    path.write_text(PRODUCT)
+    source, rng = Source(path, ["product<__half>", "product<__nv_bfloat16>"]), np.random.default_rng(0)
+    for kind, name in ((np.float16, "__half"), (ml_dtypes.bfloat16, "__nv_bfloat16")):
+        a, b = rng.normal(size=(16, 48)).astype(kind), rng.normal(size=(48, 8)).astype(kind)
+        d = np.full((16, 8), np.nan, np.float32)
+        launch(source, f"product<{name}>", grid=1, block=32, args=(a, b, d, 48, 0))
+        np.testing.assert_allclose(d, a.astype(np.float64) @ b.astype(np.float64), rtol=1e-5, atol=1e-5)
+        with pytest.raises(KernelError, match=r"asynchronous copy that nobody waited for: .* reads left\[\d+\]"):
+            launch(source, f"product<{name}>", grid=1, block=32, args=(a, b, d, 48, 1))
+        with pytest.raises(KernelError, match=r"race on (left|right)"):
+            launch(source, f"product<{name}>", grid=1, block=32, args=(a, b, d, 48, 2))
+
+
 def test_outputs_that_fail_stay_as_they_were(planted):
     y = np.zeros(64, np.float32)
     with pytest.raises(KernelError):

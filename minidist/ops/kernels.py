@@ -1,0 +1,35 @@
+"""Which ops run a CUDA kernel of ours on a GPU: this table, and nothing else decides it.
+
+An op's forward or gradient asks `kernel("softmax", x)`. On a GPU, in a dtype that kernels take (float32, float16,
+bfloat16), it gets the launcher that the table names and calls it; else None, and it goes on with plain array
+arithmetic, NumPy's or CuPy's, which stands below in the op and is what the kernel computes, written out.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from minidist.backend import Array, device_of, dtype_name
+
+TABLE = {
+    # name               module of minidist.kernels and its launcher
+    "softmax":           ("softmax", "softmax"),
+    "softmax_gradient":  ("softmax", "softmax_gradient"),
+}
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def kernel(name: str, *arrays: Array) -> Callable[..., Any] | None:
+    """The launcher of `name` for these arrays; None where the plain path is to be taken."""
+    if all(device_of(a) == "cuda" and dtype_name(a.dtype) in DTYPES and a.flags.c_contiguous for a in arrays):
+        return _launcher(name)
+    return None
+
+
+@cache
+def _launcher(name: str) -> Callable[..., Any]:
+    """Imported when a GPU first asks for it: on a CPU nothing of kernels/ is needed."""
+    module, function = TABLE[name]
+    launcher: Callable[..., Any] = getattr(importlib.import_module(f"minidist.kernels.{module}"), function)
+    return launcher
