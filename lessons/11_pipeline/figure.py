@@ -1,13 +1,14 @@
 """The figure of lesson 11: each schedule as stages that sleep ran it, with its measured beside its ideal bubble.
 
-    python lessons/11_pipeline/figure.py [--out DIR]      # figure.png
+    python lessons/11_pipeline/figure.py [--out DIR]      # figure.png and figure.mmd
 """
 
 from pathlib import Path
 from typing import Any
 
 from minidist.observe import lesson_figures as look
-from minidist.parallel.schedule_checker import Clock, broken, peak_held
+from minidist.parallel.schedule_checker import Clock, Times, broken, clock_of, peak_held
+from minidist.parallel.schedules import of_orders
 from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent
@@ -25,7 +26,7 @@ def record(group: Any) -> dict[str, Any]:
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png from what was recorded."""
+    """figure.png from what was recorded; figure.mmd."""
     figure = look.new_figure(13.5, 11.0, f"Five schedules of one batch: {RANKS} stages, {MICROBATCHES} microbatches, "
                              f"as recorded", f"Stages that sleep {1e3 * UNIT:g} ms for a forward and twice that for a "
                              "backward; the number is the microbatch. White is idle: the bubble.")
@@ -38,6 +39,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     for number, name in enumerate(lab.NAMES):
         _timeline(figure.add_axes((0.06, 0.745 - 0.174 * number, 0.92, 0.115)), name, recorded[name])
     look.save(figure, folder)
+    (Path(folder) / "figure.mmd").write_text(gantt(), encoding="utf-8")
 
 
 def _timeline(ax: Any, name: str, spans: list[Any]) -> None:
@@ -68,6 +70,17 @@ def _timeline(ax: Any, name: str, spans: list[Any]) -> None:
                      + ("; this row has its own, longer scale" if name == "naive" else ""))
     if name == lab.NAMES[-1]:
         ax.set_xlabel("time, in forwards of a microbatch through a rank's layers", color=look.SOFT, fontsize=10.5)
+
+
+def gantt() -> str:
+    """The chart of N2:201 in its own form, each backward put where what it needs has come, by the checker's clock."""
+    clock = clock_of(of_orders("the notes' order", lab.orders_of(lab.notes_spans())), Times(2.0, 2.0))
+    lines = ["gantt", "    title GPipe, 4 stages, 4 microbatches", "    dateFormat X", "    axisFormat %s"]
+    for rank in range(clock.ranks):
+        lines.append(f"    section GPU {rank}")
+        lines += [f"    {lab.LETTERS[span.instruction.word]}{span.instruction.microbatch + 1} :{span.start:g}, "
+                  f"{span.stop:g}" for span in sorted(clock.spans, key=lambda span: span.start) if span.rank == rank]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The figures of lesson 17: a mesh with its links, what each axis sent, a step; and five axes' groups in colour.
 
-    python lessons/17_hybrid/figure.py [--out DIR]      # figure.png and mesh.png
+    python lessons/17_hybrid/figure.py [--out DIR]      # figure.png, figure.mmd and mesh.png
 """
 
 from pathlib import Path
@@ -52,7 +52,7 @@ def five_axes(world: Any) -> dict[str, list[int]]:
 # ---------------------------------------------------------------------------------------------------------- draw
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
-    """figure.png and mesh.png from what was recorded."""
+    """figure.png, figure.mmd and mesh.png from what was recorded."""
     figure = look.new_figure(13.5, 10.2, "Eight ranks, three axes: who talks to whom, how much, and when",
                              f"dp=2, pp=2, tp=2. Above: one step of a GPT, {lab.CONFIG.layers} blocks of width "
                              f"{lab.CONFIG.width}, {lab.SEQUENCES * lab.CONFIG.context} tokens, from every message's "
@@ -62,6 +62,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     _layouts(figure.add_axes((0.765, 0.56, 0.22, 0.28)), recorded["crossings"])
     _timeline(figure.add_axes((0.125, 0.09, 0.86, 0.33)), recorded["timelines"])
     look.save(figure, folder)
+    (Path(folder) / "figure.mmd").write_text(mermaid(recorded["links"]), encoding="utf-8")
     _draw_five(recorded["five"], folder)
 
 
@@ -209,6 +210,21 @@ def _box(x: float, y: float, color: str, alpha: float, framed: bool) -> Any:
 
     return Rectangle((x, y), 0.92, 0.92, facecolor=to_rgba(color, alpha), edgecolor=look.INK if framed else "white",
                      linewidth=2.2 if framed else 0.5, zorder=2 if framed else 1)
+
+
+def mermaid(links: list[dict[str, Any]]) -> str:
+    """N2:266's graph of 3D parallelism, of the mesh that ran: replicas, their stages, and who sent to whom."""
+    lines = ["graph TB"]
+    for replica in range(SHAPE["dp"]):
+        lines.append(f'    subgraph dp{replica}["dp={replica}: group {"AB"[replica]} of the notes"]')
+        for stage in range(SHAPE["pp"]):
+            lines.append(f'        subgraph dp{replica}pp{stage}["pp={stage}: a stage"]')
+            lines += [f'            r{rank}["rank {rank}<br/>tp={rank % 2}"]' for rank in range(RANKS)
+                      if (rank // 4, rank // 2 % 2) == (replica, stage)]
+            lines.append("        end")
+        lines.append("    end")
+    lines += [f'    r{low} <-->|"{axis}"| r{high}' for axis, low, high in sorted(_between(links))]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
