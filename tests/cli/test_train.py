@@ -52,8 +52,9 @@ def runs(book: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tupl
 
 
 def test_json_holds_what_the_design_says(runs: dict[str, Any]) -> None:
-    for name, (metrics, _, _) in runs.items():
+    for name, (metrics, printed, _) in runs.items():
         size = 1 if name == "alone" else 2
+        assert ("of what ranks of one host share" in printed) == (name == "ours")
         assert metrics["plan"]["dp"] == metrics["size"] == size
         assert metrics["transport"] == {"alone": metrics["transport"], "ours": "sockets", "mpirun": "mpi"}[name]
         assert metrics["threads"] >= 1 and metrics["versions"]["numpy"] == np.__version__
