@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from gradcheck import check_gradients, nodes_behind, outputs_of, weigh
-from hypothesis import given
+from hypothesis import given, settings
 from op_strategies import CASES
 
 from minidist import backend, ops
@@ -15,15 +15,22 @@ OPS = sorted(name for name, op in REGISTRY.items()
              if op.__module__.startswith("minidist.ops.") and op.__module__ not in WITH_RANKS)
 
 
+def examples(usual):
+    """Decorates a test of (…, count): `usual` examples by default, 200 in the soak tests."""
+    return pytest.mark.parametrize("count", [usual, pytest.param(200, marks=pytest.mark.soak)], ids=["", "many"])
+
+
 def test_every_op_has_a_case_and_is_offered():
     assert sorted(CASES) == OPS
     assert set(OPS) <= set(ops.__all__)
 
 
+@examples(16)
 @pytest.mark.parametrize("name", OPS)
-def test_gradients_match_finite_differences(name):
+def test_gradients_match_finite_differences(name, count):
     checked = set()
 
+    @settings(max_examples=count)
     @given(CASES[name])
     def run(case):
         leaves = [tensor(a, requires_grad=True) for a in case.arrays]
@@ -54,12 +61,14 @@ def _run(case, kind, xp=np, *, result_is_wide=False):
     return [backend.to_host(array).astype("float64") for array in arrays]
 
 
+@examples(8)
 @pytest.mark.parametrize("low", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name in OPS if name != "max"])  # ties differ once rounded
-def test_low_precision_is_float32_rounded_once(name, low):
+def test_low_precision_is_float32_rounded_once(name, low, count):
     kind = backend.dtype(low)
     eps = {"float16": 2.0 ** -10, "bfloat16": 2.0 ** -7}[low]  # one unit in the last place, relative
 
+    @settings(max_examples=count)
     @given(CASES[name])
     def run(case):
         case.arrays = [a.astype(kind).astype("float64") for a in case.arrays]

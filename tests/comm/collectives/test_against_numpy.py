@@ -15,7 +15,7 @@ CASES = [pytest.param(verb, algorithm, transport, id=f"{verb}-{algorithm}-{trans
 
 
 @pytest.mark.parametrize(("verb", "algorithm", "transport"), CASES)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_sample(verb, algorithm, transport, data):
     examine(data.draw(calls(verb, algorithm, transport)))
