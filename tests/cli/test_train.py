@@ -13,7 +13,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from minidist.cli import main, train_arguments, train_options, train_progress, train_sample
+import minidist as md
+from minidist.cli import main, train, train_arguments, train_options, train_progress, train_sample
+from minidist.cli.common import Parser
 from minidist.parallel.accumulation import elements_sent
 from minidist.parallel.common.replicas import weights_digest
 
@@ -26,6 +28,27 @@ def execute(command: list[str], folder: Path) -> subprocess.CompletedProcess[str
     """Run a command in `folder` within a minute."""
     environment = {**os.environ, "MPLBACKEND": "Agg"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def on_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path,
+               options: list[str]) -> tuple[str, dict[str, Any]]:
+    """What `minidist train -n N` prints and its metrics, with threads for the processes that it would start: each
+    parses its command line. `runs` has the processes.
+    """
+    def threads(command: list[str], size: int) -> int:
+        def rank(world: Any) -> int:
+            parser = Parser()
+            train.add_arguments(parser)
+            return train.train(train_options.check(parser.parse_args(command[4:])), world, 1)
+
+        return max(md.run(rank, size=size))
+
+    monkeypatch.setattr(train, "spawn", threads)
+    monkeypatch.chdir(folder)
+    assert main(["train", *TINY, *options, "--out", "run"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out, json.loads((folder / "run" / "metrics.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +137,11 @@ def test_what_is_printed(runs: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("stage", "options", "says"), [
     (2, ["--accumulate", "3"], "8 + 2.67 + 5.33 = 16 bytes"),
     (3, ["--tied", "--batch", "2"], "2.67 + 2.67 + 5.33 = 10.67 bytes")])
-def test_zero(stage: int, options: list[str], says: str, book: Path, tmp_path: Path) -> None:
+def test_zero(stage: int, options: list[str], says: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+              capsys: pytest.CaptureFixture[str]) -> None:
     """The same weights, and ranks send and hold what theory says, in the file and on the screen."""
-    done = execute([*MINIDIST, "train", *TINY, "-n", "3", "--zero", str(stage), "--data", str(book), "--out", "run",
-                    "--verify", *options], tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    printed, metrics = on_threads(monkeypatch, capsys, tmp_path, [
+        "-n", "3", "--zero", str(stage), "--data", str(book), "--verify", *options])
     count, ranks = metrics["parameters"], metrics["ranks"]
     assert metrics["plan"]["zero"] == stage and metrics["verify"]["largest"] <= 1e-10
     for kind in ("sent_bytes", "messages"):
@@ -130,8 +152,8 @@ def test_zero(stage: int, options: list[str], says: str, book: Path, tmp_path: P
     for rank in ranks:
         for category, each in (("parameters", 8 if stage < 3 else 8 / 3), ("gradients", 8 / 3), ("optimizer", 16 / 3)):
             assert rank["memory"][category]["now"] == pytest.approx(each * count, abs=100)
-    assert "gradients and weights" in done.stdout
-    assert says in done.stdout
+    assert "gradients and weights" in printed
+    assert says in printed
 
 
 def test_weights_that_never_moved_are_not_called_equal(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -146,12 +168,12 @@ def test_weights_that_never_moved_are_not_called_equal(book: Path, tmp_path: Pat
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["skipped_steps"] == 1
 
 
-def test_a_composed_plan(book: Path, tmp_path: Path) -> None:
+def test_a_composed_plan(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                         capsys: pytest.CaptureFixture[str]) -> None:
     """The same weights; what each axis sent stands beside its formula, which it meets."""
-    done = execute([*MINIDIST, "train", *TINY, "-n", "4", "--plan", "pp=2,tp=2", "--schedule", "zb-h1",
-                    "--microbatches", "3", "--tied", "--data", str(book), "--out", "run", "--verify"], tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    printed, metrics = on_threads(monkeypatch, capsys, tmp_path, [
+        "-n", "4", "--plan", "pp=2,tp=2", "--schedule", "zb-h1", "--microbatches", "3", "--tied", "--data", str(book),
+        "--verify"])
     assert metrics["plan"]["schedule"] == "zb-h1" and metrics["plan"]["microbatches"] == 3
     assert metrics["verify"]["largest"] <= 1e-10
     assert [rank["coordinates"] for rank in metrics["ranks"]] == [
@@ -159,7 +181,7 @@ def test_a_composed_plan(book: Path, tmp_path: Path) -> None:
     assert metrics["formula"]["axes"].keys() == {"pp", "tp"}
     for axis, expected in metrics["formula"]["axes"].items():
         assert sum(sum(rank["sent_bytes"][axis].values()) for rank in metrics["ranks"]) == expected
-        assert f"{expected // 4:,}" in done.stdout
+        assert f"{expected // 4:,}" in printed
     weights = load_file(tmp_path / "run" / "model.safetensors")
     assert weights_digest(weights) == metrics["weights_sha256"]
     assert sum(array.size for array in weights.values()) == metrics["parameters"]
@@ -327,14 +349,13 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "3/3" in screen.getvalue() and "loss 2.5000" in screen.getvalue() and "1,234 tokens/s" in screen.getvalue()
 
 
-def test_precision(book: Path, tmp_path: Path) -> None:
+def test_precision(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                   capsys: pytest.CaptureFixture[str]) -> None:
     """bf16 under ZeRO-2: held and sent is what the formula says, in 2 and 12 bytes; masters are saved."""
-    options = ["--dtype", "float32", "--precision", "bf16", "--zero", "2", "--out", "run", "--verify"]
-    done = execute([*MINIDIST, "train", *TINY, "-n", "2", "--data", str(book), *options], tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "2 + 1 + 6 = 9 bytes a parameter" in done.stdout
-    assert "of the way that training went apart; the bound is 3e-01 in bf16" in done.stdout
-    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    printed, metrics = on_threads(monkeypatch, capsys, tmp_path, [
+        "-n", "2", "--dtype", "float32", "--precision", "bf16", "--zero", "2", "--data", str(book), "--verify"])
+    assert "2 + 1 + 6 = 9 bytes a parameter" in printed
+    assert "of the way that training went apart; the bound is 3e-01 in bf16" in printed
     count = metrics["parameters"]
     assert metrics["plan"]["precision"] == "bf16" and metrics["parameter_bytes"] == 2 * count
     for rank in metrics["ranks"]:
@@ -343,5 +364,5 @@ def test_precision(book: Path, tmp_path: Path) -> None:
     assert sent == metrics["formula"]["sent_bytes"] == 4 * 2 * 2 * count
     weights = load_file(tmp_path / "run" / "model.safetensors")
     assert {array.dtype for array in weights.values()} == {np.dtype("float32")}
-    refused = execute([*MINIDIST, "train", *TINY, "--precision", "fp16", "--data", str(book)], tmp_path)
-    assert refused.returncode == 2 and "keeps float32 master weights" in refused.stderr
+    assert main(["train", *TINY, "--precision", "fp16", "--data", str(book)]) == 2
+    assert "keeps float32 master weights" in capsys.readouterr().err
