@@ -75,10 +75,8 @@ class Plan:
     def require(self, ranks: int) -> None:
         """Raise PlanError unless the plan is for so many ranks."""
         if self.size != ranks:
-            dp, rest = divmod(ranks, self.size // self.dp)
-            nearest = words({**self.axes, "dp": dp}) if dp and not rest else f"dp={ranks}"
             raise PlanError(f"plan {words(self.axes)} is for {self.size} rank{'s' * (self.size > 1)}, the job has "
-                            f"{ranks}; use {nearest}, or start {self.size}")
+                            f"{ranks}; use {plan_checks.nearest(self, ranks) or f'dp={ranks}'}, or start {self.size}")
 
     # --------------------------------------------------------------------------------------------------- counting
 

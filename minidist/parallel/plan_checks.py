@@ -1,12 +1,15 @@
 """What goes with what in a plan: each refusal is one line that names the nearest plan that fits."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from minidist.errors import PlanError
 from minidist.nn import GPTConfig
 from minidist.parallel.common.sharing import divisors
-from minidist.parallel.common.split_gpt import check_fits
+from minidist.parallel.common.split_gpt import narrowest
 from minidist.parallel.schedules import ORDERS
 
 if TYPE_CHECKING:
@@ -41,10 +44,7 @@ def words(axes: Mapping[str, int]) -> str:
 def instead(plan: "Plan", **sizes: int) -> str:
     """The plan's axes in words, but for those given; dp takes the ranks that this leaves over."""
     axes = {**plan.axes, **sizes, "dp": 1}
-    others = 1
-    for size in axes.values():
-        others *= size
-    return words({**axes, "dp": max(1, plan.size // others)})
+    return words({**axes, "dp": max(1, plan.size // math.prod(axes.values()))})
 
 
 def check(plan: "Plan") -> None:
@@ -161,42 +161,68 @@ def _check_composition(plan: "Plan") -> None:
 
 # --------------------------------------------------------------------------------------------------- plan and model
 
-def _check_experts(plan: "Plan", config: GPTConfig) -> None:
+def check_model(plan: "Plan", config: GPTConfig) -> None:
+    """Raise PlanError unless a model of this shape can be cut so."""
+    for wrong, remedy in _misfits(plan, config):
+        other = nearest(plan, plan.size, config)
+        raise PlanError(f"plan {wrong}; use {f'{other}, or ' if other else ''}{remedy}")
+
+
+def nearest(plan: "Plan", ranks: int, config: GPTConfig | None = None) -> str | None:
+    """The axes, in words, of the plan for so many ranks that is most like this one, and by which `config` can be cut.
+
+    The fewest axes but dp have fewer ranks, by the smallest factors; all else stays. None if nothing fits so.
+    """
+    cut = [axis for axis in AXES if axis != "dp" and plan.axes[axis] > 1]
+    found = []
+    for sizes in product(*([size for size in divisors(ranks) if size <= plan.axes[axis]] for axis in cut)):
+        dp, rest = divmod(ranks, math.prod(sizes))
+        axes: dict[str, Any] = {"dp": dp, **dict(zip(cut, sizes, strict=True))}
+        try:
+            other = replace(plan, **axes) if dp and not rest else None
+        except PlanError:
+            continue
+        if other is not None and (config is None or not any(_misfits(other, config))):
+            changed = sum(plan.axes[axis] != other.axes[axis] for axis in cut)
+            far = sum(abs(math.log(plan.axes[axis] / other.axes[axis])) for axis in AXES)
+            found.append((changed, round(far, 9), words(other.axes)))
+    return min(found)[2] if found else None
+
+
+Misfit = tuple[str, str]
+"""What does not fit, and what would help beside another plan."""
+
+
+def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[Misfit]:
+    """Why a model of this shape cannot be cut so."""
+    yield from _misfits_of_experts(plan, config)
+    if plan.stages > config.layers + 2:
+        yield (f"pp={plan.pp} with schedule={plan.schedule} has {plan.stages} stages, and the model {config.layers} "
+               f"layer{'s' * (config.layers > 1)}: each stage but the first and the last needs one",
+               f"at least {plan.stages - 2} layers")
+    what, count = narrowest(config)
+    if plan.tp > count:
+        yield f"tp={plan.tp}: {count} {what} leave a rank without any", f"at least {plan.tp} {what}"
+    if plan.tp > config.key_heads and plan.zero:
+        yield (f"tp={plan.tp} with zero={plan.zero}: several ranks hold each of {config.key_heads} key heads, in "
+               f"shards that lie apart", "zero=0")
+    least = config.heads // plan.tp
+    if plan.attention == "all-to-all" and plan.cp > least:
+        yield (f"cp={plan.cp} with attention=all-to-all: of {config.heads} heads tp={plan.tp} leaves a rank {least}, "
+               f"to be divided by cp", "attention=ring, which takes any number of ranks")
+
+
+def _misfits_of_experts(plan: "Plan", config: GPTConfig) -> Iterator[Misfit]:
     """What a mixture of experts, and ranks that divide it, ask of each other."""
     mixture = config.mixture
     if mixture is None:
         if plan.ep > 1:
-            raise PlanError(f"plan ep={plan.ep}: the model has no experts to divide; use {instead(plan, ep=1)}, or a "
-                            f"mixture (--experts {2 * plan.ep})")
+            yield f"ep={plan.ep}: the model has no experts to divide", f"a mixture (--experts {2 * plan.ep})"
         return
     if mixture.experts % plan.ep:
-        most = max(ep for ep in divisors(mixture.experts) if ep <= plan.ep)
-        raise PlanError(f"plan ep={plan.ep}: {mixture.experts} experts do not divide among {plan.ep} ranks; use ep in "
-                        f"{divisors(mixture.experts)}, such as {instead(plan, ep=most)}, or "
-                        f"{-(-mixture.experts // plan.ep) * plan.ep} experts")
+        yield (f"ep={plan.ep}: {mixture.experts} experts do not divide among {plan.ep} ranks",
+               f"{-(-mixture.experts // plan.ep) * plan.ep} experts")
     if plan.strategy != "ddp":
-        raise PlanError(f"plan strategy={plan.strategy}: nobody there adds up the experts' loads; use strategy=ddp")
+        yield f"strategy={plan.strategy}: nobody there adds up the experts' loads", "strategy=ddp"
     if plan.precision == "fp8":
-        raise PlanError("plan precision=fp8: experts' products are not linears, which fp8 is for; use bf16")
-
-
-
-def check_model(plan: "Plan", config: GPTConfig) -> None:
-    """Raise PlanError unless a model of this shape can be cut so."""
-    _check_experts(plan, config)
-    if plan.stages > config.layers + 2:
-        least = plan.stages - 2
-        most = max(pp for pp in divisors(plan.pp) if pp * (plan.stages // plan.pp) <= config.layers + 2 or pp == 1)
-        raise PlanError(f"plan pp={plan.pp} with schedule={plan.schedule} has {plan.stages} stages, and the model "
-                        f"{config.layers} layer{'s' * (config.layers > 1)}: each stage but the first and the last "
-                        f"needs one; use {instead(plan, pp=most)}, or at least {least} layers")
-    if plan.tp > 1:
-        check_fits(config, plan.tp)
-    if plan.tp > config.key_heads and plan.zero:
-        raise PlanError(f"plan tp={plan.tp} with zero={plan.zero}: several ranks hold each of {config.key_heads} "
-                        f"key heads, in shards that lie apart; use tp={config.key_heads}, or zero=0")
-    least = config.heads // plan.tp
-    if plan.attention == "all-to-all" and plan.cp > least:
-        raise PlanError(f"plan cp={plan.cp} with attention=all-to-all: of {config.heads} heads tp={plan.tp} leaves a "
-                        f"rank {least}, to be divided by cp; use {instead(plan, cp=least)}, or attention=ring, which "
-                        f"takes any number of ranks")
+        yield "precision=fp8: experts' products are not linears, which fp8 is for", "precision=bf16"

@@ -254,7 +254,7 @@ def refusals() -> list[tuple[list[str], str]]:
         (["--plan", "ep=2"], "this version composes dp, pp, cp and tp"),
         (["-n", "4", "--plan", "dp=2,tp=4"], "use tp=4, or start 8"),
         (["-n", "4", "--plan", "pp=4"], "use dp=2,pp=2, or at least 2 layers"),
-        (["-n", "4", "--plan", "tp=4"], "choose tp from 1 to 2"),
+        (["-n", "4", "--plan", "tp=4"], "use dp=2,tp=2, or at least 4 heads"),
         (["-n", "4", "--plan", "cp=4", "--attention", "all-to-all"], "use dp=2,cp=2, or attention=ring"),
         (["-n", "2", "--sequence-parallel"], "use tp=2, or cp=2"),
         (["-n", "2", "--microbatches", "2"], "use accumulate=2"),

@@ -1,13 +1,17 @@
 """Bad plans fail before training, with one line that names the nearest plan that fits."""
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from training import tiny
 
 from minidist.errors import PlanError
 from minidist.nn import GPTConfig
-from minidist.parallel.plan import Plan
+from minidist.parallel.plan import AXES, Plan
 
 
 @pytest.mark.parametrize(("options", "says"), [
@@ -29,8 +33,8 @@ def test_plan_refuses(options: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(("options", "changes", "says"), [
     ({"pp": 6}, {}, "has 6 stages, and the model 2 layers: .*use dp=2,pp=3, or at least 4 layers"),
     ({"pp": 3, "schedule": "interleaved", "tp": 2}, {}, "has 6 stages.*use dp=3,tp=2, or at least 4 layers"),
-    ({"tp": 4}, {}, "2 heads leave a rank without any; choose tp from 1 to 2"),
-    ({"tp": 2, "zero": 1}, {"kv_heads": 1}, "use tp=1, or zero=0"),
+    ({"tp": 4}, {}, "2 heads leave a rank without any; use dp=2,tp=2, or at least 4 heads"),
+    ({"tp": 2, "zero": 1}, {"kv_heads": 1}, "use dp=2, or zero=0"),
     ({"cp": 4, "tp": 2, "attention": "all-to-all"}, {"heads": 4}, "use dp=2,cp=2,tp=2, or attention=ring")])
 def test_plan_refuses_a_model(options: dict[str, Any], changes: dict[str, Any], says: str) -> None:
     config: GPTConfig = tiny(**changes)
@@ -41,5 +45,27 @@ def test_plan_refuses_a_model(options: dict[str, Any], changes: dict[str, Any], 
 def test_plan_names_the_nearest_for_so_many_ranks() -> None:
     with pytest.raises(PlanError, match="plan dp=2,pp=2,tp=2 is for 8 ranks, the job has 12; use dp=3,pp=2,tp=2, or"):
         Plan(dp=2, pp=2, tp=2).require(12)
-    with pytest.raises(PlanError, match="plan pp=2,tp=2 is for 4 ranks, the job has 6; use dp=6, or start 4"):
+    with pytest.raises(PlanError, match="plan pp=2,tp=2 is for 4 ranks, the job has 6; use dp=3,pp=2, or start 4"):
         Plan(pp=2, tp=2).require(6)
+
+
+@given(axes=st.fixed_dictionaries({"dp": st.integers(1, 3), "pp": st.integers(1, 6), "cp": st.integers(1, 4),
+                                   "tp": st.integers(1, 6)}),
+       options=st.fixed_dictionaries({"zero": st.integers(0, 3), "schedule": st.sampled_from(["1f1b", "interleaved"]),
+                                      "sequence_parallel": st.booleans()}),
+       attention=st.sampled_from(["ring", "all-to-all"]), heads=st.integers(1, 4), grouped=st.booleans())
+def test_what_a_refusal_names_fits(axes: dict[str, int], options: dict[str, Any], attention: str, heads: int,
+                                   grouped: bool) -> None:
+    """A model that a plan cannot cut can be cut by the one that is named, on as many ranks, with all other options."""
+    options["sequence_parallel"] &= axes["tp"] > 1
+    plan = Plan(**axes, **options, attention=attention if axes["cp"] > 1 else "ring")
+    config = tiny(layers=2, heads=heads, width=2 * heads, kv_heads=1 if grouped else heads)
+    try:
+        plan.require_model(config)
+    except PlanError as error:
+        named = re.search(r"; use ((?:[dpect]p=\d+,?)+), or ", str(error))
+        assume(named is not None)
+        assert named is not None
+        other = replace(plan, **{**dict.fromkeys(AXES, 1), **Plan.parse(named[1]).axes})
+        other.require_model(config)
+        assert other.size == plan.size

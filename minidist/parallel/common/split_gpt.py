@@ -28,12 +28,18 @@ def check_fits(config: GPTConfig, size: int) -> None:
 
     Raises:  PlanError, one line: what is too small, and what would fit.
     """
+    what, count = narrowest(config)
+    if count < size:
+        raise PlanError(f"tensor parallelism over tp={size} ranks: {count} {what} leave a rank without any; "
+                        f"choose tp from 1 to {count}, or at least {size} {what}")
+
+
+def narrowest(config: GPTConfig) -> tuple[str, int]:
+    """What a GPT has fewest of, of all that is divided, and how many: so many ranks at the most."""
     hidden = config.mixture.hidden or config.hidden if config.mixture else config.hidden
-    for what, count in (("heads", config.heads), ("token ids", config.vocabulary), ("hidden numbers", hidden)):
-        if count < size:
-            most = min(config.heads, config.vocabulary, hidden)
-            raise PlanError(f"tensor parallelism over tp={size} ranks: {count} {what} leave a rank without any; "
-                            f"choose tp from 1 to {most}, or at least {size} {what}")
+    counts = {"heads": config.heads, "token ids": config.vocabulary, "hidden numbers": hidden}
+    what = min(counts, key=counts.__getitem__)
+    return what, counts[what]
 
 
 def head_shares(heads: int, key_heads: int, size: int) -> list[tuple[range, range]]:
