@@ -1,0 +1,94 @@
+"""The matrix of compositions: any plan over dp, pp, cp and tp equals one process, and sends what its modules say."""
+
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from plans import BOUND, MOST, check, sent_by_axis, train
+from training import difference, tiny
+
+import minidist as md
+from minidist.errors import PlanError
+from minidist.parallel.hybrid import Plan
+from minidist.parallel.schedules import ORDERS
+
+EVERYTHING = {"dp": 2, "pp": 2, "cp": 2, "tp": 2, "zero": 3, "sequence_parallel": True, "microbatches": 3}
+"""Sixteen ranks, four axes, and a rank has a part of all that can be divided."""
+
+Job = tuple[dict[str, Any], dict[str, Any], int]
+"""The model's changes, the plan, sequences."""
+
+
+@st.composite
+def axes(draw: Any, ranks: int) -> dict[str, int]:
+    """Sizes of dp, pp, cp and tp: 2 to `ranks` ranks, and more than dp alone."""
+    sizes, left = {"dp": 1}, ranks
+    for axis in draw(st.permutations(["pp", "cp", "tp"])):
+        sizes[axis] = draw(st.integers(1, min(4, left)))
+        left //= sizes[axis]
+    assume(max(sizes.values()) > 1)
+    return {**sizes, "dp": draw(st.integers(1, left))}
+
+
+@st.composite
+def any_plan(draw: Any, ranks: int) -> Job:
+    """A job of up to `ranks` ranks that no plan's check refuses."""
+    sizes = draw(axes(ranks))
+    heads = draw(st.integers(sizes["tp"], max(sizes["tp"], 4)))
+    changes = {"layers": draw(st.integers(max(2, sizes["pp"] - 2), 6)), "heads": heads, "width": 2 * heads,
+               "kv_heads": draw(st.sampled_from([heads, heads, 1])), "vocabulary": draw(st.integers(8, 14)),
+               "context": draw(st.integers(3, 9)), "tied": draw(st.booleans()),
+               "dropout": draw(st.sampled_from([0.0, 0.2])), "positions": draw(st.sampled_from(["learned", "rotary"])),
+               "activation": draw(st.sampled_from(["gelu", "silu"])), "norm": draw(st.sampled_from(["layer", "rms"]))}
+    plan = {**sizes, "zero": draw(st.integers(0, 3)), "accumulate": draw(st.integers(1, 2)),
+            "schedule": draw(st.sampled_from([*ORDERS])), "keep_gathered": draw(st.booleans()),
+            "microbatches": draw(st.integers(1, 5)) if sizes["pp"] > 1 else None,
+            "attention": draw(st.sampled_from(["ring", "all-to-all"])) if sizes["cp"] > 1 else "ring",
+            "sequence_parallel": draw(st.booleans()) and sizes["tp"] > 1,
+            "checkpoint_blocks": draw(st.sampled_from(["none", "scores", "all", "0"])),
+            "bucket_bytes": draw(st.sampled_from([500, 1 << 20]))}
+    plan["keep_gathered"] &= plan["zero"] == 3
+    try:
+        Plan(**plan).require_model(tiny(**changes))
+    except PlanError:
+        assume(False)
+    return changes, plan, draw(st.integers(1, 7))
+
+
+def check_job(job: Job, **options: Any) -> None:
+    """Parity, and along each axis as many bytes as the sum of the modules' formulas."""
+    changes, plan, sequences = job
+    ranks = check(changes, plan, sequences=sequences, **options)
+    axes = ranks[0]["formula"]["axes"]
+    assert sent_by_axis(ranks) == {axis: sent for axis, sent in axes.items() if sent}
+
+
+@settings(max_examples=5)
+@given(any_plan(8))
+def test_any_plan(job: Job) -> None:
+    check_job(job)
+
+
+@pytest.mark.soak
+@settings(max_examples=100)
+@given(any_plan(16))
+def test_very_many_plans(job: Job) -> None:
+    """The same, more often, longer, on more ranks."""
+    check_job(job, steps=20)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", [
+    {"cp": 2, "tp": 2, "sequence_parallel": True}, {"dp": 2, "cp": 2, "zero": 3}, {"dp": 2, "pp": 2, "zero": 3},
+    {"pp": 2, "cp": 2, "attention": "all-to-all", "zero": 2, "schedule": "zb-h1"},
+    {"dp": 2, "pp": 2, "zero": 2, "schedule": "interleaved"}, EVERYTHING],
+    ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items()))
+def test_plans_under_mpirun(plan: dict[str, Any]) -> None:
+    """Fixed examples: processes that draw for themselves would draw different ones."""
+    changes = {**MOST, "dtype": "float64"}
+    serial, = md.run(train, changes, {"steps": 20}, size=1)
+    ranks = md.run(train, changes, {"plan": plan, "steps": 20}, size=Plan(**plan).size, transport="mpi")
+    assert difference(ranks[-1]["weights"], serial["weights"]) < BOUND
+    assert len({(rank["digest"], *rank["losses"]) for rank in ranks}) == 1
+    assert sent_by_axis(ranks) == ranks[0]["formula"]["axes"]
