@@ -1,7 +1,9 @@
 """The matrix of compositions: any plan over dp, pp, cp and tp equals one process, and sends what its modules say."""
 
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -9,9 +11,17 @@ from plans import BOUND, MOST, check, sent_by_axis, train
 from training import difference, tiny
 
 import minidist as md
-from minidist.errors import PlanError
-from minidist.parallel.hybrid import Plan
+from minidist.errors import MinidistError, PlanError
+from minidist.nn import Embedding
+from minidist.ops.collectives import shard_of
+from minidist.parallel import hybrid_step, ring_attention
+from minidist.parallel.common import own_tokens
+from minidist.parallel.common.scattered import Scattered
+from minidist.parallel.hybrid import Mesh, Plan
+from minidist.parallel.hybrid_pipeline import DataPipeline
 from minidist.parallel.schedules import ORDERS
+from minidist.parallel.zero2 import Zero2
+from minidist.parallel.zero3 import Zero3
 
 EVERYTHING = {"dp": 2, "pp": 2, "cp": 2, "tp": 2, "zero": 3, "sequence_parallel": True, "microbatches": 3}
 """Sixteen ranks, four axes, and a rank has a part of all that can be divided."""
@@ -64,7 +74,7 @@ def check_job(job: Job, **options: Any) -> None:
     assert sent_by_axis(ranks) == {axis: sent for axis, sent in axes.items() if sent}
 
 
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(any_plan(8))
 def test_any_plan(job: Job) -> None:
     check_job(job)
@@ -86,9 +96,47 @@ def test_very_many_plans(job: Job) -> None:
     ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items()))
 def test_plans_under_mpirun(plan: dict[str, Any]) -> None:
     """Fixed examples: processes that draw for themselves would draw different ones."""
-    changes = {**MOST, "dtype": "float64"}
-    serial, = md.run(train, changes, {"steps": 20}, size=1)
-    ranks = md.run(train, changes, {"plan": plan, "steps": 20}, size=Plan(**plan).size, transport="mpi")
+    serial, = md.run(train, MOST, {"steps": 20}, size=1)
+    ranks = md.run(train, MOST, {"plan": plan, "steps": 20}, size=Plan(**plan).size, transport="mpi")
     assert difference(ranks[-1]["weights"], serial["weights"]) < BOUND
     assert len({(rank["digest"], *rank["losses"]) for rank in ranks}) == 1
     assert sent_by_axis(ranks) == ranks[0]["formula"]["axes"]
+
+
+# --------------------------------------------------------------------------------------- the parity test sees the bugs
+
+def consecutive(attend: Any) -> Any:
+    """The ring, of ranks that take consecutive tokens as if it needed no zigzag."""
+    def attend_by_ring(model: Any, group: Any) -> Any:
+        attend(model, group)
+        return partial(shard_of, group=group)
+    return attend_by_ring
+
+
+@pytest.mark.parametrize(("bug", "plan"), [
+    ("tokens not in zigzag", {"cp": 2}), ("rows divided by cp too", {"dp": 2, "cp": 2}),
+    ("dropout of the first tokens", {"cp": 2}), ("positions of the first tokens", {"cp": 2}),
+    ("norms not summed over tp", {"dp": 2, "tp": 2, "zero": 2, "sequence_parallel": True}),
+    ("second halves not reduced", {"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-h1"}),
+    ("a stage's gradients not reduced", {"dp": 2, "pp": 2, "zero": 2, "schedule": "interleaved"}),
+    ("table not reduced", {"dp": 2, "pp": 2, "zero": 3}),
+    ("copies not summed", {"dp": 2, "pp": 2, "zero": 2, "shard": 1})])
+def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    planted: dict[str, tuple[Any, str, Any]] = {
+        "tokens not in zigzag": (ring_attention, "attend_by_ring", consecutive(ring_attention.attend_by_ring)),
+        "rows divided by cp too": (Mesh, "rows", Mesh.copies),
+        "dropout of the first tokens": (
+            hybrid_step, "own_key", lambda key, own: own_tokens.own_key(key, lambda length: slice(len(own(length))))),
+        "positions of the first tokens": (
+            own_tokens.OwnPositions, "forward",
+            lambda self, ids: Embedding.forward(self, np.arange(len(self.own(len(ids)))))),
+        "norms not summed over tp": (hybrid_step, "add_up", lambda parts: None),
+        "second halves not reduced": (DataPipeline, "go_back_weights",
+                                      lambda self, stage, put_off: self.of.backward_weights(put_off)),
+        "a stage's gradients not reduced": (
+            Zero2, "reach", lambda self, parameters: self._order.arrange([])),
+        "table not reduced": (Zero3, "finish_chains", lambda self: self.gradients.sum_copies()),
+        "copies not summed": (Scattered, "sum_copies", lambda self: None)}
+    monkeypatch.setattr(*planted[bug])
+    with pytest.raises((AssertionError, MinidistError)):
+        check({**MOST, "positions": "learned"}, plan, optimizer="sgd", clip=None, steps=2)
