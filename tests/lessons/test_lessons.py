@@ -23,7 +23,8 @@ THREADS_ONLY = [(number, name) for number, name in BREAKS if (number, name) not 
 SLOW_BREAKS = {("05", "average-twice"), ("07", "average-twice"), ("07", "per-epoch"), ("07", "step-early"),
                ("08", "average-twice"), ("10", "no-gradient-back"), ("12", "no-f"), ("14", "average-twice"),
                ("14", "read-too-early"), ("15", "average-twice"), ("15", "forget-to-free"), ("15", "update-too-early"),
-               ("16", "average-twice"), ("16", "forget-to-free"), ("16", "stale-weights"), ("20", "one-buffer"),
+               ("16", "average-twice"), ("16", "forget-to-free"), ("16", "stale-weights"), ("17", "average-twice"),
+               ("17", "norm-twice"), ("17", "own-norm"), ("17", "rows-by-rank"), ("20", "one-buffer"),
                ("20", "no-prefetch")}
 """Those that compute for most of a second or longer: run with the soak tests. Every lesson keeps others."""
 COMMAND = re.compile(r"^(?:CUDA_VISIBLE_DEVICES=\S+ )?(?:python|mpirun|minidist) .*$", re.MULTILINE)
