@@ -60,6 +60,11 @@ def _(node: Node, dy: Array) -> Array:
     return dy
 
 
+def of_stage(layers: Sequence[Any], divisor: float) -> float:
+    """For a stage of a pipeline: the balance losses of the newest forward of its mixtures, over `divisor`."""
+    return sum(float(layer.balance) for layer in layers if layer.training and layer.balance is not None) / divisor
+
+
 class BalancedOutput(Output):
     """The loss with the layers' balance losses added; else what it was."""
 

@@ -62,6 +62,11 @@ class DataPipeline(Pipeline):
         return [module for module in (*first, *blocks, *([model.norm, model.head] if stage == last else []))
                 if module is not None]
 
+    @property
+    def loss_scale(self) -> float:
+        """What backward multiplies the loss by."""
+        return self.of.scale
+
     def weights_of(self, stage: int) -> list[Parameter]:
         """The parameters of a stage; a tied table at either end."""
         tied = [self.stages.model.tokens] if stage == self.stages.last and self.config.tied else []
@@ -74,7 +79,7 @@ class DataPipeline(Pipeline):
 
     def serve(self, data: Data) -> None:
         """From here on gradients are `data`'s, made of this pipeline's model."""
-        self.data, self.always = data, isinstance(data, (Zero2, Zero3))
+        self.data, self.always = data, data.always or isinstance(data, (Zero2, Zero3))
 
     # --------------------------------------------------------------------------------------- forward and backward
 

@@ -46,25 +46,37 @@ notes:   N0 3D Parallelism, 混合并行; N2 3D 并行策略
 Source:  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
 """
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.nn import GPT
+from minidist.nn.moe import biases, mixtures
 from minidist.ops.collectives import shard_of
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel import ring_attention, ulysses
 from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.flat import Piece, sum_in_order, trainable
-from minidist.parallel.common.own_tokens import TOKENS, Own, OwnPositions, everything, own_key, pick, within
+from minidist.parallel.common.own_tokens import (
+    TOKENS,
+    Own,
+    OwnPositions,
+    OwnSequences,
+    everything,
+    own_key,
+    pick,
+    within,
+)
+from minidist.parallel.common.owners import check_equal_owners
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.shards import Summand, WeightShard, add_up, assemble, counted_at, summands
 from minidist.parallel.common.update import Batch, Key, Part
 from minidist.parallel.ddp import DDP
+from minidist.parallel.expert_parallel import expert_parallel
 from minidist.parallel.hybrid_pipeline import Data, DataPipeline
 from minidist.parallel.mesh import Mesh
 from minidist.parallel.plan import Plan
@@ -94,9 +106,11 @@ class Hybrid:
         self.model, self.config, self.plan, self.mesh, self.key = model, model.config, plan, mesh, key
         self.precision, self.recorder = precision or Precision(), recorder or Silent()
         self.tp, self.pp, self.cp, self.rows, self.cut = mesh["tp"], mesh["pp"], mesh["cp"], mesh.rows, mesh["pp", "tp"]
+        self.ep, self.holders = mesh["ep"], mesh["pp", "ep", "tp"]
         self.shares, self.everybody = mesh["dp", "pp", "ep", "cp"], mesh["dp", "pp", "ep", "cp", "tp"]
         if self.tp.size > 1:
             (sequence_parallel if plan.sequence_parallel else tensor_parallel)(model, self.tp)
+        self.others = self._divide_experts()
         self.tokens: Own = self._divide_tokens() if self.cp.size > 1 else everything
         self.pipeline: DataPipeline | None = None
         if self.pp.size > 1:
@@ -105,16 +119,27 @@ class Hybrid:
             model.initialize(seed, device=device)
         self.data = self._make_data(seed, device)
         self.data.rows, self.data.squares = self.rows, self._squares
+        self.data.always = self.data.always or self.ep.size > 1
         if self.pipeline is not None:
             self.pipeline.serve(self.data)
         self.weights = [p for p in model.parameters() if p.requires_grad]
         self.parameters = self.data.parameters
         self.summands = self._summands()
 
+    def _divide_experts(self) -> dict[int, Group]:
+        """Leave this rank its experts along ep; returns who shares each of their weights, by id."""
+        if self.ep.size == 1:
+            return {}
+        expert_parallel(self.model, self.ep, parts=self.mesh["ep", "tp"])
+        weights = [p for layer in mixtures(self.model) for p in layer.experts.parameters()]
+        return dict.fromkeys(map(id, weights), self.mesh.experts)
+
     def _divide_tokens(self) -> Own:
         """Let attention and positions see to it that this rank has some tokens alone; returns which."""
         attend = ring_attention.attend_by_ring if self.plan.attention == "ring" else ulysses.attend_by_heads
         own = attend(self.model, self.cp)
+        for layer in mixtures(self.model):
+            layer.sequences = OwnSequences(layer.sequences, self.cp, own)
         if self.model.positions is not None:
             self.model.positions = OwnPositions(self.model.positions, own)
         self.model.assign_names()
@@ -133,24 +158,28 @@ class Hybrid:
         """The data axis's strategy, of what the other axes leave this rank."""
         plan, group = self.plan, self.mesh.copies
         options: dict[str, Any] = {"loss": self._loss, "algorithm": plan.algorithm, "precision": self.precision,
-                                   "recorder": self.recorder}
+                                   "recorder": self.recorder, "others": self.others}
         if plan.zero:
             options["shard"] = plan.shard
         if plan.zero == 3:
             tied = self.model.tokens if self.config.tied else None
             return Zero3(self.model, group, units=[c for _, c in self.model.children() if c is not tied],
                          seed=seed, device=device, free_after_forward=not plan.keep_gathered, apart=self._whole(),
+                         whole=biases(self.model),
                          chains=[] if self.pipeline is None else self.pipeline.chains(), **options)
         kinds: dict[int, type[DDP] | type[Zero1] | type[Zero2]] = {0: DDP, 1: Zero1, 2: Zero2}
         return kinds[plan.zero](self.model, group, bucket_bytes=plan.bucket_bytes, apart=self._apart(), **options)
 
     def _apart(self) -> list[list[Parameter]]:
-        """What travels in buckets of its own: of each stage shards, what all of tp has whole, a table at both ends."""
+        """What travels in buckets of its own, of each stage: shards, what all of tp has whole, a table at both ends,
+        experts.
+        """
         whole, table = ({id(p) for p in some} for some in (self._whole(), self._twice()))
         stages = ([trainable(self.model.parameters())] if self.pipeline is None else
                   [self.pipeline.weights_of(stage) for stage in self.pipeline.stages.layers])
-        kinds = [[[p for p in weights if (id(p) in whole, id(p) in table) == kind]
-                  for kind in ((False, False), (True, False), (False, True), (True, True))] for weights in stages]
+        kinds = [[[p for p in weights if (id(p) in whole, id(p) in table, id(p) in self.others) == kind]
+                  for kind in ((False, False, False), (True, False, False), (False, True, False), (True, True, False),
+                               (False, False, True))] for weights in stages]
         return [some for of_stage in kinds for some in of_stage if some]
 
     def _whole(self) -> list[Parameter]:
@@ -233,10 +262,12 @@ class Hybrid:
         at_second_end = self.pp.rank > 0
         skipped = {id(table) for table in self._twice() if at_second_end}
         if isinstance(self.data, DDP):
-            counted = counted_at((p for p in self.weights if id(p) not in skipped), self.tp.rank)
-            return sum_in_order(self.cut, sum_of_squares(counted))
+            counted = counted_at((p for p in self.weights if id(p) not in skipped
+                                  and (self.ep.rank == 0 or id(p) in self.others)), self.tp.rank)
+            return sum_in_order(self.holders, sum_of_squares(counted))
         first_copy = self.data.group.rank < self.data.sharing.shard.size
-        pieces = [piece.grad for owner, piece in self._pieces() if first_copy and id(owner) not in skipped
+        pieces = [piece.grad for owner, piece in self._pieces()
+                  if (first_copy or id(owner) in self.others) and id(owner) not in skipped
                   and (isinstance(owner, WeightShard) or self.tp.rank == 0)]
         return sum_in_order(self.everybody, sum_of_squares(pieces))
 
@@ -248,7 +279,7 @@ class Hybrid:
             return self.pipeline.evaluate(part, divisor=1)
         if isinstance(self.data, Zero3):
             return float(self.data.forward(part, divisor=1, spare=spare).item())
-        return float(self._loss(part, 1).item()) if len(part.inputs) else 0.0
+        return float(self._loss(part, 1).item()) if len(part.inputs) or self.data.always else 0.0
 
     @property
     def counts_tokens(self) -> bool:
@@ -273,8 +304,11 @@ class Hybrid:
         """
         when = "after the last step"
         if self.plan.zero < 3:
-            masters: Iterable[Any] = self.data.parameters if isinstance(self.data, DDP) else ()
-            check_equal_replicas((*self.model.parameters(), *masters), self.data.group, when=when)
+            masters = [*self.data.parameters] if isinstance(self.data, DDP) else []
+            of_masters = {id(master): self.others[id(weight)] for weight, master in
+                          zip(self.weights, masters, strict=False) if id(weight) in self.others}
+            check_equal_owners((*self.model.parameters(), *masters), self.data.group, {**self.others, **of_masters},
+                               when=when)
             check_equal_replicas(self._whole(), self.tp, when=when)
             if self.pipeline is not None and self.pipeline.ends is not None:
                 check_equal_replicas(self._twice(), self.pipeline.ends, when=when)

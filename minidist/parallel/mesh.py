@@ -58,6 +58,11 @@ class Mesh:
         return self[("dp", *(axis for axis in ("ep", "cp") if self.shape[axis] > 1))]
 
     @property
+    def experts(self) -> Group:
+        """The ranks that share the weights of some experts, where ep divides them: along dp and cp."""
+        return self["dp", "cp"] if self.shape["cp"] > 1 else self["dp"]
+
+    @property
     def rows(self) -> Group:
         """The ranks that divide the batch's rows: along dp and ep; ranks of cp divide the tokens of a row."""
         return self["dp", "ep"] if self.shape["ep"] > 1 else self["dp"]

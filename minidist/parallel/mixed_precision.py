@@ -181,7 +181,7 @@ class MixedPrecision(Precision):
 
         What is too large for float16 becomes infinite here, without a word: `update` finds it.
         """
-        seed = array_module(loss.data).full(loss.shape, self._scale, loss.dtype) if dy is None else dy
+        seed = array_module(loss.data).full(loss.shape, self.scale, loss.dtype) if dy is None else dy
         with np.errstate(over="ignore", invalid="ignore"):
             return loss.backward(seed, defer_weights=defer_weights, surveyed=surveyed)
 
@@ -191,7 +191,8 @@ class MixedPrecision(Precision):
             super().backward_weights(put_off)
 
     @property
-    def _scale(self) -> float:
+    def scale(self) -> float:
+        """The loss scale."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     # ---------------------------------------------------------------------------------------------------- update
@@ -206,7 +207,7 @@ class MixedPrecision(Precision):
         """
         if self.float8 is not None:
             self.float8.agree()
-        scale = self._scale
+        scale = self.scale
         norm = math.sqrt(squares()) / scale if self.loss_scale is not None or clip is not None else 0.0
         if self.loss_scale is not None:
             overflow = not math.isfinite(norm)

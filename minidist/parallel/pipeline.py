@@ -53,6 +53,7 @@ from minidist.backward import WeightGradient
 from minidist.comm.group import Group
 from minidist.errors import PlanError
 from minidist.nn import GPT
+from minidist.nn.balance import of_stage
 from minidist.optim import Optimizer
 from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.layered import Layered
@@ -91,10 +92,16 @@ class Pipeline(Layered):
 
     # --------------------------------------------------------------------------------------- forward and backward
 
+    @property
+    def loss_scale(self) -> float:
+        """What backward multiplies the loss by."""
+        return self.precision.scale
+
     def run(self, part: Part, *, divisor: int) -> float:
         """The schedule once, on rows of the global batch: adds gradients, returns this rank's share of the mean loss.
 
-        Only the last stage's rank has a share; it is the sum of the rows' token losses over `divisor`.
+        It is the sum of the rows' token losses over `divisor` on the last stage's rank, and on each rank the balance
+        losses of its mixtures.
         """
         work = _Pass(self, micro_parts(part, self.schedule.microbatches), divisor)
         self.worker.run(work)
@@ -162,6 +169,7 @@ class _Pass:
         y = self.stages.forward(stage, part.inputs if start is None else start, targets=part.targets,
                                 divisor=self.divisor, key=self.key(part))
         last = stage == self.stages.last
+        self.total += of_stage(self.stages.mixtures(stage), self.divisor)
         if last:
             self.total += float(y.item())
         if is_grad_enabled():
@@ -171,6 +179,8 @@ class _Pass:
     def backward(self, stage: int, microbatch: int, dy: Array | None, *, whole: bool) -> Array | None:
         """A stage's backward; in two halves, the gradients of weights are put off."""
         start, y = self._kept.pop((stage, microbatch))
+        for layer in self.stages.mixtures(stage):
+            layer.balance_scale = self.pipeline.loss_scale / self.divisor
         put_off = self.pipeline.go_back(stage, y, dy, whole=whole)
         if not whole:
             self._put_off[stage, microbatch] = put_off
@@ -187,7 +197,7 @@ class PipeDream(Pipeline):
     Args:    as Pipeline's; the schedule has one stage a rank and whole backwards (1f1b, as the paper; naive is serial).
     Attributes: updates: of the last step (microbatch, version of the weights that it met) in the order in which this
              rank made them, for a replay; version n is the weights after n updates of that step.
-    Raises:  PlanError for tied ends, whose sum would make both ends wait for each other.
+    Raises:  PlanError for tied ends, whose sum would make both ends wait for each other, and for balance losses.
     """
 
     def __init__(self, model: GPT, group: Group, schedule: Schedule, *, seed: int, layers: Sequence[int] | None = None,
@@ -195,6 +205,9 @@ class PipeDream(Pipeline):
         if model.config.tied and group.size > 1:
             raise PlanError("PipeDream: a tied output has its table on the first and the last rank, which would have "
                             "to meet for each update; take a model with tied=False, or Pipeline")
+        if model.config.mixture is not None and model.config.mixture.balance == "loss":
+            raise PlanError("PipeDream: each microbatch's loss has its own scale, which a balance loss does not know; "
+                            "take balance=\"bias\", or Pipeline")
         if schedule.chunks > 1 or any(isinstance(i, BackwardInput) for i in schedule.computes(0)):
             raise PlanError(f"PipeDream: schedule {schedule.name} has several stages a rank or backwards in two "
                             f"halves; choose 1f1b")

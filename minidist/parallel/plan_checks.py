@@ -52,9 +52,6 @@ def check(plan: "Plan") -> None:
     for axis, size in plan.axes.items():
         if not isinstance(size, int) or size < 1:
             raise PlanError(f"plan axis {axis}={size}: the number of ranks along an axis is a whole number from 1")
-        if axis == "ep" and size > 1:
-            raise PlanError(f"plan axis {axis}={size}: this version composes dp, pp, cp and tp; use {axis}=1, with "
-                            f"{instead(plan, ep=1)}")
     if plan.bucket_bytes < 1:
         raise PlanError(f"plan bucket_bytes={plan.bucket_bytes}: a bucket holds at least one byte")
     if not isinstance(plan.accumulate, int) or plan.accumulate < 1:

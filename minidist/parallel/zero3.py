@@ -88,6 +88,7 @@ class Zero3:
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
              squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
+             always: a rank without a row computes too: it must gather when the others do.
              rows: the ranks that divide a batch's rows; fewer than group, where ranks divide tokens too (chapter 17).
     Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not start equal.
     """
@@ -99,7 +100,7 @@ class Zero3:
                  chains: Sequence[Sequence[Module]] = (), precision: Precision | None = None,
                  home: Home | None = None, recorder: Recorder | None = None) -> None:
         self.model, self.group, self.rows, self.algorithm = model, group, group, algorithm
-        self.ahead, self.free_after_forward = ahead, free_after_forward
+        self.ahead, self.free_after_forward, self.always = ahead, free_after_forward, True
         self.loss = loss or loss_of(model)
         self.precision = precision or Precision()
         self.recorder = recorder or Silent()

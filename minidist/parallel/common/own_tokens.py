@@ -13,6 +13,7 @@ import numpy as np
 from minidist.backend import Array, array_module, device_of, to_device
 from minidist.comm.group import Group
 from minidist.nn import GPT, Dropout, DropoutKey, Embedding
+from minidist.nn.moe import Sequences
 from minidist.nn.output import Output
 from minidist.ops import collectives
 from minidist.tensor import Tensor, tensor
@@ -115,6 +116,38 @@ def keep_own_dropouts(model: GPT, own: Own) -> None:
     for block in model.blocks:
         block.dropout_attention = OwnDropout(block.dropout_attention, own)
         block.dropout_mlp = OwnDropout(block.dropout_mlp, own)
+
+
+class OwnSequences(Sequences):
+    """Of a gate that sees the own tokens of sequences: who chose what in all of them, and what that says of the own.
+
+    Args:    inner: how the gate's tokens come about otherwise; group: the ranks that have the others.
+    """
+
+    def __init__(self, inner: Sequences, group: Group, own: Own) -> None:
+        self.inner, self.group, self.own = inner, group, own
+
+    def joined(self, chosen: Array) -> Array:
+        """Cost: an all-gather of k integers a token, under `control`."""
+        xp = array_module(chosen)
+        with self.group.ledger.control():
+            parts = self.group.all_gather(xp.ascontiguousarray(xp.moveaxis(chosen, TOKENS, 0)), algorithm="ring")
+            places = self.group.all_gather(np.arange(len(parts))[self.own(len(parts))], algorithm="ring")
+        whole = xp.empty_like(parts)
+        whole[to_device(places, device_of(parts))] = parts
+        return xp.ascontiguousarray(xp.moveaxis(whole, 0, TOKENS))
+
+    def parted(self, kept: Array) -> Array:
+        """The own tokens' part."""
+        return pick(kept, self.own, TOKENS)
+
+    def keys(self, tokens: Array) -> Array:
+        """As without other ranks: a key comes for the own tokens alone."""
+        return self.inner.keys(tokens)
+
+    def total(self, share: Array) -> Array:
+        """This rank's tokens' part of the loss: shares add up later."""
+        return self.inner.total(share)
 
 
 def keep_own_tokens(model: GPT, group: Group, own: Own) -> None:

@@ -29,9 +29,15 @@ class Precision:
     """One dtype for everything: the model's own, float64 or float32.
 
     Attributes: skipped: steps whose update was left out; none, but for float16's that overflowed.
+                scale: what backward multiplies the loss by
     """
 
     skipped = 0
+
+    @property
+    def scale(self) -> float:
+        """1, but for float16's."""
+        return 1.0
 
     def masters(self, parameters: Iterable[Parameter]) -> list[Any]:
         """What the optimizer is made of, for whole parameters: here the parameters themselves."""

@@ -20,7 +20,8 @@ from minidist import account, ops
 from minidist.backend import Array, array_module, device_of, dtype_name, random_bits, to_device
 from minidist.comm.group import Group
 from minidist.errors import ShardError
-from minidist.nn import GPT, GPTConfig
+from minidist.nn import GPT, GPTConfig, Mixture
+from minidist.nn.balance import BalancedOutput
 from minidist.nn.dropout import DropoutKey
 from minidist.parallel.common.own_tokens import TOKENS, Own, everything, own_key, pick
 from minidist.tensor import Tensor
@@ -52,6 +53,13 @@ class Stages:
                 cut.tokens = None
         if self.last not in own:
             cut.norm = cut.head = None
+        if isinstance(model.output, BalancedOutput):
+            cut.output = model.output.output        # a stage sees to the balance of its own blocks
+
+    def mixtures(self, stage: int) -> list[Mixture]:
+        """Those of a stage's blocks."""
+        mlps = [self.model.blocks[layer].mlp for layer in self.layers[stage]]
+        return [mlp for mlp in mlps if isinstance(mlp, Mixture)]
 
     def between(self, rows: int, length: int) -> tuple[int, int, int]:
         """The shape of what travels between stages: (rows, carried tokens of `length`, width)."""
