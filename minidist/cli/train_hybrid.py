@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from minidist.comm.group import Group
 from minidist.parallel.activations import chosen
 from minidist.parallel.hybrid import Trainer
 from minidist.parallel.hybrid_costs import elements_sent, wide_elements
@@ -22,25 +23,32 @@ WIDE = 4
 def formula(trainer: Trainer, strategy: Hybrid, data: dict[str, Any], batch: Any) -> dict[str, Any]:
     """Bytes of all ranks and steps by axis, and how many parameters this rank has. Every rank calls it.
 
-    Args:    data: the bytes of this rank's group of the data axis; batch: one of the run.
-
-    Cost:    one all-gather of a float64 a rank, under `control`.
+    Args:    data: the formula of this rank's group of the data axis; batch: one of the run.
+    Cost:    two all-gathers of one or two integers a rank, under `control`.
     """
     plan, itemsize = trainer.plan, strategy.weights[0].dtype.itemsize
     config, sequences = replace(trainer.config, context=batch[0].shape[1]), len(batch[0])
-    elements = elements_sent(config, plan, sequences, recomputed=len(chosen(plan.checkpoint_blocks, config.layers)))
-    wide = wide_elements(config, plan, sequences) if itemsize < WIDE else {}
+    again = chosen(plan.checkpoint_blocks, config.layers)
+    elements = elements_sent(config, plan, sequences, recomputed=len(again))
+    wide = wide_elements(config, plan, sequences, recomputed=len(again)) if itemsize < WIDE else {}
     axes = {axis: (count * itemsize + wide.get(axis, 0) * (WIDE - itemsize)) * trainer.steps_done
             for axis, count in elements.items()}
     with trainer.world.ledger.control():
-        each = strategy.cut.all_gather(np.array([data["sent_bytes"]], np.int64))
-    if plan.copies > 1:
-        axes = {strategy.data.group.axis: int(each.sum()), **axes}
+        shared = dict.fromkeys((strategy.data.group.axis, *([trainer.mesh.experts.axis] if plan.ep > 1 else [])))
+        own = np.array([data["axes"].get(axis, 0) for axis in shared], np.int64)
+        each = strategy.cut.all_gather(own).reshape(-1, len(own))
+        rows = trainer.world.all_gather(np.array([passes * trainer.loads.sent_by(layer) for layer, passes in (
+            (layer, 6 if layer in again else 4) for layer in range(config.layers))], np.int64))
+    axes = {**dict(zip(shared, map(int, each.sum(axis=0)), strict=True)), **axes}
+    if plan.ep > 1:
+        axes["ep"] = int(rows.sum()) * config.width * itemsize
+    axes = {axis: nbytes for axis, nbytes in axes.items() if math.prod(plan.axes[name] for name in axis.split(",")) > 1}
     return {"sent_bytes": sum(axes.values()), "messages": None, "buckets": data["buckets"], "axes": axes,
-            "held": sum(p.size for p in strategy.model.parameters())}
+            "held": sum(p.size for p in strategy.model.parameters()),
+            "held_experts": sum(p.size for p in strategy.model.parameters() if id(p) in strategy.others)}
 
 
-def collectives(strategy: Hybrid, accumulate: int) -> list[tuple[str, int]] | None:
+def collectives(strategy: Hybrid, accumulate: int) -> list[tuple[str, int, Group]] | None:
     """train_report.collectives for ZeRO-2 and 3 behind a pipeline, where a microbatch is a pass; None: no difference.
     """
     pipeline, data, plan = strategy.pipeline, strategy.data, strategy.plan
@@ -48,13 +56,14 @@ def collectives(strategy: Hybrid, accumulate: int) -> list[tuple[str, int]] | No
         return None
     passes = accumulate * plan.pieces
     if isinstance(data, Zero2):
-        return [("reduce_scatter", flat.nbytes) for flat in data.flats for _ in range(passes)] + [
-            ("all_gather", flat.nbytes) for flat in data.flats]
-    calls = [(verb, flat.nbytes) for flat in data.root.flats for verb in ("all_gather", "reduce_scatter")]
+        return [("reduce_scatter", flat.nbytes, flat.group) for flat in data.flats for _ in range(passes)] + [
+            ("all_gather", flat.nbytes, flat.group) for flat in data.flats]
+    calls = [(verb, flat.nbytes, flat.group) for flat in data.root.flats for verb in ("all_gather", "reduce_scatter")]
     for stage, chain in zip(pipeline.stages.layers, data.chains, strict=True):
         times = accumulate * gathers(pipeline.schedule, strategy.pp.rank, stage, keep=plan.keep_gathered)
         for flat in (flat for unit in chain for flat in unit.flats):
-            calls += [("all_gather", flat.nbytes)] * times + [("reduce_scatter", flat.nbytes)] * passes
+            calls += [("all_gather", flat.nbytes, flat.group)] * times
+            calls += [("reduce_scatter", flat.nbytes, flat.group)] * passes
     return calls
 
 

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 import minidist
-from minidist.backend import Array
 from minidist.cli import train_central, train_experts, train_hybrid
 from minidist.cli.common import write_json
 from minidist.cli.train_offload import offload_record, on_device, print_offload
@@ -25,6 +24,7 @@ from minidist.observe.plots import draw_loss
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline, write_perfetto
 from minidist.parallel.common.memory import STATE, Each, state_bytes
+from minidist.parallel.common.owners import owners
 from minidist.parallel.common.update import Batch
 from minidist.parallel.data_parallel import DataParallel
 from minidist.parallel.ddp import DDP
@@ -37,6 +37,8 @@ from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3
 
 Metrics = dict[str, Any]
+Call = tuple[str, int, Group]
+"""A collective: its verb, the bytes of the whole array, and among whom."""
 
 
 def rank_record(trainer: Trainer, world: Group) -> dict[str, Any]:
@@ -71,35 +73,40 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
 
 
 def data_formula(trainer: Trainer, strategy: DDP | Zero1 | Zero2 | Zero3,
-                 calls: list[tuple[str, int]] | None = None) -> dict[str, Any]:
-    """Bytes and messages of all ranks of one group of the data axis together, in all steps, from its `calls` in one."""
-    plan, ranks = trainer.plan, trainer.plan.copies
+                 calls: list[Call] | None = None) -> dict[str, Any]:
+    """Bytes and messages of all ranks of one group of the data axis together, in all steps, from its `calls` in one;
+    bytes also by the axis of who shares what.
+    """
+    plan, ranks, steps = trainer.plan, trainer.plan.copies, trainer.steps_done
     calls = collectives(strategy, plan.accumulate) if calls is None else calls
+    runs = [(FORMULAS[verb, plan.algorithm],    # what all ranks send does not depend on who owns how much
+             Case(size=group.size, nbytes=nbytes, blocks=[nbytes] + [0] * (group.size - 1)), ranks // group.size, group)
+            for verb, nbytes, group in calls]
     size = plan.shard or ranks          # of a group that shares a copy; there are ranks / size of them
-    pairs = [(FORMULAS[verb, plan.algorithm],      # what all ranks send does not depend on who owns how much
-              Case(size=size, nbytes=nbytes, blocks=[nbytes] + [0] * (size - 1)), ranks // size)
-             for verb, nbytes in calls]
-    pairs += [(FORMULAS["all_reduce", plan.algorithm], Case(size=ranks // size, nbytes=nbytes), 1)
-              for nbytes in shards(strategy) if size < ranks]
-    return {"sent_bytes": trainer.steps_done * sum(times * formula.bytes_of(case) for formula, case, times in pairs),
-            "messages": trainer.steps_done * sum(times * formula.messages_of(case) for formula, case, times in pairs),
+    runs += [(FORMULAS["all_reduce", plan.algorithm], Case(size=ranks // size, nbytes=nbytes), 1, strategy.group)
+             for nbytes in shards(strategy) if size < ranks]
+    axes: dict[str, int] = {}
+    for formula, case, times, group in runs:
+        axis = group.axis.split(".")[0]
+        axes[axis] = axes.get(axis, 0) + steps * times * formula.bytes_of(case)
+    return {"sent_bytes": sum(axes.values()), "axes": axes,
+            "messages": steps * sum(times * formula.messages_of(case) for formula, case, times, _ in runs),
             "buckets": len(calls if isinstance(strategy, (Zero2, Zero3)) else buckets_of(strategy))}
 
 
-def collectives(strategy: DDP | Zero1 | Zero2 | Zero3, accumulate: int) -> list[tuple[str, int]]:
-    """(verb, bytes of the whole array) of each collective in a step of `accumulate` passes, within one copy of the
-    state, scalars apart.
-    """
+def collectives(strategy: DDP | Zero1 | Zero2 | Zero3, accumulate: int) -> list[Call]:
+    """Of each collective in a step of `accumulate` passes, within one copy of the state, scalars apart."""
     if isinstance(strategy, Zero3):
         times = 2 if strategy.free_after_forward else 1
         gathered = [(flat, times * accumulate) for unit in strategy.units for flat in unit.flats]
         gathered += [(flat, 1) for flat in strategy.root.flats]         # held all step
-        return ([("all_gather", flat.nbytes) for flat, times in gathered for _ in range(times)]
-                + [("reduce_scatter", flat.nbytes) for flat in strategy.gradients.flats for _ in range(accumulate)])
+        return ([("all_gather", flat.nbytes, flat.group) for flat, times in gathered for _ in range(times)]
+                + [("reduce_scatter", flat.nbytes, flat.group) for flat in strategy.gradients.flats
+                   for _ in range(accumulate)])
     verbs = ["all_reduce"] if isinstance(strategy, DDP) else ["reduce_scatter", "all_gather"]
     if isinstance(strategy, Zero2):
         verbs = ["reduce_scatter"] * accumulate + ["all_gather"]
-    return [(verb, array.nbytes) for verb in verbs for array in buckets_of(strategy)]
+    return [(verb, nbytes, group) for verb in verbs for nbytes, group in buckets_of(strategy)]
 
 
 def shards(strategy: DDP | Zero1 | Zero2 | Zero3) -> list[int]:
@@ -107,13 +114,16 @@ def shards(strategy: DDP | Zero1 | Zero2 | Zero3) -> list[int]:
     if isinstance(strategy, DDP):
         return []
     flats = strategy.gradients.flats if isinstance(strategy, Zero3) else strategy.flats
-    return [(stop - start) * flat.dtype.itemsize for flat in flats
+    return [(stop - start) * flat.dtype.itemsize for flat in flats if flat.group is strategy.sharing.shard
             for start, stop in pairwise(bounds(flat.size, strategy.sharing.shard.size))]
 
 
-def buckets_of(strategy: DDP | Zero1 | Zero2) -> list[Array]:
-    """An array as long as each bucket."""
-    return [bucket.data for bucket in strategy.buckets] if isinstance(strategy, DDP) else strategy.weights
+def buckets_of(strategy: DDP | Zero1 | Zero2) -> list[tuple[int, Group]]:
+    """The bytes of each bucket, and who shares it."""
+    if isinstance(strategy, DDP):
+        return [(bucket.data.nbytes, owners(bucket.parameters, strategy.group, strategy.others))
+                for bucket in strategy.buckets]
+    return [(flat.nbytes, flat.group) for flat in strategy.flats]
 
 
 def parameter_counts(trainer: Trainer) -> dict[str, int]:
@@ -217,12 +227,16 @@ def short(number: float) -> str:
     return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
-def bytes_a_parameter(metrics: Metrics) -> dict[str, float]:
-    """What theory gives a rank to hold between steps, by category: parts of it are divided under ZeRO."""
+def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, float]:
+    """What theory gives a rank to hold between steps, by category: parts of it are divided under ZeRO.
+
+    Args:    experts: of one that ep has divided already; ZeRO does so over dp and cp alone.
+    """
     plan = metrics["plan"]
     each = Each.of(metrics["parameter_bytes"] // metrics["parameters"], moments=metrics["optimizer_moments"],
                    masters=plan["precision"] != "fp32")
-    held = state_bytes(1, each, zero=plan["zero"], ranks=plan["dp"] * plan["ep"] * plan["cp"], shard=plan["shard"])
+    ranks = plan["dp"] * plan["cp"] * (1 if experts else plan["ep"])
+    held = state_bytes(1, each, zero=plan["zero"], ranks=ranks, shard=None if experts else plan["shard"])
     held = on_device(held, plan["offload"], plan["zero"])
     held["optimizer"] *= train_central.optimizer_share(plan)
     return {category: held[category] for category in STATE}
@@ -259,13 +273,16 @@ def traffic_table(metrics: Metrics) -> Table:
 
 def memory_table(metrics: Metrics) -> Table:
     """Rank 0's memory by category, now and at the peak, beside what theory says of it."""
-    count, formulas = metrics["formula"].get("held", metrics["parameters"]), bytes_a_parameter(metrics)
+    experts = metrics["formula"].get("held_experts", 0)
+    count = metrics["formula"].get("held", metrics["parameters"]) - experts
+    parts = [(count, bytes_a_parameter(metrics)), (experts, bytes_a_parameter(metrics, experts=True))]
     table = Table(header_style="bold")
     table.add_column("what")
     for column in ("now", "peak", "formula"):
         table.add_column(column, justify="right")
     for category, held in metrics["ranks"][0]["memory"].items():
-        formula = (f"{short(formulas[category])} × {count:,} = {exactly(formulas[category] * count)}"
-                   if category in formulas else "")
+        formula = (" + ".join(f"{short(each[category])} × {numbers:,}" for numbers, each in parts if numbers) +
+                   f" = {exactly(sum(each[category] * numbers for numbers, each in parts))}"
+                   if category in STATE else "")
         table.add_row(category, f"{held['now']:,}", f"{held['peak']:,}", formula, end_section=category == "workspace")
     return table

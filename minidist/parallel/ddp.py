@@ -103,8 +103,8 @@ class DDP:
         self.buckets = make_buckets(self.weights, bucket_bytes, apart)
         self.squares: Callable[[], float] = lambda: sum_of_squares(p.grad for p in self.weights)
         self._pending: list[Pending] = []           # all-reduces under way: of buckets 0, 1, …, without a gap
-        self._others = others or {}
-        check_equal_owners(model.parameters(), group, self._others, when="before the first step")       # DDP 1
+        self.others = others or {}
+        check_equal_owners(model.parameters(), group, self.others, when="before the first step")       # DDP 1
         self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce, unused=unused,
                               who=f"DDP rank {group.rank} of {group.size}", by="DDP.backward")
         self.bucket_bytes = bucket_bytes
@@ -159,7 +159,7 @@ class DDP:
     def _start_reduce(self, index: int) -> None:
         """The bucket's last gradient is final, and those before it have set out (order.py says why)."""
         bucket = self.buckets[index]
-        group = owners(bucket.parameters, self.group, self._others)
+        group = owners(bucket.parameters, self.group, self.others)
         self.recorder.announce(group.axis, f"all_reduce bucket {index}")
         self._pending.append(group.start_all_reduce(bucket.data, op="sum", out=bucket.data, algorithm=self.algorithm))
 

@@ -33,13 +33,17 @@ def elements_sent(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: 
     return sent
 
 
-def wide_elements(config: GPTConfig, plan: Plan, sequences: int) -> dict[str, int]:
-    """How many of these travel as float32 in low precision too: maxima and sums over a divided vocabulary, and the
-    gradients of keys and values, to which each hop adds.
+def wide_elements(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0) -> dict[str, int]:
+    """How many of these travel as float32 in low precision too: maxima and sums over a divided vocabulary, chances of
+    gates, and the gradients of keys and values, to which each hop adds. Args: as elements_sent.
     """
     wide = {}
     if plan.tp > 1:
         wide["tp"] = 2 * (plan.tp - 1) * 3 * sequences * config.context
+        wide["tp"] += (sum(sequence.gates_sent(config, length, ranks=plan.tp, sequences=sequences,
+                                               recomputed=recomputed) for length in _own_lengths(config, plan))
+                       if plan.sequence_parallel else
+                       tensor.gates_sent(config, ranks=plan.tp, tokens=sequences * config.context))
     if plan.cp > 1 and plan.attention == "ring":
         wide["cp"] = sum(2 * plan.cp * config.layers * sequences * config.context * part.key_heads * part.head_width
                          for part in _heads_divided(config, plan.tp))
@@ -54,10 +58,8 @@ def whole_gradients(plan: Plan) -> int:
 def _along_tp(config: GPTConfig, plan: Plan, sequences: int, recomputed: int) -> int:
     """Along tp: activations of all tokens, and what is added up once a step, in each copy."""
     if plan.sequence_parallel:
-        lengths = ([len(ring_attention.zigzag(config.context, rank, plan.cp)) for rank in range(plan.cp)]
-                   if plan.attention == "ring" else _lengths(config.context, plan.cp))
         sent = sum(sequence.activations_sent(config, length, ranks=plan.tp, sequences=sequences, recomputed=recomputed)
-                   for length in lengths)
+                   for length in _own_lengths(config, plan))
         sent += 2 * (plan.tp - 1) * sequence.outside_numbers(config) * whole_gradients(plan)
     else:
         sent = tensor.activations_sent(config, ranks=plan.tp, tokens=sequences * config.context, recomputed=recomputed)
@@ -68,6 +70,13 @@ def _heads_divided(config: GPTConfig, ranks: int) -> list[GPTConfig]:
     """For each of so many ranks of tp a config with its heads."""
     return [replace(config, heads=len(queries), kv_heads=len(keys), width=len(queries) * config.head_width)
             for queries, keys in head_shares(config.heads, config.key_heads, ranks)]
+
+
+def _own_lengths(config: GPTConfig, plan: Plan) -> list[int]:
+    """How many of a sequence's tokens each rank of cp has."""
+    if plan.attention == "ring":
+        return [len(ring_attention.zigzag(config.context, rank, plan.cp)) for rank in range(plan.cp)]
+    return _lengths(config.context, plan.cp)
 
 
 def _lengths(count: int, parts: int) -> list[int]:

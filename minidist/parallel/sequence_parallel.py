@@ -135,11 +135,15 @@ def elements_sent(config: GPTConfig, *, ranks: int, sequences: int, recomputed: 
 def activations_sent(config: GPTConfig, tokens: int, *, ranks: int, sequences: int, recomputed: int = 0) -> int:
     """Of these, what does not wait for the last backward, for sequences of so many tokens. Args: as elements_sent."""
     padded = ranks * -(-tokens // ranks)
-    experts, shared = (config.mixture.experts, config.mixture.shared) if config.mixture else (0, 0)
-    crossings = (2 + shared) * (2 * config.layers + recomputed) + 2
-    activations = crossings * config.width * (tokens + padded) + 2 * 3 * tokens
-    gates = experts * (config.layers * (tokens + padded) + recomputed * tokens)
-    return (ranks - 1) * sequences * (activations + gates)
+    crossings = (2 + (config.mixture.shared if config.mixture else 0)) * (2 * config.layers + recomputed) + 2
+    activations = (ranks - 1) * sequences * (crossings * config.width * (tokens + padded) + 2 * 3 * tokens)
+    return activations + gates_sent(config, tokens, ranks=ranks, sequences=sequences, recomputed=recomputed)
+
+
+def gates_sent(config: GPTConfig, tokens: int, *, ranks: int, sequences: int, recomputed: int = 0) -> int:
+    """Of these, the chances of a mixture's gates. Args: as activations_sent."""
+    padded, experts = ranks * -(-tokens // ranks), config.mixture.experts if config.mixture else 0
+    return (ranks - 1) * sequences * experts * (config.layers * (tokens + padded) + recomputed * tokens)
 
 
 # ------------------------------------------------------------------------------------------------------------ step

@@ -88,12 +88,13 @@ def activations_sent(config: GPTConfig, *, ranks: int, tokens: int, recomputed: 
     """Of these, what does not wait for the last backward. Args: as elements_sent."""
     regions = 2 + (config.mixture.shared if config.mixture else 0)
     crossings = regions * (2 * config.layers + recomputed) + 2
-    return 2 * (ranks - 1) * tokens * (crossings * config.width + 3 + gate_numbers(config))
+    activations = 2 * (ranks - 1) * tokens * (crossings * config.width + 3)
+    return activations + gates_sent(config, ranks=ranks, tokens=tokens)
 
 
-def gate_numbers(config: GPTConfig) -> int:
-    """Of a mixture: the numbers a token that enter its regions beside the token."""
-    return config.layers * config.mixture.experts if config.mixture else 0
+def gates_sent(config: GPTConfig, *, ranks: int, tokens: int) -> int:
+    """Of these, the gradients of the chances of a mixture's gates. Args: as elements_sent."""
+    return 2 * (ranks - 1) * tokens * config.layers * config.mixture.experts if config.mixture else 0
 
 
 class TensorParallel(SplitModel):

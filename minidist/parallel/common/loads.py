@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
-from minidist.nn import GPT
+from minidist.nn import GPT, Mixture
 from minidist.nn.moe import loads, mixtures, rebalance
 
 
@@ -16,12 +16,12 @@ class Loads:
     Attributes: step    (own layers, 2, experts) integers: tokens of the last step's whole batch that chose each expert,
                         and that it took
                 total   the same, since the run began
-                sent    rows that this rank's tokens sent to other ranks' experts since the run began
+                sent    (own layers,) rows that this rank gave to other ranks' experts since the run began
     """
 
     def __init__(self, model: GPT, group: Group) -> None:
         self.model, self.group, self.layers = model, group, mixtures(model)
-        self.step, self.total, self.sent = loads(model), loads(model), 0
+        self.step, self.total, self.sent = loads(model), loads(model), np.zeros(len(self.layers), np.int64)
 
     def settle(self) -> None:
         """A step is over: sum its loads, and move biases by them. The same on every rank; nothing without mixtures.
@@ -34,12 +34,17 @@ class Loads:
             self.step = self.group.all_reduce(loads(self.model), algorithm="ring")
         self.total = self.total + self.step
         rebalance(self.model, self.step)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             experts: Any = layer.experts
             rows, group = getattr(experts, "sent", None), getattr(experts, "group", None)
             if rows is not None and group is not None:
-                self.sent += int(rows.sum() - rows[group.rank])
+                self.sent[number] += rows.sum() - rows[group.rank]
                 experts.clear()
+
+    def sent_by(self, layer: int) -> int:
+        """`sent` of one of the model's layers; 0 of another rank's."""
+        return sum(int(count) for mixture, count in zip(self.layers, self.sent, strict=True)
+                   if _number(mixture) == layer)
 
     def whole(self, pipeline: Group) -> np.ndarray:
         """`total` of all layers of the model, whichever stage has them: (layers, 2, experts). All ranks call it.
@@ -51,6 +56,11 @@ class Loads:
         assert config.mixture is not None
         found = np.zeros((config.layers, 2, config.mixture.experts), np.int64)
         for layer, counted in zip(self.layers, self.total, strict=True):
-            found[int(layer.path.split(".")[1])] = counted
+            found[_number(layer)] = counted
         with pipeline.ledger.control():
             return pipeline.all_reduce(found, algorithm="ring")     # type: ignore[no-any-return]
+
+
+def _number(layer: Mixture) -> int:
+    """Which of the model's layers it is: 3 of "blocks.3.mlp"."""
+    return int(layer.path.split(".")[1])
