@@ -22,7 +22,6 @@ def test_plan_parses_what_it_prints() -> None:
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("ep=2,tp=2", "this version composes dp, pp, cp and tp; use ep=1, with dp=2,tp=2"),
     ("dp=0", "whole number from 1"),
     ("dp=-1", "not a number of ranks"), ("dp=two", "not a number of ranks"), ("dp", "AXIS=SIZE"),
     ("zp=2", "dp, pp, ep, cp, tp"),
