@@ -69,7 +69,7 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     if isinstance(strategy, Hybrid):
         calls = train_hybrid.collectives(strategy, trainer.plan.accumulate)
         return train_hybrid.formula(trainer, strategy, data_formula(trainer, strategy.data, calls), batch)
-    return data_formula(trainer, strategy)
+    return {key: value for key, value in data_formula(trainer, strategy).items() if key != "axes"}
 
 
 def data_formula(trainer: Trainer, strategy: DDP | Zero1 | Zero2 | Zero3,
@@ -204,9 +204,11 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
         console.print(train_experts.table(metrics))
     console.rule("what fills the memory of rank 0, in bytes, measured and by formula", style="dim", align="left")
     console.print(memory_table(metrics))
-    each = bytes_a_parameter(metrics)
-    console.print(f"parameters + gradients + optimizer: {' + '.join(map(short, each.values()))} = "
-                  f"{short(sum(each.values()))} bytes a parameter", markup=False)
+    console.print(f"parameters + gradients + optimizer: {in_words(bytes_a_parameter(metrics))} bytes a parameter",
+                  markup=False)
+    if metrics["plan"]["ep"] > 1:
+        console.print(f"of the experts' {in_words(bytes_a_parameter(metrics, experts=True))}, which ep has divided "
+                      f"before", markup=False)
     if shared := metrics["ranks"][0].get("shared_bytes"):
         console.print(f"beside it, of what ranks of one host share (the transport's rings and boards), at most "
                       f"{shared:,} bytes are rank 0's", markup=False, soft_wrap=True)
@@ -225,6 +227,11 @@ def exactly(number: float) -> str:
 def short(number: float) -> str:
     """4.0 -> "4", 2.6667 -> "2.67"."""
     return f"{number:.2f}".rstrip("0").rstrip(".")
+
+
+def in_words(each: dict[str, float]) -> str:
+    """`4 + 4 + 8 = 16`."""
+    return f"{' + '.join(map(short, each.values()))} = {short(sum(each.values()))}"
 
 
 def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, float]:
