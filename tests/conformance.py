@@ -274,6 +274,13 @@ def bits(world: Group) -> list[bytes]:
     return [world.all_reduce(x, algorithm=algorithm).tobytes() for algorithm in BITS]
 
 
+def calls_in_one_job(world: Group, cases: list[dict[str, Any]]) -> tuple[list[list[Any]], list[bytes]]:
+    """`verbs`, with what one size is enough for in the same job: on four ranks all demands, on three the bits."""
+    if world.size == 4:
+        all_peaceful(world)
+    return verbs(world, cases), bits(world) if world.size == 3 else []
+
+
 def aborted(world: Group) -> bool:
     """A wait that another thread of the rank aborts (before it is seen that all wait); and every wait after it."""
     caught = []

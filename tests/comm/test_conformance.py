@@ -31,10 +31,9 @@ def test_one_demand(check, transport):
     run(check, size=3, transport=transport)
 
 
-@pytest.mark.parametrize(("size", "transport"), [(size, name) for size in (2, 4) for name in TRANSPORTS
-                                                 if (size, name) != (2, MIXED)])     # which is sockets
-def test_all_demands_in_one_job(transport, size):
-    run(conformance.all_peaceful, size=size, transport=transport)
+@pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != MIXED])     # of two ranks: sockets
+def test_all_demands_on_two_ranks(transport):
+    run(conformance.all_peaceful, size=2, transport=transport)
 
 
 def fixed_cases(size, transport):
@@ -61,20 +60,16 @@ def fixed_cases(size, transport):
 @on_every_transport
 @pytest.mark.parametrize("size", [3, 4])
 def test_every_verb_by_every_algorithm(transport, size):
+    """Also, in the same job, all demands on four ranks, and on three the bits that three threads have."""
     cases = list(fixed_cases(size, transport))
-    counted = run(conformance.verbs, cases, size=size, transport=transport)
+    counted, bits = zip(*run(conformance.calls_in_one_job, cases, size=size, transport=transport), strict=True)
+    assert list(bits) == (run(conformance.bits, size=3) if size == 3 else [[]] * 4)
+    assert all(rank == bits[0] for rank in bits)
     for number, fields in enumerate(cases):
         case, formula = Drawn(**fields), FORMULAS[fields["verb"], fields["algorithm"]]
         messages = sum(rank[number][0] for rank in counted)
         nbytes = sum(rank[number][1] for rank in counted)
         assert (messages, nbytes) == (formula.messages_of(cost_case(case)), formula.bytes_of(cost_case(case))), case
-
-
-@on_every_transport
-def test_same_bits_on_every_transport(transport):
-    reference = run(conformance.bits, size=3)
-    assert run(conformance.bits, size=3, transport=transport) == reference
-    assert reference[0] == reference[1] == reference[2]
 
 
 @on_every_transport
