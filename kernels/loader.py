@@ -57,6 +57,18 @@ def aligned(*arrays: Array) -> bool:
     return all(array.shape[-1] * array.dtype.itemsize % 16 == 0 and _address(array) % 16 == 0 for array in arrays)
 
 
+def version_for(name: str, wanted: int | None, *arrays: Array, packed: int = 2) -> int:
+    """The version to run: the wanted one, or the last that fits. From `packed` on, versions load 16 bytes at a time.
+
+    Raises: KernelError where the wanted one loads packs and an array does not fit.
+    """
+    fits = aligned(*arrays)
+    if wanted is not None and wanted >= packed and not fits:
+        raise KernelError(f"{name}_v{wanted} loads 16 bytes at a time, and rows of shapes "
+                          f"{', '.join(str(array.shape) for array in arrays)} do not fit; take version {packed - 1}")
+    return wanted or (packed if fits else packed - 1)
+
+
 def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
 

@@ -10,10 +10,9 @@ Moved: x.nbytes read and written forward; 2 x.nbytes read, x.nbytes written back
 from typing import Any
 
 import numpy as np
-from minidist.kernels.loader import FLOATS, Source, aligned, c_type, launch
+from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
 from minidist.backend import Array, array_module
-from minidist.errors import KernelError
 
 VERSIONS = (1, 2, 3)
 SOURCE = Source("softmax.cu", [f"{name}_v{version}<{kind}>" for name in ("softmax", "softmax_gradient")
@@ -48,24 +47,17 @@ def softmax_gradient(y: Array, dy: Array, *, version: int | None = None) -> Arra
     return dx
 
 
-def fastest(*arrays: Array) -> int:
-    """The version to take: 3 where rows are whole packs of 16 bytes, else 2."""
-    return 3 if aligned(*arrays) else 2
-
-
 def _launch(name: str, arrays: tuple[Any, ...], version: int | None) -> None:
     first = arrays[0]
     if first.size == 0:
         return
     columns = first.shape[-1]
     rows = first.size // columns
-    version = version or fastest(*arrays)
+    version = version_for(name, version, *arrays, packed=3)
     kernel = f"{name}_v{version}<{c_type(first)}>"
     if version == 1:
         launch(SOURCE, kernel, grid=-(-rows // BLOCK), block=BLOCK, args=(*arrays, rows, columns))
     elif version == 2:
         launch(SOURCE, kernel, grid=rows, block=BLOCK, args=(*arrays, columns), shared=BLOCK * 4)
-    elif not aligned(*arrays):
-        raise KernelError(f"{kernel} loads 16 bytes at a time: rows of {columns} do not fit; take version 2")
     else:
         launch(SOURCE, kernel, grid=-(-rows // (BLOCK // 32)), block=BLOCK, args=(*arrays, rows, columns))

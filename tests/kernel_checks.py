@@ -1,0 +1,34 @@
+"""What tests of kernels share: dtypes and what one rounding loses, differences, and the one allowed skip."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from minidist.kernels import on_cpu
+
+needs_compiler = pytest.mark.skipif(on_cpu.compiler() is None, reason="no C++ compiler (g++) on this machine")
+
+# Half a unit in the last place, and for float32 several: its sums and exp round too.
+KINDS = {"float32": (np.float32, 1e-6), "float16": (np.float16, 5e-4), "bfloat16": (ml_dtypes.bfloat16, 4e-3)}
+
+
+def close(got: Any, want: np.ndarray, bound: float, scale: float | None = None) -> None:
+    """Within `bound`, relative to the number or to the largest of all (`scale`); NaN only where NaN is wanted."""
+    scale = float(np.abs(want[np.isfinite(want)]).max(initial=0.0)) if scale is None else scale
+    np.testing.assert_allclose(np.asarray(got).astype(np.float64), want, rtol=bound * 1.01, atol=bound * scale)
+
+
+def check_gradient(forward: Callable[..., np.ndarray], gradients: Sequence[np.ndarray], arrays: Sequence[np.ndarray],
+                   dy: np.ndarray, step: float = 1e-6) -> None:
+    """Each gradient of sum(forward(*arrays) * dy) against differences, number by number."""
+    for which, (array, gradient) in enumerate(zip(arrays, gradients, strict=True)):
+        for place in np.ndindex(array.shape):
+            kept, sums = array[place], []
+            for moved in (kept + step, kept - step):
+                array[place] = moved
+                sums.append(float((forward(*arrays) * dy).sum()))
+            array[place] = kept
+            np.testing.assert_allclose(gradient[place], (sums[0] - sums[1]) / (2 * step), rtol=1e-5, atol=1e-7,
+                                       err_msg=f"argument {which} at {place}")
