@@ -5,6 +5,7 @@
 
 constexpr unsigned all_lanes = 0xffffffffu;
 #define minus_infinity __uint_as_float(0xff800000u)       // NVRTC knows no INFINITY
+#define not_a_number __uint_as_float(0x7fffffffu)
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }

@@ -149,6 +149,9 @@ class ndarray:
     def astype(self, dtype):
         return _computed(self.shape, np.dtype(dtype), lambda out: np.copyto(out, self.host, casting="unsafe"))
 
+    def sum(self):
+        return _computed((), self.dtype, lambda out: np.sum(self.host, out=out))
+
     def __truediv__(self, number):
         return _computed(self.shape, self.dtype, lambda out: np.divide(self.host, number, out=out))
 
@@ -198,6 +201,10 @@ def asarray(values):
     result = ndarray(np.shape(values), np.asarray(values).dtype)
     result.set(np.asarray(values))
     return result
+
+
+def _contiguous(x):
+    return x if x.flags.c_contiguous else x.copy()
 
 
 class Memory:
@@ -446,7 +453,8 @@ def modules():
     cupy, cuda, compiler, nccl, extra = (ModuleType(name) for name in names)
     compiler.CompileException = CompileException
     vars(cupy).update(ndarray=ndarray, empty=ndarray, asarray=asarray, concatenate=concatenate, cuda=cuda,
-                      RawModule=RawModule, is_available=lambda: True, add=_ufunc(np.add), multiply=_ufunc(np.multiply),
+                      RawModule=RawModule, is_available=lambda: True, ascontiguousarray=_contiguous,
+                      add=_ufunc(np.add), multiply=_ufunc(np.multiply),
                       maximum=_ufunc(np.maximum), minimum=_ufunc(np.minimum),
                       may_share_memory=lambda a, b: np.may_share_memory(a.host, b.host))
     vars(cuda).update(Stream=Stream, Event=Event, Device=Device, get_current_stream=get_current_stream, nccl=nccl,

@@ -16,6 +16,9 @@ TABLE = {
     # name               module of minidist.kernels and its launcher
     "softmax":           ("softmax", "softmax"),
     "softmax_gradient":  ("softmax", "softmax_gradient"),
+    "gelu":              ("activation", "bias_gelu"),
+    "gelu_gradient":     ("activation", "bias_gelu_gradient"),
+    "cross_entropy":     ("cross_entropy", "cross_entropy"),
 }
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -23,13 +26,13 @@ DTYPES = ("float32", "float16", "bfloat16")
 def kernel(name: str, *arrays: Array) -> Callable[..., Any] | None:
     """The launcher of `name` for these arrays; None where the plain path is to be taken."""
     if all(device_of(a) == "cuda" and dtype_name(a.dtype) in DTYPES and a.flags.c_contiguous for a in arrays):
-        return _launcher(name)
+        return launcher(name)
     return None
 
 
 @cache
-def _launcher(name: str) -> Callable[..., Any]:
-    """Imported when a GPU first asks for it: on a CPU nothing of kernels/ is needed."""
+def launcher(name: str) -> Callable[..., Any]:
+    """The launcher of `name`, imported when a GPU first asks for it: on a CPU nothing of kernels/ is needed."""
     module, function = TABLE[name]
-    launcher: Callable[..., Any] = getattr(importlib.import_module(f"minidist.kernels.{module}"), function)
-    return launcher
+    found: Callable[..., Any] = getattr(importlib.import_module(f"minidist.kernels.{module}"), function)
+    return found

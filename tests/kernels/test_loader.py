@@ -132,32 +132,43 @@ def test_arrays_here_and_there_are_refused(cupy):
         launch(SOURCE, KERNEL, grid=1, block=32, args=(X, cupy.asarray(X), 3, 4))
 
 
+OPS = {
+    "softmax": (ops.softmax, ["softmax", "softmax_gradient"]),
+    "gelu": (ops.gelu, ["gelu", "gelu_gradient"]),
+    "cross_entropy": (lambda x: ops.cross_entropy(x, _targets(x), divisor=7), ["cross_entropy", "cross_entropy"]),
+}
+
+
+def _targets(x):
+    """Token ids beside x."""
+    ids = np.array([1, 0, 3], np.int32)
+    return ids if isinstance(x.data, np.ndarray) else sys.modules["cupy"].asarray(ids)
+
+
 @needs_compiler
-def test_ops_take_the_kernel_on_a_gpu_alone(cupy, monkeypatch):
-    """ops.softmax on NumPy never asks for a kernel; on a GPU's array it runs two, forward and gradient."""
-    called = []
-    for name in ("softmax", "softmax_gradient"):
-        function = dispatch._launcher(name)
-        monkeypatch.setitem(dispatch.TABLE, name, ("softmax", name))
-        monkeypatch.setattr(f"minidist.kernels.softmax.{name}",
-                            lambda *a, function=function, name=name: called.append(name) or function(*a))
-    dispatch._launcher.cache_clear()
-    ops.softmax(X)
+@pytest.mark.parametrize("name", OPS)
+def test_ops_take_the_kernel_on_a_gpu_alone(name, cupy, monkeypatch):
+    """On NumPy an op never asks for a kernel; on a GPU's array it runs two: forward and gradient."""
+    op, kernels = OPS[name]
+    called, launcher = [], dispatch.launcher
+    monkeypatch.setattr(dispatch, "launcher", lambda which: called.append(which) or launcher(which))
+    monkeypatch.setattr("minidist.ops.activation.launcher", dispatch.launcher)
+    want = tensor(X, requires_grad=True)
+    y = op(want)
+    dy = np.asarray(np.arange(1, 1 + y.size, dtype=np.float32).reshape(y.shape))
+    y.backward(dy)
     assert not called
     x = tensor(cupy.asarray(X), requires_grad=True)
-    y = ops.softmax(x)
-    y.backward(cupy.asarray(X[::-1].copy()))
-    assert called == ["softmax", "softmax_gradient"]
-    want = tensor(X, requires_grad=True)
-    ops.softmax(want).backward(X[::-1].copy())
-    np.testing.assert_allclose(y.data.get(), ops.softmax(X).data, rtol=1e-6)
-    np.testing.assert_allclose(x.grad.get(), want.grad, rtol=1e-4, atol=1e-7)
-    dispatch._launcher.cache_clear()
+    got = op(x)
+    got.backward(cupy.asarray(dy))
+    assert called == kernels
+    np.testing.assert_allclose(got.data.get(), y.data, rtol=1e-6)
+    np.testing.assert_allclose(x.grad.get(), want.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", dispatch.TABLE)
 def test_the_table_names_launchers(name):
-    assert callable(dispatch._launcher(name))
+    assert callable(dispatch.launcher(name))
 
 
 def test_float64_takes_the_plain_path(cupy):

@@ -1,0 +1,58 @@
+"""Cross-entropy, forward and backward in one pass over the logits: NumPy reference, then cross_entropy.cu's launcher.
+
+    losses, dlogits = cross_entropy(logits, targets, scale=1 / tokens)                # a new array
+    losses, dlogits = cross_entropy(logits, targets, scale=1 / tokens, out=logits)    # over the logits
+
+logits (…, columns) in float32, float16 or bfloat16, targets (…) int64; losses (…) float32, one a row. dlogits is the
+gradient of scale (times factor[0]) times the sum of the losses. NumPy (CPU build) or CuPy.
+Bytes moved: at the head of cross_entropy.cu.
+"""
+
+import numpy as np
+from minidist.kernels.loader import FLOATS, MOST_SHARED, Source, c_type, launch, version_for
+
+from minidist.backend import Array, array_module
+from minidist.errors import ShapeError
+
+VERSIONS = (1, 2, 3)
+SOURCE = Source("cross_entropy.cu", [f"cross_entropy_v{version}<{kind}>" for version in VERSIONS for kind in FLOATS])
+BLOCK = {1: 128, 2: 256, 3: 256}        # threads
+MOST_KEPT = MOST_SHARED - 256           # bytes of a row that version 3 can keep
+
+
+def cross_entropy_reference(logits: np.ndarray, targets: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Losses (…) and the gradient (…, columns) of scale times their sum."""
+    top = logits.max(axis=-1, keepdims=True)
+    e = np.exp(logits - top)
+    total = e.sum(axis=-1, keepdims=True)
+    picked = np.take_along_axis(logits, targets[..., None], axis=-1)
+    losses = np.log(total) + (top - picked)
+    gradient = e / total
+    np.put_along_axis(gradient, targets[..., None], np.take_along_axis(gradient, targets[..., None], -1) - 1, axis=-1)
+    return losses[..., 0], gradient * scale
+
+
+def cross_entropy(logits: Array, targets: Array, *, scale: float, factor: Array | None = None, gradient: bool = True,
+                  out: Array | None = None, version: int | None = None) -> tuple[Array, Array | None]:
+    """Losses and dlogits; None for the second without `gradient`. `out`: where dlogits go, the logits themselves too.
+
+    factor: one float32 number beside the logits, so that nobody waits for the GPU to read it.
+    Raises: ShapeError if targets do not fit. A target outside the row gives NaN: nobody waits to look.
+    """
+    xp, columns = array_module(logits), logits.shape[-1]
+    if targets.shape != logits.shape[:-1]:
+        raise ShapeError(f"cross_entropy: targets {targets.shape} do not fit logits {logits.shape}; "
+                         f"they need shape {logits.shape[:-1]}")
+    losses = xp.empty(targets.shape, np.float32)
+    dx = (xp.empty(logits.shape, logits.dtype) if out is None else out) if gradient else None
+    if logits.size == 0:
+        return losses, dx
+    rows, kept = logits.size // columns, columns * logits.dtype.itemsize
+    checked = [logits] if dx is None else [logits, dx]
+    if version is None and kept > MOST_KEPT:
+        version = 2
+    version = version_for("cross_entropy", version, *checked, packed=3)
+    launch(SOURCE, f"cross_entropy_v{version}<{c_type(logits)}>", grid=-(-rows // BLOCK[1]) if version == 1 else rows,
+           block=BLOCK[version], args=(logits, targets, losses, dx, rows, columns, scale, factor),
+           shared=kept if version == 3 else 0)
+    return losses, dx
