@@ -28,6 +28,11 @@ Cost, a step, all ranks together, in numbers; R tokens (a token to two experts i
     experts     2(D-1) × their numbers, where D groups each hold all of them (data × experts; else D = 1)
     control     (P-1) E counts a layer and forward; 2(P-1) × 2 E L loads; P(P-1) for the loss, as many for clipping
 
+Beside other axes (chapter 17): tensor parallelism cuts each expert's matrices too (common/tensor_layers.py), and then
+each of its ranks sends the rows to the same column of another's experts, R once a tensor rank; with the context divided
+capacity and balance look at whole sequences all the same (common/own_tokens.py); ZeRO divides experts over the ranks
+that share them, dp and cp, and the rest over ep too.
+
 R is what routing makes it: with even loads (P-1)/P of k B T, and if one expert is hot, its rank computes for all.
 
 notes:   N1 (专家混合), N2 §10.3 MoE专用并行优化

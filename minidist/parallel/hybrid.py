@@ -7,9 +7,9 @@
 Every rank passes the same global batch and gets the same loss; which part of the batch, of the model and of the state
 a rank works on is the plan's affair. With the data axis alone (dp) the step is that of parallel/ddp.py, or with zero=1,
 2 or 3 of zero1.py, zero2.py or zero3.py, or with strategy= of parameter_server.py; one rank alone takes the step of
-single.py, or drives several devices (data_parallel.py). With any other axis, a pipeline (pp), context (cp) or tensor
-parallelism (tp), it is composed of theirs: hybrid_step.py, which goes on with this chapter. With any of them blocks may
-be checkpointed (activations.py).
+single.py, or drives several devices (data_parallel.py). With any other axis, a pipeline (pp), experts (ep), context
+(cp) or tensor parallelism (tp), it is composed of theirs: hybrid_step.py, which goes on with this chapter. With any of
+them blocks may be checkpointed (activations.py).
 """
 
 from collections.abc import Callable, Iterable

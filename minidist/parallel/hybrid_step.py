@@ -10,14 +10,15 @@ what it does alone. Eight ranks, dp=2, pp=2, tp=2:
            pp=1 stage 1    r6     r7
 
 With cp (chapter 13) there are as many ranks in the place of each, which have the same weights and rows and divide the
-tokens. The axis that talks most is innermost, where ranks are neighbours and links fast. A rank is first a tensor shard
-of the model, with some of each sequence's tokens, of which it keeps its stage, of which it draws its part; then the
-data axis is given that as the model to train:
+tokens; with ep (chapter 18) others again, which divide the experts, and rows as dp does. The axis that talks most is
+innermost, where ranks are neighbours and links fast. A rank is first a tensor shard of the model, with some of each
+sequence's tokens, of which it keeps its stage, of which it draws its part; then the data axis trains that:
 
-    model       GPT, not drawn -> tensor_parallel or sequence_parallel(tp) -> attention over cp -> Pipeline(pp) takes
-                its stages and draws -> DDP or ZeRO, over all ranks that have the same weights: dp and cp together
-    batch       rows of dp, in accumulate passes, each in microbatches; of them ranks of cp pick their tokens (zigzag,
-                or with all-to-all attention consecutive ones); tp ranks of a row see the same ones
+    model       GPT, not drawn -> tensor_parallel or sequence_parallel(tp) -> expert_parallel(ep) -> attention over cp
+                -> Pipeline(pp) takes its stages and draws -> DDP or ZeRO, over all ranks that have the same weights:
+                dp, ep and cp together, for experts dp and cp
+    batch       rows of dp and ep, in accumulate passes, each in microbatches; of them ranks of cp pick their tokens
+                (zigzag, or with all-to-all attention consecutive ones); tp ranks of a row see the same ones
     loss        own tokens' over all tokens of the batch: shares, that add up
     gradients   add up where they are, over microbatches and passes; sums over the data axis; then what lies on several
                 ranks for another reason, a tied table on both ends of pp, with sequence parallelism norms on all of tp
@@ -59,16 +60,7 @@ from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel import ring_attention, ulysses
 from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.flat import Piece, sum_in_order, trainable
-from minidist.parallel.common.own_tokens import (
-    TOKENS,
-    Own,
-    OwnPositions,
-    OwnSequences,
-    everything,
-    own_key,
-    pick,
-    within,
-)
+from minidist.parallel.common.own_tokens import TOKENS, Own, everything, own_key, pick, tell_own, within
 from minidist.parallel.common.owners import check_equal_owners
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
@@ -138,10 +130,7 @@ class Hybrid:
         """Let attention and positions see to it that this rank has some tokens alone; returns which."""
         attend = ring_attention.attend_by_ring if self.plan.attention == "ring" else ulysses.attend_by_heads
         own = attend(self.model, self.cp)
-        for layer in mixtures(self.model):
-            layer.sequences = OwnSequences(layer.sequences, self.cp, own)
-        if self.model.positions is not None:
-            self.model.positions = OwnPositions(self.model.positions, own)
+        tell_own(self.model, self.cp, own)
         self.model.assign_names()
         return own
 
@@ -171,16 +160,17 @@ class Hybrid:
         return kinds[plan.zero](self.model, group, bucket_bytes=plan.bucket_bytes, apart=self._apart(), **options)
 
     def _apart(self) -> list[list[Parameter]]:
-        """What travels in buckets of its own, of each stage: shards, what all of tp has whole, a table at both ends,
-        experts.
-        """
+        """What travels in buckets of its own: of a stage shards, experts, a table at both ends, what tp has whole."""
         whole, table = ({id(p) for p in some} for some in (self._whole(), self._twice()))
         stages = ([trainable(self.model.parameters())] if self.pipeline is None else
                   [self.pipeline.weights_of(stage) for stage in self.pipeline.stages.layers])
-        kinds = [[[p for p in weights if (id(p) in whole, id(p) in table, id(p) in self.others) == kind]
-                  for kind in ((False, False, False), (True, False, False), (False, True, False), (True, True, False),
-                               (False, False, True))] for weights in stages]
-        return [some for of_stage in kinds for some in of_stage if some]
+        apart = []
+        for weights in stages:
+            kinds: dict[tuple[bool, bool, bool], list[Parameter]] = {}
+            for p in weights:
+                kinds.setdefault((id(p) in whole, id(p) in table, id(p) in self.others), []).append(p)
+            apart += [kinds[kind] for kind in sorted(kinds)]
+        return apart
 
     def _whole(self) -> list[Parameter]:
         """The weights that all ranks of tp have whole."""

@@ -13,7 +13,7 @@ import numpy as np
 from minidist.backend import Array, array_module, device_of, to_device
 from minidist.comm.group import Group
 from minidist.nn import GPT, Dropout, DropoutKey, Embedding
-from minidist.nn.moe import Sequences
+from minidist.nn.moe import Sequences, mixtures
 from minidist.nn.output import Output
 from minidist.ops import collectives
 from minidist.tensor import Tensor, tensor
@@ -148,6 +148,14 @@ class OwnSequences(Sequences):
     def total(self, share: Array) -> Array:
         """This rank's tokens' part of the loss: shares add up later."""
         return self.inner.total(share)
+
+
+def tell_own(model: GPT, group: Group, own: Own) -> None:
+    """Let a GPT that is given the own tokens' ids, in place, pick their positions, and route by whole sequences."""
+    if model.positions is not None:
+        model.positions = OwnPositions(model.positions, own)
+    for layer in mixtures(model):
+        layer.sequences = OwnSequences(layer.sequences, group, own)
 
 
 def keep_own_tokens(model: GPT, group: Group, own: Own) -> None:
