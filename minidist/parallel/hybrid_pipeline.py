@@ -8,11 +8,17 @@ stage's reduce-scatters, and with ZeRO-3 each of its forwards and backwards begi
     ZeRO-2                    reduce stage        reduce stage        m microbatches: m times the scatters
     ZeRO-3          gather for each F and each B; reduce               and m times the gathers
 
-That is what a pass costs in chapters 15 and 16: a microbatch is a pass of its stage. Who wants the memory of stages 2
-and 3 without this traffic takes fewer microbatches, or ZeRO-1; with keep_gathered units stay from a microbatch's
-forward to its backward, and between microbatches, while one is on its way.
+That is what a pass costs in chapters 15 and 16: a microbatch is a pass of its stage. In numbers a step, over all ranks
+of one group of P on the data axis that holds Ψ numbers, R of them in a tied table, in A passes of m microbatches:
 
-Where backward is split in two (zb-h1) gradients are reduced after the second half, and lie whole until then.
+    DDP, ZeRO-1     2 (P-1) Ψ
+    ZeRO-2          (A m + 1) (P-1) Ψ
+    ZeRO-3          (P-1) (3 A m (Ψ - R) + 2 R)     the table is gathered once a step and held, and so is its gradient
+
+Who wants the memory of stages 2 and 3 without this traffic takes fewer microbatches, or ZeRO-1. With keep_gathered a
+unit stays as long as one of its microbatches is on its way: gpipe and 1f1b's first stages gather once a pass, but then
+have all weights. Where backward is split in two (zb-h1) gradients are reduced after the second half, and lie whole
+until then.
 
 All ranks of the data axis must gather and reduce alike, so a microbatch without a row goes through too, with none.
 """

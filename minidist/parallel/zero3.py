@@ -82,8 +82,7 @@ class Zero3:
              shard: how many neighbours share one copy of the state (default: all; common/sharing.py).
              others: the parameters that another group shares, with whom (common/owners.py); whole: those that stay
              whole, which nobody learns; apart: those that travel in vectors of their own, within their units.
-             chains: units that are called one after the other, and go backward by `backward_chain`: a pipeline's
-             stages (chapter 17). Without them a step is one forward of all units and one backward, learned as it goes.
+             chains: units that are called in a row, and go backward by `backward_chain`: a pipeline's stages.
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
@@ -118,11 +117,9 @@ class Zero3:
         self.sequence: list[Unit] = []      # units as the first forward met them
         self._met: list[Unit] = []          # those that this forward has met
         self._left: list[Unit] = []         # those that this backward has still to meet
-        everything = [*self.units, self.root]
-        learning = [flat for unit in everything for flat in unit.learning]
+        learning = [flat for unit in (*self.units, self.root) for flat in unit.learning]
         self.gradients = Scattered(learning, self.sharing, home=self.home, algorithm=algorithm,
                                    recorder=self.recorder, what="unit part")
-        self._index = {id(flat): index for index, flat in enumerate(learning)}
         self.parameters = [piece for flat in learning for piece in self.home.pieces(flat, self.precision)]
         self.squares: Callable[[], float] = lambda: squares_of_shards(self.sharing.shard, self.home.squares)
         self._reduced: set[int] = set()
@@ -221,10 +218,7 @@ class Zero3:
     def _enter_backward(self, unit: Unit) -> None:
         """Before a unit's backward: its weights come again, and those of the unit before it in forward set out."""
         unit.fetch()
-        if self.chains:
-            self._left = self._chain(unit, -1)
-        else:
-            self._left = self._left[self._left.index(unit) + 1:]
+        self._left = self._chain(unit, -1) if self.chains else self._left[self._left.index(unit) + 1:]
         if self.free_after_forward:
             self._fetch_ahead(unit, self._left)
         unit.complete()
@@ -239,7 +233,7 @@ class Zero3:
 
     def _reduce(self, unit: Unit) -> None:
         for flat in unit.learning:
-            index = self._index[id(flat)]
+            index = self.gradients.flats.index(flat)
             if index not in self._reduced:
                 self._reduced.add(index)
                 self.gradients.start(index)
@@ -250,29 +244,26 @@ class Zero3:
         Args:    dy: the gradient of y, unless that is a loss.
                  whole: or put off the gradients of weights, which are returned: when they are computed, reduce_chain.
         """
-        self._put_off, self._reduced = not whole, set()
+        self._put_off = not whole
         self.gradients.begin(last=False)
         put_off = self.precision.backward(y, dy, defer_weights=not whole)
         if whole:
-            self._finish_chain(chain)
+            self.reduce_chain(chain)
         return put_off
 
     def reduce_chain(self, chain: int) -> None:
-        """Reduce what backwards of a chain have put off, and all that they have left."""
-        self._reduced = set()
-        self._finish_chain(chain)
-
-    def _finish_chain(self, chain: int) -> None:
+        """Reduce what backwards of a chain have left, put off or not."""
         for unit in reversed(self.chains[chain]):
             self._reduce(unit)
         self.gradients.finish()
+        self._reduced = set()
 
     def finish_chains(self) -> None:
         """The step's last backward is over: the root, which was held for all, is reduced, and copies are summed."""
-        self._reduced = set()
         self._reduce(self.root)
         self.gradients.finish()
         self.gradients.sum_copies()
+        self._reduced = set()
 
     # ---------------------------------------------------------------------------------------------------- weights
 

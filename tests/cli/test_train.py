@@ -168,19 +168,26 @@ def test_weights_that_never_moved_are_not_called_equal(book: Path, tmp_path: Pat
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["skipped_steps"] == 1
 
 
-def test_a_composed_plan(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                         capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("cut", "options", "axes"), [
+    ("pp=2,tp=2", ["--schedule", "zb-h1", "--microbatches", "3", "--tied"], {"pp", "tp"}),
+    ("cp=2,tp=2", ["--zero", "2", "--sequence-parallel", "--dropout", "0.1"], {"dp,cp", "cp", "tp"}),
+    pytest.param("dp=2,pp=2", ["--zero", "3", "--keep-gathered", "--tied"], {"dp", "pp"}, marks=pytest.mark.soak),
+    pytest.param("pp=2,cp=2", ["--attention", "all-to-all"], {"dp,cp", "cp", "pp"}, marks=pytest.mark.soak)])
+def test_a_composed_plan(cut: str, options: list[str], axes: set[str], book: Path, tmp_path: Path,
+                         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The same weights; what each axis sent stands beside its formula, which it meets."""
     printed, metrics = on_threads(monkeypatch, capsys, tmp_path, [
-        "-n", "4", "--plan", "pp=2,tp=2", "--schedule", "zb-h1", "--microbatches", "3", "--tied", "--data", str(book),
-        "--verify"])
-    assert metrics["plan"]["schedule"] == "zb-h1" and metrics["plan"]["microbatches"] == 3
+        "-n", "4", "--plan", cut, *options, "--data", str(book), "--verify"])
+    for name, value in zip(options, options[1:], strict=False):
+        if not value.startswith("--") and name != "--dropout":
+            assert str(metrics["plan"][name[2:]]) == value
     assert metrics["verify"]["largest"] <= 1e-10
+    outer, inner = (pair.split("=")[0] for pair in cut.split(","))
     assert [rank["coordinates"] for rank in metrics["ranks"]] == [
-        {"dp": 0, "pp": pp, "tp": tp} for pp in range(2) for tp in range(2)]
-    assert metrics["formula"]["axes"].keys() == {"pp", "tp"}
+        {"dp": 0, outer: one, inner: other} for one in range(2) for other in range(2)]
+    assert metrics["formula"]["axes"].keys() == axes
     for axis, expected in metrics["formula"]["axes"].items():
-        assert sum(sum(rank["sent_bytes"][axis].values()) for rank in metrics["ranks"]) == expected
+        assert sum(sum(rank["sent_bytes"].get(axis, {}).values()) for rank in metrics["ranks"]) == expected
         assert f"{expected // 4:,}" in printed
     weights = load_file(tmp_path / "run" / "model.safetensors")
     assert weights_digest(weights) == metrics["weights_sha256"]

@@ -103,6 +103,23 @@ def test_plans_under_mpirun(plan: dict[str, Any]) -> None:
     assert sent_by_axis(ranks) == ranks[0]["formula"]["axes"]
 
 
+# ------------------------------------------------------------------------------------------------------------- memory
+
+def test_stages_keep_their_promise_behind_a_pipeline() -> None:
+    """Ψ of a rank's stage on dp=4: with ZeRO-2 no whole gradient is held at any time, with ZeRO-3 no whole weights."""
+    changes = {"layers": 8, "width": 16, "vocabulary": 8}
+    held = {zero: [rank["memory"] for rank in md.run(
+        train, changes, {"plan": {"dp": 4, "pp": 2, "zero": zero, "microbatches": 4, "bucket_bytes": 4096}, "steps": 2,
+                         "sequences": 16}, size=8)] for zero in (1, 2, 3)}
+    for whole, two, three in zip(*held.values(), strict=True):
+        psi = whole["parameters"]["now"]
+        assert whole["gradients"]["now"] == psi and abs(two["gradients"]["now"] - psi / 4) < psi / 100
+        bucket, unit = 8 * 4 * 16 * 16, 8 * 13 * (16 * 16 + 16)     # the largest of either: a matrix, a block
+        assert two["gradients"]["peak"] < psi / 4 + 3 * bucket
+        assert three["parameters"]["peak"] < psi / 4 + 3 * unit and three["gradients"]["peak"] < psi / 4 + 3 * unit
+        assert abs(three["parameters"]["now"] - psi / 4) < psi / 100
+
+
 # --------------------------------------------------------------------------------------- the parity test sees the bugs
 
 def consecutive(attend: Any) -> Any:
