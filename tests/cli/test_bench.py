@@ -61,8 +61,9 @@ def test_a_contender_whose_result_is_wrong_is_not_timed(verb, wrong):
         run(measured, verb, wrong, size=3)
 
 
-def test_step_measures_ours(tmp_path):
-    """A tiny model: tokens/s are batch × context × ranks over the median step."""
+def test_step_measures_ours(tmp_path, monkeypatch):
+    """A tiny model: tokens/s are batch × context × ranks over the median step. With PyTorch: the soak tests."""
+    monkeypatch.setattr(bench_step.importlib.util, "find_spec", lambda name: None)
     file = tmp_path / "step.json"
     tiny = ["--layers", "1", "--width", "8", "--heads", "2", "--context", "8", "--batch", "2", "--vocab", "16"]
     assert main(["bench", "step", "-n", "2", "--rounds", "1", "--steps", "2", *tiny, "--json", str(file)]) == 0

@@ -16,8 +16,8 @@ OPS = sorted(name for name, op in REGISTRY.items()
 
 
 def examples(usual):
-    """Decorates a test of (…, count): `usual` examples by default, 200 in the soak tests."""
-    return pytest.mark.parametrize("count", [usual, pytest.param(200, marks=pytest.mark.soak)], ids=["", "many"])
+    """Decorates a test of (…, count): `usual` examples by default, 100 in the soak tests."""
+    return pytest.mark.parametrize("count", [usual, pytest.param(100, marks=pytest.mark.soak)], ids=["", "many"])
 
 
 def test_every_op_has_a_case_and_is_offered():
