@@ -189,8 +189,8 @@ _BLOCK = 16384  # indices hashed at once on the host: with its scratch this stay
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def _stream_key(name: str, seed: int) -> np.uint64:
-    """64 bits for the stream (name, seed)."""
+def stream_key(name: str, seed: int) -> np.uint64:
+    """64 bits for the stream (name, seed): what `random_bits` hashes together with each position."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little"))
 
@@ -214,7 +214,7 @@ def _draw(name: str, seed: int, index: Any, kind: np.dtype, convert: Any) -> Arr
         index = xp.asarray(index)
         if index.dtype.kind not in "iu":
             raise ConfigError(f"random numbers are drawn at integer positions, not {dtype_name(index.dtype)}")
-    key, shape = _stream_key(name, seed), (len(index),) if isinstance(index, range) else index.shape
+    key, shape = stream_key(name, seed), (len(index),) if isinstance(index, range) else index.shape
     flat = index if isinstance(index, range) else index.reshape(-1)
     result = xp.empty(len(flat), kind)
     block = _BLOCK if xp is np else max(1, len(flat))

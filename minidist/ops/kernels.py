@@ -19,6 +19,7 @@ TABLE = {
     "gelu":              ("activation", "bias_gelu"),
     "gelu_gradient":     ("activation", "bias_gelu_gradient"),
     "cross_entropy":     ("cross_entropy", "cross_entropy"),
+    "dropout":           ("dropout", "residual_dropout"),
 }
 DTYPES = ("float32", "float16", "bfloat16")
 

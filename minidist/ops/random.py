@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import Array, array_module, narrow, random_bits, widen
+from minidist.backend import Array, array_module, narrow, random_bits, stream_key, widen
 from minidist.errors import ConfigError, ShapeError
+from minidist.ops.kernels import kernel, launcher
 from minidist.tape import Node, Saved, op, saved
 
 
@@ -35,9 +36,22 @@ def dropout(x: Array, *, rate: float, name: str, seed: int, step: int, tokens: A
     xp = array_module(x)
     if rate == 0.0:
         return x.copy(), saved(factor=xp.ones((), x.dtype))
+    if kernel("dropout", x) is not None and (columns is None or columns.step == 1):
+        return _by_kernel(x, rate, name, seed, step, tokens, columns, width), saved(kept=None)
     bits = random_bits(f"{name}/dropout/{step}", seed, _positions(xp, x.shape, tokens, columns, width))
     kept = bits >= np.uint64(int(rate * 2.0 ** 64))
     return _apply(x, kept, rate), saved(kept=kept, rate=rate)
+
+
+def _by_kernel(x: Array, rate: float, name: str, seed: int, step: int, tokens: Any = None, columns: Any = None,
+               width: int | None = None) -> Array:
+    """The same by a kernel, which draws its numbers itself: forward, and again for the gradient."""
+    xp = array_module(x)
+    if columns is not None and len(columns) != x.shape[-1]:
+        raise ShapeError(f"dropout: x {x.shape} needs {x.shape[-1]} columns, not {len(columns)}")
+    tokens = None if tokens is None else xp.ascontiguousarray(xp.asarray(tokens, dtype="int64"))
+    return launcher("dropout")(x, rate=rate, key=stream_key(f"{name}/dropout/{step}", seed), tokens=tokens,
+                               first_column=0 if columns is None else columns.start, width=width)
 
 
 def _apply(x: Array, kept: Array, rate: float) -> Array:
@@ -48,4 +62,8 @@ def _apply(x: Array, kept: Array, rate: float) -> Array:
 
 @dropout.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    return dy if node.options["rate"] == 0.0 else _apply(dy, node.kept, node.rate)
+    if node.options["rate"] == 0.0:
+        return dy
+    if node.kept is None:
+        return _by_kernel(array_module(dy).ascontiguousarray(dy), **node.options)
+    return _apply(dy, node.kept, node.rate)

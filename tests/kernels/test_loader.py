@@ -135,6 +135,7 @@ def test_arrays_here_and_there_are_refused(cupy):
 OPS = {
     "softmax": (ops.softmax, ["softmax", "softmax_gradient"]),
     "gelu": (ops.gelu, ["gelu", "gelu_gradient"]),
+    "dropout": (lambda x: ops.dropout(x, rate=0.5, name="layer", seed=1, step=2), ["dropout", "dropout", "dropout"]),
     "cross_entropy": (lambda x: ops.cross_entropy(x, _targets(x), divisor=7), ["cross_entropy", "cross_entropy"]),
 }
 
@@ -148,11 +149,12 @@ def _targets(x):
 @needs_compiler
 @pytest.mark.parametrize("name", OPS)
 def test_ops_take_the_kernel_on_a_gpu_alone(name, cupy, monkeypatch):
-    """On NumPy an op never asks for a kernel; on a GPU's array it runs two: forward and gradient."""
+    """On NumPy an op never asks for a kernel; on a GPU's array it takes its kernels, forward and gradient."""
     op, kernels = OPS[name]
     called, launcher = [], dispatch.launcher
     monkeypatch.setattr(dispatch, "launcher", lambda which: called.append(which) or launcher(which))
-    monkeypatch.setattr("minidist.ops.activation.launcher", dispatch.launcher)
+    for module in ("activation", "random"):
+        monkeypatch.setattr(f"minidist.ops.{module}.launcher", dispatch.launcher)
     want = tensor(X, requires_grad=True)
     y = op(want)
     dy = np.asarray(np.arange(1, 1 + y.size, dtype=np.float32).reshape(y.shape))
