@@ -17,6 +17,7 @@ from minidist.ops.collectives import shard_of
 from minidist.parallel import hybrid_step, ring_attention
 from minidist.parallel.common import own_tokens
 from minidist.parallel.common.scattered import Scattered
+from minidist.parallel.common.sharing import divisors
 from minidist.parallel.hybrid import Mesh, Plan
 from minidist.parallel.hybrid_pipeline import DataPipeline
 from minidist.parallel.schedules import ORDERS
@@ -59,6 +60,8 @@ def any_plan(draw: Any, ranks: int) -> Job:
             "checkpoint_blocks": draw(st.sampled_from(["none", "scores", "all", "0"])),
             "bucket_bytes": draw(st.sampled_from([500, 1 << 20]))}
     plan["keep_gathered"] &= plan["zero"] == 3
+    if plan["zero"]:
+        plan["shard"] = draw(st.sampled_from([None, *divisors(sizes["dp"] * sizes["cp"])]))
     try:
         Plan(**plan).require_model(tiny(**changes))
     except PlanError:
@@ -104,6 +107,21 @@ def test_plans_under_mpirun(plan: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
+
+def test_what_lasts_is_divided_by_dp_and_cp_together() -> None:
+    """ZeRO's shards span both; activations are of a rank's rows and tokens; with tp outside the regions too."""
+    changes = {"layers": 4, "width": 32, "heads": 4, "context": 16, "vocabulary": 8}
+    alone, = md.run(train, changes, {"sequences": 4}, size=1)
+
+    def shares(plan: dict[str, Any]) -> list[float]:
+        memory = [rank["memory"] for rank in md.run(train, changes, {"plan": plan, "sequences": 4}, size=4)]
+        return [max(rank[what][when] for rank in memory) / alone["memory"][what][when]
+                for what, when in (("parameters", "now"), ("gradients", "now"), ("optimizer", "now"),
+                                   ("activations", "peak"))]
+
+    assert shares({"dp": 2, "cp": 2, "zero": 3}) == pytest.approx([1 / 4] * 4, rel=0.1)
+    tensor, sequence = (shares({"cp": 2, "tp": 2, "sequence_parallel": divided})[-1] for divided in (False, True))
+    assert 1 / 4 < sequence < 0.95 * tensor < 1 / 3      # what was gathered for the regions stays whole (chapter 13)
 
 def test_stages_keep_their_promise_behind_a_pipeline() -> None:
     """Ψ of a rank's stage on dp=4: with ZeRO-2 no whole gradient is held at any time, with ZeRO-3 no whole weights."""
