@@ -168,6 +168,20 @@ def test_weights_that_never_moved_are_not_called_equal(book: Path, tmp_path: Pat
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["skipped_steps"] == 1
 
 
+def test_experts(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                 capsys: pytest.CaptureFixture[str]) -> None:
+    """By a plan with ep, compared with one process; each expert's load, in the table and the JSON."""
+    options = ["-n", "4", "--plan", "dp=2,ep=2", "--experts", "4", "--capacity", "0.9", "--gate-noise", "0.1", "--zero",
+               "1", "--data", str(book), "--verify"]
+    printed, metrics = on_threads(monkeypatch, capsys, tmp_path, options)
+    chosen, taken = (np.array(metrics["experts"][kind]) for kind in ("chosen", "taken"))
+    assert chosen.shape == (1, 4) and chosen.sum() == 4 * 5 * 16 * 2 and (taken <= chosen).all()
+    assert f"{1 - taken.sum() / chosen.sum():.1%}" in printed and "most / even" in printed and "Equal: " in printed
+    sent = sum(sum(rank["sent_bytes"]["ep"].values()) for rank in metrics["ranks"])
+    assert 0 < sent == metrics["formula"]["axes"]["ep"] and f"{sent / 4:,.1f}".removesuffix(".0") in printed
+    assert metrics["config"]["mixture"]["experts"] == 4 and metrics["plan"]["ep"] == 2
+
+
 @pytest.mark.parametrize(("cut", "options", "axes"), [
     ("pp=2,tp=2", ["--schedule", "zb-h1", "--microbatches", "3", "--tied"], {"pp", "tp"}),
     ("cp=2,tp=2", ["--zero", "2", "--sequence-parallel", "--dropout", "0.1"], {"dp,cp", "cp", "tp"}),

@@ -149,7 +149,7 @@ def check_job(size: int, moe: dict[str, Any], changes: dict[str, Any], options: 
     check_traffic(ranks, moe, steps=steps, passes=options["accumulate"], clip=options["clip"] is not None)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @any_job
 def test_any_job(size: int, moe: dict[str, Any], changes: dict[str, Any], options: dict[str, Any]) -> None:
     check_job(size, moe, changes, options, steps=2)

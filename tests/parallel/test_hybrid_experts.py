@@ -39,17 +39,14 @@ def check_all(plan: dict[str, Any], mixture: dict[str, Any], *, changes: dict[st
 
 
 @pytest.mark.parametrize(("plan", "mixture"), [
-    ({"dp": 3, "zero": 3}, BIAS), ({"ep": 2, "tp": 2, "zero": 2, "accumulate": 2}, LOSS),
-    ({"dp": 2, "ep": 2, "zero": 3, "checkpoint_blocks": "0"}, LOSS), ({"dp": 2, "ep": 2, "tp": 2, "zero": 1}, BIAS),
+    ({"dp": 3, "zero": 3}, BIAS), ({"dp": 2, "ep": 2, "zero": 3, "checkpoint_blocks": "0"}, LOSS),
+    ({"dp": 2, "ep": 2, "tp": 2, "zero": 1, "accumulate": 2}, BIAS),
     ({"ep": 2, "cp": 2, "tp": 2, "sequence_parallel": True}, LOSS),
     ({"pp": 2, "ep": 2, "zero": 2, "schedule": "interleaved", "microbatches": 2}, LOSS)],
     ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items()) if "experts" not in plan else "")
 def test_equals_one_process(plan: dict[str, Any], mixture: dict[str, Any]) -> None:
-    check_all(plan, mixture)
-
-
-def test_ranks_without_a_row_take_part() -> None:
-    check_all({"dp": 2, "ep": 2, "zero": 1, "accumulate": 2}, BIAS, sequences=3)
+    """Three sequences, so that one of four ranks has none, and takes part."""
+    check_all(plan, mixture, sequences=3)
 
 
 @st.composite
@@ -95,8 +92,7 @@ def test_eight_ranks_everywhere(transport: str) -> None:
     assert difference(ranks[7]["weights"], serial["weights"]) < BOUND
 
 
-@pytest.mark.parametrize(("precision", "plan"), [
-    ("bf16", {"dp": 2, "ep": 2, "zero": 1}), ("fp16", {"ep": 2, "tp": 2})])
+@pytest.mark.parametrize(("precision", "plan"), [("fp16", {"ep": 2, "tp": 2, "zero": 1})])
 def test_mixed_precision(precision: str, plan: dict[str, Any]) -> None:
     """Nearer to one process in the same precision than a tenth of the way that training went; all ranks alike."""
     changes = model(BIAS, dtype="float32")
