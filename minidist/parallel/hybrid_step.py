@@ -47,20 +47,16 @@ notes:   N0 3D Parallelism, 混合并行; N2 3D 并行策略
 Source:  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
 """
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from minidist.comm.group import Group
 from minidist.nn import GPT
-from minidist.nn.moe import biases, mixtures
-from minidist.ops.collectives import shard_of
+from minidist.nn.moe import biases
 from minidist.optim import Optimizer, sum_of_squares
-from minidist.parallel import ring_attention, ulysses
 from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.flat import Piece, sum_in_order, trainable
-from minidist.parallel.common.own_tokens import TOKENS, Own, everything, own_key, pick, tell_own, within
+from minidist.parallel.common.own_tokens import TOKENS, own_key, pick
 from minidist.parallel.common.owners import check_equal_owners
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
@@ -68,13 +64,11 @@ from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.shards import Summand, WeightShard, add_up, assemble, counted_at, summands
 from minidist.parallel.common.update import Batch, Key, Part
 from minidist.parallel.ddp import DDP
-from minidist.parallel.expert_parallel import expert_parallel
+from minidist.parallel.hybrid_cut import cut_model
 from minidist.parallel.hybrid_pipeline import Data, DataPipeline
 from minidist.parallel.mesh import Mesh
 from minidist.parallel.plan import Plan
 from minidist.parallel.schedules import make_schedule
-from minidist.parallel.sequence_parallel import sequence_parallel
-from minidist.parallel.tensor_parallel import tensor_parallel
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3
@@ -100,10 +94,7 @@ class Hybrid:
         self.tp, self.pp, self.cp, self.rows, self.cut = mesh["tp"], mesh["pp"], mesh["cp"], mesh.rows, mesh["pp", "tp"]
         self.ep, self.holders = mesh["ep"], mesh["pp", "ep", "tp"]
         self.shares, self.everybody = mesh["dp", "pp", "ep", "cp"], mesh["dp", "pp", "ep", "cp", "tp"]
-        if self.tp.size > 1:
-            (sequence_parallel if plan.sequence_parallel else tensor_parallel)(model, self.tp)
-        self.others = self._divide_experts()
-        self.tokens: Own = self._divide_tokens() if self.cp.size > 1 else everything
+        self.tokens, self.carried, self.others = cut_model(model, mesh, plan)
         self.pipeline: DataPipeline | None = None
         if self.pp.size > 1:
             self.pipeline = self._make_pipeline(seed, device)
@@ -118,29 +109,11 @@ class Hybrid:
         self.parameters = self.data.parameters
         self.summands = self._summands()
 
-    def _divide_experts(self) -> dict[int, Group]:
-        """Leave this rank its experts along ep; returns who shares each of their weights, by id."""
-        if self.ep.size == 1:
-            return {}
-        expert_parallel(self.model, self.ep, parts=self.mesh["ep", "tp"])
-        weights = [p for layer in mixtures(self.model) for p in layer.experts.parameters()]
-        return dict.fromkeys(map(id, weights), self.mesh.experts)
-
-    def _divide_tokens(self) -> Own:
-        """Let attention and positions see to it that this rank has some tokens alone; returns which."""
-        attend = ring_attention.attend_by_ring if self.plan.attention == "ring" else ulysses.attend_by_heads
-        own = attend(self.model, self.cp)
-        tell_own(self.model, self.cp, own)
-        self.model.assign_names()
-        return own
-
     def _make_pipeline(self, seed: int, device: str) -> DataPipeline:
         schedule = make_schedule(self.plan.schedule, self.pp.size, self.plan.pieces)
         pipeline = DataPipeline(self.model, self.pp, schedule, of=self.precision, tp=self.tp, key=self.key,
                                 seed=None if self.plan.zero == 3 else seed, device=device, recorder=self.recorder)
-        pipeline.stages.tokens = pipeline.stages.carried = self.tokens
-        if self.plan.sequence_parallel:
-            pipeline.stages.carried = within(self.tokens, partial(shard_of, group=self.tp))
+        pipeline.stages.tokens, pipeline.stages.carried = self.tokens, self.carried
         return pipeline
 
     def _make_data(self, seed: int, device: str) -> Data:
@@ -222,7 +195,8 @@ class Hybrid:
             share += self._pass(part, batch, last=number == accumulate)
         if self.pipeline is not None:
             self.pipeline.end()
-        add_up(self.summands)
+        with self.recorder.span("add up", "communication"):
+            add_up(self.summands)
         self.data.update(optimizer, lr=lr, clip=clip)
         return sum_in_order(self.shares, share)
 
@@ -231,10 +205,11 @@ class Hybrid:
         divisor = batch[1].size
         if self.pipeline is not None:
             return self.pipeline.run(part, divisor=divisor)
-        if isinstance(self.data, Zero3):
-            share: Tensor | None = self.data.forward(part, divisor=divisor, spare=batch)
-        else:
-            share = self.data.forward(part, divisor=divisor)
+        with self.recorder.span("forward", rows=len(part.inputs)):
+            if isinstance(self.data, Zero3):
+                share: Tensor | None = self.data.forward(part, divisor=divisor, spare=batch)
+            else:
+                share = self.data.forward(part, divisor=divisor)
         self.data.backward(share, last=last)        # type: ignore[arg-type]
         return 0.0 if share is None else float(share.item())
 
