@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from minidist.kernels import on_cpu
 
+from minidist.backend import to_device, to_host
+
 needs_compiler = pytest.mark.skipif(on_cpu.compiler() is None, reason="no C++ compiler (g++) on this machine")
+
+# The same check on the CPU build, and with `pytest -m gpu` on a GPU.
+on_each_device = pytest.mark.parametrize("device", [pytest.param("cpu", marks=needs_compiler),
+                                                    pytest.param("cuda", marks=pytest.mark.gpu)])
 
 # Half a unit in the last place, and for float32 several: its sums and exp round too.
 KINDS = {"float32": (np.float32, 1e-6), "float16": (np.float16, 5e-4), "bfloat16": (ml_dtypes.bfloat16, 4e-3)}
@@ -17,7 +23,12 @@ KINDS = {"float32": (np.float32, 1e-6), "float16": (np.float16, 5e-4), "bfloat16
 def close(got: Any, want: np.ndarray, bound: float, scale: float | None = None) -> None:
     """Within `bound`, relative to the number or to the largest of all (`scale`); NaN only where NaN is wanted."""
     scale = float(np.abs(want[np.isfinite(want)]).max(initial=0.0)) if scale is None else scale
-    np.testing.assert_allclose(np.asarray(got).astype(np.float64), want, rtol=bound * 1.01, atol=bound * scale)
+    np.testing.assert_allclose(np.asarray(to_host(got)).astype(np.float64), want, rtol=bound * 1.01, atol=bound * scale)
+
+
+def there(device: str, *arrays: Any) -> list[Any]:
+    """Copies on `device`; None stays None."""
+    return [None if array is None else to_device(array.copy(), device) for array in arrays]
 
 
 def check_gradient(forward: Callable[..., np.ndarray], gradients: Sequence[np.ndarray], arrays: Sequence[np.ndarray],

@@ -13,13 +13,17 @@ from typing import Any
 from minidist.backend import Array, device_of, dtype_name
 
 TABLE = {
-    # name               module of minidist.kernels and its launcher
-    "softmax":           ("softmax", "softmax"),
-    "softmax_gradient":  ("softmax", "softmax_gradient"),
-    "gelu":              ("activation", "bias_gelu"),
-    "gelu_gradient":     ("activation", "bias_gelu_gradient"),
-    "cross_entropy":     ("cross_entropy", "cross_entropy"),
-    "dropout":           ("dropout", "residual_dropout"),
+    # name                module of minidist.kernels and its launcher
+    "softmax":             ("softmax", "softmax"),
+    "softmax_gradient":    ("softmax", "softmax_gradient"),
+    "gelu":                ("activation", "bias_gelu"),
+    "gelu_gradient":       ("activation", "bias_gelu_gradient"),
+    "cross_entropy":       ("cross_entropy", "cross_entropy"),
+    "dropout":             ("dropout", "residual_dropout"),
+    "layer_norm":          ("norm", "layer_norm"),
+    "layer_norm_gradient": ("norm", "layer_norm_gradient"),
+    "rms_norm":            ("norm", "rms_norm"),
+    "rms_norm_gradient":   ("norm", "rms_norm_gradient"),
 }
 DTYPES = ("float32", "float16", "bfloat16")
 

@@ -1,8 +1,12 @@
-"""Layer norm and RMS norm over the last dim, computed and differentiated a block of rows at a time."""
+"""Layer norm and RMS norm over the last dim, computed and differentiated a block of rows at a time.
+
+On a GPU kernels/norm.cu does both; its backward computes the normalized rows again from x, mean and scale.
+"""
 
 from minidist.backend import Array, array_module, narrow, widen
 from minidist.errors import ShapeError
 from minidist.ops.blocks import row_blocks
+from minidist.ops.kernels import kernel, launcher
 from minidist.ops.linear import rows
 from minidist.tape import Node, Saved, op, saved
 
@@ -44,6 +48,10 @@ def _norm_gradients(node: Node, dy: Array) -> dict[str, Array]:
     RMS norm has no mean(g) term. dw sums dy hat over the rows, db sums dy.
     """
     xp = array_module(dy)
+    if node.hat is None:
+        dy, name = xp.ascontiguousarray(dy), "rms_norm_gradient" if node.mean is None else "layer_norm_gradient"
+        sums = [node.scale] if node.mean is None else [node.mean, node.scale]
+        return dict(zip("xwb", launcher(name)(node.x, node.w, dy, *sums), strict=False))
     wide, hat, scale, w = xp.ascontiguousarray(rows(widen(dy))), node.hat, node.scale, widen(node.w)
     n = wide.shape[1]
     dx, share = xp.empty_like(wide), (w / n).reshape(n, 1)
@@ -69,6 +77,10 @@ def _norm_gradients(node: Node, dy: Array) -> dict[str, Array]:
 def layer_norm(x: Array, w: Array, b: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
     """(x - mean) / sqrt(var + eps) * w + b over the last dim: (…, n), (n,), (n,) -> (…, n). Source: Ba et al. 2016."""
     _check("layer_norm", x, w=w, b=b)
+    fast = kernel("layer_norm", x, w, b) if x.dtype == w.dtype == b.dtype else None
+    if fast is not None:
+        y, mean, scale = fast(x, w, b, eps=eps)
+        return y, saved(x=x, w=w, mean=mean, scale=scale, hat=None)
     return _normalize(x, w, b, eps)
 
 
@@ -91,6 +103,10 @@ def _(node: Node, dy: Array) -> Array:
 def rms_norm(x: Array, w: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
     """x / sqrt(mean(x²) + eps) * w over the last dim: (…, n), (n,) -> (…, n). Source: Zhang & Sennrich 2019."""
     _check("rms_norm", x, w=w)
+    fast = kernel("rms_norm", x, w) if x.dtype == w.dtype else None
+    if fast is not None:
+        y, scale = fast(x, w, eps=eps)
+        return y, saved(x=x, w=w, mean=None, scale=scale, hat=None)
     return _normalize(x, w, None, eps)
 
 

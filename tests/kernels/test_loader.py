@@ -137,13 +137,24 @@ OPS = {
     "gelu": (ops.gelu, ["gelu", "gelu_gradient"]),
     "dropout": (lambda x: ops.dropout(x, rate=0.5, name="layer", seed=1, step=2), ["dropout", "dropout", "dropout"]),
     "cross_entropy": (lambda x: ops.cross_entropy(x, _targets(x), divisor=7), ["cross_entropy", "cross_entropy"]),
+    "layer_norm": (lambda x: ops.layer_norm(x, _row(x), _row(x)), ["layer_norm", "layer_norm_gradient"]),
+    "rms_norm": (lambda x: ops.rms_norm(x, _row(x)), ["rms_norm", "rms_norm_gradient"]),
 }
+
+
+def _beside(x, array):
+    """`array` on the device of x."""
+    return array if isinstance(x.data, np.ndarray) else sys.modules["cupy"].asarray(array)
+
+
+def _row(x):
+    """A weight for each column of x."""
+    return _beside(x, np.arange(1, 1 + x.shape[-1], dtype=np.float32))
 
 
 def _targets(x):
     """Token ids beside x."""
-    ids = np.array([1, 0, 3], np.int32)
-    return ids if isinstance(x.data, np.ndarray) else sys.modules["cupy"].asarray(ids)
+    return _beside(x, np.array([1, 0, 3], np.int32))
 
 
 @needs_compiler
@@ -153,7 +164,7 @@ def test_ops_take_the_kernel_on_a_gpu_alone(name, cupy, monkeypatch):
     op, kernels = OPS[name]
     called, launcher = [], dispatch.launcher
     monkeypatch.setattr(dispatch, "launcher", lambda which: called.append(which) or launcher(which))
-    for module in ("activation", "random"):
+    for module in ("activation", "norm", "random"):
         monkeypatch.setattr(f"minidist.ops.{module}.launcher", dispatch.launcher)
     want = tensor(X, requires_grad=True)
     y = op(want)
