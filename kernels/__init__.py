@@ -1,1 +1,12 @@
-"""CUDA kernels, each beside its NumPy reference."""
+"""CUDA kernels, each beside its NumPy reference: name.cu, from naive to fast, and name.py, which says what it computes.
+
+    read        softmax.cu beside softmax.py: the model for the others
+    run         softmax(x, version=2)            NumPy arrays: the CPU build, every access checked; CuPy arrays: the GPU
+    compile     python -m minidist.kernels       for sm_80, sm_90 and sm_100: registers, shared memory, spills
+    in an op    minidist/ops/kernels.py          the table of ops that take a kernel on a GPU
+
+    loader.py    reads a .cu, checks a launch, hands it to CuPy or to the CPU build
+    on_cpu.py    builds a .cu with g++ and runs it; cuda_on_cpu/ holds CUDA's words, threads and checks for it
+    compile.py   NVRTC or nvcc, without a GPU            cache.py   what compilers built, by content
+    common.cuh   conversions, vector loads, sums over a warp and a block        ptx.cuh   matrix fragments, async copies
+"""

@@ -30,6 +30,15 @@ template <typename T> __device__ __forceinline__ void store_pack(T* address, con
     *reinterpret_cast<uint4*>(address) = *reinterpret_cast<const uint4*>(pack.v);
 }
 
+// A softmax in parts: each part has its maximum `top` and its `total` of exp(x - top), and two parts become one.
+// The offset taken off before exp is the maximum, but 0 where all is -inf: exp(-inf - -inf) would be NaN.
+__device__ __forceinline__ float softmax_offset(float top) { return top == minus_infinity ? 0.0f : top; }
+__device__ __forceinline__ void softmax_join(float& top, float& total, float other_top, float other_total) {
+    const float both = fmaxf(top, other_top), offset = softmax_offset(both);
+    total = total * __expf(top - offset) + other_total * __expf(other_top - offset);
+    top = both;
+}
+
 // Every lane of a full warp calls these, and every lane gets the result. 5 shuffles.
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll

@@ -13,28 +13,18 @@
 // gradient of the loss), multiplies scale; it may be null. A target outside the row makes loss and dx NaN.
 #include "common.cuh"
 
-__device__ __forceinline__ float max_or_nan(float a, float b) { return a != a ? a : (b != b || b > a ? b : a); }
-
-// Two parts of a row, each with its maximum and its sum of exp(x - maximum), become one.
-__device__ __forceinline__ void join(float& top, float& total, float other_top, float other_total) {
-    const float both = max_or_nan(top, other_top);
-    const float offset = both == minus_infinity ? 0.0f : both;
-    total = total * __expf(top - offset) + other_total * __expf(other_top - offset);
-    top = both;
-}
-
 // Every thread brings a part and gets the whole row's; block of full warps; tops, totals: 32 floats each.
 __device__ __forceinline__ void join_block(float& top, float& total, float* tops, float* totals) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
 #pragma unroll
     for (int bits = 16; bits > 0; bits /= 2) {
         const float other_top = __shfl_xor_sync(all_lanes, top, bits);
-        join(top, total, other_top, __shfl_xor_sync(all_lanes, total, bits));
+        softmax_join(top, total, other_top, __shfl_xor_sync(all_lanes, total, bits));
     }
     if (lane == 0) tops[warp] = top, totals[warp] = total;
     __syncthreads();
     top = tops[0], total = totals[0];
-    for (int other = 1; other < warps; other++) join(top, total, tops[other], totals[other]);
+    for (int other = 1; other < warps; other++) softmax_join(top, total, tops[other], totals[other]);
 }
 
 // log(total) + (top - target's), in this order: large logits of a run that diverges do not swallow log(total).
@@ -50,7 +40,7 @@ __global__ void cross_entropy_v1(const T* logits, const long long* targets, floa
     if (row >= rows) return;
     const long long start = static_cast<long long>(row) * columns, target = targets[row];
     float top = minus_infinity, total = 0.0f;
-    for (int i = 0; i < columns; i++) top = max_or_nan(top, to_float(logits[start + i]));
+    for (int i = 0; i < columns; i++) top = fmaxf(top, to_float(logits[start + i]));
     for (int i = 0; i < columns; i++) total += __expf(to_float(logits[start + i]) - top);
     if (!inside(target, columns)) total = not_a_number;
     losses[row] = loss_of(top, total, inside(target, columns) ? to_float(logits[start + target]) : 0.0f);
@@ -69,7 +59,7 @@ __global__ void cross_entropy_v2(const T* logits, const long long* targets, floa
     __shared__ float totals[32];
     const long long start = static_cast<long long>(blockIdx.x) * columns, target = targets[blockIdx.x];
     float top = minus_infinity, total = 0.0f;
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) join(top, total, to_float(logits[start + i]), 1.0f);
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) softmax_join(top, total, to_float(logits[start + i]), 1.0f);
     join_block(top, total, tops, totals);
     if (!inside(target, columns)) total = not_a_number;
     if (threadIdx.x == 0) {
@@ -100,11 +90,11 @@ __global__ void cross_entropy_v3(const T* logits, const long long* targets, floa
         store_pack(kept + i, pack);
         float pack_top = minus_infinity, pack_total = 0.0f;
 #pragma unroll
-        for (int k = 0; k < size; k++) pack_top = max_or_nan(pack_top, to_float(pack.v[k]));
-        const float offset = pack_top == minus_infinity ? 0.0f : pack_top;
+        for (int k = 0; k < size; k++) pack_top = fmaxf(pack_top, to_float(pack.v[k]));
+        const float offset = softmax_offset(pack_top);
 #pragma unroll
         for (int k = 0; k < size; k++) pack_total += __expf(to_float(pack.v[k]) - offset);
-        join(top, total, pack_top, pack_total);
+        softmax_join(top, total, pack_top, pack_total);
     }
     join_block(top, total, tops, totals);                  // its barrier: kept is written
     if (!inside(target, columns)) total = not_a_number;

@@ -8,14 +8,10 @@
 //   v3  a warp a row, 16-byte loads x read twice (the second time from a cache); no barrier: lanes meet by shuffles;
 //                                   maximum and sum in one pass ("online"), sum rescaled when the maximum grows
 //
-// A row of -inf alone gives zeros; a NaN makes its row NaN. Sums are float32 for every T.
+// A row of -inf alone gives zeros; a NaN makes its row NaN (fmaxf passes over it, but the sum of exp does not). Sums are float32 for every T.
 // Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
 #include "common.cuh"
 
-// fmaxf passes over a NaN, so it would vanish from a maximum; this lets it through.
-__device__ __forceinline__ float max_or_nan(float a, float b) { return a != a ? a : (b != b || b > a ? b : a); }
-// What is taken off before exp: the maximum, but 0 where all is -inf (exp(-inf - -inf) would be NaN).
-__device__ __forceinline__ float offset_of(float top) { return top == minus_infinity ? 0.0f : top; }
 __device__ __forceinline__ float inverse_of(float total) { return total == 0.0f ? 0.0f : 1.0f / total; }
 
 // ---------------------------------------------------------------------------------------------------------- forward
@@ -26,8 +22,8 @@ template <typename T> __global__ void softmax_v1(const T* x, T* y, int rows, int
     const T* in = x + static_cast<long long>(row) * columns;
     T* out = y + static_cast<long long>(row) * columns;
     float top = minus_infinity, total = 0.0f;
-    for (int i = 0; i < columns; i++) top = max_or_nan(top, to_float(in[i]));
-    top = offset_of(top);
+    for (int i = 0; i < columns; i++) top = fmaxf(top, to_float(in[i]));
+    top = softmax_offset(top);
     for (int i = 0; i < columns; i++) total += __expf(to_float(in[i]) - top);
     const float inverse = inverse_of(total);
     for (int i = 0; i < columns; i++) out[i] = from_float<T>(__expf(to_float(in[i]) - top) * inverse);
@@ -51,18 +47,11 @@ template <typename T> __global__ void softmax_v2(const T* x, T* y, int columns) 
     const T* in = x + static_cast<long long>(blockIdx.x) * columns;
     T* out = y + static_cast<long long>(blockIdx.x) * columns;
     float top = minus_infinity, total = 0.0f;
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) top = max_or_nan(top, to_float(in[i]));
-    top = offset_of(tree(top, shared, [](float a, float b) { return max_or_nan(a, b); }));
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) top = fmaxf(top, to_float(in[i]));
+    top = softmax_offset(tree(top, shared, [](float a, float b) { return fmaxf(a, b); }));
     for (int i = threadIdx.x; i < columns; i += blockDim.x) total += __expf(to_float(in[i]) - top);
     const float inverse = inverse_of(tree(total, shared, [](float a, float b) { return a + b; }));
     for (int i = threadIdx.x; i < columns; i += blockDim.x) out[i] = from_float<T>(__expf(to_float(in[i]) - top) * inverse);
-}
-
-// Two parts of a row, each with its maximum and its sum of exp(x - maximum), become one.
-__device__ __forceinline__ void join(float& top, float& total, float other_top, float other_total) {
-    const float both = max_or_nan(top, other_top), offset = offset_of(both);
-    total = total * __expf(top - offset) + other_total * __expf(other_top - offset);
-    top = both;
 }
 
 template <typename T> __global__ void softmax_v3(const T* x, T* y, int rows, int columns) {
@@ -76,18 +65,18 @@ template <typename T> __global__ void softmax_v3(const T* x, T* y, int rows, int
         const Pack<T> pack = load_pack(in + i);
         float pack_top = minus_infinity, pack_total = 0.0f;
 #pragma unroll
-        for (int k = 0; k < n; k++) pack_top = max_or_nan(pack_top, to_float(pack.v[k]));
-        const float offset = offset_of(pack_top);
+        for (int k = 0; k < n; k++) pack_top = fmaxf(pack_top, to_float(pack.v[k]));
+        const float offset = softmax_offset(pack_top);
 #pragma unroll
         for (int k = 0; k < n; k++) pack_total += __expf(to_float(pack.v[k]) - offset);
-        join(top, total, pack_top, pack_total);
+        softmax_join(top, total, pack_top, pack_total);
     }
 #pragma unroll
     for (int bits = 16; bits > 0; bits /= 2) {
         const float other_top = __shfl_xor_sync(all_lanes, top, bits);
-        join(top, total, other_top, __shfl_xor_sync(all_lanes, total, bits));
+        softmax_join(top, total, other_top, __shfl_xor_sync(all_lanes, total, bits));
     }
-    const float offset = offset_of(top), inverse = inverse_of(total);
+    const float offset = softmax_offset(top), inverse = inverse_of(total);
     for (int i = lane * n; i < columns; i += 32 * n) {
         Pack<T> pack = load_pack(in + i);
 #pragma unroll

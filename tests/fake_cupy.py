@@ -424,7 +424,7 @@ class RawModule:
     def __init__(self, code, options=(), name_expressions=()):
         from minidist.kernels.loader import Source  # noqa: PLC0415 - the transports' tests need no kernels
 
-        self._source, self._functions = Source("raw.cu", name_expressions), {}
+        self._source, self._functions = Source(code.split('"')[1], name_expressions), {}    # #line 1 "softmax.cu"
         vars(self._source)["text"] = code
 
     def get_function(self, name):
