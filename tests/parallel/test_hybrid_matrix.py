@@ -110,11 +110,11 @@ def test_plans_under_mpirun(plan: dict[str, Any]) -> None:
 
 def test_what_lasts_is_divided_by_dp_and_cp_together() -> None:
     """ZeRO's shards span both; activations are of a rank's rows and tokens; with tp outside the regions too."""
-    changes = {"layers": 4, "width": 32, "heads": 4, "context": 16, "vocabulary": 8}
-    alone, = md.run(train, changes, {"sequences": 4}, size=1)
+    changes, options = {"layers": 4, "width": 32, "heads": 4, "context": 16, "vocabulary": 8}, {"steps": 1}
+    alone, = md.run(train, changes, {**options, "sequences": 4}, size=1)
 
     def shares(plan: dict[str, Any]) -> list[float]:
-        memory = [rank["memory"] for rank in md.run(train, changes, {"plan": plan, "sequences": 4}, size=4)]
+        memory = [rank["memory"] for rank in md.run(train, changes, {"plan": plan, **options, "sequences": 4}, size=4)]
         return [max(rank[what][when] for rank in memory) / alone["memory"][what][when]
                 for what, when in (("parameters", "now"), ("gradients", "now"), ("optimizer", "now"),
                                    ("activations", "peak"))]
@@ -127,11 +127,11 @@ def test_stages_keep_their_promise_behind_a_pipeline() -> None:
     """Ψ of a rank's stage on dp=4: with ZeRO-2 no whole gradient is held at any time, with ZeRO-3 no whole weights."""
     changes = {"layers": 8, "width": 16, "vocabulary": 8}
     held = {zero: [rank["memory"] for rank in md.run(
-        train, changes, {"plan": {"dp": 4, "pp": 2, "zero": zero, "microbatches": 4, "bucket_bytes": 4096}, "steps": 2,
-                         "sequences": 16}, size=8)] for zero in (1, 2, 3)}
-    for whole, two, three in zip(*held.values(), strict=True):
-        psi = whole["parameters"]["now"]
-        assert whole["gradients"]["now"] == psi and abs(two["gradients"]["now"] - psi / 4) < psi / 100
+        train, changes, {"plan": {"dp": 4, "pp": 2, "zero": zero, "microbatches": 2, "bucket_bytes": 4096}, "steps": 1,
+                         "sequences": 8}, size=8)] for zero in (2, 3)}
+    for two, three in zip(*held.values(), strict=True):
+        psi = two["parameters"]["now"]
+        assert abs(two["gradients"]["now"] - psi / 4) < psi / 100
         bucket, unit = 8 * 4 * 16 * 16, 8 * 13 * (16 * 16 + 16)     # the largest of either: a matrix, a block
         assert two["gradients"]["peak"] < psi / 4 + 3 * bucket
         assert three["parameters"]["peak"] < psi / 4 + 3 * unit and three["gradients"]["peak"] < psi / 4 + 3 * unit
