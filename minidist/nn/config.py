@@ -53,7 +53,7 @@ class MixtureConfig:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes and choices of a GPT; checked when made.
+    """Sizes and choices of a GPT; checked when made. `GPTConfig(**config.as_dict())` is it again.
 
     Raises:  ConfigError, one line: which value does not work and what would.
     """
@@ -73,6 +73,8 @@ class GPTConfig:
     mixture: MixtureConfig | None = None    # experts in place of each block's MLP
 
     def __post_init__(self) -> None:
+        if isinstance(self.mixture, dict):
+            object.__setattr__(self, "mixture", MixtureConfig(**self.mixture))
         for name in ("vocabulary", "context", "layers", "width", "heads", "kv_heads"):
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)
@@ -112,7 +114,7 @@ class GPTConfig:
         return 4 * self.width if self.activation == "gelu" else -(-self.width // 3) * 8
 
     def as_dict(self) -> dict[str, object]:
-        """All fields, for a run's JSON."""
+        """All fields, a mixture's as a dict, for a run's JSON."""
         return asdict(self)
 
 

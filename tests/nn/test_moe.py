@@ -1,5 +1,6 @@
 """A mixture on one process: beside a loop over tokens, what is dropped, what balances, and what it refuses."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from training import global_batch, tiny
 
 from minidist import ops
 from minidist.errors import ConfigError
-from minidist.nn import GPT, DropoutKey, Mixture, MixtureConfig, mixture
+from minidist.nn import GPT, DropoutKey, GPTConfig, Mixture, MixtureConfig, mixture
 from minidist.nn.moe import loads, mixtures, rebalance
 from minidist.parallel.activations import checkpoint_blocks
 from minidist.tensor import no_grad, tensor
@@ -163,3 +164,10 @@ def test_a_model_becomes_a_mixture_before_it_is_drawn_and_writes_text() -> None:
     model = mixture(GPT(tiny()), MixtureConfig(experts=2, capacity=1.0, noise=0.1))
     model.initialize(0)
     assert len(model.generate([1], 8)) == 9
+
+
+def test_a_config_with_a_mixture_builds_one_and_survives_json() -> None:
+    config = tiny(mixture=MixtureConfig(experts=3, top_k=1, shared=1))
+    assert len(mixtures(GPT(config))) == config.layers
+    assert GPTConfig(**json.loads(json.dumps(config.as_dict()))) == config
+    assert mixture(GPT(tiny()), MixtureConfig(experts=3, top_k=1, shared=1)).config == config
