@@ -1,0 +1,60 @@
+// Tiles: pieces of a matrix in shared memory, filled from global memory, read as fragments for tensor cores.
+#pragma once
+#include "ptx.cuh"
+
+// A pack of which `count` elements exist; zeros beyond. `whole`: the address of a whole pack is a multiple of 16.
+template <typename T> __device__ __forceinline__ Pack<T> load_part(const T* address, int count, bool whole) {
+    if (whole && count >= Pack<T>::size) return load_pack(address);
+    Pack<T> pack;
+#pragma unroll
+    for (int i = 0; i < Pack<T>::size; i++) pack.v[i] = i < count ? address[i] : from_float<T>(0.0f);
+    return pack;
+}
+template <typename T>
+__device__ __forceinline__ void store_part(T* address, const Pack<T>& pack, int count, bool whole) {
+    if (whole && count >= Pack<T>::size) return store_pack(address, pack);
+#pragma unroll
+    for (int i = 0; i < Pack<T>::size; i++) {
+        if (i < count) address[i] = pack.v[i];
+    }
+}
+
+// A tile of half numbers: its rows lie 16 bytes further apart than they are long, so that the 8 rows of a matrix that
+// ldmatrix reads lie in 8 different groups of banks (whatever power of two `columns` is).
+template <typename T, int rows_, int columns_> struct alignas(16) Tile {
+    static constexpr int rows = rows_, columns = columns_, apart = columns_ + Pack<T>::size;
+    T v[rows_ * apart];
+
+    // Filled from (row, column) on of a matrix (height, width) whose rows lie `step` apart, with zeros where it ends, by
+    // all `threads` threads of the block. A barrier has to stand before the tile is read.
+    template <int threads>
+    __device__ __forceinline__ void fill(const T* matrix, int row, int height, int column, int width, long long step,
+                                         bool whole, int thread) {
+        constexpr int packs = columns / Pack<T>::size;      // a row
+#pragma unroll
+        for (int i = thread; i < rows * packs; i += threads) {
+            const int r = i / packs, c = i % packs * Pack<T>::size;
+            const int count = row + r < height ? width - (column + c) : 0;
+            store_pack(v + r * apart + c, load_part(matrix + (row + r) * step + column + c, count, whole));
+        }
+    }
+
+    // The 16 x 16 at (row, column), as an A of mma.
+    __device__ __forceinline__ void load_a(unsigned (&a)[4], int row, int column, int lane) const {
+        ldmatrix<4, false>(a, v + (row + lane % 16) * apart + column + lane / 16 * 8);
+    }
+    // The same where the tile holds the transposed matrix: the A is what stands at (row, column) of it, flipped.
+    __device__ __forceinline__ void load_a_flipped(unsigned (&a)[4], int row, int column, int lane) const {
+        ldmatrix<4, true>(a, v + (row + lane / 16 * 8 + lane % 8) * apart + column + lane / 8 % 2 * 8);
+    }
+    // The 16 x 16 at (row, column), as two B of mma: the left 8 columns, and the right.
+    __device__ __forceinline__ void load_b(unsigned (*b)[2], int row, int column, int lane) const {
+        ldmatrix<4, true>(reinterpret_cast<unsigned (&)[4]>(b[0]),
+                          v + (row + lane % 16) * apart + column + lane / 16 * 8);
+    }
+    // The same where the tile holds the transposed matrix: rows of the tile are columns of B.
+    __device__ __forceinline__ void load_b_flipped(unsigned (*b)[2], int row, int column, int lane) const {
+        ldmatrix<4, false>(reinterpret_cast<unsigned (&)[4]>(b[0]),
+                           v + (row + lane / 16 * 8 + lane % 8) * apart + column + lane / 8 % 2 * 8);
+    }
+};
