@@ -58,3 +58,10 @@ template <typename T, int rows_, int columns_> struct alignas(16) Tile {
                            v + (row + lane / 16 * 8 + lane % 8) * apart + column + lane / 8 % 2 * 8);
     }
 };
+
+// Two neighbouring 16 x 8 results, rounded to T, as the 16 x 16 A of a next product: each lane holds what it needs.
+template <typename T>
+__device__ __forceinline__ void as_a(unsigned (&a)[4], const float (&left)[4], const float (&right)[4]) {
+    a[0] = pack_pair<T>(left[0], left[1]), a[1] = pack_pair<T>(left[2], left[3]);
+    a[2] = pack_pair<T>(right[0], right[1]), a[3] = pack_pair<T>(right[2], right[3]);
+}
