@@ -1,0 +1,212 @@
+// y = softmax(c q kᵀ) v of each head, c = 1 / sqrt(D), and log_total = log(sum(exp(c q kᵀ))) of each query for backward.
+//
+// q (B, H, T, D), k and v (B, H_kv, S, D), y as q, log_total (B, H, T) in float32. Per head 4 T S D operations, half of that
+// if causal: only half of the tiles are visited. Read and written at least: 2 (T + S) D numbers. Sums are float32.
+//
+//   v1  a thread a query      scores in global memory: T S floats a head written once and read 2 + D times; for each query
+//                             k and v are read in full
+//   v2  a block 32 queries    no score leaves the chip: k and v come by tiles of 32, softmax is computed as they come
+//                             ("online"); k and v are read once for 32 queries, 2 S D T / 32 numbers
+//   v3  tensor cores          a block 64 queries, a warp 16, tiles of 64 keys; scores never leave registers: what one
+//                             product ends in is what the next begins with (ptx.cuh). 2 S D T / 64 numbers; half types
+//
+// Online: for each query top = the maximum of the scores so far, total = sum exp(score - top), y = sum exp(score - top) v. A
+// tile that raises top scales total and y by exp(old top - new top); at the end y / total.
+// A query that sees no key gets zeros and log_total = -inf. fmaxf passes over a NaN, but its exp reaches total and y.
+// Sources: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022, "FlashAttention";
+// Dao 2023, "FlashAttention-2".
+#include "attention.cuh"
+
+// grid: (ceil(T / blockDim.x), B H). scores (B, H, T, S): scratch.
+template <typename T>
+__global__ void attention_v1(const T* q, const T* k, const T* v, T* y, float* log_total, float* scores, int heads,
+                             int kv_heads, int queries, int keys, int width, float scale, bool causal,
+                             const unsigned char* blocks) {
+    const Attention all{heads, kv_heads, queries, keys, width, causal, blocks};
+    const int query = blockIdx.x * blockDim.x + threadIdx.x, head = blockIdx.y, kv_head = all.kv_head(head);
+    if (query >= queries) return;
+    const T* q_row = q + all.of_query(head, query);
+    T* y_row = y + all.of_query(head, query);
+    float* score = scores + (static_cast<long long>(head) * queries + query) * keys;
+    float top = minus_infinity, total = 0.0f;
+    for (int key = 0; key < keys; key++) {
+        const T* k_row = k + all.of_key(kv_head, key);
+        float sum = 0.0f;
+        for (int i = 0; i < width; i++) sum += to_float(q_row[i]) * to_float(k_row[i]);
+        score[key] = all.sees(query, key) && all.tile_sees(query, 1, key) ? sum * scale : minus_infinity;
+        top = fmaxf(top, score[key]);
+    }
+    for (int key = 0; key < keys; key++) total += __expf(score[key] - offset_of(top));
+    for (int i = 0; i < width; i++) {
+        float sum = 0.0f;
+        for (int key = 0; key < keys; key++) {
+            sum += __expf(score[key] - offset_of(top)) * to_float(v[all.of_key(kv_head, key) + i]);
+        }
+        y_row[i] = from_float<T>(sum * inverse_of(total));
+    }
+    log_total[static_cast<long long>(head) * queries + query] = log_sum(top, total);
+}
+
+// ------------------------------------------------------------------------------------- tiles in shared memory, online
+
+constexpr int tile = 32, warps = 4, rows_a_warp = tile / warps;
+
+// `columns` numbers a row, rows `apart` apart, in float32; zeros beyond the matrix.
+template <typename T>
+__device__ __forceinline__ void fill(float* shared, int apart, const T* matrix, int row, int height, int width, int columns) {
+    for (int i = threadIdx.x; i < tile * columns; i += 32 * warps) {
+        const int r = i / columns, c = i % columns;
+        const bool there = row + r < height && c < width;
+        shared[r * apart + c] = there ? to_float(matrix[static_cast<long long>(row + r) * width + c]) : 0.0f;
+    }
+}
+
+// grid: (ceil(T / 32), B H); 128 threads; parts = ceil(D / 32). A warp has 8 queries. For scores lane is a key of the tile,
+// for y it is a column (and those 32, 64, 96 further).
+template <typename T, int parts>
+__global__ void __launch_bounds__(128) attention_v2(const T* q, const T* k, const T* v, T* y, float* log_total, int heads,
+                                                    int kv_heads, int queries, int keys, int width, float scale,
+                                                    bool causal, const unsigned char* blocks) {
+    constexpr int columns = 32 * parts, apart = columns + 1;     // + 1: 32 lanes read 32 rows of k from 32 banks
+    extern __shared__ float shared[];
+    float* q_tile = shared;                                      // (32, columns)
+    float* k_tile = q_tile + tile * columns;                     // (32, apart)
+    float* v_tile = k_tile + tile * apart;                       // (32, columns)
+    float* p_tile = v_tile + tile * columns;                     // (32, 32)
+    const Attention all{heads, kv_heads, queries, keys, width, causal, blocks};
+    const int first = blockIdx.x * tile, head = blockIdx.y, kv_head = all.kv_head(head);
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * rows_a_warp;
+    float top[rows_a_warp], total[rows_a_warp] = {}, sum[rows_a_warp][parts] = {};
+    for (int r = 0; r < rows_a_warp; r++) top[r] = minus_infinity;
+    fill(q_tile, columns, q + all.of_query(head, 0), first, queries, width, columns);
+    for (int key = 0; key < keys; key += tile) {
+        if (!all.tile_sees(first, tile, key)) continue;          // the whole block
+        __syncthreads();                                         // before the last tile is overwritten
+        fill(k_tile, apart, k + all.of_key(kv_head, 0), key, keys, width, columns);
+        fill(v_tile, columns, v + all.of_key(kv_head, 0), key, keys, width, columns);
+        __syncthreads();                                         // before others' numbers are read
+#pragma unroll
+        for (int r = 0; r < rows_a_warp; r++) {
+            float score = 0.0f;
+            for (int i = 0; i < columns; i++) score += q_tile[(row + r) * columns + i] * k_tile[lane * apart + i];
+            score = all.sees(first + row + r, key + lane) ? score * scale : minus_infinity;
+            const float now = fmaxf(top[r], warp_max(score)), p = __expf(score - offset_of(now));
+            const float shrink = __expf(top[r] - offset_of(now));
+            total[r] = total[r] * shrink + warp_sum(p);
+            for (int i = 0; i < parts; i++) sum[r][i] *= shrink;
+            top[r] = now;
+            p_tile[(row + r) * tile + lane] = p;
+        }
+        __syncwarp();                                            // its own rows of p_tile are written
+        for (int i = 0; i < tile; i++) {
+#pragma unroll
+            for (int r = 0; r < rows_a_warp; r++) {
+#pragma unroll
+                for (int n = 0; n < parts; n++) sum[r][n] += p_tile[(row + r) * tile + i] * v_tile[i * columns + 32 * n + lane];
+            }
+        }
+    }
+    for (int r = 0; r < rows_a_warp; r++) {
+        const int query = first + row + r;
+        if (query >= queries) break;
+        for (int n = 0; n < parts; n++) {
+            const int column = 32 * n + lane;
+            if (column < width) y[all.of_query(head, query) + column] = from_float<T>(sum[r][n] * inverse_of(total[r]));
+        }
+        if (lane == 0) log_total[static_cast<long long>(head) * queries + query] = log_sum(top[r], total[r]);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------- tensor cores
+
+// grid: (ceil(T / 64), B H); 128 threads; columns: D rounded up to 32, 64 or 128. A lane has two queries, half = 0 and 1:
+// those of rows lane / 4 and lane / 4 + 8 of its warp's 16; the four lanes of a row meet by shuffles.
+template <typename T, int columns>
+__global__ void __launch_bounds__(128) attention_v3(const T* q, const T* k, const T* v, T* y, float* log_total, int heads,
+                                                    int kv_heads, int queries, int keys, int width, float scale,
+                                                    bool causal, const unsigned char* blocks, bool whole) {
+    constexpr int side = 64;
+    __shared__ Tile<T, side, columns> k_tile;                    // first of all it holds q
+    __shared__ Tile<T, side, columns> v_tile;
+    const Attention all{heads, kv_heads, queries, keys, width, causal, blocks};
+    const int first = blockIdx.x * side, head = blockIdx.y, kv_head = all.kv_head(head);
+    const int thread = threadIdx.x, lane = thread % 32, row = thread / 32 * 16;
+    const int mine = first + row + lane / 4;                     // and mine + 8
+    unsigned from_q[columns / 16][4];
+    k_tile.template fill<128>(q + all.of_query(head, 0), first, queries, 0, width, width, whole, thread);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < columns / 16; i++) k_tile.load_a(from_q[i], row, 16 * i, lane);
+    float top[2] = {minus_infinity, minus_infinity}, total[2] = {}, sum[columns / 8][4] = {};
+    for (int key = 0; key < keys; key += side) {
+        if (!all.tile_sees(first, side, key)) continue;          // the whole block
+        __syncthreads();                                         // before the last tile is overwritten
+        k_tile.template fill<128>(k + all.of_key(kv_head, 0), key, keys, 0, width, width, whole, thread);
+        v_tile.template fill<128>(v + all.of_key(kv_head, 0), key, keys, 0, width, width, whole, thread);
+        __syncthreads();                                         // before others' numbers are read
+        float p[side / 8][4] = {};                               // scores, then exp(score - top)
+#pragma unroll
+        for (int i = 0; i < columns / 16; i++) {
+#pragma unroll
+            for (int j = 0; j < side / 8; j += 2) {
+                unsigned from_k[2][2];
+                k_tile.load_b_flipped(from_k, 8 * j, 16 * i, lane);
+                mma_16x8x16<T>(p[j], from_q[i], from_k[0]);
+                mma_16x8x16<T>(p[j + 1], from_q[i], from_k[1]);
+            }
+        }
+        const bool edge = key + side > keys || (causal && key + side > first + row);      // the others see all
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float now = top[half];
+#pragma unroll
+            for (int j = 0; j < side / 4; j++) {
+                float& score = p[j / 2][half * 2 + j % 2];
+                const bool seen = !edge || all.sees(mine + half * 8, key + j / 2 * 8 + lane % 4 * 2 + j % 2);
+                score = seen ? score * scale : minus_infinity;
+                now = fmaxf(now, score);
+            }
+            now = fmaxf(now, __shfl_xor_sync(all_lanes, now, 1));
+            now = fmaxf(now, __shfl_xor_sync(all_lanes, now, 2));
+            const float shrink = __expf(top[half] - offset_of(now));
+            total[half] *= shrink;                               // of this lane's keys; the lanes are added up at the end
+#pragma unroll
+            for (int j = 0; j < columns / 8; j++) sum[j][half * 2] *= shrink, sum[j][half * 2 + 1] *= shrink;
+#pragma unroll
+            for (int j = 0; j < side / 4; j++) {
+                float& score = p[j / 2][half * 2 + j % 2];
+                score = __expf(score - offset_of(now));
+                total[half] += score;
+            }
+            top[half] = now;
+        }
+#pragma unroll
+        for (int i = 0; i < side / 16; i++) {
+            unsigned from_p[4];
+            as_a<T>(from_p, p[2 * i], p[2 * i + 1]);
+#pragma unroll
+            for (int j = 0; j < columns / 8; j += 2) {
+                unsigned from_v[2][2];
+                v_tile.load_b(from_v, 16 * i, 8 * j, lane);
+                mma_16x8x16<T>(sum[j], from_p, from_v[0]);
+                mma_16x8x16<T>(sum[j + 1], from_p, from_v[1]);
+            }
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        total[half] += __shfl_xor_sync(all_lanes, total[half], 1);
+        total[half] += __shfl_xor_sync(all_lanes, total[half], 2);
+        const int query = mine + half * 8;
+        const float inverse = inverse_of(total[half]);
+        if (query < queries && lane % 4 == 0) {
+            log_total[static_cast<long long>(head) * queries + query] = log_sum(top[half], total[half]);
+        }
+#pragma unroll
+        for (int j = 0; j < columns / 4; j++) {
+            const int column = j / 2 * 8 + lane % 4 * 2 + j % 2;
+            if (query >= queries || column >= width) continue;
+            y[all.of_query(head, query) + column] = from_float<T>(sum[j / 2][half * 2 + j % 2] * inverse);
+        }
+    }
+}

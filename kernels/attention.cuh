@@ -1,0 +1,41 @@
+// What the versions of attention share: which key a query sees, and the online softmax of a tile.
+#pragma once
+#include "tiles.cuh"
+
+// Of the mask of blocks: queries and keys of 64 by 64 see each other or do not, for all heads alike.
+constexpr int mask_side = 64;
+
+// Sizes and rules of a call, as the kernels hand them on.
+struct Attention {
+    int heads, kv_heads, queries, keys, width;      // width: of a head
+    bool causal;
+    const unsigned char* blocks;                    // (ceil(queries / 64), ceil(keys / 64)), or null: all
+
+    __device__ __forceinline__ bool sees(int query, int key) const {
+        return query < queries && key < keys && (!causal || key <= query);
+    }
+    // Whether a tile of queries may see a tile of keys at all; a tile lies within one block of the mask.
+    __device__ __forceinline__ bool tile_sees(int query, int rows, int key) const {
+        if (causal && key > query + rows - 1) return false;
+        return blocks == nullptr || blocks[query / mask_side * ((keys + mask_side - 1) / mask_side) + key / mask_side];
+    }
+    // Where a head's first row lies in q, y (B, H, T, D) and in k, v (B, H_kv, S, D); head: of all B H heads. H / H_kv heads
+    // in a row share one key head.
+    __device__ __forceinline__ int kv_head(int head) const {
+        return head / heads * kv_heads + head % heads / (heads / kv_heads);
+    }
+    __device__ __forceinline__ long long of_query(int head, int query) const {
+        return (static_cast<long long>(head) * queries + query) * width;
+    }
+    __device__ __forceinline__ long long of_key(int kv_head, int key) const {
+        return (static_cast<long long>(kv_head) * keys + key) * width;
+    }
+};
+
+// What is taken off before exp: the maximum, but 0 where all is -inf (exp(-inf - -inf) would be NaN).
+__device__ __forceinline__ float offset_of(float top) { return top == minus_infinity ? 0.0f : top; }
+__device__ __forceinline__ float inverse_of(float total) { return total == 0.0f ? 0.0f : 1.0f / total; }
+// log(sum(exp(score))) from the maximum and the sum of exp(score - maximum); -inf where no key is seen.
+__device__ __forceinline__ float log_sum(float top, float total) {
+    return total == 0.0f ? minus_infinity : offset_of(top) + __logf(total);
+}

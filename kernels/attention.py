@@ -1,0 +1,142 @@
+"""Attention and its gradients: the NumPy reference, then the launchers of attention.cu.
+
+    y, log_total = attention(q, k, v, causal=True)                     # the fastest version that fits
+    dq, dk, dv = attention_gradient(q, k, v, y, log_total, dy, causal=True)
+
+q (B, H, T, D), k and v (B, H_kv, S, D), float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy. H / H_kv query
+heads in a row share one key head. log_total (B, H, T), float32, is log(sum(exp(scores))) of each query: all that backward
+needs beside the inputs and y. `blocks` (ceil(T / 64), ceil(S / 64)), bool, says which 64 queries see which 64 keys, for all
+heads (block-sparse attention); a query that sees no key gets zeros. Sums are float32.
+Cost: 4·B·H·T·S·D operations forward; tiles that nobody sees (ahead of all their queries, or left out of `blocks`) are
+skipped. Speed is not yet measured.
+"""
+
+import numpy as np
+
+from minidist.backend import LOW_PRECISION, Array, array_module
+from minidist.errors import DtypeError, KernelError, ShapeError
+from minidist.kernels.loader import FLOATS, Source, aligned, c_type, launch
+
+VERSIONS = (1, 2, 3)
+HALVES = FLOATS[1:]
+MASK_SIDE = 64              # queries and keys of a block of the mask
+PARTS = (1, 2, 4)           # of 32 columns: version 2
+WIDTHS = (32, 64, 128)      # of a head, rounded up: version 3
+SOURCE = Source("attention.cu", [f"attention_v1<{kind}>" for kind in FLOATS]
+                + [f"attention_v2<{kind}, {parts}>" for kind in FLOATS for parts in PARTS]
+                + [f"attention_v3<{kind}, {width}>" for kind in HALVES for width in WIDTHS])
+
+
+# ---------------------------------------------------------------------------------------------------------- references
+
+def _repeated(x: np.ndarray, heads: int) -> np.ndarray:
+    """(B, H_kv, S, D) -> (B, H, S, D): each key head for the query heads that share it."""
+    return np.repeat(x, heads // x.shape[1], axis=1)
+
+
+def seen(queries: int, keys: int, causal: bool, blocks: np.ndarray | None) -> np.ndarray:
+    """(T, S), bool: which query sees which key."""
+    mask = np.ones((queries, keys), bool)
+    if causal:
+        mask &= np.arange(keys) <= np.arange(queries)[:, None]
+    if blocks is not None:
+        mask &= np.repeat(np.repeat(blocks, MASK_SIDE, 0), MASK_SIDE, 1)[:queries, :keys].astype(bool)
+    return mask
+
+
+def attention_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: bool = False,
+                        blocks: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """y (B, H, T, D) and log_total (B, H, T)."""
+    scores = q @ _repeated(k, q.shape[1]).swapaxes(-1, -2) * q.shape[-1] ** -0.5
+    scores = np.where(seen(*scores.shape[-2:], causal, blocks), scores, -np.inf)
+    top = scores.max(axis=-1, keepdims=True)
+    top = np.where(top == -np.inf, 0, top)
+    p = np.exp(scores - top)
+    total = p.sum(axis=-1, keepdims=True)
+    y = p / np.where(total == 0, 1, total) @ _repeated(v, q.shape[1])
+    with np.errstate(divide="ignore"):
+        return y, (np.log(total) + top)[..., 0]
+
+
+def attention_gradient_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, dy: np.ndarray, *, causal: bool = False,
+                                 blocks: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """dq, dk, dv. With p the probabilities and r = sum(dy y): dv = pᵀ dy, ds = p (dy vᵀ - r), dq = c ds k, dk = c dsᵀ q."""
+    heads, scale = q.shape[1], q.shape[-1] ** -0.5
+    y, log_total = attention_reference(q, k, v, causal=causal, blocks=blocks)
+    k_all, v_all = _repeated(k, heads), _repeated(v, heads)
+    mask = seen(q.shape[2], k.shape[2], causal, blocks)
+    scores = np.where(mask, q @ k_all.swapaxes(-1, -2) * scale, -np.inf)
+    p = np.exp(scores - np.where(log_total == -np.inf, 0, log_total)[..., None])
+    ds = p * (dy @ v_all.swapaxes(-1, -2) - (dy * y).sum(axis=-1, keepdims=True))
+    dk, dv = ds.swapaxes(-1, -2) @ q * scale, p.swapaxes(-1, -2) @ dy
+    shared = (k.shape[0], k.shape[1], heads // k.shape[1], *k.shape[2:])
+    return ds @ k_all * scale, dk.reshape(shared).sum(axis=2), dv.reshape(shared).sum(axis=2)
+
+
+# ----------------------------------------------------------------------------------------------------------- launchers
+
+def attention(q: Array, k: Array, v: Array, *, causal: bool = False, blocks: Array | None = None,
+              version: int | None = None) -> tuple[Array, Array]:
+    """y, of q's shape and dtype, and log_total (B, H, T), float32.
+
+    Raises: ShapeError, DtypeError; KernelError if `version` does not fit.
+    """
+    xp = array_module(q, k, v)
+    _check(q, k, v, causal, blocks)
+    y, log_total = xp.zeros_like(q), xp.full(q.shape[:3], -np.inf, np.float32)
+    if not q.size or not k.size:
+        return y, log_total
+    version = version or fastest(q)
+    kind, width = c_type(q), _fitting(q, version)
+    arrays = (q, k, v, y, log_total)
+    rules = _rules(q, k, causal, blocks)
+    rows, heads = q.shape[2], q.shape[0] * q.shape[1]
+    if version == 1:
+        scores = xp.empty((*q.shape[:3], k.shape[2]), np.float32)
+        launch(SOURCE, f"attention_v1<{kind}>", grid=(-(-rows // 64), heads), block=64, args=(*arrays, scores, *rules))
+    elif version == 2:
+        shared = 32 * (3 * width + 1 + 32) * 4
+        launch(SOURCE, f"attention_v2<{kind}, {width // 32}>", grid=(-(-rows // 32), heads), block=128,
+               args=(*arrays, *rules), shared=shared)
+    else:
+        launch(SOURCE, f"attention_v3<{kind}, {width}>", grid=(-(-rows // 64), heads), block=128,
+               args=(*arrays, *rules, aligned(q, k, v)))
+    return y, log_total
+
+
+def fastest(q: Array) -> int:
+    """The version to take: tensor cores for half types; version 1 where a head is wider than tiles are."""
+    return 1 if q.shape[-1] > WIDTHS[-1] else 3 if q.dtype in LOW_PRECISION else 2
+
+
+def _fitting(q: Array, version: int) -> int:
+    """The width of a tile that holds a head. Raises: KernelError if the version has none, or does not take the dtype."""
+    if version == 3 and q.dtype not in LOW_PRECISION:
+        raise KernelError(f"attention version 3 takes float16 and bfloat16, not {q.dtype}; take version 2")
+    width = next((width for width in WIDTHS if q.shape[-1] <= width), 0)
+    if version > 1 and not width:
+        raise KernelError(f"attention version {version} takes heads of at most {WIDTHS[-1]} columns, not {q.shape[-1]}; "
+                          f"take version 1")
+    return width
+
+
+def _rules(q: Array, k: Array, causal: bool, blocks: Array | None) -> tuple[object, ...]:
+    mask = None if blocks is None else array_module(q).ascontiguousarray(blocks).view(np.uint8)
+    return q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], q.shape[3] ** -0.5, causal, mask
+
+
+def _check(q: Array, k: Array, v: Array, causal: bool, blocks: Array | None) -> None:
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (len(q), q.shape[3]) != (len(k), k.shape[3]):
+        raise ShapeError(f"attention kernel: q {q.shape}, k {k.shape}, v {v.shape}; they need shapes (B, H, T, D), "
+                         f"(B, H_kv, S, D), (B, H_kv, S, D)")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ShapeError(f"attention kernel: {q.shape[1]} query heads do not divide among {k.shape[1]} key heads")
+    if causal and q.shape[2] != k.shape[2]:
+        raise ShapeError(f"attention kernel: causal with {q.shape[2]} queries and {k.shape[2]} keys; they are the same "
+                         f"tokens, so as many")
+    if not q.dtype == k.dtype == v.dtype:
+        raise DtypeError(f"attention kernel: q of {q.dtype}, k of {k.dtype}, v of {v.dtype}; they need one dtype")
+    sides = tuple(-(-n // MASK_SIDE) for n in (q.shape[2], k.shape[2]))
+    if blocks is not None and (blocks.shape != sides or blocks.dtype != bool):
+        raise ShapeError(f"attention kernel: blocks {blocks.dtype} {blocks.shape}; they need bool {sides}: one for "
+                         f"{MASK_SIDE} queries and {MASK_SIDE} keys")
