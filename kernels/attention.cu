@@ -49,25 +49,13 @@ __global__ void attention_v1(const T* q, const T* k, const T* v, T* y, float* lo
 
 // ------------------------------------------------------------------------------------- tiles in shared memory, online
 
-constexpr int tile = 32, warps = 4, rows_a_warp = tile / warps;
-
-// `columns` numbers a row, rows `apart` apart, in float32; zeros beyond the matrix.
-template <typename T>
-__device__ __forceinline__ void fill(float* shared, int apart, const T* matrix, int row, int height, int width, int columns) {
-    for (int i = threadIdx.x; i < tile * columns; i += 32 * warps) {
-        const int r = i / columns, c = i % columns;
-        const bool there = row + r < height && c < width;
-        shared[r * apart + c] = there ? to_float(matrix[static_cast<long long>(row + r) * width + c]) : 0.0f;
-    }
-}
-
-// grid: (ceil(T / 32), B H); 128 threads; parts = ceil(D / 32). A warp has 8 queries. For scores lane is a key of the tile,
+// grid: (ceil(T / 32), B H); 128 threads; columns: D rounded up to 64 or 128. A warp has 8 queries. For scores lane is a key of the tile,
 // for y it is a column (and those 32, 64, 96 further).
-template <typename T, int parts>
+template <typename T, int columns>
 __global__ void __launch_bounds__(128) attention_v2(const T* q, const T* k, const T* v, T* y, float* log_total, int heads,
                                                     int kv_heads, int queries, int keys, int width, float scale,
                                                     bool causal, const unsigned char* blocks) {
-    constexpr int columns = 32 * parts, apart = columns + 1;     // + 1: 32 lanes read 32 rows of k from 32 banks
+    constexpr int parts = columns / 32, apart = columns + 1;     // + 1: 32 lanes read 32 rows of k from 32 banks
     extern __shared__ float shared[];
     float* q_tile = shared;                                      // (32, columns)
     float* k_tile = q_tile + tile * columns;                     // (32, apart)
@@ -119,7 +107,7 @@ __global__ void __launch_bounds__(128) attention_v2(const T* q, const T* k, cons
 
 // ------------------------------------------------------------------------------------------------------- tensor cores
 
-// grid: (ceil(T / 64), B H); 128 threads; columns: D rounded up to 32, 64 or 128. A lane has two queries, half = 0 and 1:
+// grid: (ceil(T / 64), B H); 128 threads; columns as above. A lane has two queries, half = 0 and 1:
 // those of rows lane / 4 and lane / 4 + 8 of its warp's 16; the four lanes of a row meet by shuffles.
 template <typename T, int columns>
 __global__ void __launch_bounds__(128) attention_v3(const T* q, const T* k, const T* v, T* y, float* log_total, int heads,

@@ -39,3 +39,16 @@ __device__ __forceinline__ float inverse_of(float total) { return total == 0.0f 
 __device__ __forceinline__ float log_sum(float top, float total) {
     return total == 0.0f ? minus_infinity : offset_of(top) + __logf(total);
 }
+
+// Tiles of 32 in float32, for the versions without tensor cores: 4 warps, each 8 of the rows.
+constexpr int tile = 32, warps = 4, rows_a_warp = tile / warps;
+
+// `columns` numbers a row, rows `apart` apart, in float32; zeros beyond the matrix.
+template <typename T>
+__device__ __forceinline__ void fill(float* shared, int apart, const T* matrix, int row, int height, int width, int columns) {
+    for (int i = threadIdx.x; i < tile * columns; i += 32 * warps) {
+        const int r = i / columns, c = i % columns;
+        const bool there = row + r < height && c < width;
+        shared[r * apart + c] = there ? to_float(matrix[static_cast<long long>(row + r) * width + c]) : 0.0f;
+    }
+}

@@ -20,11 +20,15 @@ from minidist.kernels.loader import FLOATS, Source, aligned, c_type, launch
 VERSIONS = (1, 2, 3)
 HALVES = FLOATS[1:]
 MASK_SIDE = 64              # queries and keys of a block of the mask
-PARTS = (1, 2, 4)           # of 32 columns: version 2
-WIDTHS = (32, 64, 128)      # of a head, rounded up: version 3
+WIDTHS = (64, 128)          # of a head, rounded up: versions 2 and 3
 SOURCE = Source("attention.cu", [f"attention_v1<{kind}>" for kind in FLOATS]
-                + [f"attention_v2<{kind}, {parts}>" for kind in FLOATS for parts in PARTS]
+                + [f"attention_v2<{kind}, {width}>" for kind in FLOATS for width in WIDTHS]
                 + [f"attention_v3<{kind}, {width}>" for kind in HALVES for width in WIDTHS])
+GRADIENTS = Source("attention_gradient.cu", [f"attention_{name}<{kind}>" for name in ("row", "dq_v1", "dkv_v1")
+                                             for kind in FLOATS]
+                   + [f"attention_{name}_v2<{kind}, {width}>" for name in ("dq", "dkv") for kind in FLOATS for width in WIDTHS]
+                   + [f"attention_{name}_v3<{kind}, {width}>" for name in ("dq", "dkv") for kind in HALVES
+                      for width in WIDTHS])
 
 
 # ---------------------------------------------------------------------------------------------------------- references
@@ -96,12 +100,48 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool = False, blocks: Arr
         launch(SOURCE, f"attention_v1<{kind}>", grid=(-(-rows // 64), heads), block=64, args=(*arrays, scores, *rules))
     elif version == 2:
         shared = 32 * (3 * width + 1 + 32) * 4
-        launch(SOURCE, f"attention_v2<{kind}, {width // 32}>", grid=(-(-rows // 32), heads), block=128,
+        launch(SOURCE, f"attention_v2<{kind}, {width}>", grid=(-(-rows // 32), heads), block=128,
                args=(*arrays, *rules), shared=shared)
     else:
         launch(SOURCE, f"attention_v3<{kind}, {width}>", grid=(-(-rows // 64), heads), block=128,
                args=(*arrays, *rules, aligned(q, k, v)))
     return y, log_total
+
+
+def attention_gradient(q: Array, k: Array, v: Array, y: Array, log_total: Array, dy: Array, *, causal: bool = False,
+                       blocks: Array | None = None, version: int | None = None) -> tuple[Array, Array, Array]:
+    """dq, dk, dv, of the shapes and the dtype of q, k, v, from what `attention` returned and y's gradient.
+
+    Raises: ShapeError, DtypeError; KernelError if `version` does not fit.
+    """
+    xp = array_module(q, k, v)
+    _check(q, k, v, causal, blocks)
+    if not y.shape == dy.shape == q.shape or log_total.shape != q.shape[:3]:
+        raise ShapeError(f"attention kernel: y {y.shape}, dy {dy.shape}, log_total {log_total.shape}; "
+                         f"they need q's shape {q.shape}, and {q.shape[:3]}")
+    dq, dk, dv = (xp.zeros_like(x) for x in (q, k, v))
+    if not q.size or not k.size:
+        return dq, dk, dv
+    version = version or fastest(q)
+    kind, width, rules = c_type(q), _fitting(q, version), _rules(q, k, causal, blocks)
+    row, (b, heads, t, d), (_, kv_heads, s, _) = xp.empty_like(log_total), q.shape, k.shape
+    launch(GRADIENTS, f"attention_row<{kind}>", grid=-(-b * heads * t // 4), block=128, args=(y, dy, row, b * heads * t, d))
+    arrays = (q, k, v, dy, log_total, row)
+    if version == 1:
+        p, ds = (xp.empty((b, heads, t, s), np.float32) for _ in range(2))
+        launch(GRADIENTS, f"attention_dq_v1<{kind}>", grid=(-(-t // 64), b * heads), block=64,
+               args=(*arrays, dq, p, ds, *rules))
+        launch(GRADIENTS, f"attention_dkv_v1<{kind}>", grid=(-(-s * d // 64), b * kv_heads), block=64,
+               args=(q, dy, p, ds, dk, dv, heads, kv_heads, t, s, d))
+        return dq, dk, dv
+    side = 32 if version == 2 else 64
+    whole = (aligned(q, k, v, dy),) if version == 3 else ()
+    dq_shared, dkv_shared = (4 * 32 * (4 * (width + 1) + 32 * n) if version == 2 else 4 * 64 * (width + 8) * 2 for n in (1, 2))
+    launch(GRADIENTS, f"attention_dq_v{version}<{kind}, {width}>", grid=(-(-t // side), b * heads), block=128,
+           args=(*arrays, dq, *rules, *whole), shared=dq_shared)
+    launch(GRADIENTS, f"attention_dkv_v{version}<{kind}, {width}>", grid=(-(-s // side), b * kv_heads), block=128,
+           args=(*arrays, dk, dv, *rules, *whole), shared=dkv_shared)
+    return dq, dk, dv
 
 
 def fastest(q: Array) -> int:
