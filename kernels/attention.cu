@@ -1,17 +1,17 @@
-// y = softmax(c q kᵀ) v of each head, c = 1 / sqrt(D), and log_total = log(sum(exp(c q kᵀ))) of each query for backward.
+// y = softmax(c q kᵀ) v of each head, c = 1 / sqrt(D), and, for backward, log_total = log(sum(exp(c q kᵀ))) a query.
 //
-// q (B, H, T, D), k and v (B, H_kv, S, D), y as q, log_total (B, H, T) in float32. Per head 4 T S D operations, half of that
-// if causal: only half of the tiles are visited. Read and written at least: 2 (T + S) D numbers. Sums are float32.
+// q (B, H, T, D), k and v (B, H_kv, S, D), y as q, log_total (B, H, T) in float32. A head is 4 T S D operations,
+// half of that if causal: only half of the tiles are visited. Read and written at least: 2 (T + S) D numbers.
 //
-//   v1  a thread a query      scores in global memory: T S floats a head written once and read 2 + D times; for each query
-//                             k and v are read in full
+//   v1  a thread a query      scores in global memory: T S floats a head written once and read 1 + D times;
+//                             each query reads k and v in full
 //   v2  a block 32 queries    no score leaves the chip: k and v come by tiles of 32, softmax is computed as they come
 //                             ("online"); k and v are read once for 32 queries, 2 S D T / 32 numbers
 //   v3  tensor cores          a block 64 queries, a warp 16, tiles of 64 keys; scores never leave registers: what one
 //                             product ends in is what the next begins with (ptx.cuh). 2 S D T / 64 numbers; half types
 //
-// Online: for each query top = the maximum of the scores so far, total = sum exp(score - top), y = sum exp(score - top) v. A
-// tile that raises top scales total and y by exp(old top - new top); at the end y / total.
+// Online: for each query top = the largest score so far, total = sum exp(score - top), y = sum exp(score - top) v. A
+// tile that raises top scales total and y by exp(old top - new top); at the end y / total. Sums are float32.
 // A query that sees no key gets zeros and log_total = -inf. fmaxf passes over a NaN, but its exp reaches total and y.
 // Sources: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022, "FlashAttention";
 // Dao 2023, "FlashAttention-2".
@@ -49,12 +49,12 @@ __global__ void attention_v1(const T* q, const T* k, const T* v, T* y, float* lo
 
 // ------------------------------------------------------------------------------------- tiles in shared memory, online
 
-// grid: (ceil(T / 32), B H); 128 threads; columns: D rounded up to 64 or 128. A warp has 8 queries. For scores lane is a key of the tile,
-// for y it is a column (and those 32, 64, 96 further).
+// grid: (ceil(T / 32), B H); 128 threads; columns: D rounded up to 64 or 128. A warp has 8 queries. A lane is a key of
+// the tile for scores, and a column (and those 32, 64, 96 further) for y.
 template <typename T, int columns>
-__global__ void __launch_bounds__(128) attention_v2(const T* q, const T* k, const T* v, T* y, float* log_total, int heads,
-                                                    int kv_heads, int queries, int keys, int width, float scale,
-                                                    bool causal, const unsigned char* blocks) {
+__global__ void __launch_bounds__(128) attention_v2(const T* q, const T* k, const T* v, T* y, float* log_total,
+                                                    int heads, int kv_heads, int queries, int keys, int width,
+                                                    float scale, bool causal, const unsigned char* blocks) {
     constexpr int parts = columns / 32, apart = columns + 1;     // + 1: 32 lanes read 32 rows of k from 32 banks
     extern __shared__ float shared[];
     float* q_tile = shared;                                      // (32, columns)
@@ -90,7 +90,9 @@ __global__ void __launch_bounds__(128) attention_v2(const T* q, const T* k, cons
 #pragma unroll
             for (int r = 0; r < rows_a_warp; r++) {
 #pragma unroll
-                for (int n = 0; n < parts; n++) sum[r][n] += p_tile[(row + r) * tile + i] * v_tile[i * columns + 32 * n + lane];
+                for (int n = 0; n < parts; n++) {
+                    sum[r][n] += p_tile[(row + r) * tile + i] * v_tile[i * columns + 32 * n + lane];
+                }
             }
         }
     }
@@ -110,9 +112,9 @@ __global__ void __launch_bounds__(128) attention_v2(const T* q, const T* k, cons
 // grid: (ceil(T / 64), B H); 128 threads; columns as above. A lane has two queries, half = 0 and 1:
 // those of rows lane / 4 and lane / 4 + 8 of its warp's 16; the four lanes of a row meet by shuffles.
 template <typename T, int columns>
-__global__ void __launch_bounds__(128) attention_v3(const T* q, const T* k, const T* v, T* y, float* log_total, int heads,
-                                                    int kv_heads, int queries, int keys, int width, float scale,
-                                                    bool causal, const unsigned char* blocks, bool whole) {
+__global__ void __launch_bounds__(128) attention_v3(const T* q, const T* k, const T* v, T* y, float* log_total,
+                                                    int heads, int kv_heads, int queries, int keys, int width,
+                                                    float scale, bool causal, const unsigned char* blocks, bool whole) {
     constexpr int side = 64;
     __shared__ Tile<T, side, columns> k_tile;                    // first of all it holds q
     __shared__ Tile<T, side, columns> v_tile;
@@ -157,7 +159,7 @@ __global__ void __launch_bounds__(128) attention_v3(const T* q, const T* k, cons
             now = fmaxf(now, __shfl_xor_sync(all_lanes, now, 1));
             now = fmaxf(now, __shfl_xor_sync(all_lanes, now, 2));
             const float shrink = __expf(top[half] - offset_of(now));
-            total[half] *= shrink;                               // of this lane's keys; the lanes are added up at the end
+            total[half] *= shrink;                               // of this lane's keys; lanes are added at the end
 #pragma unroll
             for (int j = 0; j < columns / 8; j++) sum[j][half * 2] *= shrink, sum[j][half * 2 + 1] *= shrink;
 #pragma unroll

@@ -19,8 +19,8 @@ struct Attention {
         if (causal && key > query + rows - 1) return false;
         return blocks == nullptr || blocks[query / mask_side * ((keys + mask_side - 1) / mask_side) + key / mask_side];
     }
-    // Where a head's first row lies in q, y (B, H, T, D) and in k, v (B, H_kv, S, D); head: of all B H heads. H / H_kv heads
-    // in a row share one key head.
+    // The key head of a head (of all B H): H / H_kv heads in a row share one. Where rows lie in q, y (B, H, T, D) and
+    // in k, v (B, H_kv, S, D).
     __device__ __forceinline__ int kv_head(int head) const {
         return head / heads * kv_heads + head % heads / (heads / kv_heads);
     }
@@ -45,7 +45,8 @@ constexpr int tile = 32, warps = 4, rows_a_warp = tile / warps;
 
 // `columns` numbers a row, rows `apart` apart, in float32; zeros beyond the matrix.
 template <typename T>
-__device__ __forceinline__ void fill(float* shared, int apart, const T* matrix, int row, int height, int width, int columns) {
+__device__ __forceinline__ void fill(float* shared, int apart, const T* matrix, int row, int height, int width,
+                                     int columns) {
     for (int i = threadIdx.x; i < tile * columns; i += 32 * warps) {
         const int r = i / columns, c = i % columns;
         const bool there = row + r < height && c < width;

@@ -3,19 +3,21 @@
     y, log_total = attention(q, k, v, causal=True)                     # the fastest version that fits
     dq, dk, dv = attention_gradient(q, k, v, y, log_total, dy, causal=True)
 
-q (B, H, T, D), k and v (B, H_kv, S, D), float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy. H / H_kv query
-heads in a row share one key head. log_total (B, H, T), float32, is log(sum(exp(scores))) of each query: all that backward
-needs beside the inputs and y. `blocks` (ceil(T / 64), ceil(S / 64)), bool, says which 64 queries see which 64 keys, for all
-heads (block-sparse attention); a query that sees no key gets zeros. Sums are float32.
+q (B, H, T, D), k and v (B, H_kv, S, D), float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy. H / H_kv
+query heads in a row share one key head. log_total (B, H, T), float32, is log(sum(exp(scores))) of each query: all that
+backward needs beside the inputs and y. `blocks` (ceil(T / 64), ceil(S / 64)), bool, says which 64 queries see which 64
+keys, for all heads (block-sparse attention); a query that sees no key gets zeros. Sums are float32.
 Cost: 4·B·H·T·S·D operations forward; tiles that nobody sees (ahead of all their queries, or left out of `blocks`) are
 skipped. Speed is not yet measured.
 """
 
+from typing import Any
+
 import numpy as np
+from minidist.kernels.loader import FLOATS, Source, aligned, c_type, launch
 
 from minidist.backend import LOW_PRECISION, Array, array_module
 from minidist.errors import DtypeError, KernelError, ShapeError
-from minidist.kernels.loader import FLOATS, Source, aligned, c_type, launch
 
 VERSIONS = (1, 2, 3)
 HALVES = FLOATS[1:]
@@ -26,9 +28,8 @@ SOURCE = Source("attention.cu", [f"attention_v1<{kind}>" for kind in FLOATS]
                 + [f"attention_v3<{kind}, {width}>" for kind in HALVES for width in WIDTHS])
 GRADIENTS = Source("attention_gradient.cu", [f"attention_{name}<{kind}>" for name in ("row", "dq_v1", "dkv_v1")
                                              for kind in FLOATS]
-                   + [f"attention_{name}_v2<{kind}, {width}>" for name in ("dq", "dkv") for kind in FLOATS for width in WIDTHS]
-                   + [f"attention_{name}_v3<{kind}, {width}>" for name in ("dq", "dkv") for kind in HALVES
-                      for width in WIDTHS])
+                   + [f"attention_{name}_v{version}<{kind}, {width}>" for name in ("dq", "dkv")
+                      for version, kinds in ((2, FLOATS), (3, HALVES)) for kind in kinds for width in WIDTHS])
 
 
 # ---------------------------------------------------------------------------------------------------------- references
@@ -52,7 +53,7 @@ def attention_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: 
                         blocks: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """y (B, H, T, D) and log_total (B, H, T)."""
     scores = q @ _repeated(k, q.shape[1]).swapaxes(-1, -2) * q.shape[-1] ** -0.5
-    scores = np.where(seen(*scores.shape[-2:], causal, blocks), scores, -np.inf)
+    scores = np.where(seen(q.shape[2], k.shape[2], causal, blocks), scores, -np.inf)
     top = scores.max(axis=-1, keepdims=True)
     top = np.where(top == -np.inf, 0, top)
     p = np.exp(scores - top)
@@ -64,7 +65,7 @@ def attention_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: 
 
 def attention_gradient_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, dy: np.ndarray, *, causal: bool = False,
                                  blocks: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """dq, dk, dv. With p the probabilities and r = sum(dy y): dv = pᵀ dy, ds = p (dy vᵀ - r), dq = c ds k, dk = c dsᵀ q."""
+    """dq, dk, dv; the formulas stand in attention_gradient.cu."""
     heads, scale = q.shape[1], q.shape[-1] ** -0.5
     y, log_total = attention_reference(q, k, v, causal=causal, blocks=blocks)
     k_all, v_all = _repeated(k, heads), _repeated(v, heads)
@@ -122,26 +123,36 @@ def attention_gradient(q: Array, k: Array, v: Array, y: Array, log_total: Array,
     dq, dk, dv = (xp.zeros_like(x) for x in (q, k, v))
     if not q.size or not k.size:
         return dq, dk, dv
-    version = version or fastest(q)
-    kind, width, rules = c_type(q), _fitting(q, version), _rules(q, k, causal, blocks)
-    row, (b, heads, t, d), (_, kv_heads, s, _) = xp.empty_like(log_total), q.shape, k.shape
-    launch(GRADIENTS, f"attention_row<{kind}>", grid=-(-b * heads * t // 4), block=128, args=(y, dy, row, b * heads * t, d))
-    arrays = (q, k, v, dy, log_total, row)
-    if version == 1:
-        p, ds = (xp.empty((b, heads, t, s), np.float32) for _ in range(2))
-        launch(GRADIENTS, f"attention_dq_v1<{kind}>", grid=(-(-t // 64), b * heads), block=64,
-               args=(*arrays, dq, p, ds, *rules))
-        launch(GRADIENTS, f"attention_dkv_v1<{kind}>", grid=(-(-s * d // 64), b * kv_heads), block=64,
-               args=(q, dy, p, ds, dk, dv, heads, kv_heads, t, s, d))
-        return dq, dk, dv
-    side = 32 if version == 2 else 64
-    whole = (aligned(q, k, v, dy),) if version == 3 else ()
-    dq_shared, dkv_shared = (4 * 32 * (4 * (width + 1) + 32 * n) if version == 2 else 4 * 64 * (width + 8) * 2 for n in (1, 2))
-    launch(GRADIENTS, f"attention_dq_v{version}<{kind}, {width}>", grid=(-(-t // side), b * heads), block=128,
-           args=(*arrays, dq, *rules, *whole), shared=dq_shared)
-    launch(GRADIENTS, f"attention_dkv_v{version}<{kind}, {width}>", grid=(-(-s // side), b * kv_heads), block=128,
-           args=(*arrays, dk, dv, *rules, *whole), shared=dkv_shared)
+    version, row = version or fastest(q), xp.empty_like(log_total)
+    rows = row.size
+    launch(GRADIENTS, f"attention_row<{c_type(q)}>", grid=-(-rows // 4), block=128,
+           args=(y, dy, row, rows, q.shape[3]))
+    rules, run = _rules(q, k, causal, blocks), _naive_gradient if version == 1 else _tiled_gradient
+    run(version, (q, k, v, dy, log_total, row), (dq, dk, dv), rules)
     return dq, dk, dv
+
+
+def _naive_gradient(version: int, given: tuple[Array, ...], results: tuple[Array, ...], rules: tuple[Any, ...]) -> None:
+    q, k, _, dy = given[:4]
+    (b, heads, t, d), kv_heads, s, kind = q.shape, k.shape[1], k.shape[2], c_type(q)
+    p, ds = (array_module(q).empty((b, heads, t, s), np.float32) for _ in range(2))
+    launch(GRADIENTS, f"attention_dq_v{version}<{kind}>", grid=(-(-t // 64), b * heads), block=64,
+           args=(*given, results[0], p, ds, *rules))
+    launch(GRADIENTS, f"attention_dkv_v{version}<{kind}>", grid=(-(-s * d // 64), b * kv_heads), block=64,
+           args=(q, dy, p, ds, *results[1:], heads, kv_heads, t, s, d))
+
+
+def _tiled_gradient(version: int, given: tuple[Array, ...], results: tuple[Array, ...], rules: tuple[Any, ...]) -> None:
+    q, k, v, dy = given[:4]
+    width = _fitting(q, version)
+    side = 32 if version == 2 else 64                     # of a tile; shared memory holds four, and scores of version 2
+    four = 4 * 32 * (width + 1) * 4 if version == 2 else 4 * 64 * (width + 8) * 2
+    whole = (aligned(q, k, v, dy),) if version == 3 else ()
+    for name, along, outputs, scores in (("dq", q, results[:1], 1), ("dkv", k, results[1:], 2)):
+        b, heads, rows, _ = along.shape
+        launch(GRADIENTS, f"attention_{name}_v{version}<{c_type(q)}, {width}>", grid=(-(-rows // side), b * heads),
+               block=128, args=(*given, *outputs, *rules, *whole),
+               shared=four + scores * 32 * 32 * 4 * (version == 2))
 
 
 def fastest(q: Array) -> int:
@@ -150,17 +161,17 @@ def fastest(q: Array) -> int:
 
 
 def _fitting(q: Array, version: int) -> int:
-    """The width of a tile that holds a head. Raises: KernelError if the version has none, or does not take the dtype."""
+    """The width of a tile that holds a head. Raises: KernelError if the version has none or does not take q's dtype."""
     if version == 3 and q.dtype not in LOW_PRECISION:
         raise KernelError(f"attention version 3 takes float16 and bfloat16, not {q.dtype}; take version 2")
     width = next((width for width in WIDTHS if q.shape[-1] <= width), 0)
     if version > 1 and not width:
-        raise KernelError(f"attention version {version} takes heads of at most {WIDTHS[-1]} columns, not {q.shape[-1]}; "
-                          f"take version 1")
+        raise KernelError(f"attention version {version} takes heads of at most {WIDTHS[-1]} columns, "
+                          f"not {q.shape[-1]}; take version 1")
     return width
 
 
-def _rules(q: Array, k: Array, causal: bool, blocks: Array | None) -> tuple[object, ...]:
+def _rules(q: Array, k: Array, causal: bool, blocks: Array | None) -> tuple[Any, ...]:
     mask = None if blocks is None else array_module(q).ascontiguousarray(blocks).view(np.uint8)
     return q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], q.shape[3] ** -0.5, causal, mask
 

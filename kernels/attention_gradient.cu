@@ -3,10 +3,10 @@
 //
 //   dv = pᵀ dy        ds = p (dy vᵀ - r)        dq = c ds k        dk = c dsᵀ q
 //
-// dk and dv are sums over queries, dq is one over keys. One kernel holds a tile of queries and walks along the keys for dq,
-// another holds a tile of keys and walks along the queries (of all heads that share it) for dk and dv: 14 T S D operations
-// instead of 10, since scores and dy vᵀ are computed twice, but no block adds to another's result: no atomics, and the
-// same bits every time. Half of that if causal.
+// dk and dv are sums over queries, dq is one over keys. One kernel holds a tile of queries and walks along the keys for
+// dq, another holds a tile of keys and walks along the queries (of all heads that share it) for dk and dv: 14 T S D
+// operations a head instead of 10, since scores and dy vᵀ are computed twice, but no block adds to another's result: no
+// atomics, and the same bits every time. Half of that if causal.
 //
 //   v1  naive             p and ds in global memory, T S floats a head each; then a thread a number of dk and dv
 //   v2  tiles of 32       p and ds of a tile in shared memory; q and dy, k and v are read once for 32 keys, 32 queries
@@ -32,9 +32,9 @@ template <typename T> __global__ void attention_row(const T* y, const T* dy, flo
 
 // grid: (ceil(T / blockDim.x), B H): a thread a query. p and ds (B, H, T, S) are left for the next kernel.
 template <typename T>
-__global__ void attention_dq_v1(const T* q, const T* k, const T* v, const T* dy, const float* log_total, const float* row,
-                                T* dq, float* p, float* ds, int heads, int kv_heads, int queries, int keys, int width,
-                                float scale, bool causal, const unsigned char* blocks) {
+__global__ void attention_dq_v1(const T* q, const T* k, const T* v, const T* dy, const float* log_total,
+                                const float* row, T* dq, float* p, float* ds, int heads, int kv_heads, int queries,
+                                int keys, int width, float scale, bool causal, const unsigned char* blocks) {
     const Attention all{heads, kv_heads, queries, keys, width, causal, blocks};
     const int query = blockIdx.x * blockDim.x + threadIdx.x, head = blockIdx.y, kv_head = all.kv_head(head);
     if (query >= queries) return;
@@ -77,10 +77,10 @@ __global__ void attention_dkv_v1(const T* q, const T* dy, const float* p, const 
 
 // --------------------------------------------------------------------------------------------- tiles in shared memory
 
-// Sums of 8 rows of a warp over a tile: sum[r][n] += weights (8, 32) times (32, columns), lane and 32 n further a column.
+// Of a warp's 8 rows: sum[r][n] += weights (8, 32) times numbers (32, columns), of which a lane has column lane + 32 n.
 template <int parts>
-__device__ __forceinline__ void add_product(float (&sum)[rows_a_warp][parts], const float* weights, const float* numbers,
-                                            int apart, int lane) {
+__device__ __forceinline__ void add_product(float (&sum)[rows_a_warp][parts], const float* weights,
+                                            const float* numbers, int apart, int lane) {
     for (int i = 0; i < tile; i++) {
 #pragma unroll
         for (int r = 0; r < rows_a_warp; r++) {
@@ -133,7 +133,8 @@ __global__ void __launch_bounds__(128) attention_dq_v2(const T* q, const T* k, c
     for (int r = 0; r < rows_a_warp; r++) {
         for (int n = 0; n < parts; n++) {
             const int query = first + mine + r, column = 32 * n + lane;
-            if (query < queries && column < width) dq[all.of_query(head, query) + column] = from_float<T>(sum[r][n] * scale);
+            if (query >= queries || column >= width) continue;
+            dq[all.of_query(head, query) + column] = from_float<T>(sum[r][n] * scale);
         }
     }
 }
@@ -231,8 +232,8 @@ __device__ __forceinline__ void add_weighted(float (&sum)[columns / 8][4], const
 
 // Store sum (16, columns) times `scale` from row `first` on of a matrix (height, width).
 template <typename T, int columns>
-__device__ __forceinline__ void store_sum(T* matrix, const float (&sum)[columns / 8][4], float scale, int first, int height,
-                                          int width, int lane) {
+__device__ __forceinline__ void store_sum(T* matrix, const float (&sum)[columns / 8][4], float scale, int first,
+                                          int height, int width, int lane) {
 #pragma unroll
     for (int j = 0; j < columns / 8; j++) {
 #pragma unroll

@@ -25,8 +25,8 @@ template <typename T, int rows_, int columns_> struct alignas(16) Tile {
     static constexpr int rows = rows_, columns = columns_, apart = columns_ + Pack<T>::size;
     T v[rows_ * apart];
 
-    // Filled from (row, column) on of a matrix (height, width) whose rows lie `step` apart, with zeros where it ends, by
-    // all `threads` threads of the block. A barrier has to stand before the tile is read.
+    // Filled from (row, column) on of a matrix (height, width) whose rows lie `step` apart, with zeros where it ends,
+    // by all `threads` threads of the block. A barrier has to stand before the tile is read.
     template <int threads>
     __device__ __forceinline__ void fill(const T* matrix, int row, int height, int column, int width, long long step,
                                          bool whole, int thread) {
