@@ -55,7 +55,7 @@ def test_each_plan_is_shown_beside_its_own_contenders(tmp_path, monkeypatch, cap
     (["--plan", "pp=2,pq=2"], "'pq=2' is not AXIS=SIZE"),
     (["--plan", "pp=1"], "one rank is what each plan stands beside"),
     (["--plan", "pp=2", "--plan", "pp=9"], "and the model 4 layers"),
-    (["--plan", "tp=5"], "choose tp from 1 to 4"),
+    (["--plan", "tp=5"], "use dp=5, or at least 5 heads"),
     (["--plan", "pp=2", "-n", "4"], "leave -n out"),
     (["--plan", "tp=2", "--zero", "1"], "leave --zero out"),
     (["--plan", "tp=2", "--microbatches", "4"], "a pipeline's; add --plan pp=2"),
