@@ -14,6 +14,9 @@ turn only at its second `show` after, and before that it saw everybody post the 
 Long arrays need not be copied here, where the ranks may read each other's memory: a rank lends them, that is, shows
 where they lie, the others read() them there, and all meet once more before anybody's may change.
 
+A rank closes its board when it needs it no more, and the others may still be looking at what it showed last. So its
+part serves another board only after they have closed theirs: each part counts how often its rank has.
+
 The fences are those of ring.py, for the same reasons: bytes before `posted`; `posted` before the look at `asleep`, and
 `asleep` before the look at `posted`, so that whichever comes second sees the other, and no wake-up is lost.
 """
@@ -38,7 +41,7 @@ _TURN_BYTES = _HEADER_BYTES + SHOWN_BYTES
 _TURNS = 2
 PART_BYTES = _PAGE + _TURNS * _TURN_BYTES
 
-_POSTED, _ASLEEP = 0, LINE // 8
+_POSTED, _ASLEEP, _CLOSED = 0, LINE // 8, 2 * LINE // 8
 
 
 class Part:
@@ -55,6 +58,15 @@ class Part:
     def clear(self) -> None:
         """Begin anew: nothing was posted."""
         self.words[_POSTED] = self.words[_ASLEEP] = 0
+
+    @property
+    def closed(self) -> int:
+        """How often its rank has closed a board here."""
+        return self.words[_CLOSED]
+
+    def close(self) -> None:
+        """Its rank looks at nobody's part of this board any more."""
+        self.words[_CLOSED] += 1
 
     def write(self, turn: int, meta: bytes, arrays: Sequence[np.ndarray]) -> None:
         """Put arrays here, one after the other (claim.py)."""
@@ -73,13 +85,14 @@ class Part:
 class SharedBoard(Board):
     """A group's board, as one of its ranks sees it.
 
-    Args: parts: every rank's, in the order of `world_ranks`; lends: whether the ranks may read each other's memory.
+    Args: parts: every rank's, in the order of `world_ranks`; closed: how often boards there were closed before;
+          lends: whether the ranks may read each other's memory.
     """
 
     def __init__(self, transport: "ShmTransport", world_ranks: Sequence[int], parts: Sequence[Part], *,
-                 lends: bool = False) -> None:
+                 closed: Sequence[int], lends: bool = False) -> None:
         self._transport, self._world_ranks, self._parts = transport, tuple(world_ranks), list(parts)
-        self.lends = lends
+        self._closed, self.lends = list(closed), lends
         own = world_ranks.index(transport.world_rank)
         self._own = parts[own]
         self._others = [(rank, part.words) for rank, part in zip(world_ranks, parts, strict=True)
@@ -109,7 +122,10 @@ class SharedBoard(Board):
 
     def close(self) -> None:
         if self._parts:
-            self._transport.close_board(self)
+            self._fence()  # the looks at theirs before `closed`
+            self._own.close()
+            self._transport.close_board(self, [pair for pair in zip(self._parts, self._closed, strict=True)
+                                               if pair[0] is not self._own])
             del self._own
             self._parts, self._others = [], []  # the memory goes when nothing points into it
 

@@ -87,6 +87,7 @@ class ShmTransport(PolledTransport):
         self._links, self._arenas, self._processes = links, arenas, processes
         self._free = list(range(BOARDS - 1, -1, -1))
         self._boards: dict[SharedBoard, int] = {}   # and their places
+        self._left: list[tuple[int, list[tuple[Part, int]]]] = []   # closed here: place; others' parts, closed how often
         self._turns: list[Turn] = []                # waits on boards
 
     @property
@@ -96,28 +97,45 @@ class ShmTransport(PolledTransport):
     @property
     def shared_bytes(self) -> int:
         """A ring to each rank, and the places of the groups' boards. Pages never written take no room."""
-        return RING_BYTES * len(self._links) + PART_BYTES * (BOARDS - len(self._free))
+        return RING_BYTES * len(self._links) + PART_BYTES * len(self._boards)
 
     def reserve_board(self) -> int:
+        """A place, and BOARDS times how often a board there was closed: so others can tell when this one is."""
+        self._take_back()
         if not self._free:
             return -1
         place = self._free.pop()
-        self._part(self.world_rank, place).clear()
-        return place
+        part = self._part(self.world_rank, place)
+        part.clear()
+        return place + BOARDS * part.closed
 
     def open_board(self, world_ranks: Sequence[int], places: Sequence[int]) -> Board | None:
         own = places[world_ranks.index(self.world_rank)]
         if -1 in places or not self._arenas.keys() >= set(world_ranks):
-            self._free += [own] if own >= 0 else []
+            self._free += [own % BOARDS] if own >= 0 else []
             return None
-        parts = [self._part(rank, place) for rank, place in zip(world_ranks, places, strict=True)]
-        board = SharedBoard(self, world_ranks, parts, lends=self._processes is not None)
-        self._boards[board] = own
+        parts = [self._part(rank, place % BOARDS) for rank, place in zip(world_ranks, places, strict=True)]
+        board = SharedBoard(self, world_ranks, parts, closed=[place // BOARDS for place in places],
+                            lends=self._processes is not None)
+        self._boards[board] = own % BOARDS
         return board
 
-    def close_board(self, board: SharedBoard) -> None:
-        """Its place is free again."""
-        self._free.append(self._boards.pop(board))
+    def close_board(self, board: SharedBoard, others: list[tuple[Part, int]]) -> None:
+        """Its place is free again as soon as all others have closed theirs: until then they may be looking at it.
+
+        Args: others: their parts, and how often boards there were closed before this one.
+        """
+        self._left.append((self._boards.pop(board), others))
+
+    def _take_back(self) -> None:
+        """Places of boards that everybody has closed are free."""
+        waiting = []
+        for place, others in self._left:
+            if all(part.closed > before for part, before in others):
+                self._free.append(place)
+            else:
+                waiting.append((place, others))
+        self._left = waiting
 
     def read(self, rank: int, address: int, target: np.ndarray) -> None:
         """Fill `target` (uint8) with what another rank of this host has at `address`.
@@ -146,6 +164,7 @@ class ShmTransport(PolledTransport):
         super().close()
         for board in list(self._boards):
             board.close()
+        self._left.clear()
         self._arenas.clear()
 
     def _part(self, rank: int, place: int) -> Part:

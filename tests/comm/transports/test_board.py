@@ -9,8 +9,10 @@ import pytest
 from leftovers import nothing_left
 from linked import shm_transports
 
+import minidist as md
+from minidist.comm.group import Group
 from minidist.comm.transport import Board
-from minidist.comm.transports.board import _ASLEEP, _POSTED, PART_BYTES
+from minidist.comm.transports.board import _ASLEEP, _POSTED, PART_BYTES, SharedBoard
 from minidist.comm.transports.ring import RING_BYTES
 from minidist.comm.transports.shm import BOARDS, ShmTransport
 from minidist.errors import CommError, PeerLostError, TimeoutError
@@ -147,3 +149,40 @@ def test_places_are_given_back_and_begin_anew():
     assert all(len(boards) == 2 for boards in kept)
     assert opened(transports) == [], "no place is left: the group does without"
     close(transports)
+
+
+def test_a_place_serves_another_board_only_after_all_have_closed_the_first():
+    """Rank 0 has not looked yet at what rank 1 showed last, when that closes the board and reserves the next."""
+    transports = shm_transports(2)
+    boards = opened(transports)
+    boards[0]._wait = lambda: late.wait(5)
+    late = threading.Event()
+    seen: list[list[int]] = []
+    thread, _ = in_thread(lambda: seen.append(show(boards[0], 3)))
+    assert show(boards[1], 4) == [3, 4]
+    boards[1].close()
+    other = transports[1].reserve_board()
+    assert boards[0].missing() == []
+    late.set()
+    thread.join(5)
+    assert seen == [[3, 4]]
+    boards[0].close()
+    assert other % BOARDS != transports[1].reserve_board() % BOARDS == 0
+    close(transports)
+
+
+def test_a_group_closed_early_keeps_nobody_waiting():
+    """Rank 1 leaves a group and splits anew while rank 0 has not woken from the group's last call."""
+    def job(world: Group) -> list[int]:
+        group = world.split(0)
+        assert group is not None and isinstance(group.board, SharedBoard)
+        if world.rank == 0:
+            look = group.board.missing
+            group.board.missing = lambda: time.sleep(0.05) or look()
+        got = group.all_gather(np.array([world.rank]))
+        group.close()
+        next_group = world.split(0)
+        assert next_group is not None
+        return [*got, *next_group.all_gather(np.array([10 + world.rank]))]
+
+    assert md.run(job, size=2, transport="shm", limit=20) == [[0, 1, 10, 11]] * 2
