@@ -34,7 +34,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     A worker steals tests from another that has more to do; tests of one file mostly stay with one worker.
     """
     option = config.option
-    whole = all(Path(argument).is_dir() for argument in config.args) and not (option.keyword or option.lf)
+    chosen = option.keyword or getattr(option, "lf", False)     # no `lf` under -p no:cacheprovider
+    whole = all(Path(argument).is_dir() for argument in config.args) and not chosen
     usual = option.markexpr in config.getini("addopts")
     looking = option.usepdb or option.capture == "no"
     free = getattr(option, "numprocesses", 0) is None and option.dist == "no" and not hasattr(config, "workerinput")

@@ -87,7 +87,7 @@ class ShmTransport(PolledTransport):
         self._links, self._arenas, self._processes = links, arenas, processes
         self._free = list(range(BOARDS - 1, -1, -1))
         self._boards: dict[SharedBoard, int] = {}   # and their places
-        self._left: list[tuple[int, list[tuple[Part, int]]]] = []   # closed here: place; others' parts, closed how often
+        self._left: list[tuple[int, list[tuple[Part, int]]]] = []   # places of boards closed here, maybe not by others
         self._turns: list[Turn] = []                # waits on boards
 
     @property
