@@ -134,6 +134,8 @@ static Region* region_of(const char* address) {
 
 static void access(const void* pointer, std::size_t nbytes, bool writes, bool atomic, const void* code) {
     if (!run.current || !nbytes) return;
+    run.steps++;
+    check_steps(code);
     const char* address = static_cast<const char*>(pointer);
     if (within(address, run.current->stack, stack_bytes)) return;
     const char* verb = writes ? " writes " : " reads ";
@@ -172,6 +174,7 @@ static void set_pending(const char* address, int nbytes, bool pending) {
 }
 
 void atomic_access(void* address, int nbytes, void* caller) {
+    pause();                                                // so that who waits in a loop for another lets it run
     access(address, nbytes, true, true, caller);
 }
 

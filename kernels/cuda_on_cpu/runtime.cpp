@@ -58,6 +58,17 @@ static void wake(Thread& thread) {
     ready.push_back(&thread);
 }
 
+void pause() {
+    wake(*run.current);
+    swapcontext(&run.current->context, &scheduler);
+}
+
+void check_steps(const void* where) {
+    if (run.steps <= run.launch->most_steps) return;
+    fail("no end: " + who() + " is{where} after " + std::to_string(run.launch->most_steps)
+         + " steps; does it wait in a loop for what nobody does? Else take smaller arrays", where);
+}
+
 static void body() {
     kernel_call(run.launch->args);
     run.current->state = State::ended;
@@ -195,6 +206,7 @@ static void run_block() {
         std::swap(ready[random_numbers() % ready.size()], ready.back());
         run.current = ready.back();
         ready.pop_back();
+        run.steps += 16;
         swapcontext(&scheduler, &run.current->context);
         ended += run.current->state == State::ended;
         run.current = nullptr;

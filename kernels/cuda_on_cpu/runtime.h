@@ -32,6 +32,7 @@ struct Launch {
     uint64_t shared_count;
     uint64_t seed;
     int64_t count;                      // whether to count transactions
+    uint64_t most_steps;                // a launch that takes more is ended: a step is an access; 16, a thread that waits
 };
 
 struct Traffic {                        // of global memory
@@ -83,6 +84,7 @@ struct Run {
     Thread* current;                    // null: the scheduler runs
     uint3 block;
     uint32_t block_number;
+    uint64_t steps;
     uint32_t epoch;                     // +1 at each barrier; never the same in two blocks
     std::vector<uint32_t> warp_epoch;   // +1 at each __syncwarp
     std::vector<uint32_t> fenced;       // by block: the epoch of its last __threadfence + 1
@@ -97,6 +99,9 @@ extern Run run;
 [[noreturn]] void fail(const std::string& what, const void* where = nullptr, const void* other = nullptr);
 std::string describe(uint3 index);
 std::string who();                      // "block (0, 0, 0) thread (1, 0, 0)"
+
+void pause();                           // let other threads of the block run
+void check_steps(const void* where);
 
 void memory_begins();                   // a launch
 void memory_begins_block();

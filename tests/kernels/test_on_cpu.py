@@ -120,6 +120,17 @@ __global__ void constant(const float* x, float* y) {
     const float table[4] = {1.0f, 2.0f, 3.0f, 4.0f};
     y[threadIdx.x] = table[threadIdx.x % 4] * x[threadIdx.x];
 }
+__global__ void in_turn(const float* x, float* y, unsigned* count) {
+    y[threadIdx.x + blockIdx.x * blockDim.x] = atomicAdd(count, 1u);
+}
+__global__ void hand_over(const float* x, float* y, unsigned* count) {       // each thread waits for the one before it
+    while (atomicAdd(count, 0u) != threadIdx.x) {}
+    y[threadIdx.x] = x[threadIdx.x];
+    atomicAdd(count, 1u);
+}
+__global__ void no_end(const float* x, float* y, unsigned* count) {
+    while (atomicAdd(count, 0u) == 0u) {}                        // LINE no_end
+}
 __global__ void strided(const float* x, float* y, int stride) { y[threadIdx.x] = x[threadIdx.x * stride]; }
 """
 NAMES = re.findall(r"__global__ void (\w+)", PLANTED)
@@ -179,7 +190,7 @@ def test_lanes_that_do_not_come(planted):
 
 
 def test_a_crooked_vector_load(planted):
-    with pytest.raises(KernelError, match=r"misaligned: .* reads 16 bytes at x\[1\] at common.cuh:\d+"):
+    with pytest.raises(KernelError, match=r"misaligned: .* reads 16 bytes at x\[1\] at common.cuh:\d+, called from planted.cu"):
         run(planted, "crooked")
 
 
@@ -197,6 +208,25 @@ def test_what_is_right_passes(planted, seed):
         count = np.zeros(1, np.uint32)
         x, y = run(planted, "last_block", count, grid=5)
         assert y[0] == x[:5].sum()
+
+
+def test_the_order_is_drawn_from_the_seed(planted):
+    orders = []
+    for seed in (1, 1, 2):
+        with on_cpu.watch(seed=seed):
+            orders.append(tuple(run(planted, "in_turn", np.zeros(1, np.uint32), n=192, grid=3)[1]))
+    assert sorted(orders[0]) == list(range(192))
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_waiting_in_a_loop(planted, monkeypatch):
+    """Threads that wait for each other get on; one that waits for nobody is ended with its line."""
+    x, y = run(planted, "hand_over", np.zeros(1, np.uint32))
+    np.testing.assert_array_equal(x, y)
+    monkeypatch.setattr(on_cpu, "_MOST_STEPS", 10 ** 5)
+    with pytest.raises(KernelError, match="no end: block .* is at planted.cu.* wait in a loop") as caught:
+        run(planted, "no_end", np.zeros(1, np.uint32))
+    assert line_of("no_end") in str(caught.value)
 
 
 @pytest.mark.parametrize(("stride", "sectors"), [(1, 8), (2, 16), (8, 64), (16, 64)])
