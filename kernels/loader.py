@@ -13,7 +13,7 @@ fit is an error that names the argument, not a wrong result.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -77,12 +77,29 @@ def _address(array: Array) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a kernel: an array (`pointer`) of elements, or a number, of dtype `kind`; `const`: only read."""
+    """One parameter of a kernel: an array (`pointer`) of elements, or a number, of dtype `kind`; `const`: only read.
+
+    `table`: an array of pointers to such arrays, `float* const* weights`, or only read, `const float* const* weights`.
+    """
 
     name: str
     kind: np.dtype
     pointer: bool
     const: bool
+    table: bool = False
+
+
+class Table:
+    """Arrays of one dtype, any shapes, for a kernel's `T* const*`: many tensors in one launch. Made once."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self.arrays = tuple(arrays)
+        self._module = array_module(*arrays)
+
+    @cached_property
+    def addresses(self) -> Array:
+        """Where each begins, beside the arrays: uint64."""
+        return self._module.asarray(np.array([_address(array) for array in self.arrays], np.uint64))
 
 
 class Source:
@@ -119,7 +136,7 @@ class Source:
         if spelled not in _DTYPES:
             raise KernelError(f"{self.path.name}: parameter {text.strip()!r} has a type that the loader does not know; "
                               f"write one of {', '.join(_DTYPES)}")
-        return Parameter(words[-1], _DTYPES[spelled], "*" in words, "const" in words)
+        return Parameter(words[-1], _DTYPES[spelled], "*" in words, words[0] == "const", words.count("*") == 2)
 
     @cached_property
     def module(self) -> Any:
@@ -166,13 +183,13 @@ def launch(source: Source, kernel: str, *, grid: int | tuple[int, ...], block: i
     """Run a kernel over its arguments: arrays, all NumPy or all CuPy, and numbers. Outputs are written in place.
 
     Args:    grid, block: blocks, and threads a block, along x, y, z. shared: bytes of `extern __shared__` memory.
-             None in place of an array is a null pointer.
+             None in place of an array is a null pointer; a Table stands for an array of pointers.
     Raises:  KernelError: no such kernel, a compile error, a launch beyond the limits, a broken rule (CPU build);
              DtypeError, ShapeError: an argument does not fit its parameter, or is not contiguous.
     """
     values = _bind(source, kernel, args)
     sizes = _check_sizes(kernel, grid, block, shared)
-    if array_module(*args) is np:
+    if array_module(*args, *(arg.arrays[0] for arg in args if isinstance(arg, Table) and arg.arrays)) is np:
         from minidist.kernels import on_cpu  # noqa: PLC0415 - what it needs (g++, fcntl) a GPU's user may not have
 
         on_cpu.run(source, kernel, *sizes, values, shared)
@@ -186,7 +203,8 @@ def _bind(source: Source, kernel: str, args: Sequence[Any]) -> list[tuple[Parame
     if len(args) != len(parameters):
         raise ShapeError(f"{kernel} takes {len(parameters)} arguments ({', '.join(p.name for p in parameters)}), "
                          f"not {len(args)}")
-    devices = sorted({_device(array) for array in args if is_array(array)})
+    arrays = [array for arg in args for array in (arg.arrays if isinstance(arg, Table) else [arg])]
+    devices = sorted({_device(array) for array in arrays if is_array(array)})
     if len(devices) > 1:
         raise KernelError(f"{kernel}: its arrays lie on several devices, {' and '.join(devices)}; move them to one")
     return [(p, _fit_array(kernel, p, a) if p.pointer else _fit_number(kernel, p, a))
@@ -202,6 +220,12 @@ def _device(array: Array) -> str:
 def _fit_array(kernel: str, parameter: Parameter, array: Any) -> Any:
     if array is None:
         return None
+    if parameter.table:
+        if not isinstance(array, Table):
+            raise DtypeError(f"{kernel}: {parameter.name} is a Table of arrays, not {type(array).__name__}")
+        for each in array.arrays:
+            _fit_array(kernel, replace(parameter, table=False), each)
+        return array
     if not is_array(array):
         raise DtypeError(f"{kernel}: {parameter.name} is an array, not {type(array).__name__}")
     if array.dtype != parameter.kind:
@@ -248,4 +272,5 @@ def _run_on_gpu(source: Source, kernel: str, grid: tuple[int, ...], block: tuple
         raise compile_error(source, "NVRTC", str(error)) from error
     if shared > 48 * 1024:
         function.max_dynamic_shared_size_bytes = shared
-    function(grid, block, tuple(np.uint64(0) if value is None else value for _, value in values), shared_mem=shared)
+    passed = (value.addresses if isinstance(value, Table) else value for _, value in values)
+    function(grid, block, tuple(np.uint64(0) if value is None else value for value in passed), shared_mem=shared)

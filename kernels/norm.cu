@@ -12,7 +12,7 @@
 //             v2  a block a row                full sectors; the sums meet in shared memory
 //             v3  a warp a row, 16-byte loads  mean and squares in one pass, joined pair by pair: x read twice, the
 //                                              second time from a cache; no barrier
-//   backward  v1  a thread a row for dx, a thread a column for dw and db: x and dy read 2 + 1 times; few threads at work
+//   backward  v1  a thread a row for dx, a thread a column for dw and db: x and dy read 2 + 1 times; few threads
 //             v2  a block a row for dx; for dw and db a block 32 columns of a part of the rows, then a sum over parts
 //             v3  one kernel: a block takes every gridDim-th row, 16 bytes a load, adding to its own dw and db in
 //                 shared memory as it goes: x and dy come from memory once, then from a cache

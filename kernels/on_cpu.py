@@ -27,14 +27,14 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from minidist.kernels.cache import missing, place
-from minidist.kernels.loader import HERE, Parameter, Source, compile_error
+from minidist.kernels.loader import HERE, Parameter, Source, Table, compile_error
 
 from minidist.errors import KernelError
 
@@ -224,11 +224,10 @@ class _Arena:
 
     def __init__(self, values: Sequence[tuple[Parameter, Any]]) -> None:
         arrays: dict[tuple[int, int], tuple[Parameter, np.ndarray]] = {}
-        for parameter, value in values:
-            if isinstance(value, np.ndarray) and parameter.pointer:
-                key = (_address(value), value.nbytes)
-                before = arrays.get(key)
-                arrays[key] = (before[0] if before and not before[0].const else parameter, value)
+        for parameter, value in _arrays(values):
+            key = (_address(value), value.nbytes)
+            before = arrays.get(key)
+            arrays[key] = (before[0] if before and not before[0].const else parameter, value)
         total, starts = _GUARD, {}
         for key, (_, array) in arrays.items():
             guard = max(_GUARD, array.nbytes)
@@ -245,18 +244,32 @@ class _Arena:
         self.base = base
         for key, (_, array) in arrays.items():
             self._bytes(key)[...] = array.reshape(-1).view(np.uint8)
+        for table in (value for _, value in values if isinstance(value, Table)):
+            copies = np.array([self.address(array) for array in table.arrays], np.uint64).view(np.uint8)
+            self._bytes((_address(table.addresses), copies.nbytes))[...] = copies
 
     def _bytes(self, key: tuple[int, int]) -> np.ndarray:
         start = self._first + self._starts[key]
         return self._memory[start:start + key[1]]
 
-    def address(self, array: np.ndarray) -> int:
-        return self.base + self._starts[_address(array), array.nbytes]
+    def address(self, value: np.ndarray | Table | None) -> int:
+        array = value.addresses if isinstance(value, Table) else value
+        return 0 if array is None else self.base + self._starts[_address(array), array.nbytes]
 
     def copy_back(self) -> None:
         for key, (parameter, array) in self._arrays.items():
             if not parameter.const:
                 array.reshape(-1).view(np.uint8)[...] = self._bytes(key)
+
+
+def _arrays(values: Sequence[tuple[Parameter, Any]]) -> Iterator[tuple[Parameter, np.ndarray]]:
+    """The arguments' arrays and those that tables point to; a table itself is only read."""
+    for parameter, value in values:
+        if isinstance(value, Table):
+            yield replace(parameter, const=True), value.addresses
+            yield from ((replace(parameter, name=f"{parameter.name}[{i}]"), a) for i, a in enumerate(value.arrays))
+        elif isinstance(value, np.ndarray) and parameter.pointer:
+            yield parameter, value
 
 
 def _address(array: np.ndarray) -> int:
@@ -277,10 +290,8 @@ def run(source: Source, kernel: str, grid: tuple[int, ...], block: tuple[int, ..
     library = _library(build(source), source)
     watching = _watching.get() or _Watch()
     arena = _Arena(values)
-    numbers = [np.uint64(0 if value is None else arena.address(value)) if parameter.pointer else value
-               for parameter, value in values]
-    held = [np.array([number]) for number in numbers]
-    pointers = (ctypes.c_void_p * len(held))(*(_address(array) for array in held))
+    held = [np.array([np.uint64(arena.address(value)) if parameter.pointer else value]) for parameter, value in values]
+    pointers = (ctypes.c_void_p * len(held))(*map(_address, held))
     report = _Report()
     call = _Launch(kernel.encode(), grid, block, shared, ctypes.cast(pointers, ctypes.c_void_p), arena.table,
                    len(arena.table), library.shared, len(library.shared), watching.seed, watching.count,

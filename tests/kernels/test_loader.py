@@ -6,7 +6,7 @@ import fake_cupy
 import numpy as np
 import pytest
 from minidist.kernels import on_cpu
-from minidist.kernels.loader import Source, c_type, launch
+from minidist.kernels.loader import Source, Table, c_type, launch
 from minidist.kernels.softmax import SOURCE, softmax, softmax_gradient, softmax_gradient_reference, softmax_reference
 
 from minidist import ops
@@ -85,6 +85,28 @@ def test_parameters_are_read_from_the_text(tmp_path):
     lines = source.text.splitlines()
     assert lines[lines.index('#line 2 "many.cu"') + 1].startswith("/* __global__")
     assert '#line 1 "common.cuh"' in lines
+
+
+@needs_compiler
+def test_a_table_of_arrays(tmp_path):
+    """Reached through pointers, each array is checked as an argument is: read only, bounds, dtype."""
+    path = tmp_path / "table.cu"
+    path.write_text("__global__ void table(const float* const* from, float* const* to, int i) {\n"
+                    "    to[blockIdx.x][i] = 2.0f * from[blockIdx.x][i];\n}\n"
+                    "__global__ void wrong(const float* const* from) {\n"
+                    "    const_cast<float*>(from[0])[0] = 1.0f;\n}\n")
+    source, kinds = Source(path, ["table", "wrong"]), np.arange(6, dtype=np.float32)
+    inputs, outputs = Table([kinds[:2], kinds[2:]]), Table([np.zeros(2, np.float32), np.zeros(4, np.float32)])
+    launch(source, "table", grid=2, block=1, args=(inputs, outputs, 1))
+    assert [array.tolist() for array in outputs.arrays] == [[0, 2], [0, 6, 0, 0]]
+    with pytest.raises(KernelError, match=r"reads from\[0\]\[2\] of 2"):
+        launch(source, "table", grid=1, block=1, args=(inputs, outputs, 2))
+    with pytest.raises(KernelError, match=r"from\[0\]\[0\]"):
+        launch(source, "wrong", grid=1, block=1, args=(inputs,))
+    with pytest.raises(DtypeError, match="from is a Table of arrays, not ndarray"):
+        launch(source, "wrong", grid=1, block=1, args=(kinds,))
+    with pytest.raises(DtypeError, match="an array of float32, not float64"):
+        launch(source, "wrong", grid=1, block=1, args=(Table([np.zeros(3)]),))
 
 
 # ------------------------------------------------------------------------------------------------------- a GPU's arrays

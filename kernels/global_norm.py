@@ -1,0 +1,71 @@
+"""The global norm of many gradients, which also tells an overflow: the reference, then global_norm.cu's launchers.
+
+    gradients = Gradients([p.grad for p in parameters])         # a table on the device, made once
+    norm = global_norm(gradients, factor=1 / loss_scale)        # float32 (1,), on the device: nobody waits
+
+Tensors of one dtype (float32, float16, bfloat16), contiguous, any shapes; version 1, the naive one, float32 alone.
+Bytes read: all of the gradients, once. The bits depend on the tensors' values, lengths and order alone.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from minidist.kernels.chunks import CHUNK, Chunks
+from minidist.kernels.loader import FLOATS, Source, Table, aligned, c_type, launch
+
+from minidist.backend import Array, array_module
+from minidist.errors import ConfigError, KernelError
+
+VERSIONS = (1, 2, 3)
+SOURCE = Source("global_norm.cu", ["global_norm_v1<float>", "global_norm_finish",
+                                   *(f"global_norm_v{version}<{kind}>" for version in (2, 3) for kind in FLOATS)])
+BLOCK = 256             # threads
+
+
+def global_norm_reference(gradients: Sequence[np.ndarray]) -> float:
+    """sqrt of the sum of squares, in float64."""
+    return float(np.sqrt(sum(np.square(g.astype(np.float64)).sum() for g in gradients)))
+
+
+class Gradients:
+    """Tensors of one dtype as kernels find them: a table of pointers, and chunks for the blocks."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        if not arrays:
+            raise ConfigError("Gradients: no tensors; pass at least one")
+        self.arrays, self.table = tuple(arrays), Table(arrays)
+        self.chunks = Chunks([array.size for array in arrays], array_module(*arrays))
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether each begins at a multiple of 16 bytes; how long it is does not matter."""
+        return begin_aligned(self.arrays)
+
+
+def begin_aligned(arrays: Sequence[Array]) -> bool:
+    """Whether each array begins at a multiple of 16 bytes."""
+    return all(aligned(array.reshape(-1)[:0]) for array in arrays)
+
+
+def global_norm(gradients: Gradients, *, factor: float = 1.0, version: int | None = None) -> Array:
+    """factor x the norm, float32 (1,), beside the gradients; inf or NaN if an element is.
+
+    Raises: KernelError if version 3 is asked for and a tensor does not begin at a multiple of 16 bytes.
+    """
+    first, chunks = gradients.arrays[0], gradients.chunks
+    xp = array_module(first)
+    version = version or (3 if gradients.aligned else 2)
+    if version == 3 and not gradients.aligned:
+        raise KernelError("global_norm_v3 loads 16 bytes at a time, and a tensor begins elsewhere; take version 2")
+    count = len(gradients.arrays) if version == 1 else len(chunks)
+    sums, norm = xp.empty((count,), np.float32), xp.empty((1,), np.float32)
+    if version == 1:
+        for place, array in enumerate(gradients.arrays):
+            launch(SOURCE, f"global_norm_v1<{c_type(array)}>", grid=1, block=BLOCK,
+                   args=(array, sums, place, array.size))
+    elif count:
+        launch(SOURCE, f"global_norm_v{version}<{c_type(first)}>", grid=count, block=BLOCK,
+               args=(gradients.table, chunks.owner, chunks.start, chunks.lengths, sums, CHUNK))
+    launch(SOURCE, "global_norm_finish", grid=1, block=256, args=(sums, count, norm, factor))
+    return norm

@@ -1,0 +1,109 @@
+"""Adam over many tensors in one launch: against float64, minidist.optim, with clipping, loss scale and overflow."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from kernel_checks import KINDS, close, needs_compiler, on_each_device, there
+from minidist.kernels import on_cpu
+from minidist.kernels.adam import VERSIONS, AdamTensors, adam_reference, adam_step
+from minidist.kernels.chunks import CHUNK
+from minidist.kernels.global_norm import global_norm, global_norm_reference
+
+from minidist import optim
+from minidist.backend import to_host
+from minidist.errors import KernelError, ShapeError
+
+SHAPES = [(3, 5), (CHUNK + 9,), (1,), (0,), (2, 16)]
+DECAYS = [0.1, 0.0, 0.3, 0.0, 0.2]
+
+
+def drawn(kind, seed=0):
+    """Masters, gradients, copies full of NaN."""
+    rng, dtype = np.random.default_rng(seed), KINDS[kind][0]
+    masters = [rng.normal(size=shape).astype(np.float32) for shape in SHAPES]
+    gradients = [rng.normal(size=shape).astype(dtype) for shape in SHAPES]
+    return masters, gradients, [np.full(shape, np.nan, dtype) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_reference_is_that_of_optim(apart):
+    rng = np.random.default_rng(0)
+    p, m, v = rng.normal(size=(3, 4)), np.zeros((3, 4)), np.zeros((3, 4))
+    weights = SimpleNamespace(data=p.copy(), grad=None, name="p")
+    rule = (optim.AdamW if apart else optim.Adam)([weights], 0.01, weight_decay=0.1)
+    for step in (1, 2, 3):
+        weights.grad = rng.normal(size=(3, 4))
+        rule.step()
+        p, m, v = adam_reference(p, weights.grad, m, v, lr=0.01, step=step, decay=0.1, apart=apart)
+        np.testing.assert_allclose(weights.data, p, rtol=1e-12)
+
+
+@on_each_device
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("apart", [True, False])
+def test_three_steps_are_the_references(version, kind, apart, device):
+    """Gradients 8 times too large by the loss scale, clipped to norm 2; the second step overflows without a trace."""
+    kind = kind if version > 1 else "float32"
+    masters, gradients, copies = drawn(kind)
+    wide, wide_g = ([a.astype(np.float64) for a in arrays] for arrays in (masters, gradients))
+    states = [(np.zeros_like(p), np.zeros_like(p)) for p in wide]
+    placed = [there(device, *arrays) for arrays in (masters, gradients, copies)]
+    tensors = AdamTensors(placed[0], placed[1], decays=DECAYS, copies=placed[2])
+    clip = 2.0 / (global_norm_reference(gradients) / 8 + 1e-6)
+    assert clip < 1
+    count = 0
+    for step in range(3):
+        norm = global_norm(tensors.gradients, factor=1 / 8 if step != 1 else np.inf)
+        with on_cpu.watch(seed=step):
+            adam_step(tensors, lr=0.01, apart=apart, norm=norm, limit=2.0, loss_scale=8, version=version)
+        if step != 1:
+            count += 1
+            for i, p in enumerate(wide):
+                wide[i], *states[i] = adam_reference(p, wide_g[i] / 8 * clip, *states[i], lr=0.01, step=count,
+                                                     decay=DECAYS[i], apart=apart)
+        for p, m, v, copy, want, state in zip(tensors.masters.arrays, tensors.m.arrays, tensors.v.arrays, placed[2],
+                                              wide, states, strict=True):
+            close(p, want, 1e-6)
+            close(m, state[0], 1e-6)
+            close(v, state[1], 1e-6)
+            close(copy, want, KINDS[kind][1] + 1e-6)
+        assert to_host(tensors.count).tolist() == [count]
+
+
+@on_each_device
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_an_overflow_changes_no_bit(bad, device):
+    masters, gradients, copies = drawn("float32")
+    gradients[1][CHUNK + 3] = bad
+    placed = [there(device, *arrays) for arrays in (masters, gradients, copies)]
+    tensors = AdamTensors(placed[0], placed[1], decays=DECAYS, copies=placed[2])
+    for version in VERSIONS:
+        adam_step(tensors, lr=0.01, norm=global_norm(tensors.gradients), limit=1.0, version=version)
+    for p, master in zip(placed[0], masters, strict=True):
+        np.testing.assert_array_equal(to_host(p), master)
+    assert all(np.isnan(to_host(copy)).all() for copy in placed[2])
+    assert not any(to_host(m).any() for m in (*tensors.m.arrays, *tensors.v.arrays))
+    adam_step(tensors, lr=0.01)                                  # without a norm nobody looks: NaN shows in the weight
+    assert np.isnan(to_host(placed[0][1])[CHUNK + 3])
+    assert np.isfinite(to_host(placed[0][0])).all()
+
+
+@needs_compiler
+def test_bytes_moved_and_errors():
+    """28 bytes an element with half types, and one launch beside adam_prepare however many tensors."""
+    masters, gradients, copies = drawn("bfloat16")
+    elements = sum(p.size for p in masters)
+    tensors = AdamTensors(masters, gradients, decays=DECAYS, copies=copies)
+    with on_cpu.watch(count=True) as seen:
+        adam_step(tensors, lr=0.01, version=3)
+    assert [launch.kernel for launch in seen] == ["adam_prepare", "adam_v3<__nv_bfloat16>"]
+    assert seen[1].stores.bytes == 14 * elements
+    threads = seen[1].grid[0] * 256
+    assert seen[1].loads.bytes == 14 * elements + 80 * threads   # tables, numbers: the same for a block, from a cache
+    with pytest.raises(ShapeError, match="must agree"):
+        AdamTensors(masters, gradients[1:], decays=DECAYS)
+    late = [np.zeros(9, np.float32)[1:]]
+    with pytest.raises(KernelError, match="take version 2"):
+        adam_step(AdamTensors(late, late, decays=[0]), lr=0.1, version=3)
