@@ -237,11 +237,10 @@ class _Arena:
         self._memory = np.empty(total + _ALIGN, np.uint8)
         base = -(-_address(self._memory) // _ALIGN) * _ALIGN
         self._first = base - _address(self._memory)
-        self._arrays, self._starts = arrays, starts
+        self._arrays, self._starts, self.base = arrays, starts, base
         self.table = (_Array * len(arrays))(*(
             _Array(base + starts[key], array.nbytes, array.itemsize, parameter.name.encode(), not parameter.const)
             for key, (parameter, array) in arrays.items()))
-        self.base = base
         for key, (_, array) in arrays.items():
             self._bytes(key)[...] = array.reshape(-1).view(np.uint8)
         for table in (value for _, value in values if isinstance(value, Table)):
@@ -249,8 +248,7 @@ class _Arena:
             self._bytes((_address(table.addresses), copies.nbytes))[...] = copies
 
     def _bytes(self, key: tuple[int, int]) -> np.ndarray:
-        start = self._first + self._starts[key]
-        return self._memory[start:start + key[1]]
+        return self._memory[self._first + self._starts[key]:][:key[1]]
 
     def address(self, value: np.ndarray | Table | None) -> int:
         array = value.addresses if isinstance(value, Table) else value
