@@ -50,9 +50,12 @@ def sources() -> list[Source]:
     return found
 
 
-def one_of_each(source: Source) -> list[str]:
-    """The first instance of each kernel of a source: "softmax_v1<float>", "softmax_v2<float>", …"""
-    return list({kernel.partition("<")[0]: kernel for kernel in reversed(source.kernels)}.values())
+def one_of_each(source: Source, turn: int) -> list[str]:
+    """One instance of each kernel of a source, another one at each turn: "softmax_v1<float>", "softmax_v2<float>", …"""
+    instances: dict[str, list[str]] = {}
+    for kernel in source.kernels:
+        instances.setdefault(kernel.partition("<")[0], []).append(kernel)
+    return [several[turn % len(several)] for several in instances.values()]
 
 
 def compile_for(source: Source, architecture: str, kernels: Sequence[str] = ()) -> list[Usage]:
