@@ -1,12 +1,14 @@
 """What tests of kernels share: dtypes and what one rounding loses, differences, and the one allowed skip."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from minidist.kernels import on_cpu
+from minidist.kernels.loader import Source
 
 from minidist.backend import to_device, to_host
 
@@ -43,3 +45,17 @@ def check_gradient(forward: Callable[..., np.ndarray], gradients: Sequence[np.nd
             array[place] = kept
             np.testing.assert_allclose(gradient[place], (sums[0] - sums[1]) / (2 * step), rtol=1e-5, atol=1e-7,
                                        err_msg=f"argument {which} at {place}")
+
+
+def wide(array: Any) -> np.ndarray:
+    """A result in float64 on the host."""
+    return np.asarray(to_host(array)).astype(np.float64)
+
+
+def planted(folder: Path, source: Source, kernels: Sequence[str], change: tuple[str, str, int]) -> Source:
+    """The source with a mistake in it: some words replaced by others, and how many times they stand there."""
+    text, (old, new, times) = source.path.read_text(), change
+    assert text.count(old) == times, f"{old!r} stands {text.count(old)} times in {source.path.name}"
+    path = folder / source.path.name
+    path.write_text(text.replace(old, new))
+    return Source(path, kernels)

@@ -5,6 +5,9 @@ skips nearly half of the work when there are several blocks. Long sequences keep
 logarithm of each row's sum, and backward computes the probabilities again from it (as flash attention does), so memory
 grows with the number of tokens, not with its square. Short ones keep the probabilities, which take little room then.
 
+On a GPU kernels/attention.cu does it for float16 and bfloat16, whose products tensor cores multiply; for float32 the
+products below are cuBLAS's.
+
 Inside, score matrices are transposed, (…, K, Q), keys down and queries across: the maximum over the keys then runs
 along whole rows of memory, and numbers that belong to a query, (…, 1, Q), broadcast without a copy.
 """
@@ -13,14 +16,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from minidist.backend import Array, array_module, matmul, narrow, widen
+from minidist.backend import LOW_PRECISION, Array, array_module, matmul, narrow, widen
 from minidist.errors import ShapeError
+from minidist.ops.kernels import kernel, launcher
 from minidist.tape import Node, Saved, op, saved
 
 QUERY_BLOCK = 64         # queries at a time on the host: one head's scores against 1,024 keys are 256 KiB
 QUERY_BLOCK_GPU = 1024   # more, since each block is a row of kernel launches
 SCORES = 64 * 1024       # numbers; short sequences are taken together up to this many, which costs fewer calls
 KEEP_UP_TO = 256         # tokens in a sequence whose probabilities are kept: two of backward's seven products less
+WIDEST = 128             # columns of a head that a kernel's tiles hold
 
 
 def sequences(q: Array) -> Iterator[slice]:
@@ -163,6 +168,20 @@ def check_shapes(name: str, q: Array, k: Array, v: Array) -> None:
         raise ShapeError(f"{name}: {q.shape[1]} query heads do not divide among {k.shape[1]} key heads")
 
 
+def _by_kernel(q: Array, k: Array, v: Array) -> tuple[Array, Array] | None:
+    """The result and log_total (B, H, T) by a kernel, or None where the plain path is to be taken."""
+    if q.dtype not in LOW_PRECISION or q.shape[-1] > WIDEST:
+        return None
+    fast = kernel("attention", q[:0])       # device and dtype decide, not the layout: views are copied
+    return None if fast is None else fast(*(array_module(q).ascontiguousarray(x) for x in (q, k, v)), causal=True)
+
+
+def _gradients_by_kernel(q: Array, k: Array, v: Array, y: Array, log_total: Array, dy: Array) -> tuple[Array, ...]:
+    q, k, v, y, dy = (array_module(q).ascontiguousarray(x) for x in (q, k, v, y, dy))
+    result: tuple[Array, ...] = launcher("attention_gradient")(q, k, v, y, log_total, dy, causal=True)
+    return result
+
+
 @op
 def causal_attention(q: Array, k: Array, v: Array, *, keep: bool = True) -> tuple[Array, Saved]:
     """softmax(q kᵀ / sqrt(D)) v over the keys up to each query: (B, H, T, D), (B, H_kv, T, D) twice -> (B, H, T, D).
@@ -173,6 +192,9 @@ def causal_attention(q: Array, k: Array, v: Array, *, keep: bool = True) -> tupl
     Source: Vaswani et al. 2017; Dao et al. 2022.
     """
     check_shapes("causal_attention", q, k, v)
+    fast = _by_kernel(q, k, v)
+    if fast is not None:
+        return fast[0], saved(q=q, k=k, v=v, y=fast[0], log_total=fast[1], kept=None)
     q_wide, k_wide, v_wide = widen(q), widen(k), widen(v)
     y = array_module(q).empty(q.shape, q_wide.dtype)
     log_total, kept = _forward(q_wide, k_wide, v_wide, y, keep)
@@ -181,6 +203,8 @@ def causal_attention(q: Array, k: Array, v: Array, *, keep: bool = True) -> tupl
 
 
 def _gradients(node: Node, dy: Array) -> dict[str, Array]:
+    if node.kept is None:
+        return dict(zip("qkv", _gradients_by_kernel(node.q, node.k, node.v, node.y, node.log_total, dy), strict=True))
     xp = array_module(dy)
     q, k, v = widen(node.q), widen(node.k), widen(node.v)
     dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in (q, k, v))
@@ -224,6 +248,10 @@ def causal_attention_packed(qkv: Array, *, heads: int, keep: bool = True) -> tup
     """
     if qkv.ndim != 3 or qkv.shape[-1] % (3 * heads):
         raise ShapeError(f"causal_attention_packed: qkv {qkv.shape} with {heads} heads; it needs (B, T, 3·heads·D)")
+    fast = _by_kernel(*_unpack(qkv, heads))
+    if fast is not None:
+        y = fast[0].swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
+        return y, saved(qkv=qkv, y=y, log_total=fast[1], kept=None)
     wide = widen(qkv)
     y = array_module(qkv).empty((*qkv.shape[:2], qkv.shape[2] // 3), wide.dtype)
     log_total, kept = _forward(*_unpack(wide, heads), _by_head(y, heads), keep)
@@ -233,7 +261,15 @@ def causal_attention_packed(qkv: Array, *, heads: int, keep: bool = True) -> tup
 
 @causal_attention_packed.gradient("qkv")
 def _(node: Node, dy: Array) -> Array:
-    heads, qkv = node.options["heads"], widen(node.qkv)
+    heads = node.options["heads"]
+    if node.kept is None:
+        dqkv = array_module(dy).empty(node.qkv.shape, node.qkv.dtype)
+        gradients = _gradients_by_kernel(*_unpack(node.qkv, heads), _by_head(node.y, heads), node.log_total,
+                                         _by_head(dy, heads))
+        for part, gradient in zip(_unpack(dqkv, heads), gradients, strict=True):
+            part[...] = gradient
+        return dqkv
+    qkv = widen(node.qkv)
     dqkv = array_module(dy).empty(qkv.shape, qkv.dtype)
     _backward(*_unpack(qkv, heads), _by_head(widen(node.y), heads), node.log_total, node.kept,
               _by_head(widen(dy), heads), *_unpack(dqkv, heads))

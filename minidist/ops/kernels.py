@@ -19,6 +19,8 @@ TABLE = {
     "gelu":                ("activation", "bias_gelu"),
     "gelu_gradient":       ("activation", "bias_gelu_gradient"),
     "cross_entropy":       ("cross_entropy", "cross_entropy"),
+    "attention":           ("attention", "attention"),
+    "attention_gradient":  ("attention", "attention_gradient"),
     "dropout":             ("dropout", "residual_dropout"),
     "layer_norm":          ("norm", "layer_norm"),
     "layer_norm_gradient": ("norm", "layer_norm_gradient"),

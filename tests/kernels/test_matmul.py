@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_places import PLACES, needs_compiler, planted, there, wide
+from kernel_checks import needs_compiler, on_each_device, planted, there, wide
 from minidist.kernels import matmul as family
 from minidist.kernels import on_cpu
 from minidist.kernels.matmul import SIDES, SOURCE, VERSIONS, fastest, matmul, matmul_reference, read_bytes
@@ -18,51 +18,51 @@ EACH = [(version, kind) for version in VERSIONS for kind in KINDS if (version, k
 SIZES = [(1, 1, 1), (3, 5, 2), (33, 17, 19), (40, 136, 24), (129, 9, 37)]
 
 
-def check(place, kind, sizes, seed, version=None, transpose_a=False, transpose_b=False):
+def check(device, kind, sizes, seed, version=None, transpose_a=False, transpose_b=False):
     (dtype, bound), (m, n, k) = KINDS[kind], sizes
     rng = np.random.default_rng(seed)
     a = rng.normal(size=(k, m) if transpose_a else (m, k)).astype(dtype)
     b = rng.normal(size=(n, k) if transpose_b else (k, n)).astype(dtype)
     options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     with on_cpu.watch(seed=seed):
-        c = matmul(*there(place, a, b), version=version, **options)
+        c = matmul(*there(device, a, b), version=version, **options)
     assert c.dtype == dtype
     want = matmul_reference(wide(a), wide(b), **options)
     sizes_of_terms = matmul_reference(abs(wide(a)), abs(wide(b)), **options)
     np.testing.assert_array_less(abs(wide(c) - want), bound * abs(want) + 1e-6 * sizes_of_terms + 1e-30)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@on_each_device
 @pytest.mark.parametrize(("version", "kind"), EACH)
 @given(sizes=st.sampled_from(SIZES), seed=st.integers(0, 99))
 @settings(max_examples=2)
-def test_each_version_is_the_product(place, version, kind, sizes, seed):
-    check(place, kind, sizes, seed, version)
+def test_each_version_is_the_product(device, version, kind, sizes, seed):
+    check(device, kind, sizes, seed, version)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("place", PLACES)
+@on_each_device
 @pytest.mark.parametrize(("version", "kind"), EACH)
 @given(sizes=st.tuples(st.integers(1, 140), st.integers(1, 140), st.integers(1, 70)), seed=st.integers(0, 99))
 @settings(max_examples=40)
-def test_each_version_at_any_size(place, version, kind, sizes, seed):
-    check(place, kind, sizes, seed, version)
+def test_each_version_at_any_size(device, version, kind, sizes, seed):
+    check(device, kind, sizes, seed, version)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@on_each_device
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 @pytest.mark.parametrize("transposed", [(False, True), (True, False), (True, True)])
-def test_transposed_as_they_lie(place, kind, transposed):
+def test_transposed_as_they_lie(device, kind, transposed):
     for sizes in ((24, 40, 48), (9, 21, 35)):
-        check(place, kind, sizes, 0, None, *transposed)
+        check(device, kind, sizes, 0, None, *transposed)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
-def test_nan_and_infinity_reach_their_row_and_column_only(place, version):
+def test_nan_and_infinity_reach_their_row_and_column_only(device, version):
     a, b = np.ones((5, 16), np.float16), np.ones((16, 6), np.float16)
     a[2, 3], b[15, 4] = np.nan, np.inf
-    c = wide(matmul(*there(place, a, b), version=version))
+    c = wide(matmul(*there(device, a, b), version=version))
     want = np.full((5, 6), 16.0)
     want[:, 4], want[2] = np.inf, np.nan
     np.testing.assert_array_equal(c, want)

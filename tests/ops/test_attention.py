@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_checks import needs_compiler
 
 from minidist import ops
 from minidist.errors import ShapeError
@@ -85,6 +86,26 @@ def test_nothing_ahead_is_seen():
     before = ops.causal_attention(q, k, v).data
     k[:, :, 65:], v[:, :, 65:] = 1e3, 1e9
     np.testing.assert_array_equal(ops.causal_attention(q, k, v).data[:, :, :65], before[:, :, :65])
+
+
+@needs_compiler
+@pytest.mark.parametrize("packed", [False, True])
+def test_by_a_kernel(packed, monkeypatch):
+    """What runs on a GPU in half precision, here on the CPU build: the plain path's result and gradients, rounded."""
+    rng = np.random.default_rng(0)
+    if packed:
+        arrays = [rng.normal(size=(2, 5, 3 * 2 * 4)).astype("float16")]
+    else:
+        arrays = [rng.normal(size=(2, heads, 5, 4)).astype("float16") for heads in (2, 1, 1)]
+
+    def call(*leaves):
+        return ops.causal_attention_packed(*leaves, heads=2) if packed else ops.causal_attention(*leaves)
+
+    asked = []
+    plain_path = run(call, arrays)
+    monkeypatch.setattr(attention, "kernel", lambda name, *arrays: asked.append(name) or attention.launcher(name))
+    compare(run(call, arrays), plain_path, rtol=2e-3, atol=4e-3)
+    assert asked == ["attention"]
 
 
 def test_errors():
