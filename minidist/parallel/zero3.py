@@ -100,9 +100,7 @@ class Zero3:
                  home: Home | None = None, recorder: Recorder | None = None) -> None:
         self.model, self.group, self.rows, self.algorithm = model, group, group, algorithm
         self.ahead, self.free_after_forward, self.always = ahead, free_after_forward, True
-        self.loss = loss or loss_of(model)
-        self.precision = precision or Precision()
-        self.recorder = recorder or Silent()
+        self.loss, self.precision, self.recorder = loss or loss_of(model), precision or Precision(), recorder or Silent()
         trainable(model.parameters())
         self.sharing = Sharing(group, shard, algorithm=algorithm, recorder=self.recorder)
         if seed is None:

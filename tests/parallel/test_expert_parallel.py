@@ -1,6 +1,7 @@
 """Expert parallelism: equal to one process for any split, at the cost its docstring states; bugs planted and seen."""
 
 import hashlib
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ def serial() -> dict[str, dict[str, Any]]:
     return {kind: run(1, moe, {})[0] for kind, moe in KINDS.items()}
 
 
-@pytest.mark.parametrize(("kind", "size"), [("loss", 2), ("loss", 3), ("loss", 4), ("capacity", 3), ("bias", 4)])
+@pytest.mark.parametrize(("kind", "size"), [("loss", 2), ("loss", 4), ("capacity", 3), ("bias", 4)])
 def test_equals_one_process(serial: dict[str, dict[str, Any]], kind: str, size: int) -> None:
     """Five experts and five sequences on two to four ranks."""
     ranks = run(size, KINDS[kind], {})
@@ -149,7 +150,7 @@ def check_job(size: int, moe: dict[str, Any], changes: dict[str, Any], options: 
     check_traffic(ranks, moe, steps=steps, passes=options["accumulate"], clip=options["clip"] is not None)
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @any_job
 def test_any_job(size: int, moe: dict[str, Any], changes: dict[str, Any], options: dict[str, Any]) -> None:
     check_job(size, moe, changes, options, steps=2)
@@ -234,14 +235,20 @@ BUGS: dict[Any, dict[str, Any]] = {
     experts_averaged: {}, dense_not_summed: {}, norm_of_own_experts: {}}
 
 
+@cache
+def unspoilt(moe: tuple[tuple[str, Any], ...], options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """One process, which three ranks equal."""
+    alone = run(1, dict(moe), {}, **dict(options))[0]
+    check(run(3, dict(moe), {}, **dict(options)), alone)
+    return alone
+
+
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With SGD: Adam forgives a wrong scale."""
     options: dict[str, Any] = {"optimizer": SGD, "clip": 0.05 if bug is norm_of_own_experts else None, "steps": 2}
-    moe = BUGS[bug]
-    alone = run(1, moe, {}, **options)[0]
-    check(run(3, moe, {}, **options), alone)
-    wrong = run(3, moe, {}, spoil=bug(monkeypatch), **options)
+    alone = unspoilt(tuple(BUGS[bug].items()), tuple(options.items()))
+    wrong = run(3, BUGS[bug], {}, spoil=bug(monkeypatch), **options)
     assert not all(difference(rank["weights"], alone["weights"]) < 1e-7 for rank in wrong)
 
 

@@ -43,11 +43,11 @@ def axes(draw: Any, ranks: int) -> dict[str, int]:
 
 
 @st.composite
-def any_plan(draw: Any, ranks: int) -> Job:
-    """A job of up to `ranks` ranks that no plan's check refuses."""
+def any_plan(draw: Any, ranks: int, layers: int) -> Job:
+    """A job of up to `ranks` ranks and `layers` layers that no plan's check refuses."""
     sizes = draw(axes(ranks))
     heads = draw(st.integers(sizes["tp"], max(sizes["tp"], 4)))
-    changes = {"layers": draw(st.integers(max(2, sizes["pp"] - 2), 6)), "heads": heads, "width": 2 * heads,
+    changes = {"layers": draw(st.integers(2, layers)), "heads": heads, "width": 2 * heads,
                "kv_heads": draw(st.sampled_from([heads, heads, 1])), "vocabulary": draw(st.integers(8, 14)),
                "context": draw(st.integers(3, 9)), "tied": draw(st.booleans()),
                "dropout": draw(st.sampled_from([0.0, 0.2])), "positions": draw(st.sampled_from(["learned", "rotary"])),
@@ -77,15 +77,15 @@ def check_job(job: Job, **options: Any) -> None:
     assert sent_by_axis(ranks) == {axis: sent for axis, sent in axes.items() if sent}
 
 
-@settings(max_examples=4)
-@given(any_plan(8))
+@settings(max_examples=3)
+@given(any_plan(8, layers=4))
 def test_any_plan(job: Job) -> None:
     check_job(job)
 
 
 @pytest.mark.soak
 @settings(max_examples=100)
-@given(any_plan(16))
+@given(any_plan(16, layers=6))
 def test_very_many_plans(job: Job) -> None:
     """The same, more often, longer, on more ranks."""
     check_job(job, steps=20)
@@ -123,18 +123,20 @@ def test_what_lasts_is_divided_by_dp_and_cp_together() -> None:
     tensor, sequence = (shares({"cp": 2, "tp": 2, "sequence_parallel": divided})[-1] for divided in (False, True))
     assert 1 / 4 < sequence < 0.95 * tensor < 1 / 3      # what was gathered for the regions stays whole (chapter 13)
 
+
 def test_stages_keep_their_promise_behind_a_pipeline() -> None:
     """Ψ of a rank's stage on dp=4: with ZeRO-2 no whole gradient is held at any time, with ZeRO-3 no whole weights."""
-    changes = {"layers": 8, "width": 16, "vocabulary": 8}
+    changes = {"layers": 6, "width": 16, "vocabulary": 8}
     held = {zero: [rank["memory"] for rank in md.run(
         train, changes, {"plan": {"dp": 4, "pp": 2, "zero": zero, "microbatches": 2, "bucket_bytes": 4096}, "steps": 1,
-                         "sequences": 8}, size=8)] for zero in (2, 3)}
+                         "sequences": 4}, size=8)] for zero in (2, 3)}
     for two, three in zip(*held.values(), strict=True):
         psi = two["parameters"]["now"]
         assert abs(two["gradients"]["now"] - psi / 4) < psi / 100
         bucket, unit = 8 * 4 * 16 * 16, 8 * 13 * (16 * 16 + 16)     # the largest of either: a matrix, a block
         assert two["gradients"]["peak"] < psi / 4 + 3 * bucket
-        assert three["parameters"]["peak"] < psi / 4 + 3 * unit and three["gradients"]["peak"] < psi / 4 + 3 * unit
+        for what in ("parameters", "gradients"):
+            assert three[what]["peak"] < psi / 4 + 2 * unit < psi
         assert abs(three["parameters"]["now"] - psi / 4) < psi / 100
 
 
@@ -152,10 +154,10 @@ def consecutive(attend: Any) -> Any:
     ("tokens not in zigzag", {"cp": 2}), ("rows divided by cp too", {"dp": 2, "cp": 2}),
     ("dropout of the first tokens", {"cp": 2}), ("positions of the first tokens", {"cp": 2}),
     ("norms not summed over tp", {"dp": 2, "tp": 2, "zero": 2, "sequence_parallel": True}),
-    ("second halves not reduced", {"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-h1"}),
+    ("second halves not reduced", {"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-h1", "microbatches": 2}),
     ("a stage's gradients not reduced", {"dp": 2, "pp": 2, "zero": 2, "schedule": "interleaved"}),
-    ("table not reduced", {"dp": 2, "pp": 2, "zero": 3}),
-    ("copies not summed", {"dp": 2, "pp": 2, "zero": 2, "shard": 1})])
+    ("table not reduced", {"dp": 2, "pp": 2, "zero": 3, "microbatches": 2}),
+    ("copies not summed", {"dp": 2, "pp": 2, "zero": 2, "shard": 1, "microbatches": 2})])
 def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     planted: dict[str, tuple[Any, str, Any]] = {
         "tokens not in zigzag": (ring_attention, "attend_by_ring", consecutive(ring_attention.attend_by_ring)),
