@@ -35,6 +35,10 @@ tokens (ulysses.py)."""
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
 
+OPTIONS_OF: dict[str, tuple[str, Any]] = {
+    "microbatches": ("pp", None), "attention": ("cp", "ring"), "sequence_parallel": ("tp", False)}
+"""Options that only an axis of two ranks or more has: the axis, and what stands for none."""
+
 
 def words(axes: Mapping[str, int]) -> str:
     """Axes as the command line has them, without those of one rank: "dp=2,tp=4"."""
@@ -105,6 +109,9 @@ def _check_strategy(plan: "Plan") -> None:
     if plan.strategy != "ddp" and others != (0, "fp32", "none", None):
         raise PlanError(f"plan strategy={plan.strategy}: zero, precision, offload and device_memory are for "
                         f"strategy ddp; leave them out")
+    if plan.strategy == "parameter-server" and plan.composed:
+        raise PlanError(f"plan {words({**plan.axes, 'dp': 1})} with strategy={plan.strategy}: it keeps whole models; "
+                        f"use strategy=ddp, or dp={plan.size}")
     if plan.strategy != "data-parallel" and plan.replicas != 1:
         raise PlanError(f"plan replicas={plan.replicas}: devices of one process are for strategy data-parallel")
     if plan.strategy != "parameter-server" and (plan.servers != 1 or plan.asynchronous):
@@ -145,9 +152,6 @@ def _check_sequence(plan: "Plan") -> None:
 def _check_composition(plan: "Plan") -> None:
     """What goes with more than the data axis."""
     cut = words({**plan.axes, "dp": 1})
-    if plan.strategy != "ddp":
-        raise PlanError(f"plan {cut} with strategy={plan.strategy}: it keeps whole models; use strategy=ddp, or "
-                        f"dp={plan.size}")
     if plan.offload != "none":
         raise PlanError(f"plan {cut} with offload={plan.offload}: this version offloads on the data axis alone; "
                         f"use offload=none, or dp={plan.size} with zero={max(1, plan.zero)}")
@@ -168,21 +172,25 @@ def check_model(plan: "Plan", config: GPTConfig) -> None:
 def nearest(plan: "Plan", ranks: int, config: GPTConfig | None = None) -> str | None:
     """The axes, in words, of the plan for so many ranks that is most like this one, and by which `config` can be cut.
 
-    The fewest axes but dp have fewer ranks, by the smallest factors; all else stays. None if nothing fits so.
+    The fewest axes but dp have fewer ranks, by the smallest factors; all else stays, but for options of an axis that is
+    gone, which are named. None if nothing fits so.
     """
     cut = [axis for axis in AXES if axis != "dp" and plan.axes[axis] > 1]
     found = []
     for sizes in product(*([size for size in divisors(ranks) if size <= plan.axes[axis]] for axis in cut)):
         dp, rest = divmod(ranks, math.prod(sizes))
         axes: dict[str, Any] = {"dp": dp, **dict(zip(cut, sizes, strict=True))}
+        lost = {option: usual for option, (axis, usual) in OPTIONS_OF.items()
+                if axes.get(axis, 1) == 1 and getattr(plan, option) != usual}
         try:
-            other = replace(plan, **axes) if dp and not rest else None
+            other = replace(plan, **axes, **lost) if dp and not rest else None
         except PlanError:
             continue
         if other is not None and (config is None or not any(_misfits(other, config))):
             changed = sum(plan.axes[axis] != other.axes[axis] for axis in cut)
             far = sum(abs(math.log(plan.axes[axis] / other.axes[axis])) for axis in AXES)
-            found.append((changed, round(far, 9), words(other.axes)))
+            without = " without " + " and ".join(lost) if lost else ""
+            found.append((changed, round(far, 9), words(other.axes) + without))
     return min(found)[2] if found else None
 
 
@@ -199,7 +207,8 @@ def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[Misfit]:
                f"at least {plan.stages - 2} layers")
     what, count = narrowest(config)
     if plan.tp > count:
-        yield f"tp={plan.tp}: {count} {what} leave a rank without any", f"at least {plan.tp} {what}"
+        few = f"{count} {what} leave" if count > 1 else f"1 {what.removesuffix('s')} leaves"
+        yield f"tp={plan.tp}: {few} a rank without any", f"at least {plan.tp} {what}"
     if plan.tp > config.key_heads and plan.zero:
         yield (f"tp={plan.tp} with zero={plan.zero}: several ranks hold each of {config.key_heads} key heads, in "
                f"shards that lie apart", "zero=0")

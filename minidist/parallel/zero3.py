@@ -100,7 +100,8 @@ class Zero3:
                  home: Home | None = None, recorder: Recorder | None = None) -> None:
         self.model, self.group, self.rows, self.algorithm = model, group, group, algorithm
         self.ahead, self.free_after_forward, self.always = ahead, free_after_forward, True
-        self.loss, self.precision, self.recorder = loss or loss_of(model), precision or Precision(), recorder or Silent()
+        self.loss, self.precision = loss or loss_of(model), precision or Precision()
+        self.recorder = recorder or Silent()
         trainable(model.parameters())
         self.sharing = Sharing(group, shard, algorithm=algorithm, recorder=self.recorder)
         if seed is None:
@@ -150,9 +151,8 @@ class Zero3:
         self.root.fetch()
         self.root.complete()
         self._met = []
-        if len(part.inputs):
-            return self.loss(part, divisor)
-        return self.loss(Part(spare[0][:0], spare[1][:0], 0), divisor)
+        nothing = Part(spare[0][:0], spare[1][:0], 0)
+        return self.loss(part if len(part.inputs) else nothing, divisor)
 
     def _enter(self, unit: Unit) -> None:
         """Before a unit's forward: its weights come, and the next unit's set out."""

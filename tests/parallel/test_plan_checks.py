@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from training import tiny
 
@@ -19,6 +19,7 @@ from minidist.parallel.plan import AXES, Plan
     ({"dp": 2, "microbatches": 4}, "no pipeline to fill; use accumulate=4"),
     ({"tp": 2, "zero": 3, "offload": "all"}, "offloads on the data axis alone; use offload=none, or dp=2 with zero=3"),
     ({"dp": 2, "tp": 2, "strategy": "parameter-server"}, "whole models; use strategy=ddp, or dp=4"),
+    ({"tp": 2, "strategy": "parameter-server"}, "whole models; use strategy=ddp, or dp=2"),
     ({"dp": 2, "tp": 2, "precision": "fp8"}, "use bf16, or tp=1 with dp=4"),
     ({"dp": 2, "attention": "all-to-all"}, "no sequence is cut; use cp=2"),
     ({"attention": "flash"}, "choose one of ring, all-to-all"),
@@ -34,6 +35,10 @@ def test_plan_refuses(options: dict[str, Any], says: str) -> None:
     ({"pp": 6}, {}, "has 6 stages, and the model 2 layers: .*use dp=2,pp=3, or at least 4 layers"),
     ({"pp": 3, "schedule": "interleaved", "tp": 2}, {}, "has 6 stages.*use dp=3,tp=2, or at least 4 layers"),
     ({"tp": 4}, {}, "2 heads leave a rank without any; use dp=2,tp=2, or at least 4 heads"),
+    ({"tp": 2, "sequence_parallel": True}, {"heads": 1, "width": 4},
+     "1 head leaves a rank without any; use dp=2 without sequence_parallel, or at least 2 heads"),
+    ({"cp": 3, "attention": "all-to-all"}, {}, "use dp=3 without attention, or attention=ring"),
+    ({"pp": 5, "microbatches": 3}, {}, "use dp=5 without microbatches, or at least 3 layers"),
     ({"tp": 2, "zero": 1}, {"kv_heads": 1}, "use dp=2, or zero=0"),
     ({"cp": 4, "tp": 2, "attention": "all-to-all"}, {"heads": 4}, "use dp=2,cp=2,tp=2, or attention=ring")])
 def test_plan_refuses_a_model(options: dict[str, Any], changes: dict[str, Any], says: str) -> None:
@@ -56,16 +61,17 @@ def test_plan_names_the_nearest_for_so_many_ranks() -> None:
        attention=st.sampled_from(["ring", "all-to-all"]), heads=st.integers(1, 4), grouped=st.booleans())
 def test_what_a_refusal_names_fits(axes: dict[str, int], options: dict[str, Any], attention: str, heads: int,
                                    grouped: bool) -> None:
-    """A model that a plan cannot cut can be cut by the one that is named, on as many ranks, with all other options."""
+    """A model that a plan cannot cut can be cut by the one that is named, on as many ranks, without what it says."""
     options["sequence_parallel"] &= axes["tp"] > 1
     plan = Plan(**axes, **options, attention=attention if axes["cp"] > 1 else "ring")
     config = tiny(layers=2, heads=heads, width=2 * heads, kv_heads=1 if grouped else heads)
     try:
         plan.require_model(config)
     except PlanError as error:
-        named = re.search(r"; use ((?:[dpect]p=\d+,?)+), or ", str(error))
-        assume(named is not None)
-        assert named is not None
-        other = replace(plan, **{**dict.fromkeys(AXES, 1), **Plan.parse(named[1]).axes})
+        named = re.search(r"; use ((?:[dpect]p=\d+,?)+)(?: without ([a-z_ ]+))?, or ", str(error))
+        assert named is not None        # the data axis alone fits every model
+        usual: dict[str, Any] = {"attention": "ring", "sequence_parallel": False}
+        left_out = {option: usual[option] for option in (named[2] or "").split(" and ") if option}
+        other = replace(plan, **{**dict.fromkeys(AXES, 1), **Plan.parse(named[1]).axes}, **left_out)
         other.require_model(config)
         assert other.size == plan.size
