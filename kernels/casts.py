@@ -1,0 +1,76 @@
+"""Casts to fewer bits, with a scale on the way and the largest |element| as a by-product: casts.cu's launchers.
+
+    y, amax = cast(x, "float8_e4m3fn", scale)       # scale float32 (1,) on the device, or None for 1
+    x = restore(y, "float8_e4m3fn", scale)          # fp8 alone: exactly, then / scale; float32
+
+float32 or bfloat16 to fp8 (e4m3, e5m2: y is uint8, since CuPy has no dtype for it; `y.view(ml_dtypes.…)` on the host),
+float32 to float16 or bfloat16. Rounded as ml_dtypes does, bit for bit; fp8 saturates. Bytes: at the head of casts.cu.
+"""
+
+import ml_dtypes
+import numpy as np
+from minidist.kernels.loader import Source, aligned, c_type, launch
+
+from minidist.backend import Array, array_module, dtype_name
+from minidist.errors import DtypeError, KernelError
+
+VERSIONS = (1, 2, 3)
+EXPONENT_BITS = {"float8_e4m3fn": 4, "float8_e5m2": 5}
+TARGETS = {"float32": ("float16", "bfloat16", *EXPONENT_BITS), "bfloat16": tuple(EXPONENT_BITS)}
+BLOCK, MOST_BLOCKS = 256, 8 * 132       # threads; blocks: 8 for each of 132 multiprocessors
+_NAMES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
+
+
+def _instance(version: int, source: str, target: str) -> str:
+    return (f"cast_v{version}<{_NAMES[source]}, {_NAMES.get(target, 'unsigned char')}, "
+            f"{EXPONENT_BITS.get(target, 0)}>")
+
+
+SOURCE = Source("casts.cu", [*(_instance(version, source, target) for version in VERSIONS
+                               for source, targets in TARGETS.items() for target in targets),
+                             "restore_fp8<4>", "restore_fp8<5>"])
+
+
+def cast_reference(x: np.ndarray, target: str, scale: float = 1.0) -> tuple[np.ndarray, np.float32]:
+    """x (float32 or bfloat16) times scale in float32, cut off at fp8's ends, rounded once; and the largest |x|."""
+    wide = x.astype(np.float32)
+    amax = np.abs(wide).max(initial=0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        wide = wide * np.float32(scale)
+        if target in EXPONENT_BITS:
+            largest = float(ml_dtypes.finfo(target).max)
+            wide = np.clip(wide, -largest, largest)
+        return wide.astype(target), amax
+
+
+def cast(x: Array, target: str, scale: Array | None = None, *, version: int | None = None) -> tuple[Array, Array]:
+    """x times scale in `target`, of x's shape; and the largest |x| before scaling, float32 (1,), NaN if an element is.
+
+    Raises: DtypeError for a pair of dtypes that TARGETS does not name; KernelError if `version` does not fit.
+    """
+    xp, source = array_module(x), dtype_name(x.dtype)
+    if target not in TARGETS.get(source, ()):
+        raise DtypeError(f"cast: no kernel from {source} to {target}; they know {TARGETS}")
+    y = xp.empty(x.shape, np.uint8 if target in EXPONENT_BITS else target)
+    amax = xp.asarray(np.zeros(1, np.uint32))
+    fits = aligned(*(array.reshape(-1)[:0] for array in (x, y)))
+    version = version or (3 if fits else 2)
+    if version == 3 and not fits:
+        raise KernelError("cast_v3 loads 16 bytes at a time, and x begins elsewhere; take version 2")
+    if x.size:
+        a_block = BLOCK * (16 // x.dtype.itemsize if version == 3 else 1)
+        blocks = -(-x.size // a_block)
+        launch(SOURCE, _instance(version, source, target), grid=min(blocks, MOST_BLOCKS) if version == 3 else blocks,
+               block=BLOCK, args=(x, y, scale, amax, x.size))
+    return y, amax.view(np.float32)
+
+
+def restore(y: Array, target: str, scale: Array | None = None) -> Array:
+    """float32 numbers of fp8 bytes (uint8), divided by scale. Raises: DtypeError for another dtype."""
+    if target not in EXPONENT_BITS or c_type(y) != "unsigned char":
+        raise DtypeError(f"restore: {dtype_name(y.dtype)} as {target}; it takes uint8 as one of {list(EXPONENT_BITS)}")
+    x = array_module(y).empty(y.shape, np.float32)
+    if y.size:
+        launch(SOURCE, f"restore_fp8<{EXPONENT_BITS[target]}>", grid=-(-y.size // BLOCK), block=BLOCK,
+               args=(y, x, scale, y.size))
+    return x
