@@ -1,7 +1,7 @@
 // The add of a ring step, total += incoming, where numbers travel in a small type T and the sum stays float32.
 //
-// In a ring all-reduce a chunk gathers P - 1 additions. Rounded to bf16 after each, small gradients vanish beside the sum;
-// here each rank adds its own float32 numbers to what came, so only what travels is rounded, once a step.
+// In a ring all-reduce a chunk gathers P - 1 additions. With bf16 on both sides of each, small gradients vanish beside
+// the sum; here each rank adds its own float32 numbers to what came, so only what travels is rounded, once a step.
 //
 // The work is moving bytes: `incoming` and `own` are read and `outgoing` is written, what the next rank gets, and, in the
 // last step, `total` in float32: 4 + 2 sizeof(T) bytes an element (+ 4), for one addition.

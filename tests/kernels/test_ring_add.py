@@ -50,8 +50,8 @@ def test_bytes_moved(version):
         ring_add(incoming, own, outgoing=np.empty_like(incoming), version=version)
         ring_add(incoming, own, outgoing=np.empty_like(incoming), total=np.empty_like(own), version=version)
     assert [s.loads.bytes + s.stores.bytes for s in seen] == [512 * 8, 512 * 12]
-    own_sectors = {1: 1, 2: 2}[version] * own.nbytes // 32       # two packs of floats a thread: each sector is asked for
-    assert seen[0].loads.sectors == incoming.nbytes // 32 + own_sectors         # twice, the second time from a cache
+    times = {1: 1, 2: 2}[version]      # two packs of floats a thread: each sector is asked for twice, then cached
+    assert seen[0].loads.sectors == (incoming.nbytes + times * own.nbytes) // 32
 
 
 @needs_compiler
