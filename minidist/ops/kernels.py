@@ -26,6 +26,8 @@ TABLE = {
     "layer_norm_gradient": ("norm", "layer_norm_gradient"),
     "rms_norm":            ("norm", "rms_norm"),
     "rms_norm_gradient":   ("norm", "rms_norm_gradient"),
+    "rotary":              ("rotary", "rotary"),
+    "rotary_gradient":     ("rotary", "rotary_gradient"),
 }
 DTYPES = ("float32", "float16", "bfloat16")
 

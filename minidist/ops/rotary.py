@@ -4,6 +4,7 @@ from typing import Any
 
 from minidist.backend import Array, array_module, narrow, widen
 from minidist.errors import ShapeError
+from minidist.ops.kernels import kernel
 from minidist.tape import Node, Saved, op, saved
 
 
@@ -38,9 +39,11 @@ def rotary(x: Array, positions: Array, *, base: float = 10000.0) -> tuple[Array,
     angles = _angles(xp, positions, x.shape[-1], base)
     kind = widen(x).dtype
     cos, sin = xp.cos(angles).astype(kind), xp.sin(angles).astype(kind)
-    return _rotate(x, cos, sin), saved(cos=cos, sin=sin)
+    fast = kernel("rotary", x)
+    return fast(x, cos, sin) if fast is not None else _rotate(x, cos, sin), saved(cos=cos, sin=sin)
 
 
 @rotary.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    return _rotate(dy, node.cos, -node.sin)
+    fast = kernel("rotary_gradient", dy)
+    return fast(dy, node.cos, node.sin) if fast is not None else _rotate(dy, node.cos, -node.sin)
