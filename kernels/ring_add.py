@@ -29,7 +29,8 @@ def ring_add(incoming: Array, own: Array, *, outgoing: Array | None = None, tota
 
     outgoing may be incoming, and total own.
 
-    Raises: ConfigError if there is nothing to write; ShapeError if lengths differ; KernelError if `version` is not apt.
+    Raises: ConfigError if there is nothing to write; ShapeError if lengths differ; KernelError if `version` does not
+            fit.
     """
     arrays = [array for array in (incoming, own, outgoing, total) if array is not None]
     if len(arrays) == 2:
