@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 import minidist as md
 from minidist import account
-from minidist.nn import GPT, GPTConfig
+from minidist.nn import GPT, GPTConfig, MixtureConfig
 from minidist.observe.timeline import Timeline
 from minidist.optim import sum_of_squares
 from minidist.parallel.common.worker import Worker
@@ -21,8 +22,9 @@ from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 
 CONFIG = GPTConfig(vocabulary=32, context=16, layers=4, width=16, heads=4, tied=True, dtype="float64")
+MIXED = replace(CONFIG, mixture=MixtureConfig(experts=4))
 STEPS, SEQUENCES, MICROBATCHES, CLIP, ITEM = 2, 16, 4, 0.2, 8
-AXES = ("dp", "pp", "cp", "tp")
+AXES = ("dp", "pp", "ep", "cp", "tp")
 NAPPED = 6          # steps of stages that sleep, of which the figure shows the quickest
 
 
@@ -70,6 +72,14 @@ def plans(ranks: int) -> Iterator[md.Plan]:
         yield from (plan_of(cube(ranks), zero=zero) for zero in (1, 3))
 
 
+def expert_plans(ranks: int) -> Iterator[md.Plan]:
+    """Of an even number of ranks: plans that divide MIXED's experts, beside data and, where there are four, tensors."""
+    if ranks % 2 == 0:
+        yield plan_of({"dp": ranks // 2, "ep": 2})
+    if ranks % 4 == 0:
+        yield plan_of({"dp": ranks // 4, "ep": 2, "tp": 2})
+
+
 def plan_of(shape: dict[str, int], **options: Any) -> md.Plan:
     """A plan of that mesh; a pipeline gets MICROBATCHES."""
     return md.Plan(**shape, microbatches=MICROBATCHES if shape.get("pp", 1) > 1 else None, **options)
@@ -87,7 +97,7 @@ def name_of(plan: md.Plan) -> str:
 
 
 def kind_of(axis: str) -> str:
-    """What a ledger's axis is for; with cp the data axis is dp and cp together."""
+    """What a ledger's axis is for; with ep and cp the data axis is dp and these together."""
     return "dp" if axis.startswith("dp,") else axis
 
 
@@ -95,7 +105,7 @@ def kind_of(axis: str) -> str:
 
 def train(world: Any, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = CONFIG) -> dict[str, Any]:
     """A Trainer's whole weights and losses; bytes that all ranks sent by axis; the first gradient's norms; this rank's
-    memory, and its calls: collectives, sends and exchanges.
+    memory, and its calls: collectives, sends and exchanges; rows that all ranks gave to experts elsewhere.
     """
     before, calls, norms = sent_by_axis(world), [], []
     end = world.ledger.subscribe(lambda event: calls.append(event) if kind_of(event.details["axis"]) in AXES and (
@@ -109,6 +119,7 @@ def train(world: Any, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = 
         if isinstance(data, Zero1 | Zero2):
             data.arrivals.settle()          # the new weights travel on after the step
         made, held = len(calls), memory.snapshot()
+        rows = int(trainer.loads.sent.sum())
         trainer.check_replicas()
         weights = trainer.state_dict()
         trainer.close()
@@ -116,7 +127,7 @@ def train(world: Any, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = 
     sent = {axis: nbytes - before[axis] for axis, nbytes in sent_by_axis(world).items()}
     return {"weights": weights, "losses": losses, "sent": {axis: add(world, nbytes) for axis, nbytes in sent.items()},
             "calls": made // steps, "memory": held, "own_sent": sum(sent.values()) // steps,
-            "norms": norms[0] if norms else {}}
+            "rows": add(world, rows), "norms": norms[0] if norms else {}}
 
 
 def watch_norm(trainer: Any, norms: list[dict[str, float]]) -> None:
@@ -157,21 +168,24 @@ def off(ours: dict[str, np.ndarray], target: dict[str, np.ndarray]) -> float:
     return gap / max(float(np.abs(array).max()) for array in target.values())
 
 
-def formula(plan: md.Plan, config: GPTConfig = CONFIG, sequences: int = SEQUENCES) -> dict[str, int]:
-    """Bytes of all ranks in a step, by axis.
+def formula(plan: md.Plan, config: GPTConfig = CONFIG, sequences: int = SEQUENCES, *, steps: int = 1,
+            rows: int = 0) -> dict[str, int]:
+    """Bytes of all ranks in so many steps, by axis; rows: in these steps to experts on other ranks.
 
-    dp: 2(dp·cp-1) times what the ranks of one replica hold together. That is the model, its whole weights (norms,
-    biases of row linears, positions) tp times, a tied table at both ends of a pipeline. Else: lessons 11 to 13.
+    dp: 2(dp·ep·cp-1) times what the ranks of one replica hold together, but for experts. That is the model, its whole
+    weights (norms, gates, biases of row linears, positions) tp times, a tied table at both ends of a pipeline. Experts:
+    2(dp·cp-1) times theirs. ep: 4 h a row. Else: lessons 11 to 13.
     """
-    sizes = {name: p.size for name, p in GPT(config).named_parameters()}
-    whole = sum(size for name, size in sizes.items()
-                if "norm" in name or "positions" in name or name.endswith(("out.bias", "down.bias")))
-    held = sum(sizes.values()) + (plan.tp - 1) * whole
+    sizes = {name: p.size for name, p in GPT(config).named_parameters() if p.requires_grad}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    whole = sum(size for name, size in sizes.items() if "norm" in name or "positions" in name or "scores" in name
+                or name.endswith(("out.bias", "down.bias")))
+    held = sum(sizes.values()) - experts + (plan.tp - 1) * whole
     if plan.pp > 1 and config.tied:
         held += config.vocabulary * config.width
-    cut = elements_sent(config, plan, sequences)
-    return {axis: ITEM * numbers
-            for axis, numbers in {**dict.fromkeys(AXES, 0), "dp": 2 * (plan.copies - 1) * held, **cut}.items()}
+    gradients = (plan.copies - 1) * held + (plan.copies // plan.ep - 1) * experts
+    numbers = {**dict.fromkeys(AXES, 0), "dp": 2 * gradients, **elements_sent(config, plan, sequences)}
+    return {**{axis: ITEM * steps * count for axis, count in numbers.items()}, "ep": ITEM * 4 * rows * config.width}
 
 
 def bubble(plan: md.Plan) -> float:

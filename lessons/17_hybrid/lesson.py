@@ -5,6 +5,7 @@
     python lessons/17_hybrid/lesson.py --break rows-by-rank  # see README.md, section 8
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def tour(group: Any, page: Page) -> None:
     results = equal(group, page)
     page.heading("4  What travels on each axis")
     traffic(results, page)
+    experts(group, page)
     page.heading("5  Which axis is innermost")
     innermost(group, page)
     page.heading("6  The norm of a gradient that lies in pieces")
@@ -167,21 +169,41 @@ def equal(group: Any, page: Page) -> list[tuple[md.Plan, dict[str, Any]]]:
 
 def traffic(results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
     """The ledger by axis beside the formulas; with ZeRO-3 the data axis has lesson 16's, which is left out."""
-    rows = []
+    rows, axes = [], [axis for axis in lab.AXES if axis != "ep"]
     for plan, result in results:
         if plan.zero == 3:
             continue
-        target = {axis: lab.STEPS * nbytes for axis, nbytes in lab.formula(plan).items()}
-        sent = result["sent"]
+        sent, target = result["sent"], lab.formula(plan, steps=lab.STEPS)
         rows.append([lab.name_of(plan),
-                     *(size_text(sent[axis] / lab.STEPS) if sent[axis] else "-" for axis in lab.AXES),
-                     size_text(sum(target.values()) / lab.STEPS),
-                     "ok" if all(sent[axis] == target[axis] for axis in lab.AXES) else "off"])
+                     *(size_text(sent[axis] / lab.STEPS) if sent[axis] else "-" for axis in axes),
+                     size_text(sum(target.values()) / lab.STEPS), "ok" if sent == target else "off"])
     tokens = lab.SEQUENCES * lab.CONFIG.context
     page.table(f"All ranks, a step of {tokens} tokens: L = {lab.CONFIG.layers}, h = {lab.CONFIG.width}",
-               ["plan", *lab.AXES, "formulas together", "each axis"], rows,
+               ["plan", *axes, "formulas together", "each axis"], rows,
                note="dp 2(dp·cp-1) · what a replica holds; pp 2 · tokens · h a boundary, tp times, and the tied table; "
                     "cp (6cp-4) · L · tokens · h; tp 2(tp-1) · tokens · ((4L + 2) h + 3)")
+
+
+def experts(group: Any, page: Page) -> None:
+    """A mixture in place of the MLPs (lesson 18), its experts divided: equal to one process, and the ledger by axis."""
+    plans = list(lab.expert_plans(group.size))
+    if not plans:
+        page.say(f"{group.size} ranks are no two halves: the axis ep has nothing to show")
+        return
+    config, rows = lab.MIXED, []
+    alone = md.run(partial(lab.train, config=config), md.Plan(), size=1)[0] if group.rank == 0 else None
+    for plan in plans:
+        result = lab.train(group, plan, config=config)
+        sent, target = result["sent"], lab.formula(plan, config, rows=result["rows"], steps=lab.STEPS)
+        if alone is not None:
+            apart = lab.off(result["weights"], alone["weights"])
+            rows.append([lab.name_of(plan), f"{apart:.0e}", *(size_text(sent[axis] / lab.STEPS) if sent[axis] else "-"
+                                                              for axis in ("dp", "ep", "tp")),
+                         size_text(sum(target.values()) / lab.STEPS), "ok" if apart < 1e-10 and sent == target else "off"])
+    page.table(f"The same model with {config.mixture.experts} experts a block, 2 a token: plans that divide them",
+               ["plan", "weights off by", "dp", "ep", "tp", "formulas together", "1e-10, each axis"], rows,
+               note="dp 2(dp·ep-1) · what a replica holds but experts + 2(dp-1) · the experts; ep 4 h a row to an "
+                    "expert on another rank")
 
 
 # ------------------------------------------------------------------------------------------------- 5 innermost

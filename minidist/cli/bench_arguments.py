@@ -24,11 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_collective(parser: argparse.ArgumentParser, verb: bench_collectives.Verb) -> None:
-    parser.add_argument("--sizes", type=sizes, default=sizes("1KiB:64MiB"), help="from:to, doubling; or a,b,c")
+    parser.add_argument("--sizes", type=sizes, default=sizes("1KiB:64MiB"), metavar="FROM:TO",
+                        help="doubling; or a,b,c (1KiB:64MiB)")
     parser.add_argument("-n", "--ranks", type=counts, default=[2, 4], metavar="N,N", help="rank counts (2,4)")
     parser.add_argument("--only", metavar="NAME,NAME", help="contenders, of " + ", ".join(
         (*bench_collectives.OURS, *verb.peers)) + "; shm:ring takes ours by that algorithm (else auto's)")
-    parser.add_argument("--rounds", type=positive, default=5, help="turns each contender gets (5)")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="K", help="turns each contender gets (5)")
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +43,8 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--zero", type=bench_step.stages, metavar="S,S",
                         help="ZeRO stages, of 0 (DDP), 1, 2, 3, each beside PyTorch's: DDP, ZeroRedundancyOptimizer, "
                              "FSDP")
-    parser.add_argument("--rounds", type=positive, default=4, help="turns each contender gets (4)")
-    parser.add_argument("--steps", type=positive, default=5, help="steps a turn (5)")
+    parser.add_argument("--rounds", type=positive, default=4, metavar="K", help="turns each contender gets (4)")
+    parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps a turn (5)")
     parser.add_argument("--transport", choices=("sockets", "shm"), default="sockets",
                         help="ours, between ranks (sockets)")
     _add_model(parser, bench_step.Model())
@@ -54,7 +55,7 @@ def _add_overlap(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="NAME,NAME", help="contenders, of " + ", ".join(bench_overlap.CONTENDERS))
     parser.add_argument("--bytes", type=number_of_bytes, default=4 << 20, metavar="SIZE", help="to all-reduce (4MiB)")
     _add_links(parser, bandwidth=125 * 10**6)       # a gigabit network
-    parser.add_argument("--rounds", type=positive, default=5, help="turns each contender gets (5)")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="K", help="turns each contender gets (5)")
 
 
 def _add_overlap_step(parser: argparse.ArgumentParser) -> None:
@@ -65,8 +66,8 @@ def _add_overlap_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bucket", type=number_of_bytes, default=512 << 10, metavar="SIZE",
                         help="a bucket's most bytes (512KiB)")
     _add_links(parser, bandwidth=500 * 10**6)
-    parser.add_argument("--rounds", type=positive, default=3, help="turns each contender gets (3)")
-    parser.add_argument("--steps", type=positive, default=5, help="steps a turn (5)")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="K", help="turns each contender gets (3)")
+    parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps a turn (5)")
     _add_model(parser, bench_overlap_step.MODEL)
 
 
@@ -77,15 +78,20 @@ def _add_links(parser: argparse.ArgumentParser, *, bandwidth: int) -> None:
                         help=f"bytes a second of the delayed links ({bandwidth // 10**6}MB)")
 
 
+_MODEL = {"layers": "blocks", "width": "model width", "heads": "attention heads", "context": "tokens a sequence",
+          "batch": "sequences a rank", "vocab": "embedding rows"}
+"""What each field of Model is."""
+
+
 def _add_model(parser: argparse.ArgumentParser, model: bench_step.Model) -> None:
     for name, value in vars(model).items():
-        what_it_is = "sequences a rank" if name == "batch" else f"the model's {name}"
-        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what_it_is} ({value})")
+        parser.add_argument(f"--{name}", type=positive, default=value, metavar="N", help=f"{_MODEL[name]} ({value})")
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--ranks", type=counts, default=[2, 4], metavar="N,N", help="rank counts (2,4)")
     parser.add_argument("--only", metavar="NAME,NAME", help="link classes, of " + ", ".join(bench_calibrate.LINKS))
-    parser.add_argument("--sizes", type=sizes, default=sizes("256B:4MiB"), help="from:to, doubling; or a,b,c")
-    parser.add_argument("--rounds", type=positive, default=5, help="turns each link class gets (5)")
+    parser.add_argument("--sizes", type=sizes, default=sizes("256B:4MiB"), metavar="FROM:TO",
+                        help="doubling; or a,b,c (256B:4MiB)")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="K", help="turns each link class gets (5)")
     parser.add_argument("--out", metavar="FILE", help=f"the profile to write ({profile_path()}, where auto finds it)")

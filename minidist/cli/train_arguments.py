@@ -108,8 +108,9 @@ def _model(parser: argparse.ArgumentParser) -> None:
     add("--positions", choices=["learned", "rotary"], default="rotary",
         help="how a token knows its place (default: rotary)")
     add("--tied", action="store_true", help="one matrix for embedding and output")
-    add("--dropout", type=fraction, default=0.0, metavar="RATE", help="(default: 0)")
-    add("--dtype", choices=["float64", "float32"], default="float32", help="(default: float32)")
+    add("--dropout", type=fraction, default=0.0, metavar="RATE", help="share of numbers dropped (default: 0)")
+    add("--dtype", choices=["float64", "float32"], default="float32",
+        help="of weights and activations (default: float32)")
     add("--precision", choices=PRECISIONS, default="fp32",
         help="weights and gradients as --dtype says (fp32), or in bf16 or fp16 beside float32 master "
         "weights; fp16 with a loss scale; fp8: bf16, and products of one byte (default: fp32)")
@@ -129,7 +130,8 @@ def _experts(parser: argparse.ArgumentParser) -> None:
         help="what keeps experts evenly loaded: a loss, biases that move against the load, or nothing (default: loss)")
     add("--balance-weight", type=not_negative, metavar="W", help="of the balance loss (default: 0.01)")
     add("--bias-rate", type=not_negative, metavar="R", help="how far a bias moves in a step (default: 0.001)")
-    add("--shared-experts", type=positive, metavar="S", help="experts that see every token, beside the others")
+    add("--shared-experts", type=positive, metavar="S", help="experts that see every token, beside the others "
+        "(default: none)")
     add("--expert-width", type=positive, metavar="N",
         help="numbers inside an expert (default: as inside the MLP, 4 × width)")
 
@@ -139,7 +141,8 @@ def _training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the training").add_argument
     add("--steps", type=positive, default=500, metavar="K", help="optimizer steps (default: 500)")
     add("--seed", type=int, default=0, metavar="S", help="of weights and batches (default: 0)")
-    add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="(default: adamw)")
+    add("--optimizer", choices=list(OPTIMIZERS), default="adamw",
+        help="what makes the steps (default: adamw)")
     add("--lr", type=positive_number, default=4e-3, metavar="RATE", help="peak rate (default: 0.004)")
     add("--lr-schedule", choices=SCHEDULES, default="cosine",
         help="after a warm-up of a twentieth of the steps (default: cosine)")

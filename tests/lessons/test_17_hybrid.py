@@ -76,6 +76,15 @@ def test_what_each_axis_sends_is_the_formula(lab: Any) -> None:
         assert result["sent"] == lab.formula(plan)
 
 
+def test_the_same_with_experts_divided(lab: Any) -> None:
+    """Equal to one process, and each axis as the formula has it: experts are added up over dp, the rest over ep too."""
+    alone, = md.run(lambda world: lab.train(world, md.Plan(), steps=1, config=lab.MIXED), size=1)
+    *_, plan = lab.expert_plans(8)
+    result = md.run(lambda world: lab.train(world, plan, steps=1, config=lab.MIXED), size=8)[0]
+    assert result["rows"] and lab.off(result["weights"], alone["weights"]) < 1e-10
+    assert result["sent"] == lab.formula(plan, lab.MIXED, rows=result["rows"])
+
+
 @pytest.mark.soak
 def test_the_storys_table_of_state_and_calls(lab: Any) -> None:
     rows = re.findall(r"^\| ([\w=,]+|the same, ZeRO-\d) \| (\d+) KiB \| (\d+) \|", lessons.find("17").part("README.md")
