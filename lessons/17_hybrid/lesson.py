@@ -197,9 +197,10 @@ def experts(group: Any, page: Page) -> None:
         sent, target = result["sent"], lab.formula(plan, config, rows=result["rows"], steps=lab.STEPS)
         if alone is not None:
             apart = lab.off(result["weights"], alone["weights"])
+            good = apart < 1e-10 and sent == target
             rows.append([lab.name_of(plan), f"{apart:.0e}", *(size_text(sent[axis] / lab.STEPS) if sent[axis] else "-"
                                                               for axis in ("dp", "ep", "tp")),
-                         size_text(sum(target.values()) / lab.STEPS), "ok" if apart < 1e-10 and sent == target else "off"])
+                         size_text(sum(target.values()) / lab.STEPS), "ok" if good else "off"])
     page.table(f"The same model with {config.mixture.experts} experts a block, 2 a token: plans that divide them",
                ["plan", "weights off by", "dp", "ep", "tp", "formulas together", "1e-10, each axis"], rows,
                note="dp 2(dp·ep-1) · what a replica holds but experts + 2(dp-1) · the experts; ep 4 h a row to an "
