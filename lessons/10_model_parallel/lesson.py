@@ -212,7 +212,7 @@ def everybody_receives() -> None:
     def job(group: Any) -> None:
         mine, batch = part_of_model(group, lab.config_for(group.size)), lab.global_batch(lab.config_for(2), 0)
         if group.rank == 0:
-            y = mine.forward(0, batch[0])
+            y = mine.forward(0, batch[0], targets=batch[1])
             dy = group.recv(src=1)
             group.send(y.data, dst=1)
             y.backward(dy)

@@ -267,7 +267,7 @@ def crossed() -> None:
         inputs, targets = (np.array_split(ids, 2) for ids in lab.global_batch(config, 0))
         if group.rank == 0:
             for number in order:
-                group.send(mine.forward(0, inputs[number]).data, dst=1)
+                group.send(mine.forward(0, inputs[number], targets=targets[number]).data, dst=1)
             return 0.0
         return sum(mine.forward(1, tensor(group.recv(src=0)), targets=part, divisor=8 * config.context).item()
                    for part in targets)
