@@ -156,8 +156,9 @@ def _check_composition(plan: "Plan") -> None:
         raise PlanError(f"plan {cut} with offload={plan.offload}: this version offloads on the data axis alone; "
                         f"use offload=none, or dp={plan.size} with zero={max(1, plan.zero)}")
     if plan.tp > 1 and plan.precision == "fp8":
+        without = " without sequence_parallel" if plan.sequence_parallel else ""
         raise PlanError(f"plan tp={plan.tp} with precision=fp8: a shard knows no scale of the whole matrix; use "
-                        f"bf16, or tp=1 with {instead(plan, tp=1)}")
+                        f"bf16, or tp=1 with {instead(plan, tp=1)}{without}")
 
 
 # --------------------------------------------------------------------------------------------------- plan and model

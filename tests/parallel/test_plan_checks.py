@@ -21,6 +21,7 @@ from minidist.parallel.plan import AXES, Plan
     ({"dp": 2, "tp": 2, "strategy": "parameter-server"}, "whole models; use strategy=ddp, or dp=4"),
     ({"tp": 2, "strategy": "parameter-server"}, "whole models; use strategy=ddp, or dp=2"),
     ({"dp": 2, "tp": 2, "precision": "fp8"}, "use bf16, or tp=1 with dp=4"),
+    ({"tp": 2, "precision": "fp8", "sequence_parallel": True}, "or tp=1 with dp=2 without sequence_parallel"),
     ({"dp": 2, "attention": "all-to-all"}, "no sequence is cut; use cp=2"),
     ({"attention": "flash"}, "choose one of ring, all-to-all"),
     ({"cp": 2, "sequence_parallel": True}, "use tp=2, or cp=2"),
