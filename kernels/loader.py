@@ -54,7 +54,7 @@ def c_type(array: Array) -> str:
 
 def aligned(*arrays: Array) -> bool:
     """Whether 16-byte loads fit: each array, and each row along its last dim, begins at a multiple of 16 bytes."""
-    return all(array.shape[-1] * array.dtype.itemsize % 16 == 0 and _address(array) % 16 == 0 for array in arrays)
+    return all(array.shape[-1] * array.dtype.itemsize % 16 == 0 and address_of(array) % 16 == 0 for array in arrays)
 
 
 def version_for(name: str, wanted: int | None, *arrays: Array, packed: int = 2) -> int:
@@ -69,7 +69,8 @@ def version_for(name: str, wanted: int | None, *arrays: Array, packed: int = 2) 
     return wanted or (packed if fits else packed - 1)
 
 
-def _address(array: Array) -> int:
+def address_of(array: Array) -> int:
+    """Where an array's first element lies, in its device's memory."""
     return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
 
 
@@ -99,7 +100,7 @@ class Table:
     @cached_property
     def addresses(self) -> Array:
         """Where each begins, beside the arrays: uint64."""
-        return self._module.asarray(np.array([_address(array) for array in self.arrays], np.uint64))
+        return self._module.asarray(np.array([address_of(array) for array in self.arrays], np.uint64))
 
 
 class Source:

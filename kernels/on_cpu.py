@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 from minidist.kernels.cache import missing, place
-from minidist.kernels.loader import HERE, Parameter, Source, Table, compile_error
+from minidist.kernels.loader import HERE, Parameter, Source, Table, address_of, compile_error
 
 from minidist.errors import KernelError
 
@@ -225,7 +225,7 @@ class _Arena:
     def __init__(self, values: Sequence[tuple[Parameter, Any]]) -> None:
         arrays: dict[tuple[int, int], tuple[Parameter, np.ndarray]] = {}
         for parameter, value in _arrays(values):
-            key = (_address(value), value.nbytes)
+            key = (address_of(value), value.nbytes)
             before = arrays.get(key)
             arrays[key] = (before[0] if before and not before[0].const else parameter, value)
         total, starts = _GUARD, {}
@@ -235,8 +235,8 @@ class _Arena:
             starts[key] = total
             total += array.nbytes + guard
         self._memory = np.empty(total + _ALIGN, np.uint8)
-        base = -(-_address(self._memory) // _ALIGN) * _ALIGN
-        self._first = base - _address(self._memory)
+        base = -(-address_of(self._memory) // _ALIGN) * _ALIGN
+        self._first = base - address_of(self._memory)
         self._arrays, self._starts, self.base = arrays, starts, base
         self.table = (_Array * len(arrays))(*(
             _Array(base + starts[key], array.nbytes, array.itemsize, parameter.name.encode(), not parameter.const)
@@ -245,14 +245,14 @@ class _Arena:
             self._bytes(key)[...] = array.reshape(-1).view(np.uint8)
         for table in (value for _, value in values if isinstance(value, Table)):
             copies = np.array([self.address(array) for array in table.arrays], np.uint64).view(np.uint8)
-            self._bytes((_address(table.addresses), copies.nbytes))[...] = copies
+            self._bytes((address_of(table.addresses), copies.nbytes))[...] = copies
 
     def _bytes(self, key: tuple[int, int]) -> np.ndarray:
         return self._memory[self._first + self._starts[key]:][:key[1]]
 
     def address(self, value: np.ndarray | Table | None) -> int:
         array = value.addresses if isinstance(value, Table) else value
-        return 0 if array is None else self.base + self._starts[_address(array), array.nbytes]
+        return 0 if array is None else self.base + self._starts[address_of(array), array.nbytes]
 
     def copy_back(self) -> None:
         for key, (parameter, array) in self._arrays.items():
@@ -270,16 +270,12 @@ def _arrays(values: Sequence[tuple[Parameter, Any]]) -> Iterator[tuple[Parameter
             yield parameter, value
 
 
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
 def _offset(array: np.ndarray) -> int:
     """Where a view begins within the array that owns its memory."""
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
-    return _address(array) - _address(owner)
+    return address_of(array) - address_of(owner)
 
 
 def run(source: Source, kernel: str, grid: tuple[int, ...], block: tuple[int, ...],
@@ -289,7 +285,7 @@ def run(source: Source, kernel: str, grid: tuple[int, ...], block: tuple[int, ..
     watching = _watching.get() or _Watch()
     arena = _Arena(values)
     held = [np.array([np.uint64(arena.address(value)) if parameter.pointer else value]) for parameter, value in values]
-    pointers = (ctypes.c_void_p * len(held))(*map(_address, held))
+    pointers = (ctypes.c_void_p * len(held))(*map(address_of, held))
     report = _Report()
     call = _Launch(kernel.encode(), grid, block, shared, ctypes.cast(pointers, ctypes.c_void_p), arena.table,
                    len(arena.table), library.shared, len(library.shared), watching.seed, watching.count,
