@@ -6,6 +6,7 @@ import numpy as np
 
 from minidist.backend import Array, array_module, matmul, narrow, widen
 from minidist.errors import DtypeError, ShapeError
+from minidist.ops.kernels import kernel
 from minidist.tape import Node, Saved, op, saved
 
 _ONE_HOT_ROWS = 1024  # table rows summed by one matrix product on a GPU
@@ -36,9 +37,12 @@ def _(node: Node, dy: Array) -> Array:
 def sum_by_id(ids: Array, values: Array, count: int) -> Array:
     """(count, n) array whose row i is the sum of values[j] over all j with ids[j] == i, in a fixed order.
 
-    On the host: values sorted by id, each run summed. On a GPU: a product with the one-hot matrix, a slice of the table
-    at a time; atomic additions would be faster and differ from run to run.
+    On the host: values sorted by id, each run summed. On a GPU the same in a kernel; in a dtype that it does not take,
+    a product with the one-hot matrix, a slice of the table at a time. Atomic additions would differ from run to run.
     """
+    fast = kernel("embedding_gradient", values)
+    if fast is not None:
+        return fast(ids, values, count)
     xp = array_module(values)
     wide = widen(values)
     result = xp.zeros((count, values.shape[1]), wide.dtype)

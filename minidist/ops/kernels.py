@@ -28,6 +28,7 @@ TABLE = {
     "rms_norm_gradient":   ("norm", "rms_norm_gradient"),
     "rotary":              ("rotary", "rotary"),
     "rotary_gradient":     ("rotary", "rotary_gradient"),
+    "embedding_gradient":  ("embedding", "embedding_gradient"),
 }
 DTYPES = ("float32", "float16", "bfloat16")
 

@@ -1,0 +1,58 @@
+"""The gradient of an embedding without atomics: the reference, then the launcher of embedding.cu's three versions.
+
+    dtable = embedding_gradient(ids, dy, count)     # ids (…) integers below count, dy (…, width) -> (count, width)
+
+dy float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy. Sums are float32, in a fixed order: the same
+bits each time. Moved: dy.nbytes read, the result's written, and from version 2 on 12 bytes a token for sorting.
+"""
+
+import numpy as np
+from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
+
+from minidist.backend import Array, array_module
+from minidist.errors import ShapeError
+
+VERSIONS = (1, 2, 3)
+SOURCE = Source("embedding.cu", [f"embedding_gradient_v{version}<{kind}>" for version in VERSIONS for kind in FLOATS])
+BLOCK, LANES = 256, 32      # threads a block, and a warp
+
+
+def embedding_gradient_reference(ids: np.ndarray, dy: np.ndarray, count: int) -> np.ndarray:
+    """Row t: the sum of dy's rows whose id is t, one after the other."""
+    result = np.zeros((count, dy.shape[-1]), dy.dtype)
+    np.add.at(result, ids.reshape(-1), dy.reshape(-1, dy.shape[-1]))
+    return result
+
+
+def embedding_gradient(ids: Array, dy: Array, count: int, *, version: int | None = None) -> Array:
+    """A new array (count, width) of dy's dtype. Ids outside of 0 … count - 1 count nowhere.
+
+    Raises: ShapeError if dy does not fit ids; KernelError if `version` does not fit.
+    """
+    if dy.shape[:-1] != ids.shape or dy.ndim == 0:
+        raise ShapeError(f"embedding_gradient: dy {dy.shape} does not fit ids {ids.shape}; it needs a row for each")
+    xp, width = array_module(dy), dy.shape[-1]
+    result = xp.empty((count, width), dy.dtype)
+    version = version_for("embedding_gradient", version, dy, result, packed=3)
+    if result.size == 0:
+        return result
+    kernel, ids = f"embedding_gradient_v{version}<{c_type(dy)}>", xp.ascontiguousarray(ids.reshape(-1), dtype="int64")
+    if version == 1:
+        launch(SOURCE, kernel, grid=count, block=BLOCK, args=(ids, dy, result, ids.size, width))
+        return result
+    order, starts = runs(ids, count)
+    a_row = LANES * (16 // dy.dtype.itemsize)
+    launch(SOURCE, kernel, grid=(count, -(-width // a_row) if version == 3 else 1), block=BLOCK,
+           args=(order, starts, dy, result, width))
+    return result
+
+
+def runs(ids: Array, count: int) -> tuple[Array, Array]:
+    """Where each id stands, the smallest id first and equal ones in their order: (n,), and where the runs begin.
+
+    Returns: order (n,) int32; starts (count + 1,) int32: id t stands at order[starts[t]:starts[t + 1]].
+    """
+    xp = array_module(ids)
+    order = xp.argsort(ids, kind="stable")
+    starts = xp.searchsorted(ids[order], xp.arange(count + 1))
+    return order.astype("int32"), starts.astype("int32")
