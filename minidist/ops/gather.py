@@ -40,10 +40,9 @@ def sum_by_id(ids: Array, values: Array, count: int) -> Array:
     On the host: values sorted by id, each run summed. On a GPU the same in a kernel; in a dtype that it does not take,
     a product with the one-hot matrix, a slice of the table at a time. Atomic additions would differ from run to run.
     """
-    fast = kernel("embedding_gradient", values)
+    xp, fast = array_module(values), kernel("embedding_gradient", values[:0])   # of any layout
     if fast is not None:
-        return fast(ids, values, count)
-    xp = array_module(values)
+        return fast(ids, xp.ascontiguousarray(values), count)
     wide = widen(values)
     result = xp.zeros((count, values.shape[1]), wide.dtype)
     if xp is np and len(ids):
