@@ -72,12 +72,13 @@ class Traffic(ctypes.Structure):        # runtime.h: Traffic
 
 class _Report(ctypes.Structure):        # runtime.h: Report
     _fields_ = [("error", ctypes.c_char * 1024), ("where", ctypes.c_uint64), ("other", ctypes.c_uint64),
-                ("loads", Traffic), ("stores", Traffic), ("barriers", ctypes.c_uint64)]
+                ("loads", Traffic), ("stores", Traffic), ("barriers", ctypes.c_uint64),
+                ("shared_loads", ctypes.c_uint64), ("shared_stores", ctypes.c_uint64)]
 
 
 @dataclass
 class Seen:
-    """One launch as it ran. loads and stores are counted where `watch(count=True)` asked for it."""
+    """One launch as it ran. Traffic (shared_loads, shared_stores: bytes) is counted where `watch(count=True)` asked."""
 
     kernel: str
     grid: tuple[int, ...]
@@ -86,6 +87,8 @@ class Seen:
     barriers: int
     loads: Traffic
     stores: Traffic
+    shared_loads: int
+    shared_stores: int
 
 
 @dataclass
@@ -297,4 +300,5 @@ def run(source: Source, kernel: str, grid: tuple[int, ...], block: tuple[int, ..
         raise KernelError(f"{kernel}: " + text.replace("{where}", library.line(report.where))
                           .replace("{other}", library.line(report.other)))
     arena.copy_back()
-    watching.seen.append(Seen(kernel, grid, block, shared, report.barriers, report.loads, report.stores))
+    watching.seen.append(Seen(kernel, grid, block, shared, report.barriers, report.loads, report.stores,
+                              report.shared_loads, report.shared_stores))

@@ -164,7 +164,9 @@ static void access(const void* pointer, std::size_t nbytes, bool writes, bool at
         }
         visit(cell, now, writes, *region, region->array.begin + number * size);
     }
-    if (run.launch->count && !region->shared) count(address, nbytes, writes, code);
+    if (!run.launch->count) return;
+    if (region->shared) (writes ? run.report->shared_stores : run.report->shared_loads) += nbytes;
+    else count(address, nbytes, writes, code);
 }
 
 static void set_pending(const char* address, int nbytes, bool pending) {

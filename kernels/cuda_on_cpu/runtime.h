@@ -44,6 +44,7 @@ struct Report {
     uint64_t where, other;              // addresses within the library, for addr2line; 0: not known
     Traffic loads, stores;
     uint64_t barriers;                  // that blocks passed
+    uint64_t shared_loads, shared_stores;       // bytes of shared memory
 };
 
 // ---- threads -----------------------------------------------------------------------------------------------------

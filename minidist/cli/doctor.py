@@ -72,6 +72,7 @@ def examine() -> Iterator[Finding]:
         yield _transport(name)
     yield _profile()
     yield _gpu()
+    yield _compiler()
     for module, extra in EXTRAS.items():
         yield _extra(module, extra)
 
@@ -185,6 +186,17 @@ def _cupy() -> Finding:
     nccl = importlib.util.find_spec("cupy.cuda.nccl") is not None and importlib.import_module("cupy.cuda.nccl")
     version = nccl.get_version() if nccl and nccl.available else None
     return Finding("GPU", OK, f"{', '.join(names)}; CuPy {cupy.__version__}; NCCL {version or 'missing'}")
+
+
+def _compiler() -> Finding:
+    """g++, by which CUDA kernels run on the CPU."""
+    from minidist.kernels import on_cpu
+
+    path = on_cpu.compiler()
+    if path is None:
+        return Finding("C++ compiler", OPTIONAL, "no g++", "apt install g++: lesson 22 runs CUDA kernels on the CPU by it")
+    version = subprocess.run([path, "-dumpfullversion"], capture_output=True, text=True, timeout=TRY_LIMIT)
+    return Finding("C++ compiler", OK, f"g++ {version.stdout.strip() or '?'} at {path}")
 
 
 def _look(what: str, look: Callable[[], Finding], advice: str) -> Finding:

@@ -17,7 +17,7 @@ def test_the_table_and_its_json_agree(tmp_path, capsys):
     assert main(["doctor", "--json", str(file)]) == 0
     findings = {finding["what"]: finding for finding in json.loads(file.read_text())["findings"]}
     shown = capsys.readouterr().out
-    for what in ("Python", "NumPy", "cores", "memory", "mpirun", "GPU", "torch", "pytest",
+    for what in ("Python", "NumPy", "cores", "memory", "mpirun", "GPU", "C++ compiler", "torch", "pytest",
                  *(f"transport {name}" for name in ("threads", "sockets", "shm", "mpi"))):
         assert what.split()[-1] in shown
         assert findings[what]["state"] in ("ok", "optional")
@@ -101,3 +101,10 @@ def test_a_library_that_does_not_load_is_a_finding():
         raise ImportError("libcuda.so.1: cannot open")
 
     assert doctor._look("GPU", load, "install it").state == "broken"
+
+
+def test_a_missing_compiler_says_how_to_get_one(monkeypatch):
+    monkeypatch.setattr("minidist.kernels.on_cpu.compiler", lambda: None)
+    finding = doctor._compiler()
+    assert (finding.state, finding.found) == ("optional", "no g++")
+    assert "apt install g++" in finding.advice

@@ -239,6 +239,16 @@ def test_transactions_of_a_strided_read(planted, stride, sectors):
     assert seen[0].stores.sectors == 8
 
 
+def test_bytes_of_shared_memory(planted):
+    """64 threads each write one float and read two; without `count` nothing is counted."""
+    with on_cpu.watch(count=True) as seen, on_cpu.watch() as uncounted:
+        run(planted, "sums", 64)
+    assert not seen and uncounted[0].shared_loads == uncounted[0].loads.bytes == 0
+    with on_cpu.watch(count=True) as seen:
+        run(planted, "sums", 64)
+    assert (seen[0].shared_loads, seen[0].shared_stores) == (512, 256)
+
+
 ROUNDED = """
 #include "common.cuh"
 #include <cuda_fp8.h>
