@@ -49,7 +49,7 @@ void from_all_lanes(unsigned mask, const void* value, int nbytes, void* all, con
 unsigned ballot(unsigned mask, bool vote, const char* file, int line);
 void fence();
 void atomic_access(void* address, int nbytes, void* caller);
-void range_access(const void* address, int nbytes, bool write, void* caller);
+void range_access(const void* address, int nbytes, bool write, void* caller);      // checked, not counted
 // cp.async: the bytes arrive when the thread waits for their group; before that a read of them is an error.
 void async_copy(void* to, const void* from, int nbytes, void* caller);
 void async_commit();

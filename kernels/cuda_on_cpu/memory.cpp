@@ -132,7 +132,7 @@ static Region* region_of(const char* address) {
     return nullptr;
 }
 
-static void access(const void* pointer, std::size_t nbytes, bool writes, bool atomic, const void* code) {
+static void access(const void* pointer, std::size_t nbytes, bool writes, bool atomic, const void* code, bool counted = true) {
     if (!run.current || !nbytes) return;
     run.steps++;
     check_steps(code);
@@ -164,7 +164,7 @@ static void access(const void* pointer, std::size_t nbytes, bool writes, bool at
         }
         visit(cell, now, writes, *region, region->array.begin + number * size);
     }
-    if (!run.launch->count) return;
+    if (!run.launch->count || !counted) return;
     if (region->shared) (writes ? run.report->shared_stores : run.report->shared_loads) += nbytes;
     else count(address, nbytes, writes, code);
 }
@@ -181,7 +181,7 @@ void atomic_access(void* address, int nbytes, void* caller) {
 }
 
 void range_access(const void* address, int nbytes, bool write, void* caller) {
-    access(address, nbytes, write, false, caller);
+    access(address, nbytes, write, false, caller, false);
 }
 
 void async_copy(void* to, const void* from, int nbytes, void* caller) {

@@ -1,0 +1,151 @@
+"""Lesson 22's counted runs: kernels on the CPU build, what they move beside formulas, and what a stated GPU allows."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from minidist.kernels import on_cpu
+from minidist.kernels.attention import SOURCE, attention
+from minidist.kernels.loader import Source, launch
+from minidist.kernels.matmul import matmul, read_bytes
+
+HERE = Path(__file__).resolve().parent
+ACCESS = Source(HERE / "access.cu", ["one_each", "four_each"])
+WARP, SECTOR = 32, 32               # lanes; bytes
+FOREVER = 65536                     # tokens
+HEAD = 64                           # columns of a head
+SIDES = {1: 1, 2: 32, 3: 64}        # queries that share what is read, by attention's version
+KINDS = {1: np.float32, 2: np.float32, 3: np.float16}
+RUNGS = {1: "naive: a thread a query", 2: "tiles, online softmax", 3: "tensor cores, float16"}
+LADDER = {1: "naive", 2: "shared tiles", 3: "register tiles", 4: "vector loads", 5: "tensor cores, float16"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a data sheet states; nothing here is measured."""
+
+    name: str
+    memory: float                   # bytes a second from its memory
+    rates: dict[str, float]         # operations a second, by what multiplies
+    shared: float                   # bytes a second from shared memory, all multiprocessors together
+
+    def roof(self, intensity: float, rate: str) -> float:
+        """Operations a second that `intensity` (operations a byte) allows."""
+        return min(self.rates[rate], intensity * self.memory)
+
+
+# 132 multiprocessors at 1.98 GHz, each 128 products and sums of float32 and 128 bytes of shared memory a clock.
+H100 = Machine("H100 SXM", 3.35e12, {"float32": 67e12, "tensor cores": 989e12}, 132 * 128 * 1.98e9)
+
+
+@dataclass(frozen=True)
+class Count:
+    """One launch: operations by formula; bytes, requests and sectors as counted; the formulas of read and written."""
+
+    name: str
+    operations: int
+    rate: str                       # of Machine.rates
+    seen: Any                       # on_cpu.Seen
+    read: int
+    written: int
+
+    @property
+    def intensity(self) -> float:
+        """Operations a byte that left or reached global memory, as threads asked for them."""
+        return self.operations / (self.seen.loads.bytes + self.seen.stores.bytes)
+
+
+def one_warp(stride: int) -> Any:
+    """The loads of one warp: lane i reads number stride i; stride 0: 16 bytes a lane, neighbours."""
+    x, y = np.zeros(WARP * max(stride, 4), np.float32), np.empty(WARP * (1 if stride else 4), np.float32)
+    with on_cpu.watch(count=True) as seen:
+        launch(ACCESS, "one_each" if stride else "four_each", grid=1, block=WARP,
+               args=(x, y, stride) if stride else (x, y))
+    return seen[0].loads
+
+
+def sectors(stride: int) -> int:
+    """Sectors that 32 lanes touch, a float every `stride`."""
+    return min(WARP, WARP * 4 * stride // SECTOR)
+
+
+def drawn(tokens: int, heads: int = 1, kind: Any = np.float32) -> list[np.ndarray]:
+    """q, k, v (1, heads, tokens, HEAD)."""
+    rng = np.random.default_rng(22)
+    return [rng.normal(size=(1, heads, tokens, HEAD)).astype(kind) for _ in range(3)]
+
+
+def attention_bytes(version: int, tokens: int, tiles: int | None = None) -> tuple[int, int]:
+    """(read, written) of one head of `tokens` tokens; `tiles` of keys that are visited, all if None."""
+    size, numbers = np.dtype(KINDS[version]).itemsize, tokens * HEAD
+    ends = numbers * size + 4 * tokens                              # y, and log_total in float32
+    if version == 1:
+        scores = tokens * tokens
+        return scores * (2 * HEAD * size + 4 + HEAD * (4 + size)), ends + 4 * scores
+    side = SIDES[version]
+    tiles = (tokens // side) ** 2 if tiles is None else tiles
+    return (numbers + tiles * 2 * side * HEAD) * size, ends
+
+
+def attention_count(version: int, tokens: int, *, causal: bool = False, blocks: np.ndarray | None = None,
+                    tiles: int | None = None) -> Count:
+    """One head, counted. operations: of all tiles, or of those `tiles` that are visited."""
+    side = SIDES[version]
+    with on_cpu.watch(count=True) as seen:
+        attention(*drawn(tokens, kind=KINDS[version]), version=version, causal=causal, blocks=blocks)
+    pairs = tokens * tokens if tiles is None else tiles * side * side
+    return Count(RUNGS[version], 4 * pairs * HEAD, "tensor cores" if version == 3 else "float32", seen[0],
+                 *attention_bytes(version, tokens, tiles))
+
+
+def long_intensity(version: int) -> float:
+    """Operations a byte of a long sequence, by the formulas."""
+    return 4 * FOREVER * FOREVER * HEAD / sum(attention_bytes(version, FOREVER))
+
+
+def matmul_count(version: int, side: int = 128, depth: int = 32) -> Count:
+    """(side, depth) times (depth, side), counted."""
+    kind = np.float16 if version == 5 else np.float32
+    rng = np.random.default_rng(22)
+    a, b = rng.normal(size=(side, depth)).astype(kind), rng.normal(size=(depth, side)).astype(kind)
+    with on_cpu.watch(count=True) as seen:
+        matmul(a, b, version=version)
+    return Count(LADDER[version], 2 * side * side * depth, "tensor cores" if version == 5 else "float32", seen[0],
+                 read_bytes(version, side, side, depth, a.itemsize), side * side * a.itemsize)
+
+
+# ------------------------------------------------------------------------------------------------- planted mistakes
+
+PLANTED = {
+    "no-barrier": ("attention.cu", "        __syncthreads();                                         // before others' "
+                                   "numbers are read\n", "\n"),
+    "no-rescale": ("attention.cu", "sum[r][i] *= shrink;", ";"),
+    "mask-off-by-one": ("attention.cuh", "key <= query)", "key <= query + 1)"),
+}
+
+
+@contextmanager
+def tiled(mistake: str | None) -> Iterator[Source]:
+    """Version 2 of attention as it is, or with one of the PLANTED mistakes."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("attention.cu", "attention.cuh"):
+            shutil.copy(SOURCE.path.with_name(name), folder)
+        if mistake is not None:
+            name, old, new = PLANTED[mistake]
+            file = Path(folder) / name
+            file.write_text(file.read_text(encoding="utf-8").replace(old, new, 1), encoding="utf-8")
+        yield Source(Path(folder) / "attention.cu", [f"attention_v2<float, {HEAD}>"])
+
+
+def run_tiled(source: Source, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: bool = False) -> np.ndarray:
+    """y (1, 1, T, 64) of one head by version 2 of `source`."""
+    y, log_total = np.full_like(q, np.nan), np.full(q.shape[:3], np.nan, np.float32)
+    tokens = q.shape[2]
+    launch(source, source.kernels[0], grid=-(-tokens // 32), block=128, shared=32 * (3 * HEAD + 1 + 32) * 4,
+           args=(q, k, v, y, log_total, 1, 1, tokens, tokens, HEAD, HEAD ** -0.5, causal, None))
+    return y

@@ -1,0 +1,120 @@
+"""Exercise 22: filled rightly it passes, each wrong filling fails under its name; what the story states is counted."""
+
+import re
+from pathlib import Path
+
+import pytest
+from filling import graded
+from kernel_checks import needs_compiler
+from minidist.kernels import on_cpu
+
+from minidist import launch, lessons
+from minidist.observe.page import Page
+from minidist.teaching import load_module
+
+FOLDER = lessons.FOLDER / "22_attention_kernels"
+RIGHT = {
+    1: '"__expf(top - now)"',
+    2: '"total * shrink + p"',
+    3: '"sum[i] * shrink + p * v[key * 8 + i]"',
+    4: '"BD"',
+    5: "max(1, min(32, 4 * stride))",
+    6: '"step", "threadIdx.x"',
+}
+WRONG = {
+    "what was summed grows instead": {1: '"__expf(now - top)"'},
+    "nothing is scaled down": {1: '"1.0f"'},
+    "the total is not scaled down": {2: '"total + p"'},
+    "the sum of values is not scaled down": {3: '"sum[i] + p * v[key * 8 + i]"'},
+    "values are added without their weight p": {3: '"sum[i] * shrink + v[key * 8 + i]"'},
+    "the sum of values forgets": {3: '"p * v[key * 8 + i]"'},
+    "another update": {2: '"total * shrink + 2 * p"'},
+    "g++ cannot read it": {2: '"total * schrink + p"'},
+    "it broke a rule as it ran": {3: '"sum[i] * shrink + p * v[(key + 1) * 8 + i]"'},
+    "there is no such place": {4: '"BF"'},
+    "numbers are read before others have written them": {4: '"D"'},
+    "a tile is overwritten while others still read it": {4: '"B"'},
+    "some threads never come to it": {4: '"BC"'},
+    "one barrier too many": {4: '"ABD"'},
+    "more sectors than lanes": {5: "4 * stride"},
+    "a sector for each lane, but neighbours share": {5: "32"},
+    "as if lanes read neighbours": {5: "4"},
+    "that is bytes": {5: "128 * stride"},
+    "all lanes read one number": {5: "min(32, 4 * stride)"},
+    "not a row and a column": {6: '"step"'},
+    "each number is brought by one thread": {6: '"step", "step"'},
+    "an own sector each": {6: '"threadIdx.x", "step"'},
+    "the lanes are no neighbours": {
+        6: '"threadIdx.x % 16 + step / 16 * 16", "threadIdx.x / 16 + step % 16 * 2"'},
+}
+SOAK = {"what was summed grows instead", "the sum of values forgets", "another update", "there is no such place",
+        "values are added without their weight p", "as if lanes read neighbours", "that is bytes",
+        "the lanes are no neighbours", "it broke a rule as it ran", "not a row and a column", "more sectors than lanes"}
+
+
+@pytest.fixture(scope="module")
+def lab():
+    return load_module(FOLDER / "experiments.py", "22")
+
+
+@needs_compiler
+@pytest.mark.parametrize("places", ["BD", "AB"])
+def test_the_right_filling_passes(places: str, tmp_path: Path) -> None:
+    result = graded("22", {**RIGHT, 4: f'"{places}"'}, tmp_path)
+    assert result.passed, result.results[-1].line()
+
+
+@needs_compiler
+@pytest.mark.parametrize("mistake", [pytest.param(name, marks=[pytest.mark.soak] if name in SOAK else [])
+                                     for name in WRONG])
+def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
+    result = graded("22", {**RIGHT, **WRONG[mistake]}, tmp_path)
+    assert not result.passed
+    assert mistake in result.results[-1].line(), result.results[-1].line()
+
+
+@needs_compiler
+def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
+    result = graded("22", {}, tmp_path)
+    assert "fill hole 1" in result.results[-1].line() and "exercise_22.py line" in result.results[-1].line()
+
+
+def test_without_a_compiler_the_check_says_how_to_get_one(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(on_cpu, "compiler", lambda: None)
+    result = graded("22", RIGHT, tmp_path)
+    assert "C++ compiler: none, target g++" in result.results[-1].line() and "apt install" in result.results[-1].line()
+
+
+def test_without_a_compiler_the_lesson_says_so_in_a_line(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(on_cpu, "compiler", lambda: None)
+    lesson = load_module(FOLDER / "lesson.py", "22")
+    launch.run(lambda group: lesson.tour(group, Page(group)), size=2, transport="threads")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "One query, four tiles" in shown and "apt install g++" in shown and "sectors" not in shown
+
+
+@needs_compiler
+def test_the_ladders_page_states_what_is_counted(lab) -> None:
+    stated = re.findall(r"^\| v(\d) [^|]+\|(.+)\|$", (FOLDER / "MATMUL.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [int(version) for version, _ in stated] == list(lab.LADDER)
+    for version, row in stated:
+        count = lab.matmul_count(int(version))
+        products, size = count.operations // 2, 2 if version == "5" else 4
+        counted = (f"{count.seen.loads.bytes / size / products:.3g}", f"{count.seen.loads.requests:,}",
+                   f"{count.seen.shared_loads / products:.2g}", f"{count.intensity:.2f}")
+        assert tuple(cell.strip() for cell in row.split("|")) == counted, version
+
+
+@needs_compiler
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_attention_moves_what_the_story_says(lab, version: int) -> None:
+    count = lab.attention_count(version, 64)
+    assert (count.seen.loads.bytes, count.seen.stores.bytes) == (count.read, count.written)
+
+
+def test_numbers_of_the_story(lab) -> None:
+    assert lab.attention_bytes(1, 64)[0] // lab.attention_bytes(2, 64)[0] == 51
+    assert [round(lab.long_intensity(version), 1) for version in (1, 2, 3)] == [0.2, 16.0, 63.9]
+    ridges = {rate: round(peak / lab.H100.memory) for rate, peak in lab.H100.rates.items()}
+    assert ridges == {"float32": 20, "tensor cores": 295}
+    assert round(lab.H100.shared / (0.09375 / 2) / lab.H100.rates["tensor cores"], 2) == 0.72
