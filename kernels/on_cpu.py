@@ -65,20 +65,19 @@ class _Launch(ctypes.Structure):        # runtime.h: Launch
 
 
 class Traffic(ctypes.Structure):        # runtime.h: Traffic
-    """Loads or stores of global memory: bytes threads asked for, requests of warps, 32-byte sectors these touched."""
+    """Loads or stores: bytes threads asked for, requests of warps, 32-byte sectors these touched; `shared`: bytes."""
 
-    _fields_ = [("bytes", ctypes.c_uint64), ("requests", ctypes.c_uint64), ("sectors", ctypes.c_uint64)]
+    _fields_ = [(name, ctypes.c_uint64) for name in ("bytes", "requests", "sectors", "shared")]
 
 
 class _Report(ctypes.Structure):        # runtime.h: Report
     _fields_ = [("error", ctypes.c_char * 1024), ("where", ctypes.c_uint64), ("other", ctypes.c_uint64),
-                ("loads", Traffic), ("stores", Traffic), ("barriers", ctypes.c_uint64),
-                ("shared_loads", ctypes.c_uint64), ("shared_stores", ctypes.c_uint64)]
+                ("loads", Traffic), ("stores", Traffic), ("barriers", ctypes.c_uint64)]
 
 
 @dataclass
 class Seen:
-    """One launch as it ran. Traffic (shared_loads, shared_stores: bytes) is counted where `watch(count=True)` asked."""
+    """One launch as it ran. loads and stores are counted where `watch(count=True)` asked for it."""
 
     kernel: str
     grid: tuple[int, ...]
@@ -87,8 +86,6 @@ class Seen:
     barriers: int
     loads: Traffic
     stores: Traffic
-    shared_loads: int
-    shared_stores: int
 
 
 @dataclass
@@ -300,5 +297,4 @@ def run(source: Source, kernel: str, grid: tuple[int, ...], block: tuple[int, ..
         raise KernelError(f"{kernel}: " + text.replace("{where}", library.line(report.where))
                           .replace("{other}", library.line(report.other)))
     arena.copy_back()
-    watching.seen.append(Seen(kernel, grid, block, shared, report.barriers, report.loads, report.stores,
-                              report.shared_loads, report.shared_stores))
+    watching.seen.append(Seen(kernel, grid, block, shared, report.barriers, report.loads, report.stores))

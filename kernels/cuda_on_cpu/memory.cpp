@@ -165,7 +165,7 @@ static void access(const void* pointer, std::size_t nbytes, bool writes, bool at
         visit(cell, now, writes, *region, region->array.begin + number * size);
     }
     if (!run.launch->count || !counted) return;
-    if (region->shared) (writes ? run.report->shared_stores : run.report->shared_loads) += nbytes;
+    if (region->shared) (writes ? run.report->stores : run.report->loads).shared += nbytes;
     else count(address, nbytes, writes, code);
 }
 

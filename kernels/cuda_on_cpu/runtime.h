@@ -37,6 +37,7 @@ struct Launch {
 
 struct Traffic {                        // of global memory
     uint64_t bytes, requests, sectors;  // what threads asked for; warps' instructions; 32-byte sectors these touched
+    uint64_t shared;                    // bytes of shared memory
 };
 
 struct Report {
@@ -44,7 +45,6 @@ struct Report {
     uint64_t where, other;              // addresses within the library, for addr2line; 0: not known
     Traffic loads, stores;
     uint64_t barriers;                  // that blocks passed
-    uint64_t shared_loads, shared_stores;       // bytes of shared memory
 };
 
 // ---- threads -----------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def weighted_sum():
     return hole(3, "the new sum[i] from sum[i], shrink, p and v")
 
 
-# ------------------------------------------------------------------------------------------- the missing barrier: hole 4
+# ------------------------------------------------------------------------------------------ the missing barrier: hole 4
 
 PRODUCT = """
 // c (m, n) = a (m, k) times b (k, n) by tiles of 16 x 16; k and n are multiples of 16. Letters are places.
@@ -77,7 +77,7 @@ def barriers():
     return hole(4, "which of the places A to E need a barrier?")
 
 
-# ------------------------------------------------------------------------------------------ loads that coalesce: holes 5-6
+# --------------------------------------------------------------------------------------- loads that coalesce: holes 5-6
 
 def sectors(stride):
     """32-byte sectors that one load of a warp touches: lane i reads float number stride * i; stride is 0 or more."""
@@ -102,5 +102,5 @@ __global__ void row_sums(const float* x, float* y) {
 
 
 def row_and_column():
-    """C for ROW and for COLUMN, two strings: which number does this thread bring in this step? All 1024 have to come."""
+    """C for ROW and COLUMN, two strings: which number does this thread bring in this step? All 1024 have to come."""
     return hole(6, "row and column from step and threadIdx.x, so that a warp's load touches as few sectors as it can")

@@ -35,8 +35,8 @@ def record(group: Any) -> dict[str, Any]:
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from what was counted."""
     figure = look.new_figure(13.5, 5.8, "What kernels move, counted on the CPU build, and what that allows",
-                             f"One load of a warp; one head of {lab.HEAD} columns; a roof as the data sheet states it, and "
-                             "marks where counted bytes put them. No GPU measured yet.")
+                             f"One load of a warp; one head of {lab.HEAD} columns; a roof as the data sheet states it, "
+                             "and marks where counted bytes put them. No GPU measured yet.")
     _sectors(figure.add_axes((0.025, 0.12, 0.225, 0.62)), recorded["sectors"])
     _bytes(figure.add_axes((0.305, 0.13, 0.26, 0.61)), recorded["bytes"])
     _roofline(figure.add_axes((0.635, 0.13, 0.35, 0.61)), recorded)
@@ -72,7 +72,8 @@ def _bytes(ax: Any, counted: dict[int, list[tuple[int, int]]]) -> None:
         ax.plot(line, [sum(lab.attention_bytes(version, int(n))) for n in line], color=COLOURS[version], linewidth=1.4)
         ax.plot(tokens, moved, "o", color=COLOURS[version], markersize=7, label=names[version])
     line = np.array([32, 2048])
-    ax.plot(line, 4 * line * lab.HEAD * 4, color=look.SOFT, linewidth=1.2, linestyle=":", label="q, k, v, y once, float32")
+    ax.plot(line, 4 * line * lab.HEAD * 4, color=look.SOFT, linewidth=1.2, linestyle=":",
+            label="q, k, v, y once, float32")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xticks([32, 128, 512, 2048], ["32", "128", "512", "2048"])

@@ -17,8 +17,8 @@ from minidist.teaching import arguments, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().parent / "experiments.py", "22")
 TOKENS, LONG, HEADS = 64, 128, 4
-NO_COMPILER = ("No C++ compiler here, so this ends after section 1: the other sections build kernels for the CPU by g++ "
-               "(apt install g++; minidist doctor looks for it).")
+NO_COMPILER = ("No C++ compiler here, so this ends after section 1: the others build kernels for the CPU by g++ (apt "
+               "install g++; minidist doctor looks for it).")
 
 
 def plain_tiled(q, k, v, tile):
@@ -104,7 +104,7 @@ def attention_rungs(page: Page, counts: list[Any]) -> None:
     """Bytes of each rung beside its formula."""
     rows = [[count.name, count.seen.loads.bytes, verdict(count.seen.loads.bytes, count.read), count.seen.stores.bytes,
              verdict(count.seen.stores.bytes, count.written), count.seen.loads.requests,
-             f"{count.seen.loads.sectors / count.seen.loads.requests:.1f}", size_text(count.seen.shared_loads)]
+             f"{count.seen.loads.sectors / count.seen.loads.requests:.1f}", size_text(count.seen.loads.shared)]
             for count in counts]
     page.table(f"One head, {TOKENS} tokens, {lab.HEAD} columns: counted, and held against the formulas of section 3",
                ["", "read", "", "written", "", "requests", "sectors each", "shared read"], rows,
@@ -135,7 +135,8 @@ def roofline(page: Page, counts: list[Any]) -> None:
                      f"{roof / peak:.0%}"])
     page.table(f"Attention under the roof of an {machine.name} as stated; no GPU measured yet",
                ["", "operations a byte", "long", "ridge", "TFLOP/s at most", "of the peak"], rows,
-               note=f"long: by the formulas, {lab.FOREVER} tokens. Stated: {machine.memory / 1e12:.2f} TB/s, {machine.rates['float32'] / 1e12:.0f} TFLOP/s float32, "
+               note=f"long: by the formulas, {lab.FOREVER} tokens. Stated: "
+                    f"{machine.memory / 1e12:.2f} TB/s, {machine.rates['float32'] / 1e12:.0f} TFLOP/s float32, "
                     f"{machine.rates['tensor cores'] / 1e12:.0f} by tensor cores; operations 4 T S D by formula; "
                     f"no caches")
 
@@ -148,15 +149,15 @@ def ladder(page: Page) -> None:
     for version in lab.LADDER:
         count = lab.matmul_count(version)
         products, size = count.operations // 2, 2 if version == 5 else 4
-        shared = count.seen.shared_loads / count.operations
+        shared = count.seen.loads.shared / count.operations
         by_shared = min(1.0, machine.shared / shared / machine.rates[count.rate]) if shared else 1.0
         rows.append([f"v{version} {count.name}", f"{count.seen.loads.bytes / size / products:.4f}",
                      verdict(count.seen.loads.bytes, count.read), count.seen.loads.requests,
-                     f"{count.seen.shared_loads / products:.3f}", f"{count.intensity:.2f}",
+                     f"{count.seen.loads.shared / products:.3f}", f"{count.intensity:.2f}",
                      f"{by_shared:.0%}" if shared else "-"])
     page.table("(128 × 32) times (32 × 128), counted",
                ["", "loads a multiply", "", "requests", "shared bytes", "intensity", "shared allows"], rows,
-               note="shared bytes: read a multiply; shared allows: of the stated peak rate; MATMUL.md climbs this ladder")
+               note="shared bytes: a multiply; shared allows: of the stated peak rate; MATMUL.md climbs this ladder")
 
 
 # ---------------------------------------------------------------------------------------------------------- 6 ranks

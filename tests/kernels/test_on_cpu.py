@@ -243,10 +243,10 @@ def test_bytes_of_shared_memory(planted):
     """64 threads each write one float and read two; without `count` nothing is counted."""
     with on_cpu.watch(count=True) as seen, on_cpu.watch() as uncounted:
         run(planted, "sums", 64)
-    assert not seen and uncounted[0].shared_loads == uncounted[0].loads.bytes == 0
+    assert not seen and uncounted[0].loads.shared == uncounted[0].loads.bytes == 0
     with on_cpu.watch(count=True) as seen:
         run(planted, "sums", 64)
-    assert (seen[0].shared_loads, seen[0].shared_stores) == (512, 256)
+    assert (seen[0].loads.shared, seen[0].stores.shared) == (512, 256)
 
 
 ROUNDED = """

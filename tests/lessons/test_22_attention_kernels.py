@@ -101,7 +101,7 @@ def test_the_ladders_page_states_what_is_counted(lab) -> None:
         count = lab.matmul_count(int(version))
         products, size = count.operations // 2, 2 if version == "5" else 4
         counted = (f"{count.seen.loads.bytes / size / products:.3g}", f"{count.seen.loads.requests:,}",
-                   f"{count.seen.shared_loads / products:.2g}", f"{count.intensity:.2f}")
+                   f"{count.seen.loads.shared / products:.2g}", f"{count.intensity:.2f}")
         assert tuple(cell.strip() for cell in row.split("|")) == counted, version
 
 
