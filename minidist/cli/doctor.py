@@ -194,7 +194,7 @@ def _compiler() -> Finding:
 
     path = on_cpu.compiler()
     if path is None:
-        return Finding("C++ compiler", OPTIONAL, "no g++", "apt install g++: it runs CUDA kernels on the CPU, lesson 22")
+        return Finding("C++ compiler", OPTIONAL, "no g++", "apt install g++: runs CUDA kernels on the CPU, lesson 22")
     version = subprocess.run([path, "-dumpfullversion"], capture_output=True, text=True, timeout=TRY_LIMIT)
     return Finding("C++ compiler", OK, f"g++ {version.stdout.strip() or '?'} at {path}")
 
