@@ -20,6 +20,7 @@ lab = load_module(Path(__file__).resolve().parent / "experiments.py", "22")
 QUERIES, KEYS, WIDTH = 40, 33, 8
 M, N, K, TILE = 24, 32, 48, 16
 ROWS = 96
+KERNELS = {"attention": "ATTENTION", "product": "PRODUCT", "row_sums": "ROW_SUMS"}
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
@@ -34,15 +35,18 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     yield from _row_sums(exercise)
 
 
-def _run(name: str, text: str, replaced: dict[str, Any], grid: Any, block: Any, args: Sequence[Any]) -> Any:
-    """Build a kernel with its holes filled and run it; what was seen. Raises: KernelError."""
+def _run(exercise: ModuleType, name: str, replaced: dict[str, Any], grid: Any, block: Any, args: Sequence[Any]) -> Any:
+    """Build a kernel with its holes filled and run it; what was seen. Raises: KernelError, with the file's lines."""
+    text, file = getattr(exercise, KERNELS[name]), Path(str(exercise.__file__))
+    before, _, _ = file.read_text(encoding="utf-8").partition(text)
     for word, code in replaced.items():
-        text = re.sub(rf"\b{word}\b", lambda _, code=code: f"({code})", text)
+        text = re.sub(word, lambda _, code=code: code, text)
+    text = f'#line {before.count(chr(10)) + 1} "{file.name}"\n{text}'
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "exercise.cu"
-        file.write_text(text, encoding="utf-8")
+        source = Path(folder) / file.name                # so that errors name the student's own file
+        source.write_text(text, encoding="utf-8")
         with on_cpu.watch(seed=3, count=True) as seen:
-            launch(Source(file, [name]), name, grid=grid, block=block, args=args)
+            launch(Source(source, [name]), name, grid=grid, block=block, args=args)
     return seen[0]
 
 
@@ -83,9 +87,10 @@ def _attention(exercise: ModuleType) -> Iterator[Result]:
     rng = np.random.default_rng(5)
     q, k, v = (rng.normal(size=(n, WIDTH)).astype(np.float32) for n in (QUERIES, KEYS, KEYS))
     y, task, target = np.full_like(q, np.nan), "attention in one pass", "off by less than 1e-5"
-    filled = {"SHRINK": exercise.shrink(), "TOTAL": exercise.total(), "SUM": exercise.weighted_sum()}
+    filled = {r"\bSHRINK\b": f"({exercise.shrink()})", r"\bTOTAL\b": f"({exercise.total()})",
+              r"\bSUM\b": f"({exercise.weighted_sum()})"}
     try:
-        _run("attention", exercise.ATTENTION, filled, -(-QUERIES // 32), 32, (q, k, v, y, QUERIES, KEYS))
+        _run(exercise, "attention", filled, -(-QUERIES // 32), 32, (q, k, v, y, QUERIES, KEYS))
     except KernelError as error:
         yield _broken(task, target, error, "holes 1 to 3")
         return
@@ -107,19 +112,19 @@ def _barriers(exercise: ModuleType) -> Iterator[Result]:
     if set(letters) - set("ABCDE"):
         yield Result(task, False, "letters A to E", letters, "there is no such place", "e.g. \"CE\" (hole 4)")
         return
-    text = re.sub(r"/\* ([A-E]) \*/", lambda found: "__syncthreads();" if found[1] in letters else "", exercise.PRODUCT)
+    filled = {rf"/\* {letter} \*/": "__syncthreads();" for letter in letters}
     rng = np.random.default_rng(6)
     a, b = rng.normal(size=(M, K)).astype(np.float32), rng.normal(size=(K, N)).astype(np.float32)
     c = np.full((M, N), np.nan, np.float32)
     grid = (N // TILE, -(-M // TILE))
     mistake, advice = (
-        ("some threads never come to it", "rows beyond m skip the block of the if, and a barrier is for all threads")
+        ("some threads never come to C", "rows beyond m skip the block of the if, and a barrier is for all threads")
         if "C" in letters else
         ("numbers are read before others have written them", "a barrier between filling a tile and reading it")
         if "B" not in letters else
         ("a tile is overwritten while others still read it", "a barrier between reading a tile and filling it again"))
     try:
-        seen = _run("product", text, {}, grid, (TILE, TILE), (a, b, c, M, N, K))
+        seen = _run(exercise, "product", filled, grid, (TILE, TILE), (a, b, c, M, N, K))
     except KernelError as error:
         yield Result(task, False, "every read in order", str(error), mistake, f"{advice}: section 3 (hole 4)")
         return
@@ -150,8 +155,8 @@ def _row_sums(exercise: ModuleType) -> Iterator[Result]:
         return
     x, y = np.random.default_rng(7).normal(size=(ROWS, 32)).astype(np.float32), np.full(ROWS, np.nan, np.float32)
     try:
-        seen = _run("row_sums", exercise.ROW_SUMS, dict(zip(("ROW", "COLUMN"), filled, strict=True)), ROWS // 32, 32,
-                    (x, y))
+        seen = _run(exercise, "row_sums", {rf"\b{word}\b": f"({code})" for word, code in zip(("ROW", "COLUMN"), filled,
+                    strict=True)}, ROWS // 32, 32, (x, y))
     except KernelError as error:
         yield _broken(task, "all 1024 numbers of 32 rows", error, "each number is brought by one thread (hole 6)")
         return

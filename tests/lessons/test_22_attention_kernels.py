@@ -34,7 +34,7 @@ WRONG = {
     "there is no such place": {4: '"BF"'},
     "numbers are read before others have written them": {4: '"D"'},
     "a tile is overwritten while others still read it": {4: '"B"'},
-    "some threads never come to it": {4: '"BC"'},
+    "some threads never come to C": {4: '"BC"'},
     "one barrier too many": {4: '"ABD"'},
     "more sectors than lanes": {5: "4 * stride"},
     "a sector for each lane, but neighbours share": {5: "32"},
@@ -71,6 +71,16 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
     result = graded("22", {**RIGHT, **WRONG[mistake]}, tmp_path)
     assert not result.passed
     assert mistake in result.results[-1].line(), result.results[-1].line()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("hole", "filling", "line"), [(2, '"total * schrink + p"', "total = TOTAL;"),
+                                                       (4, '"D"', "sum += a_tile[y][i] * b_tile[i][x];")])
+def test_an_error_names_the_line_of_the_exercise(hole: int, filling: str, line: str, tmp_path: Path) -> None:
+    result = graded("22", {**RIGHT, hole: filling}, tmp_path)
+    lines = (tmp_path / "exercise_22.py").read_text(encoding="utf-8").splitlines()
+    number = next(number for number, text in enumerate(lines, 1) if line in text)
+    assert f"exercise_22.py:{number}" in result.results[-1].measured
 
 
 @needs_compiler

@@ -25,7 +25,7 @@ SLOW_BREAKS = {("05", "average-twice"), ("07", "average-twice"), ("07", "per-epo
                ("14", "read-too-early"), ("15", "average-twice"), ("15", "forget-to-free"), ("15", "update-too-early"),
                ("16", "average-twice"), ("16", "forget-to-free"), ("16", "stale-weights"), ("17", "average-twice"),
                ("17", "norm-twice"), ("17", "own-norm"), ("17", "rows-by-rank"), ("20", "one-buffer"),
-               ("20", "no-prefetch")}
+               ("20", "no-prefetch"), ("22", "mask-off-by-one")}
 """Those that compute for most of a second or longer: run with the soak tests. Every lesson keeps others."""
 COMMAND = re.compile(r"^(?:CUDA_VISIBLE_DEVICES=\S+ )?(?:python|mpirun|minidist) .*$", re.MULTILINE)
 
