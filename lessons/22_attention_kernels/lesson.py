@@ -63,7 +63,7 @@ def tour(group: Any, page: Page) -> None:
 def online(page: Page) -> None:
     """What one query carries from tile to tile, and the result beside the softmax of the whole row."""
     q, k, v = (x[0, 0].astype(np.float64) for x in lab.drawn(LONG))
-    scores, top, total, rows = q[:1] @ k.T / 8.0, -np.inf, 0.0, []
+    scores, top, total, rows = q[1:2] @ k.T / 8.0, -np.inf, 0.0, []
     for start in range(0, LONG, 32):
         part = scores[0, start:start + 32]
         now = max(top, part.max())
@@ -154,7 +154,7 @@ def ladder(page: Page) -> None:
         rows.append([f"v{version} {count.name}", f"{count.seen.loads.bytes / size / products:.4f}",
                      verdict(count.seen.loads.bytes, count.read), count.seen.loads.requests,
                      f"{count.seen.loads.shared / products:.3f}", f"{count.intensity:.2f}",
-                     f"{by_shared:.0%}" if shared else "-"])
+                     f"{100 * by_shared:.3g} %" if shared else "-"])
     page.table("(128 × 32) times (32 × 128), counted",
                ["", "loads a multiply", "", "requests", "shared bytes", "intensity", "shared allows"], rows,
                note="shared bytes: a multiply; shared allows: of the stated peak rate; MATMUL.md climbs this ladder")
