@@ -122,6 +122,14 @@ def test_attention_moves_what_the_story_says(lab, version: int) -> None:
     assert (count.seen.loads.bytes, count.seen.stores.bytes) == (count.read, count.written)
 
 
+@needs_compiler
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_heads_over_any_number_of_ranks(size: int, capsys) -> None:
+    lesson = load_module(FOLDER / "lesson.py", "22")
+    launch.run(lambda group: lesson.heads_over_ranks(group, Page(group)), size=size, transport="threads")
+    assert re.search(r" 98304 │ +98304 │ ok │ +\de-07 │", capsys.readouterr().out)
+
+
 def test_numbers_of_the_story(lab) -> None:
     assert lab.attention_bytes(1, 64)[0] // lab.attention_bytes(2, 64)[0] == 51
     assert [round(lab.long_intensity(version), 1) for version in (1, 2, 3)] == [0.2, 16.0, 63.9]
