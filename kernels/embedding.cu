@@ -10,7 +10,7 @@
 //   v3  16-byte loads, 8 warps a run       warp w adds every eighth row of the run; then warp 0 adds the 8 sums in order
 //
 // With v3 the walk of a token that stands everywhere is tokens / 8 rows.
-// Sorting is the launcher's, and moves 12 bytes a token (ids int64, positions int32), little beside rows.
+// Sorting is the launcher's: some 8-byte numbers a token, little beside rows of hundreds of bytes.
 #include "common.cuh"
 
 template <typename T>

@@ -3,7 +3,7 @@
     dtable = embedding_gradient(ids, dy, count)     # ids (…) integers below count, dy (…, width) -> (count, width)
 
 dy float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy. Sums are float32, in a fixed order: the same
-bits each time. Moved: dy.nbytes read, the result's written, and from version 2 on 12 bytes a token for sorting.
+bits each time. Moved: dy.nbytes read, the result's written; versions 2 and 3 sort the ids first.
 """
 
 import numpy as np
@@ -37,12 +37,13 @@ def embedding_gradient(ids: Array, dy: Array, count: int, *, version: int | None
     if result.size == 0:
         return result
     kernel, ids = f"embedding_gradient_v{version}<{c_type(dy)}>", xp.ascontiguousarray(ids.reshape(-1), dtype="int64")
+    threads = BLOCK if version == 3 else min(BLOCK, -(-width // LANES) * LANES)
     if version == 1:
-        launch(SOURCE, kernel, grid=count, block=BLOCK, args=(ids, dy, result, ids.size, width))
+        launch(SOURCE, kernel, grid=count, block=threads, args=(ids, dy, result, ids.size, width))
         return result
     order, starts = runs(ids, count)
     a_row = LANES * (16 // dy.dtype.itemsize)
-    launch(SOURCE, kernel, grid=(count, -(-width // a_row) if version == 3 else 1), block=BLOCK,
+    launch(SOURCE, kernel, grid=(count, -(-width // a_row) if version == 3 else 1), block=threads,
            args=(order, starts, dy, result, width))
     return result
 

@@ -6,10 +6,10 @@
 //   restore_signs   y = scale or -scale
 //
 // The work is moving bytes: x is read and codes are written, or the other way round: sizeof(T) + bits / 8 + 4 / group an
-// element, for about 5 operations. Codes are rounded to nearest, ties to even; 4-bit ones lie two a byte, the first
-// in the low half; sign i is bit i % 32 of word i / 32. A group with inf or NaN has it in its scale: codes restore it as NaN.
+// element, for about 5 operations. Codes are rounded to nearest, ties to even; 4-bit ones lie two a byte, the first in the
+// low half; sign i is bit i % 32 of word i / 32. inf or NaN in a group is in its scale: codes restore the group as NaN.
 //
-//   v1  a thread a group                  the lanes of a warp read far from each other: a sector an element, read twice
+//   v1  a thread a group                  the lanes of a warp read far from each other: a sector an element, for codes twice
 //   v2  a warp a group (signs: a block)   the largest by shuffles, signs by one vote for 32 of them; a lane takes pairs,
 //                                         and the second of a pair finds its sector in a cache
 //   v3  four elements a load (quantise)   each sector once, a quarter of the requests, one store for four codes
