@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy  # noqa: F401 - loads the BLAS that is limited below
@@ -42,6 +43,46 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if free and whole and usual and not looking:
         workers = len(os.sched_getaffinity(0)) + SPARE_WORKERS
         option.numprocesses, option.dist = min(MOST_WORKERS, workers), "worksteal"
+
+
+SAMPLED = {
+    # lessons
+    "test_a_wrong_filling_fails_under_its_name": 4, "test_break_it": 3, "test_break_it_in_processes": 3,
+    "test_the_figure_is_drawn_from_a_run": 2, "test_under_mpirun": 3,
+    # launchers and transports
+    "test_a_death_under_mpirun_ends_the_job_and_is_named": 2, "test_a_killed_rank_is_named_everywhere_at_once": 2,
+    "test_a_launcher_that_is_told_to_stop_stops_its_ranks": 2, "test_a_long_array_goes_round_the_ring_in_stretches": 2,
+    "test_a_rank_that_dies_is_named_once_and_by_each_survivor": 2, "test_a_rank_that_dies_is_named_with_how_it_went": 2,
+    "test_abort_ends_every_wait": 2, "test_bad_input_before_init_is_one_line_and_nobody_waits": 2,
+    "test_every_survivor_of_eight_learns_it_at_once": 2, "test_mpirun_starts_a_job": 2,
+    "test_one_failing_rank_ends_all_with_its_name": 2, "test_ranks_meet_by_a_private_file": 2,
+    "test_ranks_that_wait_in_vain_learn_why": 2, "test_table_figure_and_json": 2,
+    "test_the_first_failure_keeps_its_type_and_names_its_rank": 2, "test_the_job_goes_on_without_it": 2,
+    "test_the_program_prints_the_sum_on_every_rank": 3, "test_the_promises_of_a_transport": 2,
+    # models and strategies
+    "test_a_pass_too_large_is_told_before_training": 3, "test_accumulated_in_half_precision": 2,
+    "test_bytes_a_parameter": 3, "test_equals_one_process": 2, "test_equals_the_replay": 2,
+    "test_every_rank_holds_the_formula": 3, "test_loss_gradient_against_finite_differences": 2,
+    "test_mixed_precision": 2, "test_ranks_equal_each_other_and_nearly_one_process": 5, "test_same_bits_as_without": 3,
+    "test_the_peak_is_known_beforehand": 2, "test_traffic": 3,
+    # bugs planted to see them caught
+    "test_planted_bugs": 3, "test_planted_bugs_break_parity": 3, "test_planted_mistakes": 5,
+}
+"""Of these tests' cases the default run takes every n-th, and the soak tests take the others: five minutes are all
+there is, and the cases of a test resemble each other."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks decide
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The cases that are not in the sample are soak tests."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        test = item.nodeid.split("[")[0]
+        step = SAMPLED.get(test.rpartition("::")[2], 1)
+        if item.get_closest_marker("soak") is None:
+            if seen[test] % step:
+                item.add_marker(pytest.mark.soak)
+            seen[test] += 1
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -73,6 +73,7 @@ def test_step_measures_ours(tmp_path, monkeypatch):
     assert ours["tokens_per_second"] == pytest.approx(2 * 8 * 2 / ours["step_seconds"])
 
 
+@pytest.mark.soak
 def test_overlap_of_a_step(tmp_path, capsys):
     """ZeRO-3 with prefetch off and on over delayed links: shares, and the step that the figure shows."""
     file, picture = tmp_path / "step.json", tmp_path / "step.png"
@@ -107,6 +108,7 @@ def test_what_is_hidden():
     assert (Row("", 3.0, 3.0, 6.0).of_longer, Row("", 3.0, 3.0, 6.0).hidden) == (2.0, 0.0)
 
 
+@pytest.mark.soak
 def test_calibrate_in_a_job_measures_the_link_of_that_job(tmp_path):
     """Rank 0 writes it beside what is there; a profile that cannot be read is replaced."""
     file = tmp_path / "profile.json"

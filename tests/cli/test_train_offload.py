@@ -32,6 +32,7 @@ def start(options: list[str], folder: Path) -> subprocess.Popen[str]:
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+@pytest.mark.soak
 def test_two_ranks_within_a_limit_and_as_one_process(book: Path, tmp_path: Path) -> None:
     """What moved and what lies where, in the file and on the screen; ZeRO-3 without being asked; nothing is left."""
     (tmp_path / "disk").mkdir()

@@ -58,7 +58,7 @@ def fixed_cases(size, transport):
 
 
 @on_every_transport
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.soak)])
 def test_every_verb_by_every_algorithm(transport, size):
     """Also, in the same job, all demands on four ranks, and on three the bits that three threads have."""
     cases = list(fixed_cases(size, transport))

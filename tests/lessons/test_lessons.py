@@ -151,6 +151,7 @@ def test_two_launchers_make_the_tables_of_the_notes(tmp_path: Path) -> None:
     assert rows == [(str(rank // 4), str(rank % 4), str(rank), str(rank % 4), str(rank // 4)) for rank in range(8)]
 
 
+@pytest.mark.soak
 def test_the_mnist_example_trains_the_same_model_on_any_number_of_ranks() -> None:
     pytest.importorskip("sklearn", reason="needs the extra `digits`")
     script = lessons.find("07").part("mnist.py")

@@ -30,11 +30,13 @@ def test_equals_one_process(plan: dict[str, Any]) -> None:
     check(MOST, plan)
 
 
+@pytest.mark.soak
 def test_key_heads_that_several_ranks_hold() -> None:
     check({**MOST, "kv_heads": 1}, {"dp": 2, "pp": 2, "tp": 2})
     check({**MOST, "kv_heads": 1}, {"dp": 2, "tp": 2})
 
 
+@pytest.mark.soak
 def test_uneven_shards_have_equal_bits() -> None:
     """Three data ranks, whose sums depend on their order; heads that do not divide; check_replicas looks."""
     for zero in (0, 1):
