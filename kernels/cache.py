@@ -4,8 +4,14 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
+
+from minidist.errors import KernelError
+
+LIMIT = 100.0       # seconds that a process waits for another's build
 
 
 def folder() -> Path:
@@ -21,16 +27,31 @@ def place(stem: str, suffix: str, *parts: str) -> Path:
 
 @contextlib.contextmanager
 def missing(path: Path) -> Iterator[Path | None]:
-    """A file to write if `path` is not there; it then takes its place. One process builds, others wait for it."""
+    """A file to write if `path` is not there; it then takes its place. One process builds, others wait for it.
+
+    Raises: KernelError if that one has not ended after LIMIT seconds.
+    """
     if path.exists():
         yield None
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _take(lock)
         if path.exists():
             yield None
             return
         new = path.with_suffix(".new" + path.suffix)
         yield new
         new.replace(path)
+
+
+def _take(lock: IO[str]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise KernelError(f"another process has been building a kernel for {LIMIT:g} s and holds {lock.name}; "
+                                  f"end that process, or wait for it") from None
+        time.sleep(0.02)
