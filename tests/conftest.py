@@ -18,7 +18,7 @@ sys.dont_write_bytecode = False
 
 sys.path.insert(0, str(Path(__file__).parent))  # `from helpers import ...`, `from strategies import ...`
 
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, database=None,
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=15, database=None,
                           suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
 
@@ -59,12 +59,21 @@ SAMPLED = {
     "test_ranks_that_wait_in_vain_learn_why": 2, "test_table_figure_and_json": 2,
     "test_the_first_failure_keeps_its_type_and_names_its_rank": 2, "test_the_job_goes_on_without_it": 2,
     "test_the_program_prints_the_sum_on_every_rank": 3, "test_the_promises_of_a_transport": 2,
+    "test_a_job_runs_and_says_nothing_else": 2, "test_all_demands_on_two_ranks": 2,
+    "test_an_algorithm_takes_as_long_as_its_path_says": 5, "test_no_file_stays_open_and_memory_has_no_name": 2,
+    "test_one_demand": 5, "test_results_come_in_rank_order": 2, "test_what_cannot_work_is_a_launch_error": 2,
+    "test_what_it_had_sent_still_arrives": 2,
     # models and strategies
     "test_a_pass_too_large_is_told_before_training": 3, "test_accumulated_in_half_precision": 2,
     "test_bytes_a_parameter": 3, "test_equals_one_process": 2, "test_equals_the_replay": 2,
     "test_every_rank_holds_the_formula": 3, "test_loss_gradient_against_finite_differences": 2,
     "test_mixed_precision": 2, "test_ranks_equal_each_other_and_nearly_one_process": 5, "test_same_bits_as_without": 3,
     "test_the_peak_is_known_beforehand": 2, "test_traffic": 3,
+    "test_a_step_returns_while_weights_travel_and_a_reader_waits": 2, "test_by_a_kernel": 2,
+    "test_equals_one_process_after_twenty_steps": 2, "test_four_fifths_of_communication_are_hidden": 2,
+    "test_low_precision_is_float32_rounded_once": 5, "test_within_five_percent_of_tracemalloc": 2,
+    # kernels
+    "test_bits": 5, "test_each_version_is_the_reference": 2, "test_three_steps_are_the_references": 5,
     # bugs planted to see them caught
     "test_planted_bugs": 3, "test_planted_bugs_break_parity": 3, "test_planted_mistakes": 5,
 }

@@ -100,6 +100,7 @@ def test_an_exception_under_mpirun_ends_the_job_everywhere(transport):
     assert "MPI" not in done.stderr, "MPI's own message about its abort is noise"
 
 
+@pytest.mark.soak
 def test_a_busy_rank_does_not_hold_up_the_end_under_mpirun():
     """The rank that fails aborts MPI: in MPI_Finalize it would wait until the busy one is ended by force."""
     with nothing_left() as environment:

@@ -125,6 +125,7 @@ def test_state_dict_carries_the_function() -> None:
         assert np.array_equal(ours(ids(tiny(**changes))).data, theirs(ids(tiny(**changes))).data)
 
 
+@pytest.mark.soak
 def test_thirty_steps_on_the_default_text_reduce_the_loss() -> None:
     python = text.load("python")
     model = ready(GPTConfig(vocabulary=len(python.symbols), context=32, layers=2, width=32, heads=2))
@@ -153,6 +154,7 @@ def test_generation_is_the_same_on_every_run_and_longer_ones_begin_alike() -> No
     assert model.training and list(model.generate([3], 0)) == [3]
 
 
+@pytest.mark.soak
 def test_generation_follows_the_distribution() -> None:
     model = ready(tiny(context=1), seed=3)
     model.tokens.weight.data[...] *= 40
