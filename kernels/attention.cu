@@ -75,8 +75,7 @@ __global__ void __launch_bounds__(128) attention_v2(const T* q, const T* k, cons
         __syncthreads();                                         // before others' numbers are read
 #pragma unroll
         for (int r = 0; r < rows_a_warp; r++) {
-            float score = 0.0f;
-            for (int i = 0; i < columns; i++) score += q_tile[(row + r) * columns + i] * k_tile[lane * apart + i];
+            float score = dot(q_tile + (row + r) * columns, k_tile + lane * apart, columns);
             score = all.sees(first + row + r, key + lane) ? score * scale : minus_infinity;
             const float now = fmaxf(top[r], warp_max(score)), p = __expf(score - offset_of(now));
             const float shrink = __expf(top[r] - offset_of(now));
@@ -86,15 +85,7 @@ __global__ void __launch_bounds__(128) attention_v2(const T* q, const T* k, cons
             p_tile[(row + r) * tile + lane] = p;
         }
         __syncwarp();                                            // its own rows of p_tile are written
-        for (int i = 0; i < tile; i++) {
-#pragma unroll
-            for (int r = 0; r < rows_a_warp; r++) {
-#pragma unroll
-                for (int n = 0; n < parts; n++) {
-                    sum[r][n] += p_tile[(row + r) * tile + i] * v_tile[i * columns + 32 * n + lane];
-                }
-            }
-        }
+        add_product(sum, p_tile + row * tile, v_tile, columns, lane);
     }
     for (int r = 0; r < rows_a_warp; r++) {
         const int query = first + row + r;
@@ -115,7 +106,6 @@ template <typename T, int columns>
 __global__ void __launch_bounds__(128) attention_v3(const T* q, const T* k, const T* v, T* y, float* log_total,
                                                     int heads, int kv_heads, int queries, int keys, int width,
                                                     float scale, bool causal, const unsigned char* blocks, bool whole) {
-    constexpr int side = 64;
     __shared__ Tile<T, side, columns> k_tile;                    // first of all it holds q
     __shared__ Tile<T, side, columns> v_tile;
     const Attention all{heads, kv_heads, queries, keys, width, causal, blocks};
@@ -170,18 +160,7 @@ __global__ void __launch_bounds__(128) attention_v3(const T* q, const T* k, cons
             }
             top[half] = now;
         }
-#pragma unroll
-        for (int i = 0; i < side / 16; i++) {
-            unsigned from_p[4];
-            as_a<T>(from_p, p[2 * i], p[2 * i + 1]);
-#pragma unroll
-            for (int j = 0; j < columns / 8; j += 2) {
-                unsigned from_v[2][2];
-                v_tile.load_b(from_v, 16 * i, 8 * j, lane);
-                mma_16x8x16<T>(sum[j], from_p, from_v[0]);
-                mma_16x8x16<T>(sum[j + 1], from_p, from_v[1]);
-            }
-        }
+        add_weighted<T, columns>(sum, p, v_tile, lane);
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {

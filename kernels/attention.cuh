@@ -1,4 +1,4 @@
-// What the versions of attention share: which key a query sees, and the online softmax of a tile.
+// What the versions of attention and of its gradient share: which key a query sees, and the products of tiles.
 #pragma once
 #include "tiles.cuh"
 
@@ -51,5 +51,61 @@ __device__ __forceinline__ void fill(float* shared, int apart, const T* matrix, 
         const int r = i / columns, c = i % columns;
         const bool there = row + r < height && c < width;
         shared[r * apart + c] = there ? to_float(matrix[static_cast<long long>(row + r) * width + c]) : 0.0f;
+    }
+}
+// Of a warp's 8 rows: sum[r][n] += weights (8, 32) times numbers (32, columns), of which a lane has column lane + 32 n.
+template <int parts>
+__device__ __forceinline__ void add_product(float (&sum)[rows_a_warp][parts], const float* weights,
+                                            const float* numbers, int apart, int lane) {
+    for (int i = 0; i < tile; i++) {
+#pragma unroll
+        for (int r = 0; r < rows_a_warp; r++) {
+#pragma unroll
+            for (int n = 0; n < parts; n++) sum[r][n] += weights[r * tile + i] * numbers[i * apart + 32 * n + lane];
+        }
+    }
+}
+__device__ __forceinline__ float dot(const float* a, const float* b, int columns) {
+    float sum = 0.0f;
+    for (int i = 0; i < columns; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+// Tiles of 64 in half types, for tensor cores: 4 warps, each 16 of the rows.
+constexpr int side = 64;
+
+// products (16, 64) = rows `mine`… of a (64, columns) times b (64, columns) transposed.
+template <typename T, int columns>
+__device__ __forceinline__ void product_of_rows(float (&products)[side / 8][4], const Tile<T, side, columns>& a,
+                                                const Tile<T, side, columns>& b, int mine, int lane) {
+#pragma unroll
+    for (int i = 0; i < columns; i += 16) {
+        unsigned from_a[4];
+        a.load_a(from_a, mine, i, lane);
+#pragma unroll
+        for (int j = 0; j < side / 8; j += 2) {
+            unsigned from_b[2][2];
+            b.load_b_flipped(from_b, 8 * j, i, lane);
+            mma_16x8x16<T>(products[j], from_a, from_b[0]);
+            mma_16x8x16<T>(products[j + 1], from_a, from_b[1]);
+        }
+    }
+}
+
+// sum (16, columns) += weights (16, 64), rounded to T, times b (64, columns).
+template <typename T, int columns>
+__device__ __forceinline__ void add_weighted(float (&sum)[columns / 8][4], const float (&weights)[side / 8][4],
+                                             const Tile<T, side, columns>& b, int lane) {
+#pragma unroll
+    for (int i = 0; i < side / 16; i++) {
+        unsigned from_weights[4];
+        as_a<T>(from_weights, weights[2 * i], weights[2 * i + 1]);
+#pragma unroll
+        for (int j = 0; j < columns / 8; j += 2) {
+            unsigned from_b[2][2];
+            b.load_b(from_b, 16 * i, 8 * j, lane);
+            mma_16x8x16<T>(sum[j], from_weights, from_b[0]);
+            mma_16x8x16<T>(sum[j + 1], from_weights, from_b[1]);
+        }
     }
 }

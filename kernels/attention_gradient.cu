@@ -77,24 +77,6 @@ __global__ void attention_dkv_v1(const T* q, const T* dy, const float* p, const 
 
 // --------------------------------------------------------------------------------------------- tiles in shared memory
 
-// Of a warp's 8 rows: sum[r][n] += weights (8, 32) times numbers (32, columns), of which a lane has column lane + 32 n.
-template <int parts>
-__device__ __forceinline__ void add_product(float (&sum)[rows_a_warp][parts], const float* weights,
-                                            const float* numbers, int apart, int lane) {
-    for (int i = 0; i < tile; i++) {
-#pragma unroll
-        for (int r = 0; r < rows_a_warp; r++) {
-#pragma unroll
-            for (int n = 0; n < parts; n++) sum[r][n] += weights[r * tile + i] * numbers[i * apart + 32 * n + lane];
-        }
-    }
-}
-__device__ __forceinline__ float dot(const float* a, const float* b, int columns) {
-    float sum = 0.0f;
-    for (int i = 0; i < columns; i++) sum += a[i] * b[i];
-    return sum;
-}
-
 // grid: (ceil(T / 32), B H); 128 threads. A warp has 8 queries, a lane a key of the tile.
 template <typename T, int columns>
 __global__ void __launch_bounds__(128) attention_dq_v2(const T* q, const T* k, const T* v, const T* dy,
@@ -191,44 +173,6 @@ __global__ void __launch_bounds__(128) attention_dkv_v2(const T* q, const T* k, 
 }
 
 // ------------------------------------------------------------------------------------------------------- tensor cores
-
-constexpr int side = 64;
-
-// products (16, 64) = rows `mine`… of a (64, columns) times b (64, columns) transposed.
-template <typename T, int columns>
-__device__ __forceinline__ void product_of_rows(float (&products)[side / 8][4], const Tile<T, side, columns>& a,
-                                                const Tile<T, side, columns>& b, int mine, int lane) {
-#pragma unroll
-    for (int i = 0; i < columns; i += 16) {
-        unsigned from_a[4];
-        a.load_a(from_a, mine, i, lane);
-#pragma unroll
-        for (int j = 0; j < side / 8; j += 2) {
-            unsigned from_b[2][2];
-            b.load_b_flipped(from_b, 8 * j, i, lane);
-            mma_16x8x16<T>(products[j], from_a, from_b[0]);
-            mma_16x8x16<T>(products[j + 1], from_a, from_b[1]);
-        }
-    }
-}
-
-// sum (16, columns) += weights (16, 64), rounded to T, times b (64, columns).
-template <typename T, int columns>
-__device__ __forceinline__ void add_weighted(float (&sum)[columns / 8][4], const float (&weights)[side / 8][4],
-                                             const Tile<T, side, columns>& b, int lane) {
-#pragma unroll
-    for (int i = 0; i < side / 16; i++) {
-        unsigned from_weights[4];
-        as_a<T>(from_weights, weights[2 * i], weights[2 * i + 1]);
-#pragma unroll
-        for (int j = 0; j < columns / 8; j += 2) {
-            unsigned from_b[2][2];
-            b.load_b(from_b, 16 * i, 8 * j, lane);
-            mma_16x8x16<T>(sum[j], from_weights, from_b[0]);
-            mma_16x8x16<T>(sum[j + 1], from_weights, from_b[1]);
-        }
-    }
-}
 
 // Store sum (16, columns) times `scale` from row `first` on of a matrix (height, width).
 template <typename T, int columns>
