@@ -9,7 +9,7 @@ from training import difference, global_batch, tiny
 
 import minidist as md
 from minidist import account
-from minidist.nn import GPT, DropoutKey
+from minidist.nn import GPT, DropoutKey, GPTConfig
 from minidist.optim import SGD, AdamW
 from minidist.parallel.activations import checkpoint_blocks
 from minidist.parallel.mixed_precision import MixedPrecision
@@ -140,6 +140,17 @@ def check_twenty_steps(kind: Any, size: int, transport: str, *, context: int) ->
     """Equal to one process, with and without key heads that ranks share."""
     for changes in ({"context": context}, GROUPED):
         check_equal(run(kind, size, changes, steps=20, transport=transport), run(kind, 1, changes, steps=20)[0])
+
+
+def check_job(kind: Any, elements_sent: Any, size: int, changes: dict[str, Any], options: dict[str, Any], *,
+              steps: int) -> None:
+    """Ranks of `kind` equal one process and each other, and send what its formula says."""
+    ranks, alone = (run(kind, count, changes, steps=steps, **options) for count in (size, 1))
+    check_equal(ranks, alone[0])
+    parameters = sum(array.size for array in alone[0]["weights"].values())
+    formula = elements_sent(GPTConfig(**ranks[0]["config"]), parameters, ranks=size, sequences=options["sequences"],
+                            recomputed=blocks_again(ranks[0], options.get("checkpoint", "none")))
+    assert sent_along_the_axis(ranks) == 8 * steps * formula
 
 
 def sent_along_the_axis(ranks: list[Rank]) -> int:

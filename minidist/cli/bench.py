@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.status import Status
 
 from minidist.cli import (
     bench_calibrate,
@@ -44,7 +45,20 @@ from minidist.parallel.plan import Plan
 __all__ = ["add_arguments", "run"]
 
 Result = dict[str, Any]
-Progress = Callable[[str], None]
+
+
+class Progress:
+    """What stands on a terminal while it is measured: called, one line that changes; and lines that stay."""
+
+    def __init__(self, console: Console, status: Status) -> None:
+        self.console, self.status = console, status
+
+    def __call__(self, text: str) -> None:
+        self.status.update(text)
+
+    def keep(self, line: str) -> None:
+        """Print what is known already, for who breaks off."""
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class Bench(NamedTuple):
@@ -60,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 200)  # a table in a log or a file is not folded
     bench = _BENCHES[args.what]
     with console.status("starting the ranks") as status:
-        result = bench.measure(args, status.update)
+        result = bench.measure(args, Progress(console, status))
     if result is None:          # another rank has it
         return 0
     result["machine"] = machine()
@@ -143,6 +157,8 @@ def _step(args: argparse.Namespace, progress: Progress) -> Result:
             more, without = bench_plan.measure_plan(axes, plan, model, args.rounds, args.steps, args.transport,
                                                     progress)
             rows, result["left_out"] = rows + more, result["left_out"] + without
+            if len(plans) > 1:
+                progress.keep(bench_tables.plan_line([vars(row) for row in more]))
     elif args.zero:
         ranks = [plan.size for plan in plans.values()] or args.ranks or [2, 4]
         if min(ranks) < 2:

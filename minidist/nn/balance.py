@@ -31,22 +31,6 @@ def _(node: Node, dy: Array) -> Array:
 
 
 @op
-def take_along(y: Array, begin: Array) -> tuple[Array, Saved]:
-    """y; when its gradient comes, so does that of `begin`."""
-    return y, saved()
-
-
-@take_along.gradient("y")
-def _(node: Node, dy: Array) -> Array:
-    return dy
-
-
-@take_along.gradient("begin")
-def _(node: Node, dy: Array) -> Array:
-    return array_module(dy).zeros(0, dy.dtype)
-
-
-@op
 def _add_balance(loss: Array, *, layers: Sequence["Mixture"], share: float) -> tuple[Array, Saved]:
     """The loss with the layers' balance losses added, times `share`; its gradient tells the layers their scale."""
     balance: Any = sum(layer.balance for layer in layers)       # type: ignore[misc]

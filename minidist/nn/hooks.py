@@ -68,16 +68,17 @@ def _(node: Node, dy: Array) -> Array:
 
 
 @op
-def _module_leave(y: Array, marker: Array) -> tuple[Array, Saved]:
+def take_along(y: Array, marker: Array) -> tuple[Array, Saved]:
+    """y; when its gradient comes, so does that of `marker`: an array of no elements, of y's dtype."""
     return y, saved()
 
 
-@_module_leave.gradient("y")
+@take_along.gradient("y")
 def _(node: Node, dy: Array) -> Array:
     return dy
 
 
-@_module_leave.gradient("marker")
+@take_along.gradient("marker")
 def _(node: Node, dy: Array) -> Array:
     return array_module(dy).zeros(0, dy.dtype)
 
@@ -98,7 +99,7 @@ class _Passage:
         if not isinstance(result, Tensor) or not result.requires_grad:
             return result
         same_kind = self.marker if result.dtype == self.marker.dtype else ops.cast(self.marker, result.dtype)
-        left = _module_leave(result, same_kind)
+        left = take_along(result, same_kind)
         left.register_hook(self._arrive)
         return left
 

@@ -25,9 +25,10 @@ import numpy as np
 from minidist import backend, ops
 from minidist.backend import LOW_PRECISION, Array, array_module, random_normal, to_host
 from minidist.errors import ConfigError
-from minidist.nn.balance import BalancedOutput, begin_balance, take_along
+from minidist.nn.balance import BalancedOutput, begin_balance
 from minidist.nn.config import STD, GPTConfig, MixtureConfig
 from minidist.nn.dropout import DropoutKey
+from minidist.nn.hooks import take_along
 from minidist.nn.linear import Linear
 from minidist.nn.mlp import MLP
 from minidist.nn.module import Module

@@ -1,6 +1,7 @@
 """minidist bench step --plan: ours beside one rank's and beside PyTorch's, which must do the same work."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -49,6 +50,22 @@ def test_each_plan_is_shown_beside_its_own_contenders(tmp_path, monkeypatch, cap
         ("tp=3", "minidist", "3", "4.00×", ""), ("", "minidist", "1", "", "4.00×"),
         ("", "PyTorch", "1", "", "4.00×"), ("", "PyTorch DTensor", "3", "4.00×", "1.00×")]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_measured_before_an_interruption_has_been_shown(monkeypatch, capsys):
+    def measure(axes, plan, *rest):
+        if axes == "tp=3":
+            raise KeyboardInterrupt
+        cells = (("minidist", words(plan), 2, 0.25), ("minidist", None, 1, 0.5), ("PyTorch", peer_of(plan), 2, 0.125))
+        return [PlanRow(words(plan), name, cut, ranks, seconds, 256 / seconds)
+                for name, cut, ranks, seconds in cells], []
+
+    monkeypatch.setattr(bench_plan, "measure_plan", measure)
+    with suppress(KeyboardInterrupt):
+        main(["bench", "step", "--plan", "pp=2", "--plan", "tp=3"])
+    assert capsys.readouterr().out.splitlines() == [
+        "pp=2, 1f1b × 8: minidist on 2 250.0 ms a step, 1,024 tokens/s; minidist on 1 500.0 ms a step, 512 tokens/s; "
+        "PyTorch 1F1B on 2 125.0 ms a step, 2,048 tokens/s"]
 
 
 @pytest.mark.parametrize(("options", "expected"), [

@@ -13,13 +13,11 @@ from split import (
     BOUND,
     GROUPED,
     any_job,
-    blocks_again,
-    check_equal,
+    check_job,
     check_same_bits,
     check_twenty_steps,
     context,
     run,
-    sent_along_the_axis,
 )
 from training import difference, global_batch, tiny
 
@@ -28,7 +26,7 @@ from minidist import account, ops
 from minidist.backend import random_uniform
 from minidist.comm.transports.delayed import delayed
 from minidist.errors import MemoryLimitError, ShapeError
-from minidist.nn import GPT, GPTConfig
+from minidist.nn import GPT
 from minidist.ops import online_attention
 from minidist.optim import SGD
 from minidist.parallel import ring_attention as chapter
@@ -235,30 +233,21 @@ def test_pieces_travel_while_others_are_computed_with(monkeypatch: pytest.Monkey
 
 # ------------------------------------------------------------------------------------------------------------ training
 
-def check_job(size: int, changes: dict[str, Any], options: dict[str, Any], *, steps: int) -> None:
-    """Ranks equal one process and each other, and send what the formula says."""
-    ranks, alone = (run(context, count, changes, steps=steps, **options) for count in (size, 1))
-    check_equal(ranks, alone[0])
-    parameters = sum(array.size for array in alone[0]["weights"].values())
-    formula = elements_sent(GPTConfig(**ranks[0]["config"]), parameters, ranks=size, sequences=options["sequences"],
-                            recomputed=blocks_again(ranks[0], options.get("checkpoint", "none")))
-    assert sent_along_the_axis(ranks) == 8 * steps * formula
-
-
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_training_equals_one_process(size: int) -> None:
     """Seven tokens: less than 2P blocks for the largest; one rank more gets one more."""
-    check_job(size, {"dropout": 0.2, "context": 7}, {"sequences": 3}, steps=3)
+    check_job(context, elements_sent, size, {"dropout": 0.2, "context": 7}, {"sequences": 3}, steps=3)
 
 
 def test_grouped_queries_and_rotary_positions() -> None:
-    check_job(3, {**GROUPED, "context": 13}, {"sequences": 2, "checkpoint": "all", "accumulate": 2}, steps=3)
+    check_job(context, elements_sent, 3, {**GROUPED, "context": 13},
+              {"sequences": 2, "checkpoint": "all", "accumulate": 2}, steps=3)
 
 
 @settings(max_examples=5)
 @any_job(context=st.integers(1, 23))
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
-    check_job(size, changes, options, steps=2)
+    check_job(context, elements_sent, size, changes, options, steps=2)
 
 
 @pytest.mark.soak
@@ -266,7 +255,7 @@ def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) ->
 @any_job(context=st.integers(1, 23))
 def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """The same, more often."""
-    check_job(size, changes, options, steps=3)
+    check_job(context, elements_sent, size, changes, options, steps=3)
 
 
 def test_same_bits_over_sockets() -> None:

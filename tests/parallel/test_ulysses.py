@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 from split import (
     GROUPED,
     any_job,
-    blocks_again,
-    check_equal,
+    check_job,
     check_twenty_steps,
     run,
-    sent_along_the_axis,
     swapped,
 )
 from training import difference, tiny
@@ -21,38 +19,29 @@ from training import difference, tiny
 import minidist as md
 from minidist import account
 from minidist.errors import PlanError
-from minidist.nn import GPT, GPTConfig
+from minidist.nn import GPT
 from minidist.ops import collectives
 from minidist.optim import SGD
 from minidist.parallel import ulysses as chapter
 from minidist.parallel.ulysses import elements_sent, ulysses
 
 
-def check_job(size: int, changes: dict[str, Any], options: dict[str, Any], *, steps: int) -> None:
-    """Ranks equal one process and each other, and send what the formula says."""
-    ranks, alone = (run(swapped, count, changes, steps=steps, **options) for count in (size, 1))
-    check_equal(ranks, alone[0])
-    parameters = sum(array.size for array in alone[0]["weights"].values())
-    formula = elements_sent(GPTConfig(**ranks[0]["config"]), parameters, ranks=size, sequences=options["sequences"],
-                            recomputed=blocks_again(ranks[0], options.get("checkpoint", "none")))
-    assert sent_along_the_axis(ranks) == 8 * steps * formula
-
-
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_equals_one_process(size: int) -> None:
     """Eight heads and seven tokens: three and five divide neither."""
-    check_job(size, {"dropout": 0.2, "context": 7}, {"sequences": 3}, steps=3)
+    check_job(swapped, elements_sent, size, {"dropout": 0.2, "context": 7}, {"sequences": 3}, steps=3)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_key_heads_that_several_ranks_need(size: int) -> None:
-    check_job(size, {**GROUPED, "context": 13}, {"sequences": 2, "checkpoint": "all", "accumulate": 2}, steps=2)
+    check_job(swapped, elements_sent, size, {**GROUPED, "context": 13},
+              {"sequences": 2, "checkpoint": "all", "accumulate": 2}, steps=2)
 
 
 @settings(max_examples=4)
 @any_job(context=st.integers(1, 17))
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
-    check_job(size, changes, options, steps=2)
+    check_job(swapped, elements_sent, size, changes, options, steps=2)
 
 
 @pytest.mark.soak
@@ -60,7 +49,7 @@ def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) ->
 @any_job(context=st.integers(1, 17))
 def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """The same, more often."""
-    check_job(size, changes, options, steps=3)
+    check_job(swapped, elements_sent, size, changes, options, steps=3)
 
 
 @pytest.mark.soak
