@@ -1,15 +1,16 @@
 """A board: memory in which every rank of a group shows what it has, and all the others look at it there.
 
-    rank 0's part    posted | asleep | turn 0: header, bytes | turn 1: header, bytes |      only rank 0 writes here
-    rank 1's part    posted | asleep | turn 0: header, bytes | turn 1: header, bytes |      only rank 1 writes here
+    rank 0's part    posted | asleep | headers of turns 0, 1 | bytes      only rank 0 writes here
+    rank 1's part    posted | asleep | headers of turns 0, 1 | bytes      only rank 1 writes here
     ...
 
 One `show` is all there is: a rank copies its arrays into its part, moves `posted`, waits until the others have posted
 as often, and looks at their bytes where they lie. So what a message would carry to P-1 ranks is written once, and
 nobody waits for one rank after the other.
 
-Parts have two turns, used alternately. What was shown may be read until the reader's next `show`: a rank overwrites a
-turn only at its second `show` after, and before that it saw everybody post the first.
+Parts have two turns, used alternately; a header says where the turn's bytes lie (near_far.py). What was shown may be
+read until the reader's next `show`: a rank overwrites a turn only at its second `show` after, and before that it saw
+everybody post the first.
 
 Long arrays need not be copied here, where the ranks may read each other's memory: a rank lends them, that is, shows
 where they lie, the others read() them there, and all meet once more before anybody's may change.
@@ -26,20 +27,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minidist.comm.transport import META_LIMIT, SHOWN_BYTES, Board, Tag
+from minidist.comm.transport import META_LIMIT, Board, Tag
 from minidist.comm.transports import cross_memory
-from minidist.comm.transports.claim import Writer
 from minidist.comm.transports.engine import Operation, yield_core
+from minidist.comm.transports.near_far import FAR_BYTES, NEAR_BYTES, TURNS, Writer
 from minidist.comm.transports.ring import LINE, Fence
 
 if TYPE_CHECKING:
     from minidist.comm.transports.shm import ShmTransport
 
 _PAGE = 4096
-_HEADER_BYTES = 2 * _PAGE   # two words, the lengths of meta and of the bytes, and meta
-_TURN_BYTES = _HEADER_BYTES + SHOWN_BYTES
-_TURNS = 2
-PART_BYTES = _PAGE + _TURNS * _TURN_BYTES
+_HEADER_BYTES = 2 * _PAGE   # three words, the length of meta, where the bytes begin, how many they are; and meta
+_BYTES = _PAGE + TURNS * _HEADER_BYTES      # where those of all turns begin in a part
+PART_BYTES = _BYTES + NEAR_BYTES + FAR_BYTES
 
 _POSTED, _ASLEEP, _CLOSED = 0, LINE // 8, 2 * LINE // 8
 
@@ -49,11 +49,11 @@ class Part:
 
     def __init__(self, memory: memoryview) -> None:
         self.words = memory[:_PAGE].cast("Q")
-        starts = [_PAGE + turn * _TURN_BYTES for turn in range(_TURNS)]
-        self._lengths = [memory[start:start + LINE].cast("Q") for start in starts]
+        starts = [_PAGE + turn * _HEADER_BYTES for turn in range(TURNS)]
+        self._headers = [memory[start:start + LINE].cast("Q") for start in starts]
         self._metas = [memory[start + LINE:start + LINE + META_LIMIT] for start in starts]
-        self._octets = [np.frombuffer(memory[start + _HEADER_BYTES:start + _TURN_BYTES], np.uint8) for start in starts]
-        self._writer = Writer()
+        self._octets = np.frombuffer(memory[_BYTES:PART_BYTES], np.uint8)
+        self._writer = Writer(self._octets)
 
     def clear(self) -> None:
         """Begin anew: nothing was posted."""
@@ -64,22 +64,27 @@ class Part:
         """How often its rank has closed a board here."""
         return self.words[_CLOSED]
 
+    @property
+    def bytes_used(self) -> int:
+        """Of the memory here, what was written to or soon may be."""
+        return PART_BYTES - FAR_BYTES + self._writer.reached
+
     def close(self) -> None:
         """Its rank looks at nobody's part of this board any more."""
         self.words[_CLOSED] += 1
 
     def write(self, turn: int, meta: bytes, arrays: Sequence[np.ndarray]) -> None:
-        """Put arrays here, one after the other (claim.py)."""
-        lengths = self._lengths[turn]
+        """Put arrays here, one after the other."""
+        header = self._headers[turn]
         if meta:
             self._metas[turn][:len(meta)] = meta
-        lengths[0], lengths[1] = len(meta), self._writer.write(self._octets[turn], arrays)
+        header[0], (header[1], header[2]) = len(meta), self._writer.write(turn, arrays)
 
     def read(self, turn: int) -> tuple[bytes, np.ndarray]:
         """Meta, and the bytes where they lie."""
-        lengths = self._lengths[turn]
-        meta = bytes(self._metas[turn][:lengths[0]]) if lengths[0] else b""
-        return meta, self._octets[turn][:lengths[1]]
+        told, start, length = self._headers[turn][:3]
+        meta = bytes(self._metas[turn][:told]) if told else b""
+        return meta, self._octets[start:start + length]
 
 
 class SharedBoard(Board):
@@ -102,7 +107,7 @@ class SharedBoard(Board):
 
     def show(self, meta: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
         self._shown += 1
-        turn, fence = self._shown % _TURNS, self._fence
+        turn, fence = self._shown % TURNS, self._fence
         self._own.write(turn, meta, arrays)
         fence()  # the bytes before `posted`
         self._own.words[_POSTED] = self._shown
@@ -113,6 +118,11 @@ class SharedBoard(Board):
             self._wake()
         fence()  # their `posted` before the bytes
         return [part.read(turn) for part in self._parts]
+
+    @property
+    def bytes_used(self) -> int:
+        """Of this rank's part."""
+        return self._own.bytes_used
 
     def lendable(self, array: np.ndarray) -> bool:
         return self.lends and cross_memory.readable(array)

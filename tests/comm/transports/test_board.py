@@ -13,6 +13,7 @@ import minidist as md
 from minidist.comm.group import Group
 from minidist.comm.transport import Board
 from minidist.comm.transports.board import _ASLEEP, _POSTED, PART_BYTES, SharedBoard
+from minidist.comm.transports.near_far import FAR_BYTES, LONG_BYTES, TRIAL
 from minidist.comm.transports.ring import RING_BYTES
 from minidist.comm.transports.shm import BOARDS, ShmTransport
 from minidist.errors import CommError, PeerLostError, TimeoutError
@@ -49,11 +50,18 @@ def close(transports: list[ShmTransport]) -> None:
 
 
 def test_what_is_shared_is_known():
-    """A ring to each other rank, and a place a board; given back, a place counts no more."""
+    """A ring to each other rank, and a place a board, of whose far memory what was used; a place given back counts no
+    more."""
     transports = shm_transports(3)
     assert [transport.shared_bytes for transport in transports] == [2 * RING_BYTES] * 3
     boards = opened(transports)
-    assert [transport.shared_bytes for transport in transports] == [2 * RING_BYTES + PART_BYTES] * 3
+    near = 2 * RING_BYTES + PART_BYTES - FAR_BYTES
+    assert [transport.shared_bytes for transport in transports] == [near] * 3
+    threads = [in_thread(lambda board=board: [board.show(b"", [np.ones(LONG_BYTES, np.uint8)]) for _ in TRIAL])[0]
+               for board in boards]
+    for thread in threads:
+        thread.join()
+    assert [transport.shared_bytes for transport in transports] == [near + sum(TRIAL) * LONG_BYTES] * 3
     for board in boards:
         board.close()
     assert transports[0].shared_bytes == 2 * RING_BYTES
