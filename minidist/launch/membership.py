@@ -237,7 +237,11 @@ def _watch_over_the_end(membership: Membership) -> None:
 
 
 def _abort_mpi(status: int) -> NoReturn:
-    """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours has been said."""
+    """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours has been said.
+
+    Shared memory still has its name where ranks end before they have met; each has mapped it in MPI_Init.
+    """
+    transports.unlink_mpi_segments()
     _flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     from mpi4py import MPI

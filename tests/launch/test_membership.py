@@ -146,10 +146,16 @@ def test_bad_input_under_mpirun_is_one_line(mode):
     assert (done.returncode, done.stderr) == (2, "minidist: no such text; try another\n")
 
 
-def test_mpich_leaves_no_shared_memory_when_it_is_killed():
+@pytest.mark.parametrize("early", [False, True])
+def test_mpich_leaves_no_shared_memory_when_it_is_killed(early):
+    """Also not when ranks end before they have met: bad input is found before md.init."""
     before = set(os.listdir("/dev/shm"))
     with nothing_left() as environment:
-        finish(by_mpirun(environment, "kill"))
+        if early:
+            command = [find_mpirun().path, "-n", "2", sys.executable, "-m", "minidist", "train", "--offload-dir=/absent"]
+            assert finish(start(command, environment)).returncode == 2
+        else:
+            finish(by_mpirun(environment, "kill"))
     used = "".join(maps_of(folder) for folder in Path("/proc").glob("[0-9]*"))     # by other jobs of this machine
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "mpich" in name and name not in used]
 
