@@ -1,5 +1,7 @@
-"""How lessons 14, 15 and 16 draw what they recorded: memory over time, and a step's phases under it."""
+"""How lessons 14, 15 and 16 draw what they recorded: memory through a step, and the step's phases under it."""
 
+from bisect import bisect_right
+from collections.abc import Callable
 from typing import Any
 
 from minidist.observe import lesson_figures as look
@@ -22,15 +24,43 @@ def memory_over_time(ax: Any, record: dict[str, Any], categories: tuple[str, ...
     ax.stackplot(times, heights, colors=[look.MEMORY[name] for name in categories], step="post", linewidth=0)
     ax.set_xlim(0, times[-1])
     ax.set_ylim(0, top)
-    phases(ax, record)
+    phases(ax, record, lambda moment: 1e3 * (moment - record["start"]))
 
 
-def phases(ax: Any, record: dict[str, Any]) -> None:
-    """Forward, backward and optimizer as a stripe under the axis."""
+def changes(record: dict[str, Any], categories: tuple[str, ...]) -> list[tuple[float, list[int]]]:
+    """(seconds, bytes by category) when the step begins, and after each array of these categories that came or went."""
+    found: list[tuple[float, list[int]]] = []
+    for moment, now in record["samples"]:
+        held = [now[name] for name in categories]
+        if moment <= record["start"]:
+            found = [(record["start"], held)]
+        elif not found or held != found[-1][1]:
+            found.append((moment, held))
+    return found
+
+
+def memory_by_change(ax: Any, record: dict[str, Any], categories: tuple[str, ...], *, top: float | None = None) -> None:
+    """As memory_over_time, but with an equal step to the right for each array that came or went.
+
+    So two runs of the same computation look alike, however long it took, and how long they waited does not show.
+    """
+    found = changes(record, categories)
+    moments = [moment for moment, _ in found]
+    heights = [[held[place] / 2**20 for _, held in found] for place in range(len(categories))]
+    look.quiet(ax, grid="y")
+    ax.stackplot(range(len(found)), heights, colors=[look.MEMORY[name] for name in categories], step="post",
+                 linewidth=0)
+    ax.set_xlim(0, len(found) - 1)
+    ax.set_ylim(0, top)
+    phases(ax, record, lambda moment: bisect_right(moments, moment) - 1)
+
+
+def phases(ax: Any, record: dict[str, Any], place: Callable[[float], float]) -> None:
+    """Forward, backward and optimizer as a stripe under the axis, on which `place` says where a moment is."""
     ax.set_xticks([])
     for span in record["spans"]:
         if span["name"] in PHASES and span["start"] >= record["start"]:
-            left, right = (1e3 * (span[edge] - record["start"]) for edge in ("start", "stop"))
+            left, right = (place(span[edge]) for edge in ("start", "stop"))
             ax.axvspan(left, right, ymin=-0.075, ymax=-0.015, color=look.PHASES[PHASES[span["name"]]],
                        clip_on=False)
             if right - left > 0.15 * ax.get_xlim()[1]:      # else there is no room

@@ -1,5 +1,7 @@
 """The figure of lesson 14: the memory of a rank through a step, of DDP and of ZeRO-1; and by the number of ranks.
 
+The axis counts arrays, not milliseconds: four ranks on few cores take turns, and that is not what this figure is about.
+
     python lessons/14_zero1/figure.py [--out DIR]
 """
 
@@ -18,7 +20,7 @@ HELD = (*STATE, "activations")
 
 
 def record(group: Any) -> dict[str, Any]:
-    """On rank 0: rank 0's last step under DDP and ZeRO-1; bytes a parameter of ZeRO-1 on 1, 2, … ranks."""
+    """On rank 0: rank 0's quickest step under DDP and ZeRO-1; bytes a parameter of ZeRO-1 on 1, 2, … ranks."""
     steps = {stage: lab.recorded(group, stage) for stage in (0, 1)}
     parameters, _ = lab.parameter_bytes(lab.MEASURED)
     by_size = {}
@@ -33,13 +35,14 @@ def record(group: Any) -> dict[str, Any]:
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from what was recorded."""
     figure = look.new_figure(13.5, 5.0, "ZeRO-1 divides the optimizer's state, and nothing else",
-                             f"Rank 0 of {RANKS} through the quickest of 11 recorded steps; float32 with Adam, "
-                             f"{lab.MEASURED.layers} layers of width {lab.MEASURED.width}. Right: on 1 to 4 ranks.")
+                             f"Rank 0 of {RANKS} through a recorded step, from array to array that came or went; "
+                             f"float32 with Adam, {lab.MEASURED.layers} layers of width {lab.MEASURED.width}. "
+                             "Right: on 1 to 4 ranks.")
     top = 1.08 * max(sum(now[name] for name in HELD) for step in recorded["steps"].values()
                      for _, now in step["samples"]) / 2**20
     for place, (stage, step) in enumerate(recorded["steps"].items()):
         ax = figure.add_axes((0.055 + 0.315 * place, 0.12, 0.275, 0.58))
-        shapes.memory_over_time(ax, step, HELD, top=top)
+        shapes.memory_by_change(ax, step, HELD, top=top)
         look.caption(ax, f"{lab.NAMES[stage]}, MiB")
     _by_size(figure.add_axes((0.70, 0.12, 0.285, 0.58)), recorded["by_size"])
     shapes.legend(figure, HELD, (0.045, 0.845))
@@ -60,7 +63,7 @@ def _by_size(ax: Any, by_size: dict[int, list[float]]) -> None:
     ax.set_xticks(range(len(by_size)), [f"{size} rank{'s' * (size > 1)}" for size in by_size])
     ax.set_yticks([0, 4, 8, 12, 16])
     ax.set_ylim(0, 18)
-    look.caption(ax, "ZeRO-1, bytes a parameter; dashed: its limit")
+    look.caption(ax, "ZeRO-1, bytes a parameter; dashed: limit")
 
 
 if __name__ == "__main__":

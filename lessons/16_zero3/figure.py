@@ -47,7 +47,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
         ax = figure.add_axes((0.085, top + 0.135, 0.905, 0.145))
         _sawtooth(ax, step, recorded, ahead, longest)
         look.caption(ax, f"{AHEAD[ahead]}: {1e3 * (step['stop'] - step['start']):.0f} ms a step, {share:.0%} of "
-                         f"communication hidden. Parameters in memory, MiB:")
+                         f"communication hidden. Parameters in memory, MiB, from just below the shard:")
     overlap_plots.legend(figure, loc="lower center", bbox_to_anchor=(0.53, 0.0), fontsize=10)
     look.save(figure, folder)
 

@@ -146,7 +146,8 @@ def over_a_slow_disk(group: Any, home_class: type[OnDisk] = OnDisk, *, buffers: 
         return [span for span in moves(line) if begin <= span.start < end]
 
     overlap: Overlap = measure(timeline, of=passes)
-    spans = [asdict(span) for span in timeline.spans if begin <= span.start <= stop]
+    spans = [asdict(span) for span in timeline.spans
+             if begin <= span.start <= stop or (span.start > stop and span.name.startswith("write"))]     # behind it
     return {"seconds": stop - begin, "passes": end - begin, "share": overlap.share, "digest": digest,
             "reads": sum(span.name.startswith("read") for span in passes(timeline)),
             "writes": sum(span.name.startswith("write") for span in passes(timeline)),

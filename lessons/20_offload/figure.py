@@ -87,10 +87,12 @@ def _lanes(ax: Any, slow: dict[str, Any]) -> None:
         label.set_color(look.INK)
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(2.5, -0.85)
-    ax.set_xlim(0, 1e3 * slow["seconds"])
+    end, last = slow["seconds"], max(span["stop"] for span in slow["spans"]) - begin
+    ax.axvline(1e3 * end, color=look.SOFT, linewidth=1, linestyle="--")
+    ax.set_xlim(0, 1e3 * max(end, last))
     ax.set_xlabel("milliseconds", fontsize=10, color=look.SOFT)
     look.caption(ax, f"One step of eight units (1 to 8) over a disk of {1e3 * lab.ACCESS:.0f} ms an access; light: the "
-                     "device waits")
+                     "device waits; dashed: the step ends")
 
 
 if __name__ == "__main__":

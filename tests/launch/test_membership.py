@@ -152,8 +152,8 @@ def test_mpich_leaves_no_shared_memory_when_it_is_killed(early):
     before = set(os.listdir("/dev/shm"))
     with nothing_left() as environment:
         if early:
-            command = [find_mpirun().path, "-n", "2", sys.executable, "-m", "minidist", "train", "--offload-dir=/absent"]
-            assert finish(start(command, environment)).returncode == 2
+            train = [sys.executable, "-m", "minidist", "train", "--offload=all", "--offload-dir=/absent"]
+            assert finish(start([*find_mpirun().command(2), *train], environment)).returncode == 2
         else:
             finish(by_mpirun(environment, "kill"))
     used = "".join(maps_of(folder) for folder in Path("/proc").glob("[0-9]*"))     # by other jobs of this machine

@@ -1,9 +1,13 @@
-"""Exercise 14: filled rightly it passes, and each wrong filling fails under its name."""
+"""Exercise 14: filled rightly it passes, each wrong filling fails under its name; what the figure is said to show."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filling import graded
+from minidist.lessons import zero_figures, zero_lab
+
+import minidist as md
 
 RIGHT = {
     1: "slice(*(group.rank * (len(weights) // group.size) + min(group.rank, len(weights) % group.size) + more "
@@ -39,3 +43,16 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("14", {}, tmp_path)
     assert not result.passed
     assert "fill hole 1" in result.results[-1].line() and "exercise_14.py line" in result.results[-1].line()
+
+
+def test_the_mountain_of_activations_is_the_same_in_both_pictures() -> None:
+    """Array for array, as README.md says; what lies below it differs by the optimizer's share alone."""
+    def mountain(world: Any, stage: int) -> tuple[list[int], list[int]]:
+        ranks = zero_lab.recorded(world, stage, steps=2)
+        found = zero_figures.changes(ranks[0], ("activations",)) if ranks else []
+        below = [now for _, now in ranks[0]["samples"]][-1] if ranks else {}
+        return [held[0] for _, held in found], [below.get(name, 0) for name in zero_figures.STATE]
+
+    (ddp, below), (zero1, less) = (md.run(mountain, stage, size=2)[0] for stage in (0, 1))
+    assert len(ddp) > 100 and ddp == zero1
+    assert below[:2] == less[:2] and less[2] == pytest.approx(below[2] / 2, rel=0.01)
