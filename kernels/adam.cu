@@ -1,6 +1,6 @@
 // Adam and AdamW over all tensors of a model, with float32 master weights; loss scale, clipping and overflow inside.
 //
-//   g = gradient s                           s = 1 / loss scale, times limit / (norm + 1e-6) where norm > limit
+//   g = gradient s                           s = scale, times limit / (norm + 1e-6) where norm > limit
 //   Adam: g += decay p    AdamW: p -= lr decay p
 //   m = b1 m + (1 - b1) g      v = b2 v + (1 - b2) g^2
 //   p -= lr m' / (sqrt(v') + eps)            m' = m / (1 - b1^t), v' = v / (1 - b2^t)
@@ -13,21 +13,22 @@
 //   v2  one launch, a block a chunk all tensors through tables of pointers
 //   v3  the same, 16-byte loads     of T; p, m and v follow in packs of 4
 //
-// Nothing waits for the host: adam_prepare reads the norm where it was computed (global_norm.cu), counts the step, and
-// leaves this update's numbers in `numbers`; where the norm is inf or NaN nothing changes and the step does not count.
+// Nothing waits for the host: adam_prepare reads the norm where it was computed (global_norm.cu), or a factor that was
+// made of it, counts the step, and leaves this update's numbers in `numbers`; where the norm is inf or NaN nothing
+// changes and the step does not count. A factor of NaN makes all of the weights NaN.
 // Sources: Kingma and Ba 2015; Loshchilov and Hutter 2019.
 #include "common.cuh"
 
 // What adam_prepare leaves: numbers[0] s, [1] lr sqrt(1 - b2^t) / (1 - b1^t), [2] eps sqrt(1 - b2^t), [3] 1 to update.
 // Both corrections move out of the division:  m' / (sqrt(v') + eps) = [1] / lr  m / (sqrt(v) + [2]).
-__global__ void adam_prepare(const float* norm, int* count, float* numbers, double lr, double b1, double b2, double eps,
-                             double limit, double inverse_scale) {
+__global__ void adam_prepare(const float* norm, const float* factor, int* count, float* numbers, double lr, double b1,
+                             double b2, double eps, double limit, double scale) {
     const double size = norm ? norm[0] : 0.0;                    // of the gradients with the loss scale taken out
     const bool update = size - size == 0.0;                      // finite
     if (update) count[0] += 1;
     const double correction = sqrt(1.0 - pow(b2, count[0]));
     const double clip = limit > 0.0 && limit < size + 1e-6 ? limit / (size + 1e-6) : 1.0;
-    numbers[0] = static_cast<float>(inverse_scale * clip);
+    numbers[0] = static_cast<float>(factor ? scale * clip * factor[0] : scale * clip);
     numbers[1] = update ? static_cast<float>(lr * correction / (1.0 - pow(b1, count[0]))) : 0.0f;
     numbers[2] = update ? static_cast<float>(eps * correction) : 0.0f;
     numbers[3] = update ? 1.0f : 0.0f;

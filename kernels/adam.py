@@ -1,8 +1,9 @@
 """Adam and AdamW over all tensors in one launch, with nothing decided on the host: the reference, then the launchers.
 
-    tensors = AdamTensors(masters, gradients, decays=[0.1, 0.0], copies=weights)        # tables, made once
-    norm = global_norm(tensors.gradients, factor=1 / loss_scale)
-    adam_step(tensors, lr=1e-3, norm=norm, limit=1.0, loss_scale=loss_scale)            # an overflow changes nothing
+    tensors = AdamTensors(masters, decays=[0.1, 0.0], copies=weights)                   # tables, made once
+    gradients = Gradients([p.grad for p in parameters])
+    norm = global_norm(gradients, factor=1 / loss_scale)
+    adam_step(tensors, gradients, lr=1e-3, norm=norm, limit=1.0, scale=1 / loss_scale)  # an overflow changes nothing
 
 Master weights and both moments are float32, gradients and the copies of the weights of one dtype, float32, float16 or
 bfloat16; version 1, the naive one, takes float32 alone. Bytes moved: at the head of adam.cu.
@@ -35,30 +36,28 @@ def adam_reference(p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, *
 
 
 class AdamTensors:
-    """The tensors of an optimizer, with its state.
+    """The tensors of an optimizer, with its state, but for the gradients, which come anew with each step.
 
-    Args:    masters: float32 weights, changed in place; gradients: like them, of one dtype; decays: of each tensor;
-             copies: weights in the gradients' dtype, written in each step, or None.
+    Args:    masters: float32 weights, changed in place; decays: of each tensor; copies: weights in the gradients'
+             dtype, written in each step, or None; moments: lists of m and v to go on with, or None: zeros.
     Attributes: m, v    moments, float32, like masters
                 count   int32 (1,) on the device: updates made
     Raises:  ShapeError if the lists or the shapes differ.
     """
 
-    def __init__(self, masters: Sequence[Array], gradients: Sequence[Array], *, decays: Sequence[float],
-                 copies: Sequence[Array] | None = None) -> None:
-        lists = [masters, gradients, *([copies] if copies is not None else [])]
-        shapes = [[array.shape for array in arrays] for arrays in lists]
-        if any(other != shapes[0] for other in shapes) or len(decays) != len(masters):
-            raise ShapeError(f"AdamTensors: masters {shapes[0]}, the others {shapes[1:]}, {len(decays)} decays; "
-                             f"they must agree one by one")
+    def __init__(self, masters: Sequence[Array], *, decays: Sequence[float], copies: Sequence[Array] | None = None,
+                 moments: tuple[Sequence[Array], Sequence[Array]] | None = None) -> None:
         xp = array_module(*masters)
-        self.gradients = Gradients(gradients)
-        self.masters, self.decays = Table(masters), tuple(map(float, decays))
-        self.m, self.v = (Table([xp.zeros(p.shape, np.float32) for p in masters]) for _ in range(2))
+        m, v = moments or ([xp.zeros(p.shape, np.float32) for p in masters] for _ in range(2))
+        lists = [masters, m, v, *([copies] if copies is not None else [])]
+        _same_shapes("AdamTensors", lists)
+        if len(decays) != len(masters):
+            raise ShapeError(f"AdamTensors: {len(decays)} decays for {len(masters)} tensors; pass one for each")
+        self.masters, self.m, self.v, self.decays = Table(masters), Table(m), Table(v), tuple(map(float, decays))
         self.copies = None if copies is None else Table(copies)
         self.count, self.numbers = xp.zeros((1,), np.int32), xp.empty((4,), np.float32)
         self._decay_arrays: dict[float, Array] = {}
-        self.aligned = begin_aligned([array for arrays in (*lists, self.m.arrays, self.v.arrays) for array in arrays])
+        self.aligned = begin_aligned([array for arrays in lists for array in arrays])
 
     def decay_array(self, factor: float) -> Array:
         """factor x decays, float32, on the device; kept for the next call with the same factor."""
@@ -68,36 +67,46 @@ class AdamTensors:
         return self._decay_arrays[factor]
 
 
-def adam_step(tensors: AdamTensors, *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-              apart: bool = True, norm: Array | None = None, limit: float = 0.0, loss_scale: float = 1.0,
-              version: int | None = None) -> None:
+def _same_shapes(who: str, lists: Sequence[Sequence[Array]]) -> None:
+    shapes = [[array.shape for array in arrays] for arrays in lists]
+    if any(other != shapes[0] for other in shapes):
+        raise ShapeError(f"{who}: masters {shapes[0]}, the others {shapes[1:]}; they must agree one by one")
+
+
+def adam_step(tensors: AdamTensors, gradients: Gradients, *, lr: float, betas: tuple[float, float] = (0.9, 0.999),
+              eps: float = 1e-8, apart: bool = True, scale: float = 1.0, factor: Array | None = None,
+              norm: Array | None = None, limit: float = 0.0, version: int | None = None) -> None:
     """One update of every tensor, in place; none at all, and none counted, where norm is inf or NaN.
 
-    Args:    norm: global_norm(factor=1 / loss_scale), float32 (1,); None: no overflow is looked for, nothing clipped.
-             limit: the largest norm, 0 for any; loss_scale: gradients are divided by it.
-             apart: AdamW's decay, else Adam's.
-    Raises:  KernelError if version 3 is asked for and a tensor does not begin at a multiple of 16 bytes.
+    Args:    scale: gradients are multiplied by it (1 / loss scale), and by `factor`, float32 (1,) on the device.
+             norm: global_norm(factor=scale), float32 (1,); None: no overflow is looked for, nothing clipped.
+             limit: the largest norm, 0 for any; apart: AdamW's decay, else Adam's.
+    Raises:  ShapeError if gradients do not fit; KernelError if version 3 is asked for and a tensor does not begin at a
+             multiple of 16 bytes.
     """
-    version = version or (3 if tensors.aligned else 2)
-    if version == 3 and not tensors.aligned:
+    _same_shapes("adam_step", [tensors.masters.arrays, gradients.arrays])
+    fits = tensors.aligned and gradients.aligned
+    version = version or (3 if fits else 2)
+    if version == 3 and not fits:
         raise KernelError("adam_v3 loads 16 bytes at a time, and a tensor begins elsewhere; take version 2")
     b1, b2 = betas
     launch(SOURCE, "adam_prepare", grid=1, block=1,
-           args=(norm, tensors.count, tensors.numbers, lr, b1, b2, eps, limit, 1.0 / loss_scale))
+           args=(norm, factor, tensors.count, tensors.numbers, lr, b1, b2, eps, limit, scale))
     shared = (tensors.numbers,), (b1, b2, 1.0 - b1, 1.0 - b2, apart)
     if version == 1:
-        _a_launch_each(tensors, lr if apart else 1.0, *shared)
-    elif len(tensors.gradients.chunks):
-        kind, chunks = c_type(tensors.gradients.arrays[0]), tensors.gradients.chunks
+        _a_launch_each(tensors, gradients, lr if apart else 1.0, *shared)
+    elif len(gradients.chunks):
+        kind, chunks = c_type(gradients.arrays[0]), gradients.chunks
         launch(SOURCE, f"adam_v{version}<{kind}>", grid=len(chunks), block=BLOCK,
-               args=(tensors.masters, tensors.gradients.table, tensors.m, tensors.v, tensors.copies,
+               args=(tensors.masters, gradients.table, tensors.m, tensors.v, tensors.copies,
                      tensors.decay_array(lr if apart else 1.0), chunks.owner, chunks.start, chunks.lengths,
                      *shared[0], *shared[1], CHUNK))
 
 
-def _a_launch_each(tensors: AdamTensors, factor: float, numbers: tuple[Array], constants: tuple[float, ...]) -> None:
+def _a_launch_each(tensors: AdamTensors, gradients: Gradients, factor: float, numbers: tuple[Array],
+                   constants: tuple[float, ...]) -> None:
     copies = [None] * len(tensors.decays) if tensors.copies is None else tensors.copies.arrays
-    for p, g, m, v, copy, decay in zip(tensors.masters.arrays, tensors.gradients.arrays, tensors.m.arrays,
+    for p, g, m, v, copy, decay in zip(tensors.masters.arrays, gradients.arrays, tensors.m.arrays,
                                        tensors.v.arrays, copies, tensors.decays, strict=True):
         if p.size:
             launch(SOURCE, f"adam_v1<{c_type(g)}>", grid=-(-p.size // BLOCK), block=BLOCK,

@@ -58,8 +58,8 @@ template <typename T> __global__ void global_norm_v3(const T* const* tensors, co
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-// One block: norm[0] = factor sqrt(sum of sums).
-__global__ void global_norm_finish(const float* sums, int count, float* norm, float factor) {
+// One block: squares[0] = sum of sums, or norm[0] = factor times its root; whichever is not null.
+__global__ void global_norm_finish(const float* sums, int count, double* squares, float* norm, float factor) {
     __shared__ double partial[256];                              // blockDim.x = 256
     double sum = 0.0;
     for (int i = threadIdx.x; i < count; i += 256) sum += sums[i];
@@ -69,5 +69,6 @@ __global__ void global_norm_finish(const float* sums, int count, float* norm, fl
         if (threadIdx.x < half) partial[threadIdx.x] += partial[threadIdx.x + half];
         __syncthreads();
     }
-    if (threadIdx.x == 0) norm[0] = factor * static_cast<float>(sqrt(partial[0]));
+    if (threadIdx.x == 0 && squares) squares[0] = partial[0];
+    if (threadIdx.x == 0 && norm) norm[0] = factor * static_cast<float>(sqrt(partial[0]));
 }

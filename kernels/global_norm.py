@@ -2,6 +2,7 @@
 
     gradients = Gradients([p.grad for p in parameters])         # a table on the device, made once
     norm = global_norm(gradients, factor=1 / loss_scale)        # float32 (1,), on the device: nobody waits
+    squares = sum_of_squares([p.grad for p in parameters])      # the same before the root, float64 ()
 
 Tensors of one dtype (float32, float16, bfloat16), contiguous, any shapes; version 1, the naive one, float32 alone.
 Bytes read: all of the gradients, once. The bits depend on the tensors' values, lengths and order alone.
@@ -29,13 +30,16 @@ def global_norm_reference(gradients: Sequence[np.ndarray]) -> float:
 
 
 class Gradients:
-    """Tensors of one dtype as kernels find them: a table of pointers, and chunks for the blocks."""
+    """Tensors of one dtype as kernels find them: a table of pointers, and chunks for the blocks.
 
-    def __init__(self, arrays: Sequence[Array]) -> None:
+    Args:    chunks: those of earlier tensors of the same lengths, or None: they are made.
+    """
+
+    def __init__(self, arrays: Sequence[Array], chunks: Chunks | None = None) -> None:
         if not arrays:
             raise ConfigError("Gradients: no tensors; pass at least one")
         self.arrays, self.table = tuple(arrays), Table(arrays)
-        self.chunks = Chunks([array.size for array in arrays], array_module(*arrays))
+        self.chunks = chunks or Chunks([array.size for array in arrays], array_module(*arrays))
 
     @cached_property
     def aligned(self) -> bool:
@@ -53,13 +57,26 @@ def global_norm(gradients: Gradients, *, factor: float = 1.0, version: int | Non
 
     Raises: KernelError if version 3 is asked for and a tensor does not begin at a multiple of 16 bytes.
     """
+    sums, norm = _sums(gradients, version), array_module(gradients.arrays[0]).empty((1,), np.float32)
+    launch(SOURCE, "global_norm_finish", grid=1, block=256, args=(sums, sums.size, None, norm, factor))
+    return norm
+
+
+def sum_of_squares(arrays: Sequence[Array]) -> Array:
+    """The sum of the squares of all elements: float64, no dims, beside the arrays."""
+    sums, squares = _sums(Gradients(arrays), None), array_module(*arrays).empty((1,), np.float64)
+    launch(SOURCE, "global_norm_finish", grid=1, block=256, args=(sums, sums.size, squares, None, 1.0))
+    return squares.reshape(())
+
+
+def _sums(gradients: Gradients, version: int | None) -> Array:
+    """Of the squares, float32: of each chunk, or with version 1 of each tensor."""
     first, chunks = gradients.arrays[0], gradients.chunks
-    xp = array_module(first)
     version = version or (3 if gradients.aligned else 2)
     if version == 3 and not gradients.aligned:
         raise KernelError("global_norm_v3 loads 16 bytes at a time, and a tensor begins elsewhere; take version 2")
     count = len(gradients.arrays) if version == 1 else len(chunks)
-    sums, norm = xp.empty((count,), np.float32), xp.empty((1,), np.float32)
+    sums = array_module(first).empty((count,), np.float32)
     if version == 1:
         for place, array in enumerate(gradients.arrays):
             launch(SOURCE, f"global_norm_v1<{c_type(array)}>", grid=1, block=BLOCK,
@@ -67,5 +84,4 @@ def global_norm(gradients: Gradients, *, factor: float = 1.0, version: int | Non
     elif count:
         launch(SOURCE, f"global_norm_v{version}<{c_type(first)}>", grid=count, block=BLOCK,
                args=(gradients.table, chunks.owner, chunks.start, chunks.lengths, sums, CHUNK))
-    launch(SOURCE, "global_norm_finish", grid=1, block=256, args=(sums, count, norm, factor))
-    return norm
+    return sums

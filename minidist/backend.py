@@ -11,7 +11,7 @@ import ctypes
 import hashlib
 import sys
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -36,7 +36,7 @@ def _cupy() -> ModuleType | None:
     return sys.modules.get("cupy")
 
 
-def is_array(value: object) -> bool:
+def is_array(value: object) -> TypeGuard[Array]:
     """Whether `value` is a NumPy or CuPy array."""
     if isinstance(value, np.ndarray):
         return True

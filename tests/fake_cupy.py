@@ -21,6 +21,7 @@ PATIENCE = 20.0     # seconds that a stream waits for anything
 _numbers = itertools.count(1000)
 _local = threading.local()
 _streams, _events = {}, {}
+_begins = weakref.WeakValueDictionary()     # address -> the largest array that begins there, for kernels' tables
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------
@@ -81,6 +82,9 @@ class Event:
     def done(self):
         return self.recorded is None or self.recorded.is_set()
 
+    def synchronize(self):
+        assert self.recorded is None or self.recorded.wait(PATIENCE), "an event never comes"
+
 
 class Device:
     def __init__(self, id=0):
@@ -118,6 +122,9 @@ class ndarray:
         self.device = Device()
         self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous)
         self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0] if host.size else 0)
+        longest = _begins.get(self.data.ptr)
+        if self.flags.c_contiguous and (longest is None or longest.nbytes < self.nbytes):
+            _begins[self.data.ptr] = self
 
     def _viewed(self, host):
         return ndarray(None, host=host, base=self if self.base is None else self.base)
@@ -428,10 +435,12 @@ class RawModule:
         vars(self._source)["text"] = code
 
     def get_function(self, name):
-        return self._functions.setdefault(name, RawKernel(self._source, name))
+        return self._functions.setdefault(name, self.Kernel(self._source, name))
 
 
 class RawKernel:
+    """A kernel's table of pointers is an array of addresses, at which arrays that are alive begin."""
+
     def __init__(self, source, name):
         self._source, self._name, self.max_dynamic_shared_size_bytes = source, name, 48 * 1024
 
@@ -442,9 +451,24 @@ class RawKernel:
         parameters = self._source.parameters(self._name)
         for parameter, arg in zip(parameters, args, strict=True):
             assert isinstance(arg, ndarray) or arg.dtype == (np.uint64 if parameter.pointer else parameter.kind)
-        values = [(parameter, _host(arg) if isinstance(arg, ndarray) or not parameter.pointer else None)
-                  for parameter, arg in zip(parameters, args, strict=True)]
-        get_current_stream().put(lambda: on_cpu.run(self._source, self._name, grid, block, values, shared_mem))
+        values = [(parameter, self._value(parameter, arg)) for parameter, arg in zip(parameters, args, strict=True)]
+        self.put(lambda: on_cpu.run(self._source, self._name, grid, block, values, shared_mem))
+
+    def put(self, work):
+        get_current_stream().put(work)
+
+    def _value(self, parameter, arg):
+        from minidist.kernels.loader import Table  # noqa: PLC0415
+
+        if not isinstance(arg, ndarray):
+            return None if parameter.pointer else arg
+        if not parameter.table:
+            return arg.host
+        arrays = [_begins[int(address)].host if address else np.empty(0, parameter.kind) for address in arg.host]
+        return Table([array.reshape(-1).view(parameter.kind) for array in arrays])
+
+
+RawModule.Kernel = RawKernel
 
 
 def modules():

@@ -29,6 +29,10 @@ TABLE = {
     "rotary":              ("rotary", "rotary"),
     "rotary_gradient":     ("rotary", "rotary_gradient"),
     "embedding_gradient":  ("embedding", "embedding_gradient"),
+    "sum_of_squares":      ("global_norm", "sum_of_squares"),
+    "gradients":           ("global_norm", "Gradients"),
+    "adam_tensors":        ("adam", "AdamTensors"),
+    "adam":                ("adam", "adam_step"),
 }
 DTYPES = ("float32", "float16", "bfloat16")
 

@@ -8,11 +8,11 @@
 """
 
 from minidist.optim.adam import Adam, AdamW
-from minidist.optim.clip import clip_by_global_norm, clip_scale, global_norm, sum_of_squares
+from minidist.optim.clip import clip_by_global_norm, clip_scale, global_norm, norm_of, squares_of, sum_of_squares
 from minidist.optim.optimizer import Optimizable, Optimizer, at_least_two_dims
 from minidist.optim.rmsprop import RMSProp
 from minidist.optim.schedules import constant, warmup_cosine
 from minidist.optim.sgd import SGD
 
 __all__ = ["SGD", "Adam", "AdamW", "Optimizable", "Optimizer", "RMSProp", "at_least_two_dims", "clip_by_global_norm",
-           "clip_scale", "constant", "global_norm", "sum_of_squares", "warmup_cosine"]
+           "clip_scale", "constant", "global_norm", "norm_of", "squares_of", "sum_of_squares", "warmup_cosine"]

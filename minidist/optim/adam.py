@@ -1,9 +1,13 @@
-"""Adam and AdamW: momentum, divided by how large gradients have been lately."""
+"""Adam and AdamW: momentum, divided by how large gradients have been lately.
+
+On a GPU all tensors are one launch (many.py), which also rounds masters to the weights that the next step uses.
+"""
 
 import math
 from collections.abc import Callable, Iterable
 
 from minidist.backend import Array
+from minidist.optim.many import Many
 from minidist.optim.optimizer import Optimizable, Optimizer, Step, add_decay, at_least_two_dims, in_range
 
 
@@ -15,6 +19,7 @@ class Adam(Optimizer):
     """
 
     state_names = ("m", "v")
+    apart = False               # weight decay is a part of the gradient
 
     def __init__(self, parameters: Iterable[Optimizable], lr: float, *, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.0,
@@ -23,6 +28,15 @@ class Adam(Optimizer):
         self.eps = in_range(self, "eps", eps, 0.0)
         self.scratch_blocks = 3 if weight_decay else 1
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
+        self._many = Many(betas=self.betas, eps=self.eps, apart=self.apart)
+
+    def step(self, lr: float | None = None, scale: float | Array = 1.0, *,
+             roundings: Iterable[tuple[Array, Array]] = ()) -> None:
+        """As every optimizer's; on a GPU in one launch, where all tensors go the same way."""
+        roundings = list(roundings)
+        if self._home is not None or not self._many.step(self.slots, self.lr if lr is None else lr, scale,
+                                                         self.weight_decay, roundings):
+            super().step(lr, scale, roundings=roundings)
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
         scale = step.scale
@@ -33,7 +47,7 @@ class Adam(Optimizer):
             g, scale = decayed, 1.0
         self.move(p, g, scale, state, scratch[0], step)
 
-    def move(self, p: Array, g: Array, scale: float, state: list[Array], s: Array, step: Step) -> None:
+    def move(self, p: Array, g: Array, scale: float | Array, state: list[Array], s: Array, step: Step) -> None:
         """The three lines of the class's docstring, 12 passes, with scale g for g.
 
         The division is written  lr sqrt(1 - b2^t) / (1 - b1^t)  m / (sqrt(v) + eps sqrt(1 - b2^t)),  which corrects
@@ -60,6 +74,8 @@ class AdamW(Adam):
 
     `decay` says which tensors shrink: matrices and tables, unless told otherwise. Source: Loshchilov & Hutter 2019.
     """
+
+    apart = True
 
     def __init__(self, parameters: Iterable[Optimizable], lr: float, *, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.01,

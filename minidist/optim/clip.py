@@ -3,6 +3,9 @@
 Squares are summed in float64, a block at a time through a small scratch, so that no float64 copy of a gradient exists.
 The blocks of a tensor do not depend on where it lies in memory and their sums are added exactly, so the norm has the
 same bits in whatever order and buckets the tensors come.
+
+On a GPU all tensors are one launch (kernels/global_norm.cu), whose bits depend on their order, and `squares_of` and
+what is made of it stay there: nobody waits, and an optimizer reads its factor on the device.
 """
 
 import math
@@ -11,16 +14,27 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import Array, array_module
+from minidist.backend import Array, array_module, is_array
+from minidist.ops.kernels import kernel
 
 _BLOCK = 8192           # float64 numbers; OpenBLAS splits a dot product of more than 10,000 among its threads
 _DEVICE_BLOCK = 1 << 24
 
 
 def sum_of_squares(gradients: Iterable[Array | None]) -> float:
-    """Sum of the squares of all elements, in float64. None counts as zero."""
-    sums = [block for gradient in gradients if gradient is not None for block in block_sums(gradient)]
-    return add_exactly(float(block) for block in sums)  # a GPU is waited for here, when it has all of them to do
+    """Sum of the squares of all elements, in float64. None counts as zero. A GPU is waited for."""
+    return float(squares_of(gradients))
+
+
+def squares_of(gradients: Iterable[Array | None]) -> float | Array:
+    """The same, on a GPU as a float64 array of no dims there, for which nobody has waited."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    xp = array_module(*present)
+    fast = kernel("sum_of_squares", *present) if len({gradient.dtype for gradient in present}) == 1 else None
+    if fast is not None:
+        return fast(present)
+    sums = [block for gradient in present for block in block_sums(gradient)]
+    return add_exactly(map(float, sums)) if xp is np else xp.stack(sums).sum()
 
 
 def add_exactly(sums: Iterable[float]) -> float:
@@ -56,11 +70,19 @@ def global_norm(gradients: Iterable[Array | None], *, group: Any = None) -> floa
     return math.sqrt(total)
 
 
-def clip_scale(norm: float, limit: float) -> float:
+def norm_of(squares: float | Array) -> float | Array:
+    """The root, where the sum of squares is."""
+    return array_module(squares).sqrt(squares) if is_array(squares) else math.sqrt(squares)
+
+
+def clip_scale(norm: float | Array, limit: float) -> float | Array:
     """What to multiply gradients of this norm by so that it is at most `limit`: hand it to `optimizer.step(scale=)`.
 
-    1 within the limit; not finite where the norm is not (then so are the gradients). Formula as in PyTorch.
+    1 within the limit; not finite where the norm is not (then so are the gradients). Formula as in PyTorch. Of a norm
+    on a GPU it is there too.
     """
+    if is_array(norm):
+        return array_module(norm).minimum(limit / (norm + 1e-6), 1.0) + (norm - norm)   # inf - inf is NaN
     if not math.isfinite(norm):
         return math.nan
     return min(1.0, limit / (norm + 1e-6))

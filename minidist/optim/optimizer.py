@@ -15,7 +15,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from minidist import account
-from minidist.backend import LOW_PRECISION, Array, array_module, device_of, dtype_name, to_device, to_host, widen
+from minidist.backend import (
+    LOW_PRECISION,
+    Array,
+    array_module,
+    device_of,
+    dtype_name,
+    is_array,
+    narrow,
+    to_device,
+    to_host,
+    widen,
+)
 from minidist.errors import ConfigError, DataError, DtypeError, ShapeError
 
 BLOCK = 65536           # elements, 256 KiB in float32: data, gradient, two states and scratch fit the outer caches
@@ -72,14 +83,16 @@ class Step:
 
     count: int                 # how many updates this tensor has had, this one included
     lr: float
-    scale: float               # gradients are multiplied by it first (clipping, loss scaling)
+    scale: float | Array       # gradients are multiplied by it first (clipping, loss scaling)
     decay: float               # 0 for a tensor that does not decay
     xp: Any
     dtype: np.dtype
     constants: dict[float, Array] = field(default_factory=dict)
 
-    def constant(self, value: float) -> Array:
+    def constant(self, value: float | Array) -> Array:
         """`value` as an array of no dims: NumPy would convert a Python number anew, 0.4 µs, in thousands of calls."""
+        if is_array(value):
+            return value.astype(self.dtype)
         if value not in self.constants:
             self.constants[value] = self.xp.asarray(value, self.dtype)
         return self.constants[value]
@@ -130,12 +143,21 @@ class Optimizer(ABC):
 
     # ------------------------------------------------------------------------------------------------ the update
 
-    def step(self, lr: float | None = None, scale: float = 1.0) -> None:
+    def step(self, lr: float | None = None, scale: float | Array = 1.0, *,
+             roundings: Iterable[tuple[Array, Array]] = ()) -> None:
         """Update every tensor that has a gradient, in place.
 
-        Args:    lr: this step's learning rate, for schedules; scale: multiplies every gradient (without touching it).
+        Args:    lr: this step's learning rate, for schedules; scale: multiplies every gradient (without touching it): a
+                 number, or on a GPU an array of no dims there, which nobody has to wait for.
+                 roundings: (master, weights): then weights become the masters in their own dtype.
         Raises:  ShapeError if a gradient does not fit; ConfigError if weights are not contiguous.
         """
+        self.move_all(self.lr if lr is None else lr, scale)
+        for master, weights in roundings:
+            narrow(master, weights.dtype, weights)
+
+    def move_all(self, lr: float, scale: float | Array) -> None:
+        """The update of every tensor that has a gradient, block by block."""
         shared: dict[Any, Step] = {}         # tensors of one kind share their constants
         for slot in self._walk():
             data, gradient = slot.weights.data, slot.weights.grad
@@ -147,7 +169,7 @@ class Optimizer(ABC):
             key = (slot.steps, slot.decays, xp, data.dtype)
             if key not in shared:
                 decay = self.weight_decay if slot.decays else 0.0
-                shared[key] = Step(slot.steps, self.lr if lr is None else lr, scale, decay, xp, data.dtype)
+                shared[key] = Step(slot.steps, lr, scale, decay, xp, data.dtype)
             arrays = (data, gradient, *slot.state.values())
             for p, g, *state in blocks(arrays, BLOCK if xp is np else DEVICE_BLOCK):
                 if g.dtype != p.dtype:

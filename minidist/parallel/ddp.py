@@ -52,10 +52,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from minidist.backend import Array
 from minidist.comm.group import Group
 from minidist.comm.pending import Pending
 from minidist.nn import Module
-from minidist.optim import Optimizer, sum_of_squares
+from minidist.optim import Optimizer, squares_of
 from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
 from minidist.parallel.common.flat import trainable
@@ -101,7 +102,7 @@ class DDP:
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
         self.buckets = make_buckets(self.weights, bucket_bytes, apart)
-        self.squares: Callable[[], float] = lambda: sum_of_squares(p.grad for p in self.weights)
+        self.squares: Callable[[], float | Array] = lambda: squares_of(p.grad for p in self.weights)
         self._pending: list[Pending] = []           # all-reduces under way: of buckets 0, 1, …, without a gap
         self.others = others or {}
         check_equal_owners(model.parameters(), group, self.others, when="before the first step")       # DDP 1

@@ -48,12 +48,12 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from minidist import account, backend
-from minidist.backend import LOW_PRECISION, Array, array_module, dtype_name, narrow, to_host
+from minidist.backend import LOW_PRECISION, Array, array_module, dtype_name, to_host
 from minidist.backward import Surveyed, WeightGradient
 from minidist.comm.group import Group
 from minidist.errors import ConfigError, GradientError
 from minidist.nn import GPT, Module
-from minidist.optim import Optimizer, clip_scale
+from minidist.optim import Optimizer, clip_scale, norm_of
 from minidist.parallel.common.float8 import Float8
 from minidist.parallel.common.precision import Precision
 from minidist.tensor import Parameter, Tensor
@@ -197,24 +197,24 @@ class MixedPrecision(Precision):
 
     # ---------------------------------------------------------------------------------------------------- update
 
-    def update(self, optimizer: Optimizer, squares: Callable[[], float], *, lr: float | None,
+    def update(self, optimizer: Optimizer, squares: Callable[[], float | Array], *, lr: float | None,
                clip: float | None) -> None:
         """Update the masters by the unscaled gradients, and round them to the weights; or skip all of it.
 
         The norm is the unscaled gradient's, found in float64 from the gradients as they are. If it is not finite and
         there is a loss scale, a gradient has overflowed, perhaps on another rank: every rank sees the same norm, so all
-        skip, and weights, moments and step counts stay as they were.
+        skip, and weights, moments and step counts stay as they were. That decision waits for a GPU; without a loss
+        scale there is none, and the norm stays where it is.
         """
         if self.float8 is not None:
             self.float8.agree()
         scale = self.scale
-        norm = math.sqrt(squares()) / scale if self.loss_scale is not None or clip is not None else 0.0
+        norm = norm_of(squares()) / scale if self.loss_scale is not None or clip is not None else 0.0
         if self.loss_scale is not None:
+            norm = float(norm)
             overflow = not math.isfinite(norm)
             self.loss_scale.grow_or_halve(overflow=overflow)
             if overflow:
                 self.skipped += 1
                 return
-        optimizer.step(lr, (1.0 if clip is None else clip_scale(norm, clip)) / scale)
-        for master, weights in self._pairs:
-            narrow(master, weights.dtype, weights)
+        optimizer.step(lr, (1.0 if clip is None else clip_scale(norm, clip)) / scale, roundings=self._pairs)

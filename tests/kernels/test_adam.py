@@ -8,7 +8,7 @@ from kernel_checks import KINDS, close, needs_compiler, on_each_device, there
 from minidist.kernels import on_cpu
 from minidist.kernels.adam import VERSIONS, AdamTensors, adam_reference, adam_step
 from minidist.kernels.chunks import CHUNK
-from minidist.kernels.global_norm import global_norm, global_norm_reference
+from minidist.kernels.global_norm import Gradients, global_norm, global_norm_reference
 
 from minidist import optim
 from minidist.backend import to_host
@@ -50,14 +50,14 @@ def test_three_steps_are_the_references(version, kind, apart, device):
     wide, wide_g = ([a.astype(np.float64) for a in arrays] for arrays in (masters, gradients))
     states = [(np.zeros_like(p), np.zeros_like(p)) for p in wide]
     placed = [there(device, *arrays) for arrays in (masters, gradients, copies)]
-    tensors = AdamTensors(placed[0], placed[1], decays=DECAYS, copies=placed[2])
+    tensors, found = AdamTensors(placed[0], decays=DECAYS, copies=placed[2]), Gradients(placed[1])
     clip = 2.0 / (global_norm_reference(gradients) / 8 + 1e-6)
     assert clip < 1
     count = 0
     for step in range(3):
-        norm = global_norm(tensors.gradients, factor=1 / 8 if step != 1 else np.inf)
+        norm = global_norm(found, factor=1 / 8 if step != 1 else np.inf)
         with on_cpu.watch(seed=step):
-            adam_step(tensors, lr=0.01, apart=apart, norm=norm, limit=2.0, loss_scale=8, version=version)
+            adam_step(tensors, found, lr=0.01, apart=apart, norm=norm, limit=2.0, scale=1 / 8, version=version)
         if step != 1:
             count += 1
             for i, p in enumerate(wide):
@@ -78,14 +78,14 @@ def test_an_overflow_changes_no_bit(bad, device):
     masters, gradients, copies = drawn("float32")
     gradients[1][CHUNK + 3] = bad
     placed = [there(device, *arrays) for arrays in (masters, gradients, copies)]
-    tensors = AdamTensors(placed[0], placed[1], decays=DECAYS, copies=placed[2])
+    tensors, found = AdamTensors(placed[0], decays=DECAYS, copies=placed[2]), Gradients(placed[1])
     for version in VERSIONS:
-        adam_step(tensors, lr=0.01, norm=global_norm(tensors.gradients), limit=1.0, version=version)
+        adam_step(tensors, found, lr=0.01, norm=global_norm(found), limit=1.0, version=version)
     for p, master in zip(placed[0], masters, strict=True):
         np.testing.assert_array_equal(to_host(p), master)
     assert all(np.isnan(to_host(copy)).all() for copy in placed[2])
     assert not any(to_host(m).any() for m in (*tensors.m.arrays, *tensors.v.arrays))
-    adam_step(tensors, lr=0.01)                                  # without a norm nobody looks: NaN shows in the weight
+    adam_step(tensors, found, lr=0.01)                           # without a norm nobody looks: NaN shows in the weight
     assert np.isnan(to_host(placed[0][1])[CHUNK + 3])
     assert np.isfinite(to_host(placed[0][0])).all()
 
@@ -95,15 +95,17 @@ def test_bytes_moved_and_errors():
     """28 bytes an element with half types, and one launch beside adam_prepare however many tensors."""
     masters, gradients, copies = drawn("bfloat16")
     elements = sum(p.size for p in masters)
-    tensors = AdamTensors(masters, gradients, decays=DECAYS, copies=copies)
+    tensors = AdamTensors(masters, decays=DECAYS, copies=copies)
     with on_cpu.watch(count=True) as seen:
-        adam_step(tensors, lr=0.01, version=3)
+        adam_step(tensors, Gradients(gradients), lr=0.01, version=3)
     assert [launch.kernel for launch in seen] == ["adam_prepare", "adam_v3<__nv_bfloat16>"]
     assert seen[1].stores.bytes == 14 * elements
     threads = seen[1].grid[0] * 256
     assert seen[1].loads.bytes == 14 * elements + 80 * threads   # tables, numbers: the same for a block, from a cache
     with pytest.raises(ShapeError, match="must agree"):
-        AdamTensors(masters, gradients[1:], decays=DECAYS)
+        adam_step(tensors, Gradients(gradients[1:]), lr=0.01)
+    with pytest.raises(ShapeError, match="4 decays for 5 tensors"):
+        AdamTensors(masters, decays=DECAYS[1:])
     late = [np.zeros(9, np.float32)[1:]]
     with pytest.raises(KernelError, match="take version 2"):
-        adam_step(AdamTensors(late, late, decays=[0]), lr=0.1, version=3)
+        adam_step(AdamTensors(late, decays=[0]), Gradients(late), lr=0.1, version=3)

@@ -3,12 +3,15 @@
 import itertools
 from typing import Any
 
+import fake_gpu
 import ml_dtypes
 import numpy as np
 import pytest
+from kernel_checks import needs_compiler
 
 import minidist as md
 from minidist import optim
+from minidist.backend import to_host
 from minidist.optim import clip
 
 
@@ -105,3 +108,23 @@ def test_scratch_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = optim.global_norm(arrays)
     monkeypatch.setattr(clip, "_BLOCK", 100)
     assert optim.global_norm(arrays) == pytest.approx(norm, rel=1e-14)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "float64", ml_dtypes.bfloat16])
+def test_on_a_gpu_norm_and_factor_stay_there(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel in the dtypes that it takes; nobody waits before somebody asks for a number."""
+    cupy = fake_gpu.install(monkeypatch)
+    arrays = gradients(dtype)
+    want = optim.global_norm(arrays)
+    squares = optim.squares_of([cupy.asarray(array) for array in arrays])
+    norm = optim.norm_of(squares)
+    factors = [optim.clip_scale(norm, limit) for limit in (2.5, 1e6)]
+    lost = [optim.clip_scale(cupy.asarray(np.array(value)), 1.0) for value in (np.inf, np.nan)]
+    assert not fake_gpu.waits
+    assert (squares.dtype, squares.shape) == (np.float64, ())
+    assert float(norm) == pytest.approx(want, rel=1e-6)
+    assert [float(factor) for factor in factors] == pytest.approx([optim.clip_scale(want, 2.5), 1.0], rel=1e-6)
+    assert np.isnan([to_host(factor) for factor in lost]).all()
+    assert optim.sum_of_squares([cupy.asarray(array) for array in arrays]) == pytest.approx(want ** 2, rel=1e-6)
+    assert optim.sum_of_squares([cupy.asarray(arrays[1]), None]) == pytest.approx(float(arrays[1][0]) ** 2, rel=1e-6)

@@ -210,7 +210,7 @@ def test_the_rate_follows_updates_not_steps() -> None:
         trainer = Trainer(Plan(precision="fp16"), CONFIG, world, lr=1.0, lr_schedule="cosine", warmup=4, steps=8)
         trainer.precision.loss_scale.value = 2.0 ** 60          # type: ignore[attr-defined]
         rates, step = [], trainer.optimizer.step
-        trainer.optimizer.step = lambda lr, scale: rates.append(lr) or step(lr, scale)     # type: ignore
+        trainer.optimizer.step = lambda lr, *rest, **how: rates.append(lr) or step(lr, *rest, **how)     # type: ignore
         while trainer.updates_done < 2:
             trainer.step(global_batch(0, 2, CONFIG))
         assert trainer.precision.skipped > 10

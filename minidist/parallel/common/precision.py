@@ -12,7 +12,6 @@ Precision itself is the plain one: weights, gradients and arithmetic share one d
 parallel/mixed_precision.py has the other.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 from minidist.backend import Array
 from minidist.backward import Surveyed, WeightGradient
 from minidist.nn import Module
-from minidist.optim import Optimizer, clip_scale
+from minidist.optim import Optimizer, clip_scale, norm_of
 from minidist.tensor import Parameter, Tensor
 
 
@@ -61,14 +60,14 @@ class Precision:
         for gradient in put_off:
             gradient()
 
-    def update(self, optimizer: Optimizer, squares: Callable[[], float], *, lr: float | None,
+    def update(self, optimizer: Optimizer, squares: Callable[[], float | Array], *, lr: float | None,
                clip: float | None) -> None:
         """The optimizer's step, with gradients scaled so that their norm is at most `clip` (None: as they are).
 
         The optimizer scales as it reads, so clipping costs one pass over the gradients.
-        Args:    squares: finds the sum of the squares of the whole gradient, the same number on every rank; called
-                 only where it is needed, which is the same on every rank.
+        Args:    squares: finds the sum of the squares of the whole gradient, the same number on every rank, perhaps as
+                 an array of no dims on a GPU; called only where it is needed, which is the same on every rank.
         """
-        scale = 1.0 if clip is None else clip_scale(math.sqrt(squares()), clip)
+        scale = 1.0 if clip is None else clip_scale(norm_of(squares()), clip)
         optimizer.step(lr, scale)
 

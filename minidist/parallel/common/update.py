@@ -6,7 +6,7 @@ from typing import Any
 
 from minidist.backend import Array, array_module
 from minidist.nn.dropout import DropoutKey
-from minidist.optim import Optimizer, sum_of_squares
+from minidist.optim import Optimizer, squares_of
 from minidist.parallel.common.precision import Precision
 from minidist.tensor import Parameter, Tensor
 
@@ -77,4 +77,4 @@ def clip_and_update(optimizer: Optimizer, parameters: Iterable[Parameter], preci
     For strategies that hold every gradient whole, after any reduction between ranks: then all ranks find the same norm
     without asking each other.
     """
-    precision.update(optimizer, lambda: sum_of_squares(p.grad for p in parameters), lr=lr, clip=clip)
+    precision.update(optimizer, lambda: squares_of(p.grad for p in parameters), lr=lr, clip=clip)

@@ -1,0 +1,249 @@
+"""A CuPy without a GPU that computes at once, for whole training steps: NumPy's functions, on arrays of CuPy's class.
+
+fake_cupy.py is true to streams and has a few functions; this has most of NumPy's, and no streams. It is true to which
+side an array is on: an operation of a device array and a NumPy array is an error, as in CuPy. And it is true to who
+waits: `waits` holds, for each time that the host would wait for the GPU, what did it and on which line of minidist:
+reading a number or an array; a copy by `set`; a result whose size depends on values (nonzero, a mask as an index);
+bincount, which looks at its numbers; sorts, which CuPy leaves to Thrust, and that returns when it is done.
+"""
+
+import sys
+import traceback
+import weakref
+from types import ModuleType, SimpleNamespace
+
+import fake_cupy
+import numpy as np
+
+WAITING = {"nonzero", "flatnonzero", "argwhere", "unique", "bincount", "sort", "argsort", "compress", "extract"}
+waits = []
+_owners = weakref.WeakValueDictionary()     # id of a host array that owns its memory -> the device array of it
+
+
+def wait(what):
+    """Note that the host waits."""
+    frames = [frame for frame in traceback.extract_stack() if "/minidist/" in frame.filename]
+    where = f"{frames[-1].filename.rpartition('/minidist/')[2]}:{frames[-1].lineno}" if frames else "the test"
+    waits.append(f"{what} at {where}")
+
+
+def on_host(value, *, index=False):
+    """Arguments as NumPy takes them."""
+    if isinstance(value, ndarray):
+        return value.host
+    if isinstance(value, np.ndarray) and not index:
+        raise TypeError(f"Unsupported type {type(value)}: a NumPy array beside CuPy's")
+    if isinstance(value, (tuple, list)):
+        return type(value)(on_host(each, index=index) for each in value)
+    return value
+
+
+def on_device(result):
+    """A result as CuPy gives it: arrays on the device, also of no dims."""
+    if isinstance(result, (tuple, list)):
+        return type(result)(map(on_device, result))
+    if isinstance(result, np.generic):
+        result = np.asarray(result)
+    if not isinstance(result, np.ndarray):
+        return result
+    owner = result
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    if id(owner) not in _owners:
+        _owners[id(owner)] = first = ndarray(owner)
+        return first if owner is result else ndarray(result, first)
+    return ndarray(result, _owners[id(owner)])
+
+
+def computed(function, args, options):
+    """function(*args), on the device; low precision multiplies matrices in float32 and rounds once."""
+    if function.__name__ in WAITING:
+        wait(function.__name__)
+    out = options.get("out")
+    hosts, options = on_host(args), {name: on_host(value) for name, value in options.items()}
+    with np.errstate(all="ignore"):
+        if function is np.matmul and hosts[0].dtype.itemsize == 2:
+            kind, target = hosts[0].dtype, options.pop("out", None)
+            result = np.matmul(*(host.astype(np.float32) for host in hosts)).astype(kind)
+            if target is None:
+                return on_device(result)
+            target[...] = result
+        else:
+            result = function(*hosts, **options)
+    return on_device(result) if out is None else out
+
+
+class ndarray(fake_cupy.ndarray):       # noqa: N801 - CuPy's name
+    """An array on the device; `host` is where its numbers are."""
+
+    def __init__(self, host, base=None):
+        super().__init__(None, host=host, base=base)
+        self.itemsize = host.itemsize
+
+    @property
+    def T(self):                        # noqa: N802 - NumPy's name
+        return on_device(self.host.T)
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name == "host" or not hasattr(self.host, name):
+            raise AttributeError(name)
+        def method(*args, **options):
+            return computed(getattr(np.ndarray, name), (self, *args), options)
+        return method
+
+    def __getitem__(self, index):
+        self._masks(index)
+        return on_device(self.host[on_host(index, index=True)])
+
+    def __setitem__(self, index, value):
+        if isinstance(value, ndarray):
+            self._masks(index)
+        self.host[on_host(index, index=True)] = on_host(value)
+
+    def _masks(self, index):
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(part, ndarray) and part.dtype == bool for part in parts):
+            wait("a mask as an index")
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def reshape(self, *shape, **options):
+        return computed(np.ndarray.reshape, (self, *shape), options)
+
+    def view(self, dtype):
+        return on_device(self.host.view(dtype))
+
+    def copy(self):
+        return on_device(self.host.copy())
+
+    def astype(self, dtype, copy=True):
+        with np.errstate(all="ignore"):
+            return on_device(self.host.astype(dtype, copy=copy))
+
+    def sum(self, *args, **options):
+        return computed(np.ndarray.sum, (self, *args), options)
+
+    def set(self, values, stream=None):
+        assert isinstance(values, np.ndarray) and values.dtype == self.dtype and values.shape == self.shape
+        if stream is None:
+            wait("set")
+        self.host[...] = values
+
+    def get(self, stream=None, order="C", out=None, blocking=True):
+        if blocking:
+            wait("get")
+        out = np.empty_like(self.host) if out is None else out
+        out[...] = self.host
+        return out
+
+    def item(self):
+        wait("item")
+        return self.host.item()
+
+    def tolist(self):
+        wait("tolist")
+        return self.host.tolist()
+
+
+def _operators():
+    compared = ("eq", "ne", "lt", "le", "gt", "ge")
+    names = {"add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "floordiv": "floor_divide",
+             "mod": "remainder", "pow": "power", "matmul": "matmul", "and": "bitwise_and", "or": "bitwise_or",
+             "xor": "bitwise_xor", "lshift": "left_shift", "rshift": "right_shift", "eq": "equal", "ne": "not_equal",
+             "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"}
+    for name, numpy_name in names.items():
+        ufunc = getattr(np, numpy_name)
+        setattr(ndarray, f"__{name}__", lambda a, b, ufunc=ufunc: computed(ufunc, (a, b), {}))
+        if name not in compared:
+            setattr(ndarray, f"__r{name}__", lambda a, b, ufunc=ufunc: computed(ufunc, (b, a), {}))
+            setattr(ndarray, f"__i{name}__", lambda a, b, ufunc=ufunc: computed(ufunc, (a, b), {"out": a}))
+    for name, ufunc in (("neg", np.negative), ("abs", np.absolute), ("invert", np.invert)):
+        setattr(ndarray, f"__{name}__", lambda a, ufunc=ufunc: computed(ufunc, (a,), {}))
+    for name, kind in (("float", float), ("int", int), ("bool", bool), ("index", int)):
+        def read(array, kind=kind, name=name):
+            wait(name)
+            return kind(array.host)
+        setattr(ndarray, f"__{name}__", read)
+
+
+_operators()
+
+
+class _Function:
+    """A function of NumPy's on device arrays, and a ufunc's `at`."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def __call__(self, *args, **options):
+        return computed(self._function, args, options)
+
+    def at(self, target, index, values):
+        self._function.at(target.host, on_host(index), on_host(values))
+
+
+class _CuPy(ModuleType):
+    def __getattr__(self, name):
+        found = getattr(np, name)
+        return _Function(found) if callable(found) and not isinstance(found, type) else found
+
+
+class RawModule(fake_cupy.RawModule):
+    """Kernels that run at once."""
+
+    class Kernel(fake_cupy.RawKernel):
+        def put(self, work):
+            work()
+
+
+def empty(shape, dtype=float):
+    """Rubbish."""
+    result = np.empty(shape, dtype)
+    result.reshape(-1).view(np.uint8)[:] = 0xFF
+    return on_device(result)
+
+
+def asarray(values, dtype=None):
+    """A device array itself; a copy of anything else, which nobody waits for."""
+    if isinstance(values, ndarray):
+        return values if dtype is None or values.dtype == dtype else values.astype(dtype)
+    return on_device(np.array(values, dtype))
+
+
+def array(values, dtype=None):
+    """A copy; nobody waits for it."""
+    return on_device(np.array(on_host(values, index=True), dtype))
+
+
+class Event(fake_cupy.Event):
+    def record(self, stream=None):
+        """All is done at once."""
+
+    def synchronize(self):
+        wait("an event")
+
+
+def install(monkeypatch):
+    """Stand in for CuPy until the test ends: its module. No launch is in `waits` yet."""
+    from minidist.kernels.compile import sources  # noqa: PLC0415 - who takes modules() alone needs no kernels
+
+    found = modules()
+    for name, module in found.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for source in sources():        # they keep what an earlier stand-in compiled
+        monkeypatch.setattr(source, "__dict__", {key: value for key, value in vars(source).items() if key != "module"})
+    waits.clear()
+    return found["cupy"]
+
+
+def modules():
+    """The modules to stand in sys.modules."""
+    found = fake_cupy.modules()
+    cupy = _CuPy("cupy")
+    cuda, pinned = found["cupy.cuda"], found["cupyx"]
+    cuda.Event, cuda.get_current_stream = Event, lambda: SimpleNamespace(ptr=0, synchronize=lambda: wait("a stream"))
+    pinned.empty_pinned = np.empty
+    vars(cupy).update(ndarray=ndarray, cuda=cuda, RawModule=RawModule, is_available=lambda: True, empty=empty,
+                      asarray=asarray, array=array)
+    return {**found, "cupy": cupy}
