@@ -204,7 +204,10 @@ def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None],
     parser = argparse.ArgumentParser(description="Record a run and draw this lesson's figure from it.")
     parser.add_argument("--out", metavar="DIR", type=folder_to_write, default=str(home), help="where the figure goes")
     folder = parser.parse_args().out
-    recorded = run(record, size=size, transport=transport, limit=120.0)[0]
+    try:
+        recorded = run(record, size=size, transport=transport, limit=120.0)[0]
+    except MinidistError as error:
+        raise SystemExit(f"figure: {error}") from None
     draw(recorded, folder)
     if folder == home and (home / "figure.mmd").exists():
         insert_mermaid(home / "README.md", (home / "figure.mmd").read_text(encoding="utf-8"))

@@ -2,12 +2,24 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from minidist.comm.ledger import Ledger
-from minidist.errors import ConfigError
-from minidist.teaching import HoleError, Result, expect, grade, hole, insert_mermaid, load_module, sent_since, totals
+from minidist.errors import ConfigError, KernelError
+from minidist.teaching import (
+    HoleError,
+    Result,
+    draw_figure,
+    expect,
+    grade,
+    hole,
+    insert_mermaid,
+    load_module,
+    sent_since,
+    totals,
+)
 
 CHECK = """
 from minidist.teaching import expect
@@ -82,3 +94,12 @@ def test_the_mermaid_block_is_replaced(tmp_path: Path) -> None:
     readme.write_text("before\n```mermaid\nold\n```\nafter\n```\nx\n```\n")
     insert_mermaid(readme, "pie\n    a\\n : 1\n")
     assert readme.read_text() == "before\n```mermaid\npie\n    a\\n : 1\n```\nafter\n```\nx\n```\n"
+
+
+def test_a_figure_whose_run_fails_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(group: Any) -> None:
+        raise KernelError("no g++ here; install it")
+
+    monkeypatch.setattr("sys.argv", ["figure.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"^figure: rank 0: no g\+\+ here; install it$"):
+        draw_figure(record, lambda recorded, folder: None, tmp_path, size=1)
