@@ -1,7 +1,6 @@
 """What lesson 17, its figure and its break-its run: plans of a job, their weights, traffic, layout and memory."""
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations
@@ -12,9 +11,7 @@ import numpy as np
 import minidist as md
 from minidist import account
 from minidist.nn import GPT, GPTConfig, MixtureConfig
-from minidist.observe.timeline import Timeline
 from minidist.optim import sum_of_squares
-from minidist.parallel.common.worker import Worker
 from minidist.parallel.hybrid_costs import elements_sent
 from minidist.parallel.schedule_checker import clock_of
 from minidist.parallel.schedules import make_schedule
@@ -25,7 +22,6 @@ CONFIG = GPTConfig(vocabulary=32, context=16, layers=4, width=16, heads=4, tied=
 MIXED = replace(CONFIG, mixture=MixtureConfig(experts=4))
 STEPS, SEQUENCES, MICROBATCHES, CLIP, ITEM = 2, 16, 4, 0.2, 8
 AXES = ("dp", "pp", "ep", "cp", "tp")
-NAPPED = 6          # steps of stages that sleep, of which the figure shows the quickest
 
 
 def global_batch(step: int, config: GPTConfig = CONFIG, sequences: int = SEQUENCES) -> tuple[np.ndarray, np.ndarray]:
@@ -253,52 +249,3 @@ def links(world: Any, shape: dict[str, int]) -> dict[str, Any]:
     groups = {axis: list(trainer.mesh[axis].world_ranks) for axis in AXES}
     trainer.close()
     return {"sent": sent, "calls": calls, "groups": groups}
-
-
-# ------------------------------------------------------------------------------------- a step of stages that sleep
-
-class Naps:
-    """Stages that sleep instead of computing, two layers each, and all-reduce over tp after each as real ones do."""
-
-    def __init__(self, mesh: Any, unit: float, numbers: int) -> None:
-        self.tp, self.last, self.unit = mesh["tp"], mesh["pp"].size - 1, unit
-        self.x = np.zeros(numbers)
-
-    def skips(self, microbatch: int) -> bool:
-        """None is empty."""
-        return False
-
-    def room(self, receive: Any) -> None:
-        """A new array."""
-        return
-
-    def forward(self, stage: int, microbatch: int, x: Any) -> Any:
-        """Two layers."""
-        self._layers(self.unit)
-        return None if stage == self.last else self.x
-
-    def backward(self, stage: int, microbatch: int, dy: Any, *, whole: bool) -> Any:
-        """Twice as long."""
-        self._layers(2 * self.unit)
-        return None if stage == 0 else self.x
-
-    def backward_weights(self, stage: int, microbatch: int) -> None:
-        """Nothing was put off."""
-
-    def _layers(self, seconds: float) -> None:
-        for _ in range(2):
-            time.sleep(seconds / 2)
-            self.tp.all_reduce(self.x, algorithm="ring")
-
-
-def napped(mesh: Any, timeline: Timeline, *, unit: float, numbers: int, gradients: int) -> None:
-    """Some steps: the pipeline's list with tensor shards that talk inside it, then gradients over dp."""
-    worker = Worker(make_schedule("1f1b", mesh["pp"].size, MICROBATCHES), mesh["pp"], recorder=timeline)
-    work = Naps(mesh, unit, numbers)
-    for step in range(NAPPED):
-        mesh["dp", "pp", "tp"].barrier()
-        with timeline.span("step", step=step):
-            worker.run(work)
-            mesh["dp"].all_reduce(np.zeros(gradients), algorithm="ring")
-            with timeline.span("optimizer"):
-                time.sleep(unit)

@@ -15,7 +15,7 @@ from minidist.observe.timeline import Timeline
 from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent
-lab = load_module(HERE / "experiments.py", "17")
+lab, naps = (load_module(HERE / name, "17") for name in ("experiments.py", "naps.py"))
 SHAPE = {"dp": 2, "pp": 2, "tp": 2}
 FIVE = {"dp": 2, "pp": 2, "ep": 2, "cp": 2, "tp": 2}
 RANKS, UNIT, ALPHA, BANDWIDTH = 8, 0.02, 1e-3, 8e6
@@ -34,7 +34,7 @@ def record(group: Any) -> dict[str, Any]:
         for axes in ("dp", "pp", "tp"):
             mesh[axes]
         timeline.follow(group.ledger)
-        lab.napped(mesh, timeline, unit=UNIT, numbers=2000, gradients=20_000)
+        naps.napped(mesh, timeline, microbatches=lab.MICROBATCHES, unit=UNIT, numbers=2000, gradients=20_000)
         mesh.close()
     timelines = timeline.collect(group)
     five = md.run(five_axes, size=32) if group.rank == 0 else None
@@ -141,7 +141,7 @@ def _timeline(ax: Any, timelines: list[Timeline]) -> None:
     """A step of each rank: computing, and on it the collectives and sends of each axis."""
     look.quiet(ax)
     steps = [[next(span for span in timeline.spans if span.name == "step" and span.details["step"] == number)
-              for timeline in timelines] for number in range(lab.NAPPED)]
+              for timeline in timelines] for number in range(naps.NAPPED)]
     step = min(steps, key=lambda spans: max(span.stop for span in spans) - min(span.start for span in spans))
     begin = min(span.start for span in step)
     for timeline, own in zip(timelines, step, strict=True):
@@ -161,7 +161,7 @@ def _timeline(ax: Any, timelines: list[Timeline]) -> None:
              "optimizer": look.PHASES["optimizer"]}
     ax.legend([look.patch(color) for color in kinds.values()], list(kinds), frameon=False, fontsize=10, ncols=6,
               loc="lower right", bbox_to_anchor=(1.0, 1.0), handlelength=1.2, columnspacing=1.4)
-    look.caption(ax, f"The quickest of {lab.NAPPED} steps, 1F1B")
+    look.caption(ax, f"The quickest of {naps.NAPPED} steps, 1F1B")
 
 
 def _span(ax: Any, rank: int, span: Any, left: float, width: float) -> None:

@@ -12,7 +12,7 @@ from minidist.observe import lesson_figures as look
 from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent
-lesson = load_module(HERE / "lesson.py", "19")
+lab = load_module(HERE / "experiments.py", "19")
 COLOURS = {"none": "#c44e52", "scores": "#e08e3c", "all": "#3b6fb6"}
 NAMES = {"none": "everything kept", "scores": "scores computed again", "all": "blocks' insides computed again"}
 MIB = 2**20
@@ -20,9 +20,9 @@ MIB = 2**20
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from the recorded account."""
-    config = lesson.CONFIG
+    config = lab.CONFIG
     figure = look.new_figure(13.5, 5.4, "Activations over one step: keep them, or make them again, as recorded",
-                             f"GPT of {config.layers} layers, width {config.width}, {lesson.BATCH} sequences of "
+                             f"GPT of {config.layers} layers, width {config.width}, {lab.BATCH} sequences of "
                              f"{config.context} tokens, float32. The account asked at every module and every gradient.")
     _curves(figure.add_axes((0.055, 0.13, 0.56, 0.64)), recorded["curves"])
     _peaks(figure.add_axes((0.70, 0.13, 0.27, 0.64)), recorded)
@@ -60,4 +60,4 @@ def _peaks(ax: Any, recorded: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    draw_figure(lesson.record, draw, HERE, size=1)
+    draw_figure(lab.record, draw, HERE, size=1)

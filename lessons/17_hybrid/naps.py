@@ -1,0 +1,59 @@
+"""A step of dp × pp × tp whose stages sleep, so that a machine with fewer cores than ranks shows what would overlap."""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from minidist.observe.timeline import Timeline
+from minidist.parallel.common.worker import Worker
+from minidist.parallel.schedules import make_schedule
+
+NAPPED = 6          # steps, of which the figure shows the quickest
+
+
+class Naps:
+    """Stages that sleep instead of computing, two layers each, and all-reduce over tp after each as real ones do."""
+
+    def __init__(self, mesh: Any, unit: float, numbers: int) -> None:
+        self.tp, self.last, self.unit = mesh["tp"], mesh["pp"].size - 1, unit
+        self.x = np.zeros(numbers)
+
+    def skips(self, microbatch: int) -> bool:
+        """None is empty."""
+        return False
+
+    def room(self, receive: Any) -> None:
+        """A new array."""
+        return
+
+    def forward(self, stage: int, microbatch: int, x: Any) -> Any:
+        """Two layers."""
+        self._layers(self.unit)
+        return None if stage == self.last else self.x
+
+    def backward(self, stage: int, microbatch: int, dy: Any, *, whole: bool) -> Any:
+        """Twice as long."""
+        self._layers(2 * self.unit)
+        return None if stage == 0 else self.x
+
+    def backward_weights(self, stage: int, microbatch: int) -> None:
+        """Nothing was put off."""
+
+    def _layers(self, seconds: float) -> None:
+        for _ in range(2):
+            time.sleep(seconds / 2)
+            self.tp.all_reduce(self.x, algorithm="ring")
+
+
+def napped(mesh: Any, timeline: Timeline, *, microbatches: int, unit: float, numbers: int, gradients: int) -> None:
+    """Some steps: the pipeline's list with tensor shards that talk inside it, then gradients over dp."""
+    worker = Worker(make_schedule("1f1b", mesh["pp"].size, microbatches), mesh["pp"], recorder=timeline)
+    work = Naps(mesh, unit, numbers)
+    for step in range(NAPPED):
+        mesh["dp", "pp", "tp"].barrier()
+        with timeline.span("step", step=step):
+            worker.run(work)
+            mesh["dp"].all_reduce(np.zeros(gradients), algorithm="ring")
+            with timeline.span("optimizer"):
+                time.sleep(unit)

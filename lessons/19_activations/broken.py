@@ -1,0 +1,68 @@
+"""What goes wrong without: the experiments of section 6, each a mistake and what comes of it."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidist import account, ops
+from minidist.observe.page import size_text
+from minidist.parallel.activations import checkpoint
+from minidist.recompute import recompute
+from minidist.teaching import load_module
+from minidist.tensor import Parameter, tensor
+
+lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "19")
+
+
+def fresh_dropout() -> None:
+    """Random numbers from a generator that goes on, not from a key: the second forward drops other places."""
+    generator = np.random.default_rng(0)
+
+    def drop(x: Any) -> Any:
+        return x * (2.0 * (generator.random(x.shape) < 0.5))
+
+    x = tensor(np.ones(8), requires_grad=True)
+    y = recompute(drop, x)
+    y.sum().backward()
+    print(f"forward kept  {(y.data != 0).astype(int)}\nbackward kept {(x.grad != 0).astype(int)}: "
+          f"no error, and a gradient of another function")
+
+
+def changed_input() -> None:
+    """What was given to the function is overwritten before backward."""
+    weight = Parameter(np.ones((3, 3)), name="weight")
+    x = tensor(np.ones((2, 3)))
+    y = recompute(lambda h: ops.linear(h, weight), x)
+    x.data[...] = 100.0
+    y.sum().backward()
+    print(f"the weight's gradient should be 2 everywhere, it is {weight.grad[0, 0]:g}: the input was not a copy")
+
+
+def other_weights() -> None:
+    """A function that remembers that it ran already."""
+    first, second = Parameter(np.ones(3), name="first"), Parameter(np.ones(3), name="second")
+    calls = itertools.count()
+
+    def fickle(x: Any) -> Any:
+        return x * (first if next(calls) == 0 else second)
+
+    recompute(fickle, tensor(np.ones(3))).sum().backward()
+
+
+def one_stretch() -> None:
+    """The whole stack as one stretch: it comes back all at once."""
+    for name, modules in (("each block", lambda model: model.blocks), ("the whole model", lambda model: [model])):
+        with account.use(account.MemoryAccount()) as memory:
+            model = lab.model_of(lab.CONFIG, "none")
+            checkpoint(modules(model))
+            loss = model.loss(*lab.batch_of(lab.CONFIG))
+            alive = memory.now["activations"]
+            loss.backward()
+        print(f"{name:16} at the end of forward {size_text(alive):>9}, at the peak "
+              f"{size_text(memory.peak['activations']):>9}")
+
+
+BREAKS = {"fresh-dropout": fresh_dropout, "changed-input": changed_input, "other-weights": other_weights,
+          "one-stretch": one_stretch}

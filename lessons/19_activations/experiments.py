@@ -1,0 +1,83 @@
+"""What lesson 19, its figure and its break-its run: a small model that keeps its activations in one of three ways."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from minidist import account
+from minidist.nn import GPT, GPTConfig
+from minidist.parallel.activations import checkpoint_blocks
+
+CONFIG = GPTConfig(vocabulary=64, context=64, layers=6, width=64, heads=4)
+BATCH = 4
+WAYS = ("none", "scores", "all")
+
+
+def batch_of(config: GPTConfig, batch: int = BATCH) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets."""
+    ids = np.random.default_rng(0).integers(0, config.vocabulary, (batch, config.context + 1))
+    return ids[:, :-1].copy(), ids[:, 1:].copy()
+
+
+def model_of(config: GPTConfig, which: str) -> GPT:
+    """A model with its blocks as `which` says."""
+    model = GPT(config)
+    model.initialize(seed=0)
+    checkpoint_blocks(model, which)
+    return model
+
+
+def held(config: GPTConfig, which: str, batch: int = BATCH) -> int:
+    """Activation bytes alive at the end of forward."""
+    with account.use(account.MemoryAccount()) as memory:
+        loss = model_of(config, which).loss(*batch_of(config, batch))
+        alive = memory.now["activations"]
+        del loss
+    return alive
+
+
+def inside(config: GPTConfig, batch: int = BATCH) -> dict[str, int]:
+    """Bytes that one block keeps, by way: what a block more adds."""
+    more = replace(config, layers=config.layers + 1)
+    return {which: held(more, which, batch) - held(config, which, batch) for which in WAYS}
+
+
+def peak(config: GPTConfig, which: str) -> int:
+    """The most activation bytes at any time of forward and backward."""
+    with account.use(account.MemoryAccount()) as memory:
+        model_of(config, which).loss(*batch_of(config)).backward()
+        return memory.peak["activations"]
+
+
+def record(group: Any) -> dict[str, Any]:
+    """One step's curve by way, the quickest of several; and the peaks for k blocks."""
+    curves = {which: min((one_step(which) for _ in range(7)), key=lambda curve: curve["moments"][-1][0])
+              for which in WAYS}
+    each = inside(CONFIG)
+    return {"curves": curves, "input": each["all"], "inside": each["none"],
+            "peaks": [peak(CONFIG, ",".join(map(str, range(k))) or "none") for k in range(CONFIG.layers + 1)]}
+
+
+def one_step(which: str) -> dict[str, Any]:
+    """{"moments": (seconds, activation bytes) at every module and gradient of a step, "turn": when forward ended}."""
+    with account.use(account.MemoryAccount()) as memory:
+        model, batch = model_of(CONFIG, which), batch_of(CONFIG)
+        moments: list[tuple[float, int]] = []
+        begin = time.perf_counter()
+
+        def note(*_: Any) -> None:
+            moments.append((time.perf_counter() - begin, memory.now["activations"]))
+
+        for module in model.modules():
+            module.register_forward_hook(note)
+        for parameter in model.parameters():
+            parameter.hooks.append(note)
+        note()
+        loss = model.loss(*batch)
+        turn = time.perf_counter() - begin
+        loss.backward()
+        del loss
+        note()
+    return {"moments": moments, "turn": turn}
