@@ -52,10 +52,11 @@ class MemoryAccount:
 
     Attributes: limit    the most bytes of all categories together, or None
                 whose    for errors: the memory of what
+                instead  for errors: what to do where it does not suffice
     """
 
     def __init__(self, *, limit: int | None = None, whose: str = "device memory") -> None:
-        self.limit, self.whose = limit, whose
+        self.limit, self.whose, self.instead = limit, whose, "raise it, or hold less at once"
         self._lock = threading.Lock()
         self._held: dict[int, _Held] = {}
         self._freed: deque[_Held] = deque()
@@ -89,8 +90,7 @@ class MemoryAccount:
     def _too_much(self, category: str, nbytes: int, limit: int) -> str:
         held = ", ".join(f"{name} {self._now[name]:,}" for name in CATEGORIES if self._now[name]) or "nothing"
         return (f"{self.whose}: {nbytes:,} bytes more for {category} do not fit under the limit of {limit:,}: held are "
-                f"{self._now['total']:,} ({held}); raise the limit, take fewer sequences at "
-                f"once (accumulate), keep less of them (checkpoint_blocks), or offload more")
+                f"{self._now['total']:,} ({held}); {self.instead}")
 
     @property
     def now(self) -> dict[str, int]:

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     settings = train_options.check(args)
     size = args.ranks if starts_ranks else launch.world_size
     plan = settings.plan(size)
-    plan.require(size)
+    plan.require(size, settings.config)
     plan.require_model(settings.config)
     if starts_ranks and args.transport == "mpi":
         fail(f"--transport mpi: its ranks are mpirun's to start: mpirun -n {size} minidist train")

@@ -78,7 +78,7 @@ class Trainer:
                  lr: float = 1e-3, optimizer_options: dict[str, Any] | None = None, lr_schedule: str = "constant",
                  warmup: int = 0, steps: int | None = None, clip: float | None = 1.0, device: str = "cpu",
                  recorder: Recorder | None = None, offload_dir: str | Path | None = None) -> None:
-        plan.require(world.size)
+        plan.require(world.size, config)
         plan.require_model(config)
         if optimizer not in OPTIMIZERS:
             raise ConfigError(f"unknown optimizer {optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
@@ -95,7 +95,7 @@ class Trainer:
         self.precision, self.model = self._make_model()
         checkpoint_blocks(self.model, plan.checkpoint_blocks)
         self.home = make_home(plan.offload, offload_dir, device=device, recorder=self.recorder)
-        self.account.limit = plan.device_memory
+        self.account.limit, self.account.instead = plan.device_memory, plan.savings
         try:
             require_disk(self.home, [*self.model.parameters()], masters=plan.precision != "fp32", ranks=plan.dp)
             self.strategy: Strategy = self._make_strategy(device)
@@ -117,7 +117,7 @@ class Trainer:
         precision = MixedPrecision(self.plan.precision)
         model = GPT(replace(self.config, dtype=backend.dtype_name(precision.dtype)))
         if self.plan.precision == "fp8":
-            precision.attach(model, self.mesh.copies)
+            precision.attach(model, self.mesh.stage)
         return precision, model
 
     def _make_strategy(self, device: str) -> Strategy:
@@ -159,7 +159,7 @@ class Trainer:
             at_once = -(-sequences // (plan.dp * plan.accumulate))
             kept = pass_bytes(self.model.config, at_once, plan.checkpoint_blocks,
                               device=device_of(next(self.model.parameters()).data))
-            require_pass(plan.device_memory, self.account.now["total"], kept, at_once)
+            require_pass(plan.device_memory, self.account.now["total"], kept, at_once, instead=plan.savings)
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
         """The model's loss of a part; dropout is keyed by step and global token, so that it does not see the split."""

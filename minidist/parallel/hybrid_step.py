@@ -32,6 +32,8 @@ What must be the same on several ranks, and why it is, to the bit:
 
     norms, biases of row linears      on all of tp: from gradients that an all-reduce made equal. Over the data axis
                                       they are summed in buckets of their own, so that chunks lie alike on all tp ranks
+    key heads, if fewer than tp       on the ranks that look at one: in such buckets too; then the sums, with ZeRO those
+                                      of a rank's piece, are added up over these ranks
     a tied token table                on both ends of pp: sums over the data axis are added up over pp, with ZeRO those
                                       of a rank's piece of it; in buckets of its own too
     loss, norm                        on all ranks: shares are added in rank order
@@ -126,22 +128,23 @@ class Hybrid:
         if plan.zero == 3:
             tied = self.model.tokens if self.config.tied else None
             return Zero3(self.model, group, units=[c for _, c in self.model.children() if c is not tied],
-                         seed=seed, device=device, free_after_forward=not plan.keep_gathered, apart=self._whole(),
+                         seed=seed, device=device, free_after_forward=not plan.keep_gathered, apart=self._alike(),
                          whole=biases(self.model),
                          chains=[] if self.pipeline is None else self.pipeline.chains(), **options)
         kinds: dict[int, type[DDP] | type[Zero1] | type[Zero2]] = {0: DDP, 1: Zero1, 2: Zero2}
         return kinds[plan.zero](self.model, group, bucket_bytes=plan.bucket_bytes, apart=self._apart(), **options)
 
     def _apart(self) -> list[list[Parameter]]:
-        """What travels in buckets of its own: of a stage shards, experts, a table at both ends, what tp has whole."""
-        whole, table = ({id(p) for p in some} for some in (self._whole(), self._twice()))
+        """What travels in buckets of its own: of a stage shards, experts, a table at both ends, what ranks of tp share.
+        """
+        alike, table = ({id(p) for p in some} for some in (self._alike(), self._twice()))
         stages = ([trainable(self.model.parameters())] if self.pipeline is None else
                   [self.pipeline.weights_of(stage) for stage in self.pipeline.stages.layers])
         apart = []
         for weights in stages:
             kinds: dict[tuple[bool, bool, bool], list[Parameter]] = {}
             for p in weights:
-                kinds.setdefault((id(p) in whole, id(p) in table, id(p) in self.others), []).append(p)
+                kinds.setdefault((id(p) in alike, id(p) in table, id(p) in self.others), []).append(p)
             apart += [kinds[kind] for kind in sorted(kinds)]
         return apart
 
@@ -150,6 +153,14 @@ class Hybrid:
         if self.tp.size == 1:
             return []
         return [p for p in self.model.parameters() if not isinstance(p, WeightShard)]
+
+    def _shared(self) -> list[WeightShard]:
+        """The parts that several ranks of tp hold: key heads, of which there are fewer than ranks."""
+        return [p for p in self.model.parameters() if isinstance(p, WeightShard) and p.sharers is not None]
+
+    def _alike(self) -> list[Parameter]:
+        """What must lie alike on ranks of tp, to have the same bits: the whole and the shared."""
+        return [*self._whole(), *self._shared()]
 
     def _twice(self) -> list[Parameter]:
         """The token table, where it lies at both ends of the pipeline and this rank is at one."""
@@ -161,7 +172,7 @@ class Hybrid:
         A tied table at both ends; key heads that several ranks hold; with sequence parallelism what is whole on tp.
         """
         ends = None if self.pipeline is None else self.pipeline.ends
-        found = [Summand(table, (), ends) for table in self._twice() if ends is not None]
+        found = [Summand(table, ends) for table in self._twice() if ends is not None]
         found += summands(self.weights, self.tp if self.plan.sequence_parallel else None)
         if isinstance(self.data, DDP):
             return found
@@ -233,7 +244,7 @@ class Hybrid:
         first_copy = self.data.group.rank < self.data.sharing.shard.size
         pieces = [piece.grad for owner, piece in self._pieces()
                   if (first_copy or id(owner) in self.others) and id(owner) not in skipped
-                  and (isinstance(owner, WeightShard) or self.tp.rank == 0)]
+                  and (owner.first_sharer() if isinstance(owner, WeightShard) else self.tp.rank == 0)]
         return sum_in_order(self.everybody, sum_of_squares(pieces))
 
     # ------------------------------------------------------------------------------------------------ evaluation
@@ -275,5 +286,8 @@ class Hybrid:
             check_equal_owners((*self.model.parameters(), *masters), self.data.group, {**self.others, **of_masters},
                                when=when)
             check_equal_replicas(self._whole(), self.tp, when=when)
+            shared = self._shared()
+            if shared and shared[0].sharers is not None:
+                check_equal_replicas(shared, shared[0].sharers, when=when)
             if self.pipeline is not None and self.pipeline.ends is not None:
                 check_equal_replicas(self._twice(), self.pipeline.ends, when=when)

@@ -58,6 +58,11 @@ class Mesh:
         return self[("dp", *(axis for axis in ("ep", "cp") if self.shape[axis] > 1))]
 
     @property
+    def stage(self) -> Group:
+        """The ranks that have the same layers, or parts of them: all axes but pp."""
+        return self[("dp", *(axis for axis in ("ep", "cp", "tp") if self.shape[axis] > 1))]
+
+    @property
     def experts(self) -> Group:
         """The ranks that share the weights of some experts, where ep divides them: along dp and cp."""
         return self["dp", "cp"] if self.shape["cp"] > 1 else self["dp"]

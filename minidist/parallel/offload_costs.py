@@ -76,14 +76,13 @@ def require_memory(limit: int | None, units: Sequence[Unit], root: Unit) -> None
                                f"{need:,} bytes and the limit is {limit:,}; raise it, or make the model narrower")
 
 
-def require_pass(limit: int, held: int, activations: int, sequences: int) -> None:
+def require_pass(limit: int, held: int, activations: int, sequences: int, *, instead: str) -> None:
     """Raise MemoryLimitError, before training, if a pass's activations cannot lie beside what is held all along.
 
+    Args:    instead: what to do then.
     Gradients and scratch come on top: what passes here may still meet the limit, in its first step.
     """
     if held + activations > limit:
         rows = f"{sequences} sequence{'s' * (sequences > 1)}"
         raise MemoryLimitError(f"device memory: {held:,} bytes that stay and {activations:,} of activations, of {rows} "
-                               f"at once, need {held + activations:,} bytes and the limit is {limit:,}; raise it, take "
-                               f"fewer sequences at once (accumulate), keep less of them (checkpoint_blocks), or "
-                               f"offload more")
+                               f"at once, need {held + activations:,} bytes and the limit is {limit:,}; {instead}")

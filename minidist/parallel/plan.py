@@ -8,7 +8,7 @@ from minidist.errors import PlanError
 from minidist.nn import GPTConfig
 from minidist.parallel import plan_checks
 from minidist.parallel.common.buckets import BUCKET_BYTES
-from minidist.parallel.plan_checks import ATTENTIONS, AXES, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES, words
+from minidist.parallel.plan_checks import ATTENTIONS, AXES, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
 
 __all__ = ["ATTENTIONS", "AXES", "OFFLOADS", "PRECISIONS", "STRATEGIES", "ZERO_STAGES", "Plan"]
 
@@ -72,11 +72,15 @@ class Plan:
         """Raise PlanError unless a model of this shape can be cut so."""
         plan_checks.check_model(self, config)
 
-    def require(self, ranks: int) -> None:
-        """Raise PlanError unless the plan is for so many ranks."""
-        if self.size != ranks:
-            raise PlanError(f"plan {words(self.axes)} is for {self.size} rank{'s' * (self.size > 1)}, the job has "
-                            f"{ranks}; use {plan_checks.nearest(self, ranks) or f'dp={ranks}'}, or start {self.size}")
+    def require(self, ranks: int, config: GPTConfig | None = None) -> None:
+        """Raise PlanError unless the plan is for so many ranks; it names what would fit them, and the model if given.
+        """
+        plan_checks.check_ranks(self, ranks, config)
+
+    @property
+    def savings(self) -> str:
+        """What would take less of the device's memory: for errors."""
+        return plan_checks.savings(self)
 
     # --------------------------------------------------------------------------------------------------- counting
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from minidist.comm.collectives.choose import ALGORITHMS
 from minidist.errors import PlanError
 from minidist.nn import GPTConfig
 from minidist.parallel.common.sharing import divisors
@@ -45,10 +46,39 @@ def words(axes: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={axes[axis]}" for axis in AXES if axes.get(axis, 1) > 1) or "dp=1"
 
 
-def instead(plan: "Plan", **sizes: int) -> str:
-    """The plan's axes in words, but for those given; dp takes the ranks that this leaves over."""
-    axes = {**plan.axes, **sizes, "dp": 1}
-    return words({**axes, "dp": max(1, plan.size // math.prod(axes.values()))})
+def recut(plan: "Plan", axes: Mapping[str, int], **options: Any) -> tuple["Plan", str] | None:
+    """The plan with these axes and options, and in words: with what it must do without, options that others have.
+
+    None if it cannot be so either.
+    """
+    lost = {option: usual for option, (axis, usual) in OPTIONS_OF.items()
+            if axes.get(axis, 1) == 1 and getattr(plan, option) != usual}
+    for more in ({}, {"shard": None}) if plan.shard is not None else ({},):
+        try:
+            other = replace(plan, **{**dict.fromkeys(AXES, 1), **axes, **lost, **more, **options})
+        except PlanError:
+            continue
+        names = " and ".join({**lost, **more})
+        return other, words(other.axes) + (f" without {names}" if names else "")
+    return None
+
+
+def data_alone(plan: "Plan", **options: Any) -> str:
+    """As many ranks on the data axis alone, in words."""
+    other = recut(plan, {"dp": plan.size}, **options)
+    return other[1] if other else f"dp={plan.size}"
+
+
+def savings(plan: "Plan") -> str:
+    """What would take less of the device's memory, of what the plan does not do yet: for errors."""
+    ways = ["take fewer sequences at once (accumulate)"]
+    if plan.checkpoint_blocks != "all":
+        ways.append("keep less of them (checkpoint_blocks)")
+    if plan.zero < 3 and plan.copies > 1:
+        ways.append("divide more (zero)")
+    if plan.offload != "all" and not plan.composed:
+        ways.append("offload more (offload)")
+    return ", ".join(("raise it", *ways[:-1])) + f", or {ways[-1]}"
 
 
 def check(plan: "Plan") -> None:
@@ -62,10 +92,8 @@ def check(plan: "Plan") -> None:
         raise PlanError(f"plan accumulate={plan.accumulate!r}: a step has at least one backward pass")
     if plan.precision not in PRECISIONS:
         raise PlanError(f"plan precision={plan.precision!r}: choose one of {', '.join(PRECISIONS)}")
-    for part in (_check_zero, _check_offload, _check_strategy, _check_pipeline, _check_sequence):
+    for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, _check_pipeline, _check_sequence):
         part(plan)
-    if plan.composed:
-        _check_composition(plan)
 
 
 def _check_zero(plan: "Plan") -> None:
@@ -88,6 +116,17 @@ def _check_zero(plan: "Plan") -> None:
                         f"their gradients on the device; leave one of the two out")
 
 
+def _check_algorithm(plan: "Plan") -> None:
+    """One that each collective of the data axis takes."""
+    verbs = ["reduce_scatter", "all_gather"] if plan.zero else ["all_reduce"]
+    if plan.shard is not None and plan.shard < plan.copies:
+        verbs.append("all_reduce")
+    taken = [name for name in ALGORITHMS[verbs[0]] if all(name in ALGORITHMS[verb] for verb in verbs)]
+    if plan.algorithm not in (*taken, "auto"):
+        raise PlanError(f"plan algorithm={plan.algorithm!r} with zero={plan.zero}, which sends by {', '.join(verbs)}: "
+                        f"choose one of {', '.join(taken)}, auto")
+
+
 def _check_offload(plan: "Plan") -> None:
     if plan.offload not in OFFLOADS:
         raise PlanError(f"plan offload={plan.offload!r}: choose one of {', '.join(OFFLOADS)}")
@@ -99,6 +138,10 @@ def _check_offload(plan: "Plan") -> None:
                         f"use zero=1, 2 or 3")
     if plan.device_memory is not None and plan.device_memory < 1:
         raise PlanError(f"plan device_memory={plan.device_memory}: a device has at least one byte; write 64MiB")
+    if plan.offload != "none" and plan.composed:
+        zero = max(1, plan.zero)
+        raise PlanError(f"plan {words({**plan.axes, 'dp': 1})} with offload={plan.offload}: this version offloads on "
+                        f"the data axis alone; use offload=none, or {data_alone(plan, zero=zero)} with zero={zero}")
 
 
 def _check_strategy(plan: "Plan") -> None:
@@ -111,7 +154,7 @@ def _check_strategy(plan: "Plan") -> None:
                         f"strategy ddp; leave them out")
     if plan.strategy == "parameter-server" and plan.composed:
         raise PlanError(f"plan {words({**plan.axes, 'dp': 1})} with strategy={plan.strategy}: it keeps whole models; "
-                        f"use strategy=ddp, or dp={plan.size}")
+                        f"use strategy=ddp, or {data_alone(plan)}")
     if plan.strategy != "data-parallel" and plan.replicas != 1:
         raise PlanError(f"plan replicas={plan.replicas}: devices of one process are for strategy data-parallel")
     if plan.strategy != "parameter-server" and (plan.servers != 1 or plan.asynchronous):
@@ -136,7 +179,7 @@ def _check_pipeline(plan: "Plan") -> None:
         raise PlanError(f"plan microbatches={plan.microbatches!r}: a pipeline takes at least one")
     if plan.pp == 1 and plan.microbatches > 1:
         raise PlanError(f"plan microbatches={plan.microbatches} with pp=1: there is no pipeline to fill; use "
-                        f"accumulate={plan.microbatches}, which takes as many passes, or pp=2")
+                        f"accumulate={plan.accumulate * plan.microbatches}, which takes as many passes, or pp=2")
 
 
 def _check_sequence(plan: "Plan") -> None:
@@ -147,18 +190,6 @@ def _check_sequence(plan: "Plan") -> None:
     if plan.sequence_parallel and plan.tp == 1:
         raise PlanError("plan sequence_parallel with tp=1: it divides what lies between tensor-parallel regions; use "
                         "tp=2, or cp=2, which divides attention too")
-
-
-def _check_composition(plan: "Plan") -> None:
-    """What goes with more than the data axis."""
-    cut = words({**plan.axes, "dp": 1})
-    if plan.offload != "none":
-        raise PlanError(f"plan {cut} with offload={plan.offload}: this version offloads on the data axis alone; "
-                        f"use offload=none, or dp={plan.size} with zero={max(1, plan.zero)}")
-    if plan.tp > 1 and plan.precision == "fp8":
-        without = " without sequence_parallel" if plan.sequence_parallel else ""
-        raise PlanError(f"plan tp={plan.tp} with precision=fp8: a shard knows no scale of the whole matrix; use "
-                        f"bf16, or tp=1 with {instead(plan, tp=1)}{without}")
 
 
 # --------------------------------------------------------------------------------------------------- plan and model
@@ -180,19 +211,26 @@ def nearest(plan: "Plan", ranks: int, config: GPTConfig | None = None) -> str | 
     found = []
     for sizes in product(*([size for size in divisors(ranks) if size <= plan.axes[axis]] for axis in cut)):
         dp, rest = divmod(ranks, math.prod(sizes))
-        axes: dict[str, Any] = {"dp": dp, **dict(zip(cut, sizes, strict=True))}
-        lost = {option: usual for option, (axis, usual) in OPTIONS_OF.items()
-                if axes.get(axis, 1) == 1 and getattr(plan, option) != usual}
-        try:
-            other = replace(plan, **axes, **lost) if dp and not rest else None
-        except PlanError:
-            continue
-        if other is not None and (config is None or not any(_misfits(other, config))):
-            changed = sum(plan.axes[axis] != other.axes[axis] for axis in cut)
-            far = sum(abs(math.log(plan.axes[axis] / other.axes[axis])) for axis in AXES)
-            without = " without " + " and ".join(lost) if lost else ""
-            found.append((changed, round(far, 9), words(other.axes) + without))
+        other = recut(plan, {"dp": dp, **dict(zip(cut, sizes, strict=True))}) if dp and not rest else None
+        if other is not None and (config is None or not any(_misfits(other[0], config))):
+            changed = sum(plan.axes[axis] != other[0].axes[axis] for axis in cut)
+            far = sum(abs(math.log(plan.axes[axis] / other[0].axes[axis])) for axis in AXES)
+            found.append((changed, round(far, 9), other[1]))
     return min(found)[2] if found else None
+
+
+def check_ranks(plan: "Plan", ranks: int, config: GPTConfig | None) -> None:
+    """Raise PlanError unless the plan is for so many ranks; what is named instead can cut the model, if one is given.
+    """
+    if plan.size == ranks:
+        return
+    ways = [f"use {other}" for other in [nearest(plan, ranks, config)] if other]
+    if config is None or not any(_misfits(plan, config)):
+        ways.append(f"start {plan.size}")
+    if not ways and config is not None:
+        check_model(plan, config)       # no number of ranks would help
+    raise PlanError(f"plan {words(plan.axes)} is for {plan.size} rank{'s' * (plan.size > 1)}, the job has {ranks}; "
+                    f"{', or '.join(ways)}")
 
 
 Misfit = tuple[str, str]
@@ -210,9 +248,6 @@ def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[Misfit]:
     if plan.tp > count:
         few = f"{count} {what} leave" if count > 1 else f"1 {what.removesuffix('s')} leaves"
         yield f"tp={plan.tp}: {few} a rank without any", f"at least {plan.tp} {what}"
-    if plan.tp > config.key_heads and plan.zero:
-        yield (f"tp={plan.tp} with zero={plan.zero}: several ranks hold each of {config.key_heads} key heads, in "
-               f"shards that lie apart", "zero=0")
     least = config.heads // plan.tp
     if plan.attention == "all-to-all" and plan.cp > least:
         yield (f"cp={plan.cp} with attention=all-to-all: of {config.heads} heads tp={plan.tp} leaves a rank {least}, "

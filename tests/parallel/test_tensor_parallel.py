@@ -199,7 +199,8 @@ def norm_counts_twice(patch: pytest.MonkeyPatch) -> None:
 def contiguous_columns(patch: pytest.MonkeyPatch) -> None:
     """qkv cut as one matrix: a rank gets queries of all heads and no values."""
     patch.setattr(split_gpt, "head_columns", lambda heads, keys, width, shares: [
-        np.arange(3 * heads * width)[part] for part in tensor_layers.ranges(3 * heads * width, len(shares))])
+        (np.arange(3 * heads * width)[part], np.arange(0))
+        for part in tensor_layers.ranges(3 * heads * width, len(shares))])
 
 
 def target_counted_everywhere(patch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def _again(scales: Scales, w: Array) -> Array:
 class Float8:
     """All linears of a model's blocks, multiplying in fp8. Embedding and output layer stay as they are.
 
-    Args:    group: the ranks that share the batch, and must use the same scales.
+    Args:    group: the ranks that must use the same scales: they share the batch, or have parts of the same matrices.
     """
 
     def __init__(self, model: GPT, group: Group | None) -> None:

@@ -1,8 +1,9 @@
 """Weights of which each rank holds a part, and what must be known of them to train: drawing, norms, sums, saving.
 
 A shard keeps the whole tensor's name, and draws its own part under that name, so that any split starts with the bits of
-the whole. Parts may overlap: a key head that several ranks need is held by each, `sharers` being the group of those;
-the gradient of each is then a summand, and the sum over the sharers is the head's.
+the whole. Where a rank has several parts of one tensor, each has a name below that: `word`. Ranks may have a part in
+common: a key head that several ranks need is held by each, `sharers` being the group of those; the gradient of each is
+then a summand, and the sum over the sharers is the head's.
 """
 
 import math
@@ -30,20 +31,29 @@ class WeightShard(Weight):
 
     Args:    weight: the whole one, not yet drawn; or a shard, to be cut into smaller `parts` of the whole.
              parts: of every rank of the group; rank: this one's.
-             sharers: the ranks that hold what lies at `shared` of this part too, or None.
+             sharers: the ranks that hold this part too, or None.
              among: the ranks that have the parts, if others than those of most shards of the model.
+             word: the last of its name, where the rank has other parts of the tensor too.
     Attributes: whole: the whole tensor's shape
     """
 
-    __slots__ = ("whole", "parts", "rank", "sharers", "shared", "among")
+    __slots__ = ("whole", "parts", "rank", "sharers", "among", "word")
 
     def __init__(self, weight: Weight, parts: Sequence[Place], rank: int, *, sharers: Group | None = None,
-                 shared: Place = (), among: Group | None = None) -> None:
+                 among: Group | None = None, word: str = "") -> None:
         self.whole: tuple[int, ...] = weight.whole if isinstance(weight, WeightShard) else weight.shape
         own = np.broadcast_to(np.zeros(()), self.whole)[_mesh(parts[rank], self.whole)]
         super().__init__(own.shape, weight.init, dtype=weight.dtype, name=weight.name)
         self.requires_grad = weight.requires_grad
-        self.parts, self.rank, self.sharers, self.shared, self.among = parts, rank, sharers, shared, among
+        self.parts, self.rank, self.sharers, self.among, self.word = parts, rank, sharers, among, word
+
+    def whole_name(self, name: str) -> str:
+        """The whole tensor's name, of this part's."""
+        return name.removesuffix(f".{self.word}") if self.word else name
+
+    def first_sharer(self) -> bool:
+        """Whether this rank is the one, of those that hold this part, that counts it."""
+        return self.sharers is None or self.sharers.rank == 0
 
     def draw(self, seed: int, part: Part = (), *, device: str = "cpu") -> Array:
         """The first values of this rank's part, or of `part` of that."""
@@ -51,7 +61,7 @@ class WeightShard(Weight):
         if not (isinstance(part, tuple) and not part):
             places = places.reshape(-1)[np.asarray(positions_of(self.shape, part), np.int64)]
         self._require_name()
-        return self.init.draw(self.name, seed, places, self.dtype, device=device)
+        return self.init.draw(self.whole_name(self.name), seed, places, self.dtype, device=device)
 
 
 def _mesh(part: Place, shape: Sequence[int]) -> tuple[Any, ...]:
@@ -66,18 +76,19 @@ def assemble(model: Module, own: Mapping[str, np.ndarray], group: Group) -> dict
     Args:    own: this rank's arrays by dotted path; group: the ranks that have the parts, if a shard names no others.
     Cost:    an all-gather of each split weight.
     """
-    state = {}
+    state: dict[str, np.ndarray] = {}
     for name, parameter in model.named_parameters():
-        state[name] = own[name]
-        if isinstance(parameter, WeightShard):
-            flat = (parameter.among or group).all_gather(np.ascontiguousarray(own[name]).reshape(-1))
-            state[name] = np.empty(parameter.whole, own[name].dtype)
-            start = 0
-            for part in parameter.parts:
-                where = _mesh(part, parameter.whole)
-                shape = tuple(index.size for index in where)
-                state[name][where] = flat[start:start + math.prod(shape)].reshape(shape)
-                start += math.prod(shape)
+        if not isinstance(parameter, WeightShard):
+            state[name] = own[name]
+            continue
+        flat = (parameter.among or group).all_gather(np.ascontiguousarray(own[name]).reshape(-1))
+        whole = state.setdefault(parameter.whole_name(name), np.empty(parameter.whole, own[name].dtype))
+        start = 0
+        for part in parameter.parts:
+            where = _mesh(part, parameter.whole)
+            shape = tuple(index.size for index in where)
+            whole[where] = flat[start:start + math.prod(shape)].reshape(shape)
+            start += math.prod(shape)
     return state
 
 
@@ -86,23 +97,22 @@ def cut(model: Module, whole: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
     Raises:  ShapeError for a weight of another shape than the whole one's; load_state_dict tells of names and dtypes.
     """
-    own = dict(whole)
+    own, taken = {}, set()
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, WeightShard) and name in own:
-            if own[name].shape != parameter.whole:
-                raise ShapeError(f"{name} is {own[name].shape}, the whole weight {parameter.whole}; load what one "
+        of = parameter.whole_name(name) if isinstance(parameter, WeightShard) else name
+        if isinstance(parameter, WeightShard) and of in whole:
+            if whole[of].shape != parameter.whole:
+                raise ShapeError(f"{of} is {whole[of].shape}, the whole weight {parameter.whole}; load what one "
                                  f"process or state_dict saved, not a part")
-            own[name] = own[name][_mesh(parameter.parts[parameter.rank], parameter.whole)]
-    return own
+            own[name] = whole[of][_mesh(parameter.parts[parameter.rank], parameter.whole)]
+            taken.add(of)
+    return {**{name: array for name, array in whole.items() if name not in taken}, **own}
 
 
 class Summand(NamedTuple):
-    """A gradient, or with ZeRO this rank's piece of it, or what lies at `place` of it, that must be added up over the
-    ranks of `group`.
-    """
+    """A gradient, or with ZeRO this rank's piece of it, that must be added up over the ranks of `group`."""
 
     parameter: Parameter | Piece
-    place: Place
     group: Group
 
 
@@ -118,9 +128,9 @@ def summands(parameters: Iterable[Parameter], outside: Group | None = None) -> l
             continue
         if isinstance(parameter, WeightShard):
             if parameter.sharers is not None and parameter.sharers.size > 1:
-                found.append(Summand(parameter, parameter.shared, parameter.sharers))
+                found.append(Summand(parameter, parameter.sharers))
         elif outside is not None:
-            found.append(Summand(parameter, (), outside))
+            found.append(Summand(parameter, outside))
     return found
 
 
@@ -136,7 +146,7 @@ def add_up(parts: Sequence[Summand], *, algorithm: str = "ring") -> None:
             raise GradientError(f"{part.parameter.name!r} has no gradient to add up; call zero_unused first")
         runs.setdefault((part.group.id, part.parameter.grad.dtype.name), []).append(part)
     for run in runs.values():
-        pieces: list[Any] = [part.parameter.grad[part.place] for part in run]   # type: ignore[index]
+        pieces: list[Any] = [part.parameter.grad for part in run]
         xp = array_module(*pieces)
         flat = account.current().hold(xp.concatenate([piece.reshape(-1) for piece in pieces]), "communication")
         run[0].group.all_reduce(flat, out=flat, algorithm=algorithm)
@@ -149,7 +159,7 @@ def add_up(parts: Sequence[Summand], *, algorithm: str = "ring") -> None:
 def squares_once(parameters: Iterable[Parameter], group: Group) -> float:
     """The sum of the squares of the whole gradient, each weight counted once: the same bits on every rank.
 
-    Split weights count where they are, shared parts at the first of their sharers, all others at rank 0.
+    Split weights count where they are, shared ones at the first of their sharers, all others at rank 0.
     Cost:    one all-gather of a float64 a rank, counted under `control`.
     """
     with group.ledger.control():
@@ -161,12 +171,6 @@ def counted_at(parameters: Iterable[Parameter], rank: int) -> list[Array | None]
     """The gradients that this rank of the group counts in the norm, so that every number counts at one rank."""
     counted: list[Array | None] = []
     for parameter in parameters:
-        if not isinstance(parameter, WeightShard):
-            counted += [parameter.grad] if rank == 0 else []
-        elif parameter.sharers is None or parameter.sharers.rank == 0 or parameter.grad is None:
+        if parameter.first_sharer() if isinstance(parameter, WeightShard) else rank == 0:
             counted.append(parameter.grad)
-        else:
-            own = array_module(parameter.grad).array(parameter.grad)
-            own[parameter.shared] = 0
-            counted.append(own)
     return counted

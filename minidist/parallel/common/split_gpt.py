@@ -1,6 +1,7 @@
 """Which part of a GPT each rank of a tensor-parallel group gets, and the model cut so."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from minidist.parallel.common.tensor_layers import (
     ColumnLinear,
     Region,
     RowLinear,
+    SharedKeysLinear,
     SplitEmbedding,
     SplitMixture,
     SplitMLP,
@@ -59,12 +61,15 @@ def head_shares(heads: int, key_heads: int, size: int) -> list[tuple[range, rang
     return shares
 
 
-def head_columns(heads: int, key_heads: int, head_width: int, shares: Sequence[tuple[range, range]]) -> list[Array]:
-    """The columns of the queries', keys' and values' common weight that each share needs, in their own order."""
+def head_columns(heads: int, key_heads: int, head_width: int,
+                 shares: Sequence[tuple[range, range]]) -> list[tuple[Array, Array]]:
+    """The columns of the queries', keys' and values' common weight that each share needs: queries'; keys' and values'.
+    """
     def of(first: int, chosen: range) -> Array:
         return np.arange((first + chosen.start) * head_width, (first + chosen.stop) * head_width)
 
-    return [np.concatenate([of(0, queries), of(heads, keys), of(heads + key_heads, keys)]) for queries, keys in shares]
+    return [(of(0, queries), np.concatenate([of(heads, keys), of(heads + key_heads, keys)]))
+            for queries, keys in shares]
 
 
 def shared_numbers(config: GPTConfig, ranks: int) -> int:
@@ -86,8 +91,12 @@ def split_attention(attention: CausalSelfAttention, tp: Region, sharers: Group |
     shares = head_shares(attention.heads, attention.key_heads, group.size)
     queries, keys = shares[group.rank]
     columns = head_columns(attention.heads, attention.key_heads, width, shares)
-    attention.qkv = ColumnLinear(attention.qkv, tp, columns=columns, sharers=sharers,   # type: ignore[assignment]
-                                 shared=slice(len(queries) * width, None))
+    cut: Any = attention
+    if sharers is None:
+        cut.qkv = ColumnLinear(attention.qkv, tp, columns=[np.concatenate(both) for both in columns])
+    else:
+        cut.qkv = SharedKeysLinear(attention.qkv, tp, queries=[of for of, _ in columns], keys=[of for _, of in columns],
+                                   sharers=sharers)
     attention.out = RowLinear(attention.out, tp,                                        # type: ignore[assignment]
                               rows=[slice(share.start * width, share.stop * width) for share, _ in shares])
     attention.heads, attention.key_heads = len(queries), len(keys)

@@ -58,22 +58,42 @@ class ColumnLinear(Module):
     Args:    linear: the whole layer, its weights not yet drawn.
              columns: of every rank; numpy.array_split's unless given.
              enter: whether x comes from outside the region; no if the caller let it in (two layers, one x).
-             sharers, shared: the ranks that hold the columns `shared` of this rank's too.
+             sharers: the ranks that have this rank's columns too; word: the last of the weights' names (WeightShard).
     """
 
     def __init__(self, linear: Linear, tp: Region, *, columns: Sequence[slice | Array] | None = None,
-                 enter: bool = True, sharers: Group | None = None, shared: slice = slice(0)) -> None:
+                 enter: bool = True, sharers: Group | None = None, word: str = "") -> None:
         group = tp.group
         chosen = columns or ranges(linear.weight.shape[1], group.size)
-        self.region = tp if enter else None
+        self.region, self.product = tp if enter else None, linear.product
         self.weight = WeightShard(linear.weight, [(slice(None), part) for part in chosen], group.rank, sharers=sharers,
-                                  shared=(slice(None), shared))
+                                  word=word)
         self.bias = None if linear.bias is None else WeightShard(
-            linear.bias, [(part,) for part in chosen], group.rank, sharers=sharers, shared=(shared,))
+            linear.bias, [(part,) for part in chosen], group.rank, sharers=sharers, word=word)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x if self.region is None else self.region.enter(x), self.weight,      # type: ignore
-                          self.bias)
+        return self.product(x if self.region is None else self.region.enter(x), self.weight,    # type: ignore
+                            self.bias)
+
+
+class SharedKeysLinear(Module):
+    """Queries of this rank's heads, and the keys and values of the one head that they look at, which others have too.
+
+    Two column linears side by side, for what ranks share must lie alike on all of them, wherever ZeRO cuts it.
+    Args:    queries, keys: the columns of every rank; sharers: the ranks that have this rank's keys.
+    """
+
+    def __init__(self, linear: Linear, tp: Region, *, queries: Sequence[Array], keys: Sequence[Array],
+                 sharers: Group) -> None:
+        self.region, self.product = tp, linear.product
+        parts = {"queries": ColumnLinear(linear, tp, columns=queries, word="queries"),
+                 "keys": ColumnLinear(linear, tp, columns=keys, sharers=sharers, word="keys")}
+        self.weight = {name: part.weight for name, part in parts.items()}
+        self.bias = {name: part.bias for name, part in parts.items()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.region.enter(x)
+        return ops.concat([self.product(x, weight, self.bias[name]) for name, weight in self.weight.items()], dim=-1)
 
 
 class RowLinear(Module):
@@ -84,13 +104,13 @@ class RowLinear(Module):
     """
 
     def __init__(self, linear: Linear, tp: Region, *, rows: Sequence[slice] | None = None) -> None:
-        self.region = tp
+        self.region, self.product = tp, linear.product
         parts: list[Place] = [(part,) for part in rows or ranges(linear.weight.shape[0], tp.group.size)]
         self.weight = WeightShard(linear.weight, parts, tp.group.rank)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.region.leave(ops.linear(x, self.weight))
+        y = self.region.leave(self.product(x, self.weight))
         return y if self.bias is None else y + self.bias
 
 
