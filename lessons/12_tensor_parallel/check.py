@@ -36,7 +36,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 def _columns(exercise: ModuleType, heads: int, rank: int, size: int) -> Result:
     """Beside the library's, and beside what two mistakes give."""
     width = 4
-    target = head_columns(heads, heads, width, head_shares(heads, heads, size))[rank].tolist()
+    target = np.concatenate(head_columns(heads, heads, width, head_shares(heads, heads, size))[rank]).tolist()
     ours = np.asarray(exercise.head_columns(heads, width, rank, size)).tolist()
     straddling = np.array_split(np.arange(heads * width), size)[rank]
     straddling = [int(x) + third * heads * width for third in range(3) for x in straddling]

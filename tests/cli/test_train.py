@@ -276,7 +276,7 @@ def refusals() -> list[tuple[list[str], str]]:
         (["-n", "2", "--plan", "ep=2", "--experts", "3"], "3 experts do not divide among 2 ranks"),
         (["--top-k", "2"], "--top-k is for a mixture of experts; add --experts 8"),
         (["--experts", "2", "--top-k", "3"], "top_k from 1 to their number"),
-        (["-n", "4", "--plan", "dp=2,tp=4"], "use tp=4, or start 8"),
+        (["-n", "4", "--plan", "dp=2,tp=4"], "is for 8 ranks, the job has 4; use dp=2,tp=2"),
         (["-n", "4", "--plan", "pp=4"], "use dp=2,pp=2, or at least 2 layers"),
         (["-n", "4", "--plan", "tp=4"], "use dp=2,tp=2, or at least 4 heads"),
         (["-n", "4", "--plan", "cp=4", "--attention", "all-to-all"], "use dp=2,cp=2, or attention=ring"),

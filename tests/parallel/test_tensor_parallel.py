@@ -219,7 +219,7 @@ def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) ->
 
     def with_biases(model: GPT) -> None:
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if "bias" in name.split("."):
                 parameter.init = type(parameter.init)("ones")
 
     serial = run(tensor, 1, changes, spoil=with_biases, **options)[0]
