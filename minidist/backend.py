@@ -7,7 +7,6 @@ CuPy is imported only when a CUDA device is asked for. Here "low precision" mean
 and sent as they are, computed in float32 and rounded once (a bfloat16 sum of 4,096 ones gives 256 otherwise).
 """
 
-import ctypes
 import hashlib
 import sys
 from types import ModuleType
@@ -31,7 +30,7 @@ _SIGNIFICANT_BITS = {_DTYPES["float64"]: 53, _DTYPES["float32"]: 24, _DTYPES["fl
 
 # ---------------------------------------------------------------------------------------------------- modules, devices
 
-def _cupy() -> ModuleType | None:
+def imported_cupy() -> ModuleType | None:
     """CuPy if somebody imported it already: an array of it cannot exist otherwise."""
     return sys.modules.get("cupy")
 
@@ -40,13 +39,13 @@ def is_array(value: object) -> TypeGuard[Array]:
     """Whether `value` is a NumPy or CuPy array."""
     if isinstance(value, np.ndarray):
         return True
-    cupy = _cupy()
+    cupy = imported_cupy()
     return cupy is not None and isinstance(value, cupy.ndarray)
 
 
 def array_module(*arrays: object) -> Any:
     """The module that computes on `arrays`: cupy if any of them lives on a GPU, else numpy. Never imports CuPy."""
-    cupy = _cupy()
+    cupy = imported_cupy()
     if cupy is not None and any(isinstance(array, cupy.ndarray) for array in arrays):
         return cupy
     return np
@@ -92,8 +91,11 @@ def to_host(array: Array) -> np.ndarray:
     return host
 
 
+_PINNED = 1         # cudaMemoryTypeHost
+
+
 def to_device(array: Array, device: str) -> Array:
-    """`array` on `device`; itself if it is there already.
+    """`array` on `device`; itself if it is there already. A host array may change when this returns.
 
     Raises: DeviceError, ConfigError as `module_for`.
     """
@@ -103,7 +105,10 @@ def to_device(array: Array, device: str) -> Array:
     if xp is np:
         return to_host(array)
     result = xp.empty(array.shape, array.dtype)
-    result.set(np.ascontiguousarray(array))
+    source = np.ascontiguousarray(array)
+    result.set(source)
+    if xp.cuda.runtime.pointerGetAttributes(source.ctypes.data).type == _PINNED:    # the GPU may still have to read it
+        xp.cuda.get_current_stream().synchronize()
     return result
 
 
@@ -283,23 +288,3 @@ def random_normal(name: str, seed: int, index: Any, kind: Any = "float32") -> Ar
         return (bits.view(np.int64) - _SUM_MEAN).astype(wide) * scale
 
     return _draw(name, seed, index, kind, convert)
-
-
-# ----------------------------------------------------------------------------------------------------------- allocator
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3            # from glibc's malloc.h
-
-
-def tune_allocator(keep_bytes: int = 1 << 30) -> bool:
-    """Let the C library keep freed memory up to `keep_bytes` instead of handing each large array back to the system.
-
-    A training step frees and takes the same big arrays again; by default glibc returns each to the kernel, and every
-    fresh 4 KiB page costs a fault and a clearing. Changes the process. Returns whether it did: Linux with glibc only.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:                                  # musl has none
-        return False
-    mmap_limit = min(keep_bytes, 1 << 25)                # glibc refuses more than 32 MiB
-    return bool(mallopt(_M_MMAP_THRESHOLD, mmap_limit)) and bool(mallopt(_M_TRIM_THRESHOLD, keep_bytes))

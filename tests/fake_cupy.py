@@ -1,8 +1,9 @@
 """A CuPy without a GPU: what minidist's device code uses of it, true to its streams, events and addresses.
 
-Every stream is a thread that works off a queue, so what is not ordered by an event goes wrong here as on a GPU; arrays
-begin and end as rubbish; NCCL's and IPC's calls work on raw addresses. Each thread has a default stream of its own.
-NCCL's kernels wait for each other in the streams, take their time, and end when their communicator is aborted.
+Every stream is a thread that works off a queue, so what is not ordered by an event goes wrong here as on a GPU; memory
+begins and ends as rubbish; NCCL's and IPC's calls work on raw addresses. Each thread has a current device, the first
+until it takes another, and on each a default stream of its own. NCCL's kernels wait for each other in the streams, take
+their time, and end when their communicator is aborted.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ _numbers = itertools.count(1000)
 _local = threading.local()
 _streams, _events = {}, {}
 _begins = weakref.WeakValueDictionary()     # address -> the largest array that begins there, for kernels' tables
+_pinned, _pinned_lock = weakref.WeakValueDictionary(), threading.Lock()    # host arrays that the GPU reads, by address
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------
@@ -29,6 +31,7 @@ _begins = weakref.WeakValueDictionary()     # address -> the largest array that 
 class Stream:
     def __init__(self, null=False, non_blocking=False):
         self.ptr, self._queue, self._thread = next(_numbers), queue.SimpleQueue(), None
+        self.device_id = _device()
         _streams[self.ptr] = self
 
     def put(self, work):
@@ -52,6 +55,8 @@ class Stream:
         assert reached.wait(PATIENCE), "a stream is stuck"
 
     def __enter__(self):
+        if self.device_id != _device():
+            raise RuntimeError(f"a stream of device {self.device_id}, but the current one is {_device()}")
         _stack().append(self)
         return self
 
@@ -59,10 +64,16 @@ class Stream:
         _stack().pop()
 
 
+def default_stream():
+    """A thread's stream of its current device, until it takes another."""
+    return Stream()
+
+
 def _stack():
-    if not hasattr(_local, "stack"):
-        _local.stack = [Stream()]
-    return _local.stack
+    stacks = vars(_local).setdefault("stacks", {})
+    if _device() not in stacks:
+        stacks[_device()] = [default_stream()]
+    return stacks[_device()]
 
 
 def get_current_stream():
@@ -87,17 +98,22 @@ class Event:
 
 
 class Device:
-    def __init__(self, id=0):
-        self.id = id
+    def __init__(self, id=None):
+        self.id = _device() if id is None else id
 
     def use(self):
-        return self
+        _local.devices = [self.id]
 
     def __enter__(self):
+        _local.devices = [*getattr(_local, "devices", [0]), self.id]
         return self
 
     def __exit__(self, *exception):
-        pass
+        _local.devices.pop()
+
+
+def _device():
+    return getattr(_local, "devices", [0])[-1]
 
 
 # --- arrays ----------------------------------------------------------------------------------------------------------
@@ -113,9 +129,9 @@ class ndarray:
             nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
             host = at(memptr.ptr, nbytes).view(dtype).reshape(shape)
         elif host is None:
-            host = np.empty(shape, dtype)
+            host, self.stream = np.empty(shape, dtype), get_current_stream()
             _spoil(host, 0xA5)
-            weakref.finalize(self, get_current_stream().put, partial(_spoil, host, 0x5A)).atexit = False
+            weakref.finalize(self, self.stream.put, partial(_spoil, host, 0x5A)).atexit = False
         self.host, self.base = host, base
         self.shape, self.dtype, self.strides, self.size, self.ndim, self.nbytes = (
             host.shape, host.dtype, host.strides, host.size, host.ndim, host.nbytes)
@@ -171,15 +187,27 @@ class ndarray:
         return out
 
     def set(self, values, stream=None):
+        """Returns at once; what is not pinned has been copied aside then."""
         assert isinstance(values, np.ndarray) and values.dtype == self.dtype and values.shape == self.shape
-        (stream or get_current_stream()).put(lambda: np.copyto(self.host, values))
-        if stream is None:
-            get_current_stream().synchronize()
+        source = values if _is_pinned(values.__array_interface__["data"][0]) else values.copy()
+        (stream or get_current_stream()).put(lambda: np.copyto(self.host, source))
 
 
 def _spoil(host, rubbish):
     """Memory is anybody's: when it is new, and, to the stream that it was allocated for, once nothing refers to it."""
     host.reshape(-1).view(np.uint8)[:] = rubbish
+
+
+def empty_pinned(shape, dtype=float):
+    array = np.empty(shape, dtype)
+    with _pinned_lock:
+        _pinned[array.__array_interface__["data"][0]] = array
+    return array
+
+
+def _is_pinned(address):
+    with _pinned_lock:
+        return any(start <= address < start + array.nbytes for start, array in _pinned.items())
 
 
 def _host(value):
@@ -217,6 +245,7 @@ def _contiguous(x):
 class Memory:
     def __init__(self, size):
         self._bytes = np.full(size, 0xA5, np.uint8)
+        weakref.finalize(self, _spoil, self._bytes, 0x5A).atexit = False
         self.ptr, self.size = self._bytes.__array_interface__["data"][0], size
 
 
@@ -247,6 +276,9 @@ class Runtime:
 
     def deviceGetPCIBusId(self, device):
         return f"0000:0{device}:00.0"
+
+    def pointerGetAttributes(self, ptr):
+        return SimpleNamespace(type=1 if _is_pinned(ptr) else 0)
 
     def ipcGetMemHandle(self, ptr):
         if self.refuses:
@@ -488,5 +520,5 @@ def modules():
                       NCCL_MAX=2, NCCL_MIN=3, available=True, NcclError=NcclError, NcclCommunicator=NcclCommunicator,
                       get_version=lambda: 22707, groupStart=_group_start, groupEnd=_group_end,
                       get_unique_id=lambda: next(_numbers).to_bytes(128, "little"))
-    extra.empty_pinned = np.empty
+    extra.empty_pinned = empty_pinned
     return dict(zip(names, (cupy, cuda, compiler, nccl, extra), strict=True))

@@ -43,10 +43,13 @@ def on_device(x: Any) -> Any:
 
 
 def back(x: Any) -> Any:
-    """The same on the host; it must have been on the GPU."""
+    """The same on the host; it must have been on this rank's GPU."""
+    import cupy  # noqa: PLC0415
+
     if isinstance(x, list):
         return [back(part) for part in x]
     assert not isinstance(x, np.ndarray), "the result left the GPU"
+    assert x is None or x.device.id == cupy.cuda.Device().id, "the result is on another rank's GPU"
     return None if x is None else x.get()
 
 
@@ -99,6 +102,24 @@ def mixed(world: Group) -> None:
                             strict=True):
         assert (result == want).all()
     world.barrier()
+
+
+def in_a_stream_of_its_own(world: Group) -> None:
+    """The program does not use the default stream, nor so does what a worker does for it: by way of the host, alone."""
+    import cupy  # noqa: PLC0415
+
+    alone, total = world.split(world.rank), world.size * (world.size + 1) / 2
+    assert alone is not None
+    with cupy.cuda.Stream(non_blocking=True):
+        for group, algorithm, want in ((world, "ring", total), (alone, "auto", world.rank + 1), (alone, "ring",
+                                                                                                  world.rank + 1)):
+            x, out = on_device(np.full(2000, world.rank + 1.0)), on_device(np.zeros(2000))
+            assert (back(group.start_all_reduce(x, algorithm=algorithm).wait()) == want).all()
+            assert group.start_all_reduce(x, out=out, algorithm=algorithm).wait() is out
+            assert (back(out) == want).all()
+        for verb in ("reduce", "reduce_scatter", "all_gather", "gather", "broadcast", "scatter"):
+            assert (back(getattr(alone, f"start_{verb}")(x).wait()) == world.rank + 1).all()
+        assert (back(alone.start_all_to_all([x]).wait()[0]) == world.rank + 1).all()
 
 
 def in_order(world: Group, rounds: int) -> None:

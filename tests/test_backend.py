@@ -2,7 +2,9 @@
 
 import hashlib
 import sys
+import time
 
+import fake_cupy
 import ml_dtypes
 import numpy as np
 import pytest
@@ -125,8 +127,17 @@ def test_random_numbers_refuse_what_is_no_position_or_float():
         backend.random_uniform("w", 0, range(3), "int64")
 
 
-def test_tune_allocator_says_whether_it_did():
-    assert backend.tune_allocator() in (True, False)
+@pytest.mark.parametrize("empty", [np.empty, fake_cupy.empty_pinned])
+def test_a_host_array_may_change_once_it_was_copied_to_a_gpu(monkeypatch, empty):
+    """Pinned memory is read by the GPU itself, when its stream gets there."""
+    for name, module in fake_cupy.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    x = empty(1000, np.float64)
+    x[...] = 1.0
+    fake_cupy.get_current_stream().put(lambda: time.sleep(0.03))
+    there = backend.to_device(x, "cuda")
+    x[...] = 2.0
+    assert (backend.to_host(there) == 1.0).all()
 
 
 @pytest.mark.gpu

@@ -8,20 +8,68 @@ Without one, arrays cross to the host and back (arrays.py), whatever the transpo
 arrays are on the GPU, its algorithm is `auto` or `native`, and Device.refusal() has nothing against it. All ranks of
 a group must bring arrays of the same kind: one that brings a host array calls another algorithm: a MismatchError.
 
+A call that has no side (it is staged, or its group is one rank alone) works in the program's stream, also where a
+worker carries it out (Program).
+
 Not yet measured on a GPU.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minidist.backend import Array
+from minidist.backend import Array, imported_cupy
 from minidist.comm.native import Native
+from minidist.errors import DeviceError
 
 if TYPE_CHECKING:
     from minidist.comm.transport import Handle
+
+
+_PER_THREAD = 2             # cudaStreamPerThread
+
+
+class Program(AbstractContextManager[None]):
+    """The GPU and the stream that the thread which makes this works on; `with` another thread does, too.
+
+    A thread begins on the first GPU, in a default stream: what it puts there on behalf of the program is in no order
+    with the program's own work.
+    """
+
+    def __init__(self, cupy: Any) -> None:
+        self._device, self._stream = cupy.cuda.Device(), current_stream(cupy)
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+        self._stream.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._stream.__exit__(kind, error, trace)
+        self._device.__exit__(kind, error, trace)
+
+
+def current_stream(cupy: Any) -> Any:
+    """The calling thread's stream, for other threads to work on, too.
+
+    Raises: DeviceError for CuPy's per-thread default stream: under that name, each thread finds another one.
+    """
+    stream = cupy.cuda.get_current_stream()
+    if stream.ptr == _PER_THREAD:
+        raise DeviceError("communication of arrays on the GPU takes several threads, which cannot share CuPy's "
+                          "per-thread default stream; unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM, or take a stream of "
+                          "your own: with cupy.cuda.Stream():")
+    return stream
+
+
+def program() -> AbstractContextManager[None]:
+    """The calling thread's Program, for another thread to work on; a block like any other where there is no GPU."""
+    cupy = imported_cupy()
+    return nullcontext() if cupy is None or not cupy.is_available() else Program(cupy)
 
 
 class Side(ABC):

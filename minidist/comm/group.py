@@ -19,13 +19,10 @@ reached `group.transport.limit` seconds), ConfigError (no such algorithm, op or 
 are), ShapeError and DtypeError (this rank's own arguments do not fit).
 """
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
-from minidist.comm import verbs
+from minidist.comm import parts, verbs
 from minidist.comm.call import Call
 from minidist.comm.collectives.paths import tiers
 from minidist.comm.ledger import Ledger
@@ -227,39 +224,23 @@ class Group:
 
         Args:    color: an integer, or None to belong to no group; key: this rank's where None.
                  axis: what the group is for, under which its ledger counts; "world.split" where the parent is "world".
-        Returns: the group, or None for color None. Its id is a hash of the parent's, the number of the split and the
-                 color: the same on every rank and in every run, so overlapping and nested groups may be used at once.
+        Returns: the group, or None for color None. Overlapping and nested groups may be used at once.
         Cost:    one all_gather of four integers, counted under "control".
         """
-        for name, value in (("color", color), ("key", key)):
-            if not isinstance(value, int | np.integer | None):
-                raise ConfigError(f"split: {name}={value!r} must be an integer or None")
-        place = -1 if color is None else self.transport.reserve_board()
-        mine = [color is not None, color or 0, self.rank if key is None else key, place]
-        with self.ledger.control():
-            table = self.all_gather(np.array([mine], np.int64))
+        part = parts.of_color(self, self._splits + 1, color, key, axis)
         self._splits += 1
-        if color is None:
-            return None
-        members = sorted((int(row[2]), rank, int(row[3])) for rank, row in enumerate(table)
-                         if row[0] and row[1] == color)
-        return self._child(f"{self._splits}/{int(color)}", [rank for _, rank, _ in members],
-                           [place for _, _, place in members], axis or f"{self.axis}.split")
+        return None if part is None else self._child(part)
 
     def without(self, gone: Iterable[int]) -> "Group":
         """The group of those that are left when the ranks `gone` are lost, in their order; each of them calls it alike.
 
         Sends nothing, for those who are gone would not answer.
         """
-        lost = sorted(set(gone))
-        left = [rank for rank in range(self.size) if rank not in lost]
-        return self._child(f"without {lost}", left, [-1] * len(left), self.axis)
+        return self._child(parts.left(self, gone))
 
-    def _child(self, how: str, ranks: Sequence[int], places: Sequence[int], axis: str) -> "Group":
-        """The group of some of the ranks; its id is a hash of this one's and of how it came about."""
-        digest = hashlib.blake2b(f"{self.id}/{how}".encode(), digest_size=8).digest()
-        child = Group(self.transport, self.ledger, [self.world_ranks[rank] for rank in ranks], axis=axis,
-                      id=int.from_bytes(digest, "little"), nodes=[self.nodes[rank] for rank in ranks], places=places)
+    def _child(self, part: parts.Part) -> "Group":
+        child = Group(self.transport, self.ledger, parts.chosen(self.world_ranks, part), axis=part.axis, id=part.id,
+                      nodes=parts.chosen(self.nodes, part), places=part.places)
         self._children.append(child)
         return child
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from minidist import account
+from minidist.comm.device import program
 from minidist.comm.signature import Signature
 from minidist.comm.transport import Handle, Transport
 from minidist.comm.waits import QUIET, Purpose
@@ -31,10 +32,10 @@ class Pending(ABC):
 
 
 class PendingCall(Pending, Purpose):
-    """A collective in a worker's queue."""
+    """A collective in a worker's queue; on a GPU it works where the thread does that started it."""
 
     def __init__(self, call: "Call", worker: "Worker") -> None:
-        self.call, self.worker = call, worker
+        self.call, self.worker, self.program = call, worker, program()
         self.signature, self.world_ranks = call.signature, call.world_ranks
         self.finished = threading.Event()
         self.result: Any = None
@@ -144,7 +145,8 @@ class Worker:
 
     def _carry_out(self, pending: PendingCall) -> None:
         try:
-            pending.result = pending.call.run()
+            with pending.program:
+                pending.result = pending.call.run()
         except BaseException as error:  # raised by wait()
             pending.error = self.error = error
             self.transport.abort(error if isinstance(error, CommError) else CommError(

@@ -29,6 +29,7 @@ def broadcast(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Ca
     array = _at_root(group, "broadcast", x, root, where)
 
     def work(call: Call) -> Any:
+        result.side = call.side
         full = ALGORITHMS["broadcast"][name](call, array, _where_told(result, call), root)
         _keep(result, call, full, root)
         return result.deliver(call.device)
@@ -46,6 +47,7 @@ def scatter(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call
         raise ShapeError(f"scatter: rank {group.rank} passes an array without dims; its first dim is to be cut")
 
     def work(call: Call) -> Any:
+        result.side = call.side
         part = ALGORITHMS["scatter"][name](call, array, _where_told(result, call), root)
         _keep(result, call, part, root)
         return result.deliver(call.device)
@@ -188,7 +190,7 @@ def _where_told(result: Result, call: Call) -> Place:
     """Where the root's array goes: on whatever device the root has it."""
     def place(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         if call.side is not None:
-            result.side, result.device = call.side, call.origin or "cpu"
+            result.device = call.origin or "cpu"
         return result.array(shape, dtype)
 
     return place

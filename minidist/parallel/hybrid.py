@@ -22,6 +22,7 @@ import numpy as np
 from minidist import backend
 from minidist.account import MemoryAccount
 from minidist.account import current as current_account
+from minidist.allocator import tune_allocator
 from minidist.backend import Array, device_of
 from minidist.comm.group import Group
 from minidist.errors import ConfigError
@@ -84,7 +85,7 @@ class Trainer:
             raise ConfigError(f"unknown optimizer {optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
         if lr_schedule not in SCHEDULES or (lr_schedule == "cosine" and steps is None):
             raise ConfigError(f"lr_schedule {lr_schedule!r}: choose constant, or cosine with steps=")
-        backend.tune_allocator()
+        tune_allocator()
         self.plan, self.config, self.world = plan, config, world
         self.mesh = Mesh(world, **plan.axes)
         self.recorder = recorder or Silent()

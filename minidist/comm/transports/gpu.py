@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidist.backend import Array
-from minidist.comm.device import Side
+from minidist.comm.device import Side, current_stream
 from minidist.comm.transport import Tag, Transport
 from minidist.errors import CommError, TimeoutError
 
@@ -205,7 +205,7 @@ class GpuSide(Side):
     def begin(self) -> _Begun:
         self._gpu.check()
         with self._gpu.device:
-            stream = self._gpu.cupy.cuda.get_current_stream()
+            stream = current_stream(self._gpu.cupy)
             return _Begun(stream, self._gpu.event(stream))
 
     def carry_out(self, begun: _Begun, work: Callable[[], Any], keep: Any) -> tuple[Any, Any]:
@@ -218,21 +218,24 @@ class GpuSide(Side):
             done = gpu.event(self.stream)
         held = [keep, begun, result]
         gpu.watch.follow("the end of a call", begun.event, done, held)
-        return result, (done, held)
+        return result, (begun, done, held)
 
     def allocate(self, make: Callable[[], Array]) -> Array:
         assert self._program is not None, "inside the work"
-        with self._program.stream:
-            array = make()
-        self.stream.wait_event(self._gpu.event(self._program.stream))
+        with self._gpu.device:                              # also in a thread that receives for another
+            with self._program.stream:
+                array = make()
+            self.stream.wait_event(self._gpu.event(self._program.stream))
         return array
 
     def join(self, done: Any) -> None:
         self._gpu.check()
-        event, held = done
+        begun, event, held = done
         with self._gpu.device:
-            self._gpu.cupy.cuda.get_current_stream().wait_event(event)
-        held.clear()                                        # whatever comes next in this stream comes after their use
+            stream = self._gpu.cupy.cuda.get_current_stream()
+            stream.wait_event(event)
+        if stream.ptr == begun.stream.ptr:
+            held.clear()        # what comes next in this stream, whose memory it is, comes after their use; else: Watch
 
     @contextmanager
     def queueing(self, what: str) -> Iterator[None]:

@@ -13,7 +13,7 @@ from helpers import run
 import minidist as md
 from minidist.comm.transports import cuda_ipc, nccl
 from minidist.comm.transports.gpu import Gpu, GpuSide
-from minidist.errors import CommError, ConfigError, LaunchError, MismatchError, PeerLostError, TimeoutError
+from minidist.errors import CommError, ConfigError, DeviceError, LaunchError, MismatchError, PeerLostError, TimeoutError
 
 
 @pytest.fixture
@@ -27,11 +27,24 @@ def cupy(monkeypatch):
     return modules["cupy"]
 
 
+@pytest.fixture
+def late(cupy, monkeypatch):
+    """What a thread's default stream is given is done late."""
+    def default_stream():
+        stream = fake_cupy.Stream()
+        stream.put(lambda: time.sleep(0.03))
+        return stream
+
+    monkeypatch.setattr(fake_cupy, "default_stream", default_stream)
+
+
 def equipped(world, one_gpu=False):
     """Give a rank of threads its GPU, as connect() does."""
     cupy = sys.modules["cupy"]
     places = ["gpu" if one_gpu else f"gpu {rank}" for rank in range(world.size)]
-    world.transport.device = nccl.GpuDevice(Gpu(world.transport, cupy, 0), cupy.cuda.nccl, places, ipc=True)
+    gpu = Gpu(world.transport, cupy, 0 if one_gpu else world.rank)
+    gpu.device.use()
+    world.transport.device = nccl.GpuDevice(gpu, cupy.cuda.nccl, places, ipc=True)
 
 
 def run_on_gpus(fn, *args, size, one_gpu=False, limit=20.0):
@@ -64,6 +77,52 @@ def test_every_verb(cupy, monkeypatch, one_gpu, size):
 @on_both
 def test_beside_the_host(cupy, one_gpu):
     run_on_gpus(gpu_calls.mixed, size=4, one_gpu=one_gpu)
+
+
+@pytest.mark.usefixtures("late")
+@on_both
+def test_what_workers_do_is_ordered_in_the_program_s_stream(one_gpu):
+    run_on_gpus(gpu_calls.mixed, size=2, one_gpu=one_gpu)       # where a half of the world is a rank alone
+    run_on_gpus(gpu_calls.in_a_stream_of_its_own, size=2, one_gpu=one_gpu)
+
+
+@on_both
+def test_results_are_memory_of_the_program_s_stream(cupy, one_gpu):
+    """Its pool may hand a freed one out again at once, to whoever comes next in that stream."""
+    def ranks(world):
+        for fields in gpu_calls.cases(2):
+            case = gpu_calls.Drawn(**fields)
+            got = gpu_calls.call(world, case, gpu_calls.on_device(gpu_calls.bring(case, world.rank)), None)
+            for array in got if isinstance(got, list) else [got]:
+                assert array is None or (array.base or array).stream is fake_cupy.get_current_stream(), fields
+
+    run_on_gpus(ranks, size=2, one_gpu=one_gpu)
+
+
+@on_both
+def test_who_waits_in_another_stream_frees_nothing_early(cupy, one_gpu):
+    """What only the program's stream may have again is still read by the side then."""
+    def ranks(world):
+        world.all_reduce(cupy.asarray(np.ones(2000)))           # NCCL's ranks have met
+        world.transport.device.side(world.id).stream.put(lambda: time.sleep(0.05))
+        pending = world.start_all_reduce(cupy.asarray(np.full(2000, world.rank + 1.0)))
+        with cupy.cuda.Stream():
+            total = pending.wait()
+            del pending
+            assert (gpu_calls.back(total) == 3).all()
+
+    run_on_gpus(ranks, size=2, one_gpu=one_gpu)
+
+
+def test_a_stream_that_is_another_one_in_each_thread_is_refused(cupy):
+    def ranks(world):
+        with cupy.cuda.Stream() as per_thread:
+            per_thread.ptr = 2
+            for call in (world.all_reduce, world.split(world.rank).start_all_reduce):
+                with pytest.raises(DeviceError, match="unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"):
+                    call(cupy.asarray(np.ones(2)))
+
+    run_on_gpus(ranks, size=2)
 
 
 @on_both
@@ -239,9 +298,11 @@ def test_arrays_live_as_long_as_the_gpu_needs_them_and_no_longer(cupy):
 
 
 def test_what_the_program_keeps_is_allocated_for_its_stream_and_ordered_behind_it(cupy):
-    """The pool may hand out again what the program read a moment ago, after the call had begun."""
+    """The pool may hand out again what the program read a moment ago, after the call had begun. In any thread: the
+    one that waits next receives for all."""
     def ranks(world):
-        side, program, seen = GpuSide(Gpu(world.transport, cupy, 0)), fake_cupy.get_current_stream(), []
+        cupy.cuda.Device(1).use()
+        side, program, seen = GpuSide(Gpu(world.transport, cupy, 1)), fake_cupy.get_current_stream(), []
         begun = side.begin()
         program.put(lambda: (time.sleep(0.05), seen.append("read by the program")))
 
@@ -250,7 +311,9 @@ def test_what_the_program_keeps_is_allocated_for_its_stream_and_ordered_behind_i
             return cupy.empty(3)
 
         def work():
-            side.allocate(make)
+            receiving = threading.Thread(target=side.allocate, args=[make])
+            receiving.start()
+            receiving.join()
             side.stream.put(lambda: seen.append("written by the side"))
 
         side.join(side.carry_out(begun, work, None)[1])
@@ -334,6 +397,7 @@ def test_every_verb_on_gpus(size):
         pytest.skip(f"needs one GPU, or {size}")
     md.run(gpu_calls.all_cases, size, size=size, transport="nccl")
     md.run(gpu_calls.in_order, 50, size=size, transport="nccl")
+    md.run(gpu_calls.in_a_stream_of_its_own, size=size, transport="nccl")
     md.run(gpu_calls.messages, 30, size=size, transport="nccl")
     if count == 1 or size == 4:
         md.run(gpu_calls.mixed, size=size, transport="nccl")
