@@ -3,13 +3,14 @@
     dtable = embedding_gradient(ids, dy, count)     # ids (…) integers below count, dy (…, width) -> (count, width)
 
 dy float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy. Sums are float32, in a fixed order: the same
-bits each time. Moved: dy.nbytes read, the result's written; versions 2 and 3 sort the ids first.
+bits each time. Moved: dy.nbytes read, the result's written; versions 2 and 3 sort the ids first. Ids may stay on the
+host where dy is on a GPU: they are sorted there then, while the GPU computes.
 """
 
 import numpy as np
 from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
-from minidist.backend import Array, array_module
+from minidist.backend import Array, array_module, beside
 from minidist.errors import ShapeError
 
 VERSIONS = (1, 2, 3)
@@ -36,12 +37,13 @@ def embedding_gradient(ids: Array, dy: Array, count: int, *, version: int | None
     version = version_for("embedding_gradient", version, dy, result, packed=3)
     if result.size == 0:
         return result
-    kernel, ids = f"embedding_gradient_v{version}<{c_type(dy)}>", xp.ascontiguousarray(ids.reshape(-1), dtype="int64")
+    kernel = f"embedding_gradient_v{version}<{c_type(dy)}>"
+    ids = array_module(ids).ascontiguousarray(ids.reshape(-1), dtype="int64")
     threads = BLOCK if version == 3 else min(BLOCK, -(-width // LANES) * LANES)
     if version == 1:
-        launch(SOURCE, kernel, grid=count, block=threads, args=(ids, dy, result, ids.size, width))
+        launch(SOURCE, kernel, grid=count, block=threads, args=(beside(ids, dy), dy, result, ids.size, width))
         return result
-    order, starts = runs(ids, count)
+    order, starts = (beside(found, dy) for found in runs(ids, count))
     a_row = LANES * (16 // dy.dtype.itemsize)
     launch(SOURCE, kernel, grid=(count, -(-width // a_row) if version == 3 else 1), block=threads,
            args=(order, starts, dy, result, width))
@@ -51,6 +53,7 @@ def embedding_gradient(ids: Array, dy: Array, count: int, *, version: int | None
 def runs(ids: Array, count: int) -> tuple[Array, Array]:
     """Where each id stands, the smallest id first and equal ones in their order: (n,), and where the runs begin.
 
+    Of ids on the host it is found there, while the GPU computes; CuPy's sort returns when it is done.
     Returns: order (n,) int32; starts (count + 1,) int32: id t stands at order[starts[t]:starts[t + 1]].
     """
     xp = array_module(ids)

@@ -112,6 +112,16 @@ def to_device(array: Array, device: str) -> Array:
     return result
 
 
+def beside(array: Array, other: Array) -> Array:
+    """`array` on the device of `other`; itself if it is there already. The host does not wait for a copy to a GPU.
+
+    What lies in pageable memory may be changed at once, what is pinned not before the GPU has read it.
+    """
+    if isinstance(other, np.ndarray) or not isinstance(array, np.ndarray):
+        return to_device(array, device_of(other))
+    return array_module(other).array(array)
+
+
 # ----------------------------------------------------------------------------------------------------------- dtypes
 
 def dtype(name: Any) -> np.dtype:

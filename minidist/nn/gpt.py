@@ -11,11 +11,10 @@ Source: Radford et al. 2019.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from minidist.backend import Array, device_of, random_uniform, to_device, to_host
+from minidist.backend import Array, beside, random_uniform, to_host
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn.attention import CausalSelfAttention
 from minidist.nn.config import STD, GPTConfig
@@ -76,17 +75,18 @@ class GPT(Module):
 
     def hidden(self, ids: Array, positions: Array | None = None, key: DropoutKey | None = None) -> Tensor:
         """What comes out of the last block: (B, T, width)."""
-        ids = self._here(ids)
+        ids = np.asarray(ids) if isinstance(ids, (list, tuple)) else ids
         if ids.ndim != 2:
             raise ShapeError(f"GPT: ids have shape {ids.shape}; they need shape (sequences, tokens)")
-        positions = self._here(np.arange(ids.shape[1]) if positions is None else positions)
+        positions = np.arange(ids.shape[1]) if positions is None else positions
         x = self.embed(ids, positions, key)
+        positions = beside(positions, x.data)
         for block in self.blocks:
             x = block(x, positions, key)
         return x
 
     def embed(self, ids: Array, positions: Array, key: DropoutKey | None = None) -> Tensor:
-        """Ids (B, T), positions (T,) -> (B, T, width).
+        """Ids (B, T), positions (T,), better on the host than on a GPU (ops/gather.py) -> (B, T, width).
 
         Raises:  ShapeError for more tokens than the context holds.
         """
@@ -110,7 +110,8 @@ class GPT(Module):
         Args:    inputs, targets: (B, T) integers; a strategy passes the global token count as divisor.
         """
         logits = self(inputs, positions, key)
-        return self.output.loss(logits, self._here(targets), divisor=divisor)
+        return self.output.loss(logits, np.asarray(targets) if isinstance(targets, (list, tuple)) else targets,
+                                divisor=divisor)
 
     def generate(self, ids: Sequence[int] | Array, count: int, *, temperature: float = 1.0,
                  seed: int = 0) -> np.ndarray:
@@ -137,11 +138,6 @@ class GPT(Module):
         finally:
             self.train(mode)
         return text
-
-    def _here(self, array: Any) -> Array:
-        """`array` on the device of the weights."""
-        return to_device(np.asarray(array) if isinstance(array, (list, tuple)) else array,
-                         device_of(self.tokens.weight.data))
 
 
 def pick(logits: np.ndarray, temperature: float, chance: float) -> int:

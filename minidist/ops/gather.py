@@ -1,10 +1,14 @@
-"""Pick rows by integer position: the embedding of tokens, and `take` along any dim."""
+"""Pick rows by integer position: the embedding of tokens, and `take` along any dim.
+
+Positions may stay on the host where the rows are on a GPU: there they are looked at, and sorted for the gradient, while
+the GPU computes. Positions that lie on the GPU are not looked at, for that would mean to wait for it.
+"""
 
 import math
 
 import numpy as np
 
-from minidist.backend import Array, array_module, matmul, narrow, widen
+from minidist.backend import FLOATS, Array, array_module, beside, device_of, matmul, narrow, widen
 from minidist.errors import DtypeError, ShapeError
 from minidist.ops.kernels import kernel
 from minidist.tape import Node, Saved, op, saved
@@ -13,20 +17,31 @@ _ONE_HOT_ROWS = 1024  # table rows summed by one matrix product on a GPU
 
 
 def check_positions(name: str, ids: Array, count: int) -> None:
+    """Raises: DtypeError; ShapeError for positions on the host that are not among `count`."""
     if ids.dtype.kind not in "iu":
         raise DtypeError(f"{name}: positions are integers, not {ids.dtype}")
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= count):
+    if device_of(ids) == "cpu" and ids.size and (int(ids.min()) < 0 or int(ids.max()) >= count):
         raise ShapeError(f"{name}: positions {int(ids.min())}..{int(ids.max())} among {count} rows; "
                          f"they must lie in 0..{count - 1}")
 
 
+def _picked(x: Array, index: Array, dim: int) -> Array:
+    """The slices of x along `dim` at `index`; NaN for positions on a GPU that are outside."""
+    xp = array_module(x)
+    y = xp.take(x, beside(index, x), axis=dim)
+    if device_of(index) == "cpu" or x.dtype not in FLOATS:
+        return y
+    outside = ((index < 0) | (index >= x.shape[dim])).reshape(*index.shape, *(1,) * (x.ndim - 1 - dim % x.ndim))
+    return xp.where(outside, x.dtype.type(np.nan), y)
+
+
 @op
 def embedding(table: Array, ids: Array) -> tuple[Array, Saved]:
-    """table[ids]: (V, n), integers (…) -> (…, n)."""
+    """table[ids]: (V, n), integers (…) -> (…, n). Ids that lie on a GPU and are outside of the table give NaN."""
     if table.ndim != 2:
         raise ShapeError(f"embedding: the table has shape (vocabulary, width), not {table.shape}")
     check_positions("embedding", ids, len(table))
-    return array_module(table).take(table, ids, axis=0), saved(ids=ids)
+    return _picked(table, ids, 0), saved(ids=ids)
 
 
 @embedding.gradient("table")
@@ -51,6 +66,7 @@ def sum_by_id(ids: Array, values: Array, count: int) -> Array:
         starts = np.flatnonzero(np.concatenate(([True], sorted_ids[1:] != sorted_ids[:-1])))
         result[sorted_ids[starts]] = np.add.reduceat(wide[order], starts, axis=0)
     elif len(ids):
+        ids = beside(ids, values)
         for start in range(0, count, _ONE_HOT_ROWS):
             some = xp.arange(start, min(start + _ONE_HOT_ROWS, count), dtype=ids.dtype)
             result[start:start + len(some)] = matmul((some[:, None] == ids).astype(wide.dtype), wide)
@@ -59,11 +75,11 @@ def sum_by_id(ids: Array, values: Array, count: int) -> Array:
 
 @op
 def take(x: Array, index: Array, *, dim: int = 0) -> tuple[Array, Saved]:
-    """Slices of x along `dim` at the integer positions `index` (any shape, no gradient)."""
+    """Slices of x along `dim` at the integer positions `index` (any shape, no gradient); NaN as in `embedding`."""
     if not -x.ndim <= dim < x.ndim:
         raise ShapeError(f"take: no dim {dim} in x {x.shape}")
     check_positions("take", index, x.shape[dim])
-    return array_module(x).take(x, index, axis=dim), saved(index=index)
+    return _picked(x, index, dim), saved(index=index)
 
 
 @take.gradient("x")

@@ -1,6 +1,6 @@
 """Cross-entropy of logits against token ids."""
 
-from minidist.backend import Array, array_module, device_of, narrow, widen
+from minidist.backend import Array, array_module, beside, device_of, narrow, widen
 from minidist.errors import DtypeError, ShapeError
 from minidist.ops.blocks import row_blocks
 from minidist.ops.kernels import kernel
@@ -9,7 +9,7 @@ from minidist.tape import Node, Saved, op, saved
 
 
 def _check(logits: Array, targets: Array) -> None:
-    """Raises: DtypeError, ShapeError. The range is looked at on the host alone: on a GPU it would be waited for."""
+    """Raises: DtypeError, ShapeError. The range is looked at on the host alone: a GPU would have to be waited for."""
     if targets.dtype.kind not in "iu":
         raise DtypeError(f"cross_entropy: targets are token ids, integers, not {targets.dtype}")
     if logits.ndim < 1 or targets.shape != logits.shape[:-1]:
@@ -35,9 +35,11 @@ def cross_entropy(logits: Array, targets: Array, *, divisor: float | None = None
 
     With l a token's logits, m their maximum, s = sum(exp(l - m)) and t the target's: log(s) + (m - t), in this order,
     so that large logits, of a run that diverges, do not swallow log(s). m and s stay for backward, 2 numbers a token.
-    On a GPU a target outside the vocabulary gives NaN: looking for one would mean to wait for the GPU.
+    Targets may stay on the host where logits are on a GPU: there they are looked at. Of those that lie on the GPU, one
+    outside of the vocabulary gives NaN: looking for it would mean to wait.
     """
     _check(logits, targets)
+    targets = beside(targets, logits)
     xp = array_module(logits)
     count = divisor if divisor is not None else targets.size
     fast = kernel("cross_entropy", logits)

@@ -1,6 +1,6 @@
 """Cross-entropy where each rank has the logits of a slice of the vocabulary: the whole row of logits exists nowhere."""
 
-from minidist.backend import Array, array_module, narrow, widen
+from minidist.backend import Array, array_module, beside, device_of, narrow, widen
 from minidist.comm.group import Group
 from minidist.errors import DtypeError, ShapeError
 from minidist.ops.blocks import row_blocks
@@ -14,7 +14,7 @@ def _check(logits: Array, targets: Array, vocabulary: int) -> None:
     if logits.ndim < 1 or targets.shape != logits.shape[:-1]:
         raise ShapeError(f"split_cross_entropy: targets {targets.shape} do not fit logits {logits.shape}; "
                          f"they need shape {logits.shape[:-1]}")
-    if targets.size and (int(targets.min()) < 0 or int(targets.max()) >= vocabulary):
+    if device_of(targets) == "cpu" and targets.size and (int(targets.min()) < 0 or int(targets.max()) >= vocabulary):
         raise ShapeError(f"split_cross_entropy: targets {int(targets.min())}..{int(targets.max())} outside the "
                          f"vocabulary, which allows 0..{vocabulary - 1}")
 
@@ -27,6 +27,7 @@ def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary
     With l a token's logits of all ranks, m their maximum, s = sum(exp(l - m)) and t the target's: log(s) + (m - t).
     A rank has all of that but m, s and t, which take two all-reduces: the maxima, then the sums and targets' together.
     Args:    logits: (…, own): of ids first, first + 1, …; targets: (…) ids of the whole vocabulary, equal on all ranks.
+             On a GPU targets had better stay on the host: there they are looked at while it computes.
     Returns: one number, the same bits on all ranks; float32 for low precision too.
     Cost:    forward 3 numbers a token all-reduced, instead of a gather of `vocabulary`; backward none: each rank's
              gradient is (softmax - one-hot) of its own slice.
@@ -38,7 +39,7 @@ def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary
     count = divisor if divisor is not None else ids.size
     highest = group.all_reduce(wide.max(axis=1), op="max", algorithm=algorithm)
     mine = (ids >= 0) & (ids < wide.shape[1])
-    places = (xp.flatnonzero(mine), ids[mine])
+    places = beside(array_module(ids).flatnonzero(mine), wide), beside(ids[mine], wide)
     partial = xp.zeros((2, len(wide)), wide.dtype)                 # sums of exp(logit - highest); the target's logit
     for where, (e,) in row_blocks(xp, wide, scratch=1):
         xp.subtract(wide[where], highest[where, None], out=e)

@@ -30,6 +30,7 @@ from minidist.nn import GPT, DropoutKey, GPTConfig, Module
 from minidist.nn.moe import biases
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
 from minidist.parallel.activations import checkpoint_blocks, pass_bytes
+from minidist.parallel.common.late_loss import LateLoss
 from minidist.parallel.common.loads import Loads
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
@@ -268,11 +269,20 @@ class Trainer:
         Returns the global mean token loss, a float with the same bits on every rank.
         Cost:    as the strategy's docstring says; counted in the ledger's phase "step".
         """
+        return self.start_step(batch).wait()
+
+    def start_step(self, batch: Batch) -> LateLoss:
+        """The same, and the loss may be waited for later.
+
+        One process on a GPU then waits for nothing within a step, but for what the host decides: fp16's loss scale,
+        and who goes to which expert. With other strategies the loss is there.
+        """
         self.world.tell_step(self.steps_done)
         with (self.world.ledger.during("step"), self.home.traffic.during_step(),
               self.recorder.span("step", step=self.steps_done)):
-            loss = self.strategy.step(batch, self.optimizer, lr=self.learning_rate(self.updates_done), clip=self.clip,
-                                      accumulate=self.plan.accumulate)
+            step = self.strategy.start_step if isinstance(self.strategy, Single) else self.strategy.step
+            loss = step(batch, self.optimizer, lr=self.learning_rate(self.updates_done), clip=self.clip,
+                        accumulate=self.plan.accumulate)
             self.loads.settle()
         self.steps_done += 1
-        return loss
+        return loss if isinstance(loss, LateLoss) else LateLoss.known(loss)

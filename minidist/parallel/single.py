@@ -27,6 +27,7 @@ from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.flat import trainable
+from minidist.parallel.common.late_loss import LateLoss
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.update import Batch, Loss, Part, clip_and_update, loss_of, zero_unused
@@ -59,8 +60,13 @@ class Single:
         Args:    lr: this step's learning rate (None: the optimizer's own); clip: bound of the gradients' common norm.
                  accumulate: in how many passes the rows are taken.
         """
+        return self.start_step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate).wait()
+
+    def start_step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+                   accumulate: int = 1) -> LateLoss:
+        """The same, and the loss may be waited for later: on a GPU the host goes on meanwhile."""
         optimizer.zero_grad()
-        total = 0.0
+        total = LateLoss()
         for part in micro_parts(Part(*batch, first=0), accumulate):
             if not len(part.inputs):
                 continue
@@ -68,7 +74,7 @@ class Single:
                 loss = self.loss(part, batch[1].size)
             with self.recorder.span("backward"):
                 self.precision.backward(loss)
-            total += float(loss.item())
+            total.add(loss)
         with self.recorder.span("optimizer"):
             zero_unused(self.weights)
             clip_and_update(optimizer, self.weights, self.precision, lr=lr, clip=clip)

@@ -1,13 +1,17 @@
 """Embedding and take: values, and sums by id in a fixed order."""
 
+import fake_gpu
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_checks import needs_compiler
 
 from minidist import backend, ops
+from minidist.backend import to_host
 from minidist.errors import DtypeError, ShapeError
 from minidist.ops.gather import sum_by_id
+from minidist.tensor import tensor
 
 
 def test_values():
@@ -43,3 +47,37 @@ def test_errors():
         ops.embedding(np.ones(4), np.array([0]))
     with pytest.raises(ShapeError, match=r"take: no dim 2 in x \(4, 3\)"):
         ops.take(table, np.array([0]), dim=2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_positions_on_the_host_of_rows_on_a_gpu(dtype, monkeypatch):
+    """Values and gradient, by kernel and without, and nobody waits; a wrong position is an error at once."""
+    cupy = fake_gpu.install(monkeypatch)
+    ids, dy = np.array([[3, 0], [1, 1]]), np.arange(12.0, dtype=dtype).reshape(2, 2, 3)
+    results = []
+    for put in (np.array, cupy.asarray):
+        table = tensor(put(np.arange(12, dtype=dtype).reshape(4, 3)), requires_grad=True)
+        y = ops.embedding(table, ids) * ops.take(table, ids)
+        y.backward(put(dy))
+        results.append((y.data, table.grad))
+    assert not fake_gpu.waits
+    for want, got in zip(*results, strict=True):
+        np.testing.assert_array_equal(to_host(got), want)
+    with pytest.raises(ShapeError, match="positions 0..4 among 4 rows"):
+        ops.embedding(table, np.array([0, 4]))
+
+
+def test_positions_on_a_gpu_are_not_looked_at(monkeypatch):
+    """They would have to be waited for; what is outside gives NaN, along whichever dim."""
+    cupy = fake_gpu.install(monkeypatch)
+    table, ids = np.arange(12.0).reshape(4, 3), np.array([[3, -1], [0, 2]])
+    y = ops.take(cupy.asarray(table), cupy.asarray(ids), dim=0).data
+    across = ops.take(cupy.asarray(table), cupy.asarray(ids[0]), dim=1).data
+    assert not fake_gpu.waits
+    want = table[ids]
+    want[0, 1] = np.nan
+    np.testing.assert_array_equal(to_host(y), want)
+    assert np.isnan(to_host(across)).all()
+    np.testing.assert_array_equal(to_host(ops.take(cupy.asarray(table), cupy.asarray(ids[1]), dim=1).data),
+                                  table[:, [0, 2]])

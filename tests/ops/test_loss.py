@@ -1,9 +1,12 @@
 """Cross-entropy: values, huge logits, divisors that make shards add up, errors."""
 
+import fake_gpu
 import numpy as np
 import pytest
+from kernel_checks import needs_compiler
 
 from minidist import ops
+from minidist.backend import to_host
 from minidist.errors import DtypeError, ShapeError
 from minidist.tensor import tensor
 
@@ -63,3 +66,21 @@ def test_errors():
     for wrong in (-1, 7):
         with pytest.raises(ShapeError, match=r"outside the vocabulary; logits \(2, 5, 7\) allow 0..6"):
             ops.cross_entropy(LOGITS, np.full((2, 5), wrong))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_targets_on_the_host_of_logits_on_a_gpu(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernel and without: the numbers of a CPU, nobody waits, and a wrong target is an error at once."""
+    cupy = fake_gpu.install(monkeypatch)
+    results = []
+    for put in (np.array, cupy.asarray):
+        x = tensor(put(LOGITS.astype(dtype)), requires_grad=True)
+        loss = ops.cross_entropy(x, TARGETS)
+        loss.backward()
+        results.append((loss.data, x.grad))
+    assert not fake_gpu.waits
+    for want, got in zip(*results, strict=True):
+        np.testing.assert_allclose(to_host(got), want, rtol=1e-5)
+    with pytest.raises(ShapeError, match="outside the vocabulary"):
+        ops.cross_entropy(x, TARGETS + 1)

@@ -8,6 +8,7 @@ from training import difference, global_batch, tiny, train
 import minidist as md
 from minidist.errors import ConfigError
 from minidist.parallel.activations import pass_bytes
+from minidist.parallel.common import late_loss
 from minidist.parallel.hybrid import Plan, Trainer
 
 pytestmark = pytest.mark.gpu
@@ -82,6 +83,33 @@ def test_an_overflow_is_skipped(zero: int) -> None:
         return result
 
     assert md.run(run, size=2) == [(True, 2.0 ** 59, 0)] * 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"dropout": 0.2}, {"positions": "rotary", "activation": "silu"}], ids=str)
+def test_a_step_of_bf16_waits_for_nothing(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy says so itself: within a step a wait is an error."""
+    cupyx = pytest.importorskip("cupyx", reason="needs CuPy")
+    copied = late_loss._copied
+
+    def allowed(number: Any) -> Any:
+        with cupyx.allow_synchronize(True):     # CuPy takes each `get` for a wait, also one that does not block
+            return copied(number)
+
+    def run(world: Any) -> list[float]:
+        config = tiny(dtype="float32", width=64, **changes)
+        trainer = Trainer(Plan(precision="bf16"), config, world, device="cuda")
+        losses = [trainer.step(global_batch(0, 4, config))]             # kernels are compiled
+        with cupyx.allow_synchronize(False):
+            on_their_way = [trainer.start_step(global_batch(step, 4, config)) for step in (1, 2)]
+        losses += [late.wait() for late in on_their_way]
+        trainer.close()
+        return losses
+
+    monkeypatch.setattr(late_loss, "_copied", allowed)
+    losses = md.run(run, size=1)[0]
+    assert losses == pytest.approx(md.run(lambda world: train(world, config=tiny(dtype="float32", width=64, **changes),
+                                                              precision="bf16", sequences=4, clip=1.0, lr=1e-3, seed=0),
+                                          size=1)[0]["losses"], rel=0.02)
 
 
 def test_fp8_is_refused() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from minidist import account, ops
-from minidist.backend import Array, array_module, device_of, dtype_name, random_bits, to_device
+from minidist.backend import Array, array_module, beside, dtype_name, random_bits
 from minidist.comm.group import Group
 from minidist.errors import ShardError
 from minidist.nn import GPT, GPTConfig, Mixture
@@ -72,16 +72,16 @@ class Stages:
         The last stage makes the loss: the sum of the targets' cross-entropies over `divisor`. Targets (B, T), ids and
         key are of all tokens.
         """
-        device = device_of(next(self.model.parameters()).data)
-        positions, key = to_device(np.arange(targets.shape[1]), device), own_key(key, self.tokens)
+        positions, key = np.arange(targets.shape[1]), own_key(key, self.tokens)
         if stage == 0:
-            x = self.model.embed(to_device(pick(x, self.tokens, TOKENS), device), positions, key)
+            x = self.model.embed(pick(x, self.tokens, TOKENS), positions, key)
+        positions = beside(positions, x.data)
         for layer in self.layers[stage]:
             x = self.model.blocks[layer](x, positions, key)
         if stage < self.last:
             return x    # type: ignore[no-any-return]
         return self.model.output.loss(self.model.project(x),        # type: ignore[no-any-return]
-                                      to_device(pick(targets, self.tokens, TOKENS), device), divisor=divisor)
+                                      pick(targets, self.tokens, TOKENS), divisor=divisor)
 
 
 class Arrived(Tensor):

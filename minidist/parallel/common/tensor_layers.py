@@ -12,7 +12,7 @@ in chapter 13. Layers, not whole models, are replaced: their weights keep their 
 from collections.abc import Sequence
 
 from minidist import ops
-from minidist.backend import Array, array_module
+from minidist.backend import Array, array_module, beside
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.group import Group
 from minidist.nn import MLP, DropoutKey, Embedding, Linear, Mixture, Module, Weight
@@ -169,7 +169,7 @@ class SplitEmbedding(Embedding):
         xp = array_module(ids)
         mine = (ids >= self.rows.start) & (ids < self.rows.stop)
         found = ops.embedding(self.weight, xp.where(mine, ids - self.rows.start, 0))
-        return self.region.leave(ops.where(mine[..., None], found, 0.0))
+        return self.region.leave(ops.where(beside(mine[..., None], found.data), found, 0.0))
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits of the own rows of a tied table: (…, width) -> (…, own rows)."""

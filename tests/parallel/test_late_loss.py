@@ -1,0 +1,93 @@
+"""A step on a GPU (its stand-in) waits for nothing; the loss is what `step` returns, read when somebody asks."""
+
+from typing import Any
+
+import fake_gpu
+import numpy as np
+import pytest
+from kernel_checks import needs_compiler
+from training import difference, global_batch, tiny
+
+import minidist as md
+from minidist.nn.config import MixtureConfig
+from minidist.ops import kernels
+from minidist.parallel.common.late_loss import LateLoss
+from minidist.parallel.hybrid import Plan, Trainer
+from minidist.tensor import tensor
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "gpt": {}, "dropout": {"dropout": 0.2, "tied": True},
+    "llama": {"positions": "rotary", "norm": "rms", "activation": "silu", "kv_heads": 1}}
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The stand-in, and ops without kernels, whose CPU build takes its time."""
+    monkeypatch.setattr(kernels, "DTYPES", ())
+    return fake_gpu.install(monkeypatch)
+
+
+def run(world: Any, device: str, changes: dict[str, Any], plan: dict[str, Any],
+        steps: int = 3) -> tuple[list[float], Any, list[str]]:
+    """Losses, weights, and what was waited for in the steps."""
+    config = tiny(**{"dtype": "float32", "layers": 1, **changes})
+    trainer = Trainer(Plan(**{"precision": "bf16", **plan}), config, world, device=device, clip=0.5, lr=1e-2)
+    fake_gpu.waits.clear()
+    on_their_way = [trainer.start_step(global_batch(step, 3, config)) for step in range(steps)]
+    waits = list(fake_gpu.waits)
+    result = [late.wait() for late in on_their_way], trainer.state_dict(), waits
+    trainer.close()
+    return result
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES.keys())
+def test_a_step_of_bf16_waits_for_nothing(changes: dict[str, Any], accumulate: int, plain: Any) -> None:
+    """And it is the CPU's step: losses and weights, after clipping, with float32 master weights."""
+    losses, weights, _ = md.run(run, "cpu", changes, {"accumulate": accumulate}, size=1)[0]
+    found, masters, waits = md.run(run, "cuda", changes, {"accumulate": accumulate}, size=1)[0]
+    assert waits == []
+    assert found == pytest.approx(losses, rel=1e-4)
+    assert difference(masters, weights) < 1e-3
+
+
+@needs_compiler
+def test_nor_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with the ops' and Adam's kernels."""
+    fake_gpu.install(monkeypatch)
+    losses, weights, _ = md.run(run, "cpu", {}, {}, 1, size=1)[0]
+    found, masters, waits = md.run(run, "cuda", {}, {}, 1, size=1)[0]
+    assert waits == []
+    assert found == pytest.approx(losses, rel=1e-3)
+    assert difference(masters, weights) < 0.02          # half types round elsewhere in a kernel; Adam makes much of it
+
+
+def test_a_plain_step_waits_for_its_loss_alone(plain: Any) -> None:
+    def job(world: Any) -> list[str]:
+        config = tiny(dtype="float32")
+        trainer = Trainer(Plan(), config, world, device="cuda")
+        fake_gpu.waits.clear()
+        assert isinstance(trainer.step(global_batch(0, 2, config)), float)
+        return list(fake_gpu.waits)
+
+    waits = md.run(job, size=1)[0]
+    assert [wait.partition(":")[0] for wait in waits] == ["an event at parallel/common/late_loss.py"]
+
+
+@pytest.mark.parametrize(("changes", "plan", "what"), [
+    ({}, {"precision": "fp16"}, "float at parallel/mixed_precision.py"),
+    ({"mixture": MixtureConfig(experts=2, top_k=1)}, {}, "bincount at nn/moe.py")], ids=["fp16", "experts"])
+def test_what_the_host_decides_is_seen(changes: dict[str, Any], plan: dict[str, Any], what: str, plain: Any) -> None:
+    """So the count of waits sees something, and these stand in the docstring of start_step."""
+    _, _, waits = md.run(run, "cuda", changes, plan, size=1)[0]
+    assert any(wait.startswith(what) for wait in waits)
+
+
+def test_shares_are_added_in_order() -> None:
+    late = LateLoss()
+    assert late.wait() == 0.0
+    for share in (0.1, 0.2, 0.3):
+        late.add(tensor(np.asarray(share)))
+    assert late.done()
+    assert late.wait() == 0.1 + 0.2 + 0.3
+    assert LateLoss.known(2.5).wait() == 2.5
