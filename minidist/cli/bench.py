@@ -8,6 +8,8 @@
     minidist bench overlap                                  an all-reduce hidden behind matrix products
     minidist bench overlap-step --strategy zero2,zero3      a training step's communication behind its computation
     minidist bench calibrate                                what messages cost on this machine; auto goes by it
+    minidist bench kernels                                  each rung of each kernel beside PyTorch, on a GPU
+    minidist bench kernels --count                          what each rung moves, counted without one
 
 A peer that is not installed is left out, and the table says so. Contenders take turns, rounds are repeated, medians are
 shown: machines are shared and noisy, so read the ratios.
@@ -39,7 +41,7 @@ from minidist.comm.collectives.choose import choose
 from minidist.comm.profile import Profile, profile_path, save_profile
 from minidist.errors import ConfigError
 from minidist.launch import detect, init
-from minidist.observe import bench_plots
+from minidist.observe import bench_plots, kernel_plots
 from minidist.parallel.plan import Plan
 
 __all__ = ["add_arguments", "run"]
@@ -270,10 +272,28 @@ def _known(what: str, only: str | None, known: tuple[str, ...], here: list[str])
     return chosen
 
 
+# ---------------------------------------------------------------- kernels
+
+
+def _kernels(args: argparse.Namespace, progress: Progress) -> Result:
+    """Timed, or counted. The kernels are imported here: nobody else needs them."""
+    if args.count:
+        from minidist.cli.bench_kernels_count import counted
+        return counted(args.names, args.seed, progress)
+    from minidist.cli.bench_kernels import measured
+    return measured(args.names, args.rounds, args.seed, progress)
+
+
+def _show_kernels(result: Result, console: Console) -> None:
+    from minidist.cli.bench_kernels_tables import show_kernels
+    show_kernels(result, console)
+
+
 _BENCHES = {
     **dict.fromkeys(bench_collectives.VERBS, Bench(_collective, bench_tables.show_collective, _draw_collective)),
     "overlap": Bench(_overlap, bench_tables.show_overlap, bench_plots.draw_overlap),
     "overlap-step": Bench(_overlap_step, bench_tables.show_overlap_step, bench_plots.draw_overlap_step),
     "calibrate": Bench(_calibrate, bench_tables.show_calibration, bench_plots.draw_calibration),
     "step": Bench(_step, _show_step, _draw_step),
+    "kernels": Bench(_kernels, _show_kernels, kernel_plots.draw_kernels),
 }

@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_overlap(what.add_parser("overlap", help="how much of an all-reduce hides behind matrix products"))
     _add_overlap_step(what.add_parser("overlap-step", help="how much of a step's communication lies under computation"))
     _add_calibrate(what.add_parser("calibrate", help="latency and bandwidth of each link class, for auto to choose by"))
+    _add_kernels(what.add_parser("kernels", help="each rung of each CUDA kernel beside PyTorch, on a GPU; or counted"))
     for command in what.choices.values():
         command.add_argument("--json", metavar="FILE", help="write the figures for machines")
         command.add_argument("--figure", metavar="FILE.png", help="draw the figures")
@@ -95,3 +96,11 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
                         help="doubling; or a,b,c (256B:4MiB)")
     parser.add_argument("--rounds", type=positive, default=5, metavar="K", help="turns each link class gets (5)")
     parser.add_argument("--out", metavar="FILE", help=f"the profile to write ({profile_path()}, where auto finds it)")
+
+
+def _add_kernels(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="modules of kernels/, or kernels of one (all)")
+    parser.add_argument("--count", action="store_true",
+                        help="no GPU needed: count bytes and sectors of each rung on the CPU build, at small sizes")
+    parser.add_argument("--rounds", type=positive, default=30, metavar="K", help="turns each contender gets (30)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the inputs (default: another one each time)")

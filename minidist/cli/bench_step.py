@@ -46,14 +46,18 @@ class Model:
     batch: int = 8
     vocab: int = 256
 
-    def config(self) -> GPTConfig:
-        """The model as minidist.nn names it."""
+    def config(self, *, tied: bool = False) -> GPTConfig:
+        """The model as minidist.nn names it; tied: its output layer is the embedding's table, as in GPT-2."""
         return GPTConfig(vocabulary=self.vocab, context=self.context, layers=self.layers, width=self.width,
-                         heads=self.heads)
+                         heads=self.heads, tied=tied)
 
     def arguments(self) -> list[str]:
         """The same, as the worker's arguments."""
         return [f"--{name}={value}" for name, value in vars(self).items()]
+
+
+MODELS = {"gpt2-124m": Model(layers=12, width=768, heads=12, context=1024, batch=16, vocab=50304)}
+"""By name. GPT-2's 50,257 tokens are rounded up to a multiple of 128, as trainings do."""
 
 
 def stages(text: str) -> list[int]:
