@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from minidist import account
-from minidist.cli import train_arguments, train_experts, train_options, train_report
+from minidist.cli import train_arguments, train_experts, train_hybrid, train_options, train_report
 from minidist.cli.common import fail, write_json
 from minidist.cli.train_progress import Report, Silence, make_console, make_report
 from minidist.cli.train_sample import sample
@@ -72,7 +72,7 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
     trainer.require_room(args.batch)
     with run_folder(settings.out) if world.rank == 0 else nullcontext():
         if speaks:
-            announce(console, settings, world)
+            announce(console, settings, world, train_hybrid.stage_layers(trainer))
         report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else Silence()
         losses, seconds, early = train_steps(trainer, settings, report)
     world = trainer.survivors()
@@ -85,7 +85,7 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
     metrics = {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name,
                "threads": threads, "device": args.device, **train_report.parameter_counts(trainer),
                "formula": train_report.gradient_formula(trainer, settings.training_batch(0)),
-               **train_experts.record(trainer),
+               **train_experts.record(trainer), "stage_layers": train_hybrid.stage_layers(trainer),
                "optimizer_moments": train_report.moments(trainer),
                "skipped_steps": trainer.precision.skipped,
                "losses": losses, "validation_loss": validation_loss, "step_seconds": step_seconds,
@@ -159,11 +159,12 @@ def train_steps(trainer: Trainer, settings: train_options.Settings,
     return losses, seconds, early
 
 
-def announce(console: Console, settings: train_options.Settings, world: Group) -> None:
-    """What is about to be trained, on what."""
+def announce(console: Console, settings: train_options.Settings, world: Group, stages: list[int] | None) -> None:
+    """What is about to be trained, on what; `stages`: how many layers each has."""
     config, text, plural = settings.config, settings.text, train_report.plural
+    split = f" (in stages of {', '.join(map(str, stages))})" if stages else ""
     console.print(f"{text.source}: {len(text.train):,} symbols to learn from, {len(text.validation):,} held out, "
-                  f"{len(text.symbols)} different; {plural(config.layers, 'layer')} of width {config.width}, "
+                  f"{len(text.symbols)} different; {plural(config.layers, 'layer')}{split} of width {config.width}, "
                   f"{settings.args.batch} × {config.context} tokens a step, {plural(world.size, 'rank')} over "
                   f"{world.transport.name}", markup=False, soft_wrap=True)
 

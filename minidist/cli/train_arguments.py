@@ -46,6 +46,9 @@ def _division(parser: argparse.ArgumentParser) -> None:
         help="who computes what when, with pp=2 or more (default: 1f1b)")
     add("--microbatches", type=positive, metavar="M",
         help="with pp=2 or more: in how many pieces a pass goes through the pipeline (default: 4 a stage)")
+    add("--stage-layers", default="even", metavar="even|measured|N,N,…",
+        help="with pp=2 or more: how many layers each stage has; measured: so that the slowest is as fast as can be, "
+             "by the time that a block, the embedding and the output take (default: even)")
     add("--attention", choices=ATTENTIONS, default="ring",
         help="with cp=2 or more: keys and values go round, or heads are swapped for tokens (default: ring)")
     add("--sequence-parallel", action="store_true",

@@ -48,6 +48,12 @@ def formula(trainer: Trainer, strategy: Hybrid, data: dict[str, Any], batch: Any
             "held_experts": sum(p.size for p in strategy.model.parameters() if id(p) in strategy.others)}
 
 
+def stage_layers(trainer: Trainer) -> list[int] | None:
+    """How many layers each stage of the pipeline has; None where there is none."""
+    strategy = trainer.strategy
+    return strategy.pipeline.layers if isinstance(strategy, Hybrid) and strategy.pipeline is not None else None
+
+
 def collectives(strategy: Hybrid, accumulate: int) -> list[tuple[str, int, Group]] | None:
     """train_report.collectives for ZeRO-2 and 3 behind a pipeline, where a microbatch is a pass; None: no difference.
     """

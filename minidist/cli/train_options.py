@@ -27,6 +27,7 @@ PLAN_OPTIONS = (
     "accumulate",
     "schedule",
     "microbatches",
+    "stage_layers",
     "attention",
     "sequence_parallel",
     "precision",

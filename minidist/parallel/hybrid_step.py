@@ -64,6 +64,7 @@ from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.shards import Summand, WeightShard, add_up, assemble, counted_at, summands
+from minidist.parallel.common.stages import stage_layers
 from minidist.parallel.common.update import Batch, Key, Part
 from minidist.parallel.ddp import DDP
 from minidist.parallel.hybrid_cut import cut_model
@@ -113,8 +114,10 @@ class Hybrid:
 
     def _make_pipeline(self, seed: int, device: str) -> DataPipeline:
         schedule = make_schedule(self.plan.schedule, self.pp.size, self.plan.pieces)
+        layers = stage_layers(self.plan.stage_layers, self.config, schedule.stages, self.mesh.world, device=device)
         pipeline = DataPipeline(self.model, self.pp, schedule, of=self.precision, tp=self.tp, key=self.key,
-                                seed=None if self.plan.zero == 3 else seed, device=device, recorder=self.recorder)
+                                seed=None if self.plan.zero == 3 else seed, layers=layers, device=device,
+                                recorder=self.recorder)
         pipeline.stages.tokens, pipeline.stages.carried = self.tokens, self.carried
         return pipeline
 

@@ -30,6 +30,9 @@ class Plan:
                 strategy      one of STRATEGIES
                 schedule      of the pipeline: one of ORDERS (schedules.py); microbatches: of each pass of a data rank's
                               rows (None: four a stage)
+                stage_layers  of each stage of the pipeline: "even"; numbers, as "1,2,1"; or "measured": so that by the
+                              time that a block, the embedding and the output take on rank 0 the slowest stage is as
+                              fast as can be. Another run may measure another split
                 attention     over ranks of cp: one of ATTENTIONS
                 sequence_parallel   with tp: what lies outside the tensor-parallel regions is divided by tokens
                 servers       of parameter-server: how many ranks of the data axis, the last
@@ -58,6 +61,7 @@ class Plan:
     strategy: str = "ddp"
     schedule: str = "1f1b"
     microbatches: int | None = None
+    stage_layers: str = "even"
     attention: str = "ring"
     sequence_parallel: bool = False
     replicas: int = 1

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import product
+from itertools import chain, combinations, product
 from typing import TYPE_CHECKING, Any
 
 from minidist.comm.collectives.choose import ALGORITHMS
@@ -37,8 +37,12 @@ AXES = ("dp", "pp", "ep", "cp", "tp")
 """Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
 
 OPTIONS_OF: dict[str, tuple[str, Any]] = {
-    "microbatches": ("pp", None), "attention": ("cp", "ring"), "sequence_parallel": ("tp", False)}
+    "microbatches": ("pp", None), "stage_layers": ("pp", "even"), "attention": ("cp", "ring"),
+    "sequence_parallel": ("tp", False)}
 """Options that only an axis of two ranks or more has: the axis, and what stands for none."""
+
+OF_SIZES: dict[str, Any] = {"shard": None, "stage_layers": "even"}
+"""Options that other sizes of the axes may not go with, and what stands for none."""
 
 
 def words(axes: Mapping[str, int]) -> str:
@@ -53,13 +57,14 @@ def recut(plan: "Plan", axes: Mapping[str, int], **options: Any) -> tuple["Plan"
     """
     lost = {option: usual for option, (axis, usual) in OPTIONS_OF.items()
             if axes.get(axis, 1) == 1 and getattr(plan, option) != usual}
-    for more in ({}, {"shard": None}) if plan.shard is not None else ({},):
+    given = [option for option, usual in OF_SIZES.items() if option not in lost and getattr(plan, option) != usual]
+    for more in chain.from_iterable(combinations(given, count) for count in range(len(given) + 1)):
+        without = {**lost, **{option: OF_SIZES[option] for option in more}}
         try:
-            other = replace(plan, **{**dict.fromkeys(AXES, 1), **axes, **lost, **more, **options})
+            other = replace(plan, **{**dict.fromkeys(AXES, 1), **axes, **without, **options})
         except PlanError:
             continue
-        names = " and ".join({**lost, **more})
-        return other, words(other.axes) + (f" without {names}" if names else "")
+        return other, words(other.axes) + (f" without {' and '.join(without)}" if without else "")
     return None
 
 
@@ -173,6 +178,15 @@ def _check_strategy(plan: "Plan") -> None:
 def _check_pipeline(plan: "Plan") -> None:
     if plan.schedule not in ORDERS:
         raise PlanError(f"plan schedule={plan.schedule!r}: choose one of {', '.join(ORDERS)}")
+    numbers = layer_numbers(plan.stage_layers)
+    if plan.stage_layers not in ("even", "measured") and (numbers is None or len(numbers) != plan.stages
+                                                          or 0 in numbers[1:-1]):
+        raise PlanError(f"plan stage_layers={plan.stage_layers!r}: choose even, measured, or {plan.stages} "
+                        f"number{'s' * (plan.stages > 1)} of layers, of each stage, as "
+                        f"{','.join(['2'] * plan.stages)}; only the first and the last may have none")
+    if plan.pp == 1 and plan.stage_layers != "even":
+        raise PlanError(f"plan stage_layers={plan.stage_layers} with pp=1: there is one stage; use pp=2, or leave it "
+                        f"out")
     if plan.microbatches is None:
         return
     if not isinstance(plan.microbatches, int) or plan.microbatches < 1:
@@ -180,6 +194,12 @@ def _check_pipeline(plan: "Plan") -> None:
     if plan.pp == 1 and plan.microbatches > 1:
         raise PlanError(f"plan microbatches={plan.microbatches} with pp=1: there is no pipeline to fill; use "
                         f"accumulate={plan.accumulate * plan.microbatches}, which takes as many passes, or pp=2")
+
+
+def layer_numbers(text: str) -> list[int] | None:
+    """"1,2,1" as numbers; None if it is something else."""
+    numbers = text.split(",")
+    return [int(number) for number in numbers] if all(n.isascii() and n.isdigit() for n in numbers) else None
 
 
 def _check_sequence(plan: "Plan") -> None:
@@ -244,6 +264,10 @@ def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[Misfit]:
         yield (f"pp={plan.pp} with schedule={plan.schedule} has {plan.stages} stages, and the model {config.layers} "
                f"layer{'s' * (config.layers > 1)}: each stage but the first and the last needs one",
                f"at least {plan.stages - 2} layers")
+    numbers = layer_numbers(plan.stage_layers)
+    if numbers is not None and sum(numbers) != config.layers:
+        yield (f"stage_layers={plan.stage_layers} are {sum(numbers)} layers, and the model has {config.layers}",
+               "stage_layers=even")
     what, count = narrowest(config)
     if plan.tp > count:
         few = f"{count} {what} leave" if count > 1 else f"1 {what.removesuffix('s')} leaves"

@@ -183,7 +183,7 @@ def test_experts(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(("cut", "options", "axes"), [
-    ("pp=2,tp=2", ["--schedule", "zb-h1", "--microbatches", "3", "--tied"], {"pp", "tp"}),
+    ("pp=2,tp=2", ["--schedule", "zb-h1", "--microbatches", "3", "--tied", "--stage-layers", "0,1"], {"pp", "tp"}),
     ("cp=2,tp=2", ["--zero", "2", "--sequence-parallel", "--dropout", "0.1"], {"dp,cp", "cp", "tp"}),
     pytest.param("dp=2,pp=2", ["--zero", "3", "--keep-gathered", "--tied"], {"dp", "pp"}, marks=pytest.mark.soak),
     pytest.param("pp=2,cp=2", ["--attention", "all-to-all"], {"dp,cp", "cp", "pp"}, marks=pytest.mark.soak)])
@@ -194,7 +194,9 @@ def test_a_composed_plan(cut: str, options: list[str], axes: set[str], book: Pat
         "-n", "4", "--plan", cut, *options, "--data", str(book), "--verify"])
     for name, value in zip(options, options[1:], strict=False):
         if not value.startswith("--") and name != "--dropout":
-            assert str(metrics["plan"][name[2:]]) == value
+            assert str(metrics["plan"][name[2:].replace("-", "_")]) == value
+    assert metrics["stage_layers"] == ([0, 1] if "--stage-layers" in options else [1, 0] if "pp" in cut else None)
+    assert ("(in stages of 0, 1)" in printed) == ("--stage-layers" in options)
     assert metrics["verify"]["largest"] <= 1e-10
     outer, inner = (pair.split("=")[0] for pair in cut.split(","))
     assert [rank["coordinates"] for rank in metrics["ranks"]] == [

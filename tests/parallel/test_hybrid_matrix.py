@@ -43,6 +43,16 @@ def axes(draw: Any, ranks: int) -> dict[str, int]:
 
 
 @st.composite
+def uneven(draw: Any, layers: int, stages: int) -> str:
+    """So many layers on so many stages, of which none but the ends is without."""
+    assume(stages <= layers + 2)
+    counts = [0, *[1] * (stages - 2), 0]
+    for stage in draw(st.lists(st.integers(0, stages - 1), min_size=layers + 2 - stages, max_size=layers + 2 - stages)):
+        counts[stage] += 1
+    return ",".join(map(str, counts))
+
+
+@st.composite
 def any_plan(draw: Any, ranks: int, layers: int) -> Job:
     """A job of up to `ranks` ranks and `layers` layers that no plan's check refuses."""
     sizes = draw(axes(ranks))
@@ -60,6 +70,9 @@ def any_plan(draw: Any, ranks: int, layers: int) -> Job:
             "checkpoint_blocks": draw(st.sampled_from(["none", "scores", "all", "0"])),
             "bucket_bytes": draw(st.sampled_from([500, 1 << 20]))}
     plan["keep_gathered"] &= plan["zero"] == 3
+    if sizes["pp"] > 1:
+        splits = uneven(changes["layers"], Plan(**plan).stages)
+        plan["stage_layers"] = draw(st.sampled_from(["even", "measured"]) | splits)
     if plan["zero"]:
         plan["shard"] = draw(st.sampled_from([None, *divisors(sizes["dp"] * sizes["cp"])]))
     try:

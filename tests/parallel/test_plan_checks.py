@@ -28,6 +28,10 @@ from minidist.parallel.plan import AXES, Plan
     ({"dp": 2, "algorithm": "halving"}, "choose one of naive, tree, ring, direct"),
     ({"dp": 2, "zero": 1, "algorithm": "direct"}, "sends by reduce_scatter, all_gather: choose one of naive, ring"),
     ({"dp": 4, "zero": 1, "shard": 2, "algorithm": "direct"}, "reduce_scatter, all_gather, all_reduce: choose one of"),
+    ({"pp": 2, "stage_layers": "2,1,1"}, "choose even, measured, or 2 numbers of layers, of each stage, as 2,2;"),
+    ({"pp": 2, "schedule": "interleaved", "stage_layers": "2,0,1,1"}, "only the first and the last may have none"),
+    ({"pp": 2, "stage_layers": "evn"}, "choose even, measured"),
+    ({"dp": 2, "stage_layers": "measured"}, "there is one stage; use pp=2"),
     ({"dp": 2, "attention": "all-to-all"}, "no sequence is cut; use cp=2"),
     ({"attention": "flash"}, "choose one of ring, all-to-all"),
     ({"cp": 2, "sequence_parallel": True}, "use tp=2, or cp=2"),
@@ -46,6 +50,7 @@ def test_plan_refuses(options: dict[str, Any], says: str) -> None:
      "1 head leaves a rank without any; use dp=2 without sequence_parallel, or at least 2 heads"),
     ({"cp": 3, "attention": "all-to-all"}, {}, "use dp=3 without attention, or attention=ring"),
     ({"pp": 5, "microbatches": 3}, {}, "use dp=5 without microbatches, or at least 3 layers"),
+    ({"pp": 2, "stage_layers": "2,1"}, {}, "are 3 layers, and the model has 2; use dp=2 without stage_layers, or stag"),
     ({"cp": 4, "tp": 2, "attention": "all-to-all"}, {"heads": 4}, "use dp=2,cp=2,tp=2, or attention=ring")])
 def test_plan_refuses_a_model(options: dict[str, Any], changes: dict[str, Any], says: str) -> None:
     config: GPTConfig = tiny(**changes)
@@ -60,6 +65,8 @@ def test_plan_names_the_nearest_for_so_many_ranks() -> None:
         Plan(pp=2, tp=2).require(6)
     with pytest.raises(PlanError, match="plan dp=2,tp=2 is for 4 ranks, the job has 6; use dp=3,tp=2 without shard"):
         Plan(dp=2, tp=2, zero=1, shard=2).require(6)
+    with pytest.raises(PlanError, match="use pp=2 without stage_layers$"):
+        Plan(pp=3, stage_layers="1,1,1").require(2, tiny(layers=2))
     with pytest.raises(PlanError, match="plan dp=1 is for 1 rank, the job has 3; start 1$"):
         Plan(strategy="data-parallel", replicas=2).require(3)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from minidist import account, ops
-from minidist.backend import Array, array_module, beside, dtype_name, random_bits
+from minidist.backend import Array, array_module, beside, dtype_name, random_bits, to_device, to_host
 from minidist.comm.group import Group
 from minidist.errors import ShardError
 from minidist.nn import GPT, GPTConfig, Mixture
@@ -143,7 +143,21 @@ def balanced_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, 
     return best[count][2]
 
 
-def measured_costs(config: GPTConfig, group: Group, *, rows: int = 1, rounds: int = 3) -> tuple[float, float, float]:
+def stage_layers(how: str, config: GPTConfig, stages: int, group: Group, *, device: str = "cpu") -> list[int]:
+    """How many layers each stage gets as Plan's stage_layers says, the same on all ranks of `group`.
+
+    Cost, Raises: of "measured" as measured_costs and balanced_layers.
+    """
+    if how == "even":
+        return balanced_layers([1.0] * config.layers, stages)
+    if how == "measured":
+        block, first, last = measured_costs(config, group, device=device)
+        return balanced_layers([block] * config.layers, stages, first=first, last=last)
+    return [int(number) for number in how.split(",")]
+
+
+def measured_costs(config: GPTConfig, group: Group, *, rows: int = 1, rounds: int = 3,
+                   device: str = "cpu") -> tuple[float, float, float]:
     """Seconds, forward and backward, of (a block, the embedding, the output and loss): rank 0's, the same on all.
 
     Args:    rows: sequences, as many as a microbatch has; rounds: of which the quickest counts.
@@ -151,26 +165,31 @@ def measured_costs(config: GPTConfig, group: Group, *, rows: int = 1, rounds: in
     """
     seconds = np.zeros(3)
     if group.rank == 0:
-        seconds[:] = np.min([_time_parts(replace(config, layers=1, dropout=0.0), rows) for _ in range(rounds)], axis=0)
+        quiet = config.mixture and replace(config.mixture, noise=0.0)
+        one = replace(config, layers=1, dropout=0.0, mixture=quiet)
+        with account.use(account.MemoryAccount()):      # nothing of it lasts
+            seconds[:] = np.min([_time_parts(one, rows, device) for _ in range(rounds)], axis=0)
     with group.ledger.control():
         block, first, last = (float(value) for value in group.broadcast(seconds, root=0))
     return block, first, last
 
 
-def _time_parts(config: GPTConfig, rows: int) -> list[float]:
+def _time_parts(config: GPTConfig, rows: int, device: str) -> list[float]:
     """Seconds of a block, the embedding, the output and loss."""
     model = GPT(config)
-    model.initialize(0)
+    model.initialize(0, device=device)
     bits = random_bits("stages", 0, range(rows * config.context)) % np.uint64(config.vocabulary)
-    ids, positions = bits.astype(np.int64).reshape(rows, -1), np.arange(config.context)
+    ids = to_device(bits.astype(np.int64).reshape(rows, -1), device)
+    positions, xp = to_device(np.arange(config.context), device), array_module(ids)
 
     def timed(part: Any) -> float:
         start = time.perf_counter()
         y = part()
-        y.backward(np.ones(y.shape, y.dtype))
+        y.backward(xp.ones(y.shape, y.dtype))
+        to_host(y.data)         # waits for the device
         return time.perf_counter() - start
 
-    x = Tensor(np.ones((rows, config.context, config.width), model.norm.weight.dtype), requires_grad=True)
+    x = Tensor(xp.ones((rows, config.context, config.width), model.norm.weight.dtype), requires_grad=True)
     assert dtype_name(x.dtype) == config.dtype
     return [timed(lambda: model.blocks[0](x, positions)), timed(lambda: model.embed(ids, positions)),
             timed(lambda: ops.cross_entropy(model.project(x), ids))]
