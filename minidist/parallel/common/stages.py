@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from minidist import account, ops
-from minidist.backend import Array, array_module, beside, dtype_name, random_bits, to_device, to_host
+from minidist.backend import Array, array_module, beside, dtype_name, module_for, random_bits, to_host
 from minidist.comm.group import Group
 from minidist.errors import ShardError
 from minidist.nn import GPT, GPTConfig, Mixture
@@ -179,8 +179,8 @@ def _time_parts(config: GPTConfig, rows: int, device: str) -> list[float]:
     model = GPT(config)
     model.initialize(0, device=device)
     bits = random_bits("stages", 0, range(rows * config.context)) % np.uint64(config.vocabulary)
-    ids = to_device(bits.astype(np.int64).reshape(rows, -1), device)
-    positions, xp = to_device(np.arange(config.context), device), array_module(ids)
+    ids, positions = bits.astype(np.int64).reshape(rows, -1), np.arange(config.context)
+    xp = module_for(device)
 
     def timed(part: Any) -> float:
         start = time.perf_counter()
@@ -191,5 +191,5 @@ def _time_parts(config: GPTConfig, rows: int, device: str) -> list[float]:
 
     x = Tensor(xp.ones((rows, config.context, config.width), model.norm.weight.dtype), requires_grad=True)
     assert dtype_name(x.dtype) == config.dtype
-    return [timed(lambda: model.blocks[0](x, positions)), timed(lambda: model.embed(ids, positions)),
+    return [timed(lambda: model.blocks[0](x, beside(positions, x.data))), timed(lambda: model.embed(ids, positions)),
             timed(lambda: ops.cross_entropy(model.project(x), ids))]
