@@ -101,6 +101,12 @@ for _name in ("log", "sqrt"):
 _unary("relu", apart)
 
 
+@case("swiglu")
+def _(draw: Any) -> Case:
+    shape = draw(shapes)
+    return Case(ops.swiglu, [normal(draw, shape), normal(draw, shape)])
+
+
 @case("power")
 def _(draw: Any) -> Case:
     exponent = draw(st.sampled_from([0, 1, 2, 3, 4, 5, -1, 0.5, -0.5, 1.7]))

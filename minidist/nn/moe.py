@@ -86,8 +86,8 @@ class Experts(Module):
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows sorted by expert (R, width), and how many each expert has -> (R, width)."""
         up = ops.grouped_linear(rows, self.up, counts=counts)
-        inner = ops.gelu(up) if self.gate is None else ops.silu(
-            ops.grouped_linear(rows, self.gate, counts=counts)) * up
+        inner = ops.gelu(up) if self.gate is None else ops.swiglu(
+            ops.grouped_linear(rows, self.gate, counts=counts), up)
         return ops.grouped_linear(inner, self.down, counts=counts)      # type: ignore[no-any-return]
 
 

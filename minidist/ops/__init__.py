@@ -7,7 +7,7 @@
 How an op is written: tape.py.
 """
 
-from minidist.ops.activation import gelu, log_softmax, relu, silu, softmax
+from minidist.ops.activation import gelu, log_softmax, relu, silu, softmax, swiglu
 from minidist.ops.arithmetic import add, cast, div, exp, log, mul, neg, power, sqrt, sub, tanh, where
 from minidist.ops.attention import causal_attention, causal_attention_packed
 from minidist.ops.experts import add_rows, grouped_linear
@@ -24,5 +24,5 @@ __all__ = [
     "add", "add_rows", "cast", "causal_attention", "causal_attention_packed", "concat", "cross_entropy", "div",
     "dropout", "embedding", "exp", "gelu", "getitem", "grouped_linear", "layer_norm", "linear", "log", "log_softmax",
     "matmul", "max", "mean", "mul", "neg", "power", "relu", "reshape", "rms_norm", "rotary", "silu", "softmax", "split",
-    "sqrt", "sub", "sum", "take", "tanh", "transpose", "unembed", "var", "where",
+    "sqrt", "sub", "sum", "swiglu", "take", "tanh", "transpose", "unembed", "var", "where",
 ]

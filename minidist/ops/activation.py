@@ -1,10 +1,11 @@
-"""GELU, SiLU, ReLU, softmax and log-softmax.
+"""GELU, SiLU, SwiGLU, ReLU, softmax and log-softmax.
 
 GELU and SiLU compute their slope beside their value, while the block of rows they work on is still in the cache, and
 save it instead of x: backward is then one product, and nothing transcendental runs twice.
 """
 
 from minidist.backend import Array, array_module, narrow, widen
+from minidist.errors import ShapeError
 from minidist.ops.blocks import row_blocks
 from minidist.ops.kernels import kernel, launcher
 from minidist.tape import Node, Saved, op, saved
@@ -85,6 +86,41 @@ def silu(x: Array) -> tuple[Array, Saved]:
 @silu.gradient("x")
 def _(node: Node, dy: Array) -> Array:
     return narrow(widen(dy) * widen(node.slope), dy.dtype)
+
+
+@op
+def swiglu(gate: Array, up: Array) -> tuple[Array, Saved]:
+    """silu(gate) up, of arrays of one shape, rounded as the two ops are. Source: Shazeer 2020.
+
+    A kernel's backward reads gate and up themselves, as GELU's.
+    """
+    if gate.shape != up.shape:
+        raise ShapeError(f"swiglu: gate {gate.shape} and up {up.shape} must have one shape")
+    fast = kernel("swiglu", gate, up)
+    if fast is not None:
+        return fast(gate, up), saved(gate=gate, up=up, slope=None)
+    y, slope = _value_and_slope(_silu_block, gate)
+    return narrow(widen(y) * widen(up), up.dtype), saved(silu=y, slope=slope, up=up)
+
+
+def _swiglu_gradients(node: Node, dy: Array) -> tuple[Array, Array]:
+    """Of gate and up."""
+    if node.slope is None:
+        dgate, dup = launcher("swiglu_gradient")(node.gate, node.up, array_module(dy).ascontiguousarray(dy))
+        return dgate, dup
+    wide = widen(dy)
+    of_silu = narrow(wide * widen(node.up), dy.dtype)
+    return narrow(widen(of_silu) * widen(node.slope), dy.dtype), narrow(wide * widen(node.silu), dy.dtype)
+
+
+@swiglu.gradient("gate")
+def _(node: Node, dy: Array) -> Array:
+    return node.once(_swiglu_gradients, dy)[0]
+
+
+@swiglu.gradient("up")
+def _(node: Node, dy: Array) -> Array:
+    return node.once(_swiglu_gradients, dy)[1]
 
 
 @op

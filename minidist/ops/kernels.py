@@ -18,6 +18,8 @@ TABLE = {
     "softmax_gradient":    ("softmax", "softmax_gradient"),
     "gelu":                ("activation", "bias_gelu"),
     "gelu_gradient":       ("activation", "bias_gelu_gradient"),
+    "swiglu":              ("activation", "swiglu"),
+    "swiglu_gradient":     ("activation", "swiglu_gradient"),
     "cross_entropy":       ("cross_entropy", "cross_entropy"),
     "attention":           ("attention", "attention"),
     "attention_gradient":  ("attention", "attention_gradient"),

@@ -1,5 +1,7 @@
 """Matrix products: matmul for any stack of matrices, linear for x @ w + b over the last dim."""
 
+import numpy as np
+
 from minidist.backend import Array, array_module, narrow, widen
 from minidist.backend import matmul as multiply
 from minidist.errors import ShapeError
@@ -60,13 +62,19 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def linear(x: Array, w: Array, b: Array | None = None) -> tuple[Array, Saved]:
-    """(…, in) @ (in, out) + (out,) -> (…, out): all leading dims in one matrix product."""
+    """(…, in) @ (in, out) + (out,) -> (…, out): all leading dims in one matrix product.
+
+    In low precision the bias is added before the one rounding; on a GPU after that of the product, which a tensor core
+    can then do, and rounded again.
+    """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ShapeError(f"linear: x {x.shape} does not fit w {w.shape}; the last dim of x must equal w's first")
     if b is not None and b.shape != (w.shape[1],):
         raise ShapeError(f"linear: bias {b.shape} does not fit w {w.shape}; it needs shape ({w.shape[1]},)")
     if b is None:
         y = multiply(rows(x), w)
+    elif array_module(x) is not np:
+        y = multiply(rows(x), w) + b
     else:
         y = multiply(widen(rows(x)), widen(w))
         y += widen(b)

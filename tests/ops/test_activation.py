@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist import ops
+from minidist import backend, ops
+from minidist.errors import ShapeError
 from minidist.ops import blocks
 from minidist.tensor import tensor
 
@@ -39,6 +40,22 @@ def test_large_numbers(name, kind):
 def test_silu():
     x = np.linspace(-6, 6, 101)
     np.testing.assert_allclose(ops.silu(x).data, x / (1 + np.exp(-x)), rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32", "bfloat16"])
+def test_swiglu_is_silu_times_up_to_the_bit(kind):
+    rng = np.random.default_rng(3)
+    gate, up, dy = (rng.normal(size=(5, 9)).astype(backend.dtype(kind)) for _ in range(3))
+    results = []
+    for call in (ops.swiglu, lambda a, b: ops.silu(a) * b):
+        leaves = [tensor(a, requires_grad=True) for a in (gate, up)]
+        y = call(*leaves)
+        y.backward(dy)
+        results.append([y.data, *(leaf.grad for leaf in leaves)])
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(ShapeError, match="one shape"):
+        ops.swiglu(gate, up[:1])
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu"])

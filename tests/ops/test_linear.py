@@ -1,5 +1,6 @@
 """Matrix products: values, any leading dims, errors."""
 
+import fake_gpu
 import numpy as np
 import pytest
 
@@ -37,3 +38,19 @@ def test_the_bias_gradient_of_many_rows_in_low_precision():
 def test_errors(call, message):
     with pytest.raises(ShapeError, match=message):
         call()
+
+
+def test_low_precision_on_a_gpu_is_multiplied_as_it_is(monkeypatch):
+    """By tensor cores: the product is rounded, then the bias added and rounded again. A sum is one operation there."""
+    cupy, kind = fake_gpu.install(monkeypatch), backend.dtype("bfloat16")
+    rng = np.random.default_rng(4)
+    x, w, b = (rng.normal(size=shape).astype(kind) for shape in ((2, 3, 5), (5, 4), (4,)))
+    multiplied = []
+    monkeypatch.setattr(cupy, "matmul", lambda a, b, real=cupy.matmul: multiplied.append(a.dtype) or real(a, b))
+    there = [cupy.asarray(array) for array in (x, w, b)]
+    product = (x.astype("float32").reshape(-1, 5) @ w.astype("float32")).astype(kind)
+    y = ops.linear(*there).data
+    np.testing.assert_array_equal(backend.to_host(y), (product.astype("float32") + b).astype(kind).reshape(2, 3, 4))
+    assert multiplied == [kind]
+    np.testing.assert_array_equal(backend.to_host(ops.add(y, y).data), ops.add(*[backend.to_host(y)] * 2).data)
+    np.testing.assert_array_equal(backend.to_host(ops.mul(y, y).data), ops.mul(*[backend.to_host(y)] * 2).data)

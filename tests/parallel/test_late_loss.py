@@ -43,12 +43,13 @@ def run(world: Any, device: str, changes: dict[str, Any], plan: dict[str, Any],
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES.keys())
 def test_a_step_of_bf16_waits_for_nothing(changes: dict[str, Any], accumulate: int, plain: Any) -> None:
-    """And it is the CPU's step: losses and weights, after clipping, with float32 master weights."""
+    """And it is the CPU's step: losses and weights, after clipping, with float32 master weights; but that a product is
+    rounded before the bias is added to it."""
     losses, weights, _ = md.run(run, "cpu", changes, {"accumulate": accumulate}, size=1)[0]
     found, masters, waits = md.run(run, "cuda", changes, {"accumulate": accumulate}, size=1)[0]
     assert waits == []
     assert found == pytest.approx(losses, rel=1e-4)
-    assert difference(masters, weights) < 1e-3
+    assert difference(masters, weights) < 5e-3
 
 
 @needs_compiler
