@@ -28,10 +28,11 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def run(world: Any, device: str, changes: dict[str, Any], plan: dict[str, Any],
-        steps: int = 3) -> tuple[list[float], Any, list[str]]:
+        steps: int = 3, optimizer: str = "adamw") -> tuple[list[float], Any, list[str]]:
     """Losses, weights, and what was waited for in the steps."""
     config = tiny(**{"dtype": "float32", "layers": 1, **changes})
-    trainer = Trainer(Plan(**{"precision": "bf16", **plan}), config, world, device=device, clip=0.5, lr=1e-2)
+    trainer = Trainer(Plan(**{"precision": "bf16", **plan}), config, world, device=device, clip=0.5, lr=1e-2,
+                      optimizer=optimizer)
     fake_gpu.waits.clear()
     on_their_way = [trainer.start_step(global_batch(step, 3, config)) for step in range(steps)]
     waits = list(fake_gpu.waits)
@@ -40,16 +41,18 @@ def run(world: Any, device: str, changes: dict[str, Any], plan: dict[str, Any],
     return result
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("optimizer", "accumulate", "bound"), [("adamw", 1, 0.05), ("sgd", 2, 1e-3)])
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES.keys())
-def test_a_step_of_bf16_waits_for_nothing(changes: dict[str, Any], accumulate: int, plain: Any) -> None:
+def test_a_step_of_bf16_waits_for_nothing(changes: dict[str, Any], optimizer: str, accumulate: int, bound: float,
+                                          plain: Any) -> None:
     """And it is the CPU's step: losses and weights, after clipping, with float32 master weights; but that a product is
-    rounded before the bias is added to it."""
-    losses, weights, _ = md.run(run, "cpu", changes, {"accumulate": accumulate}, size=1)[0]
-    found, masters, waits = md.run(run, "cuda", changes, {"accumulate": accumulate}, size=1)[0]
+    rounded before the bias is added to it, and Adam makes much of that where a gradient is nearly zero."""
+    of_run = changes, {"accumulate": accumulate}, 3, optimizer
+    losses, weights, _ = md.run(run, "cpu", *of_run, size=1)[0]
+    found, masters, waits = md.run(run, "cuda", *of_run, size=1)[0]
     assert waits == []
     assert found == pytest.approx(losses, rel=1e-4)
-    assert difference(masters, weights) < 5e-3
+    assert difference(masters, weights) < bound
 
 
 @needs_compiler
