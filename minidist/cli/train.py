@@ -55,9 +55,13 @@ def run(args: argparse.Namespace) -> int:
     if starts_ranks and args.transport == "mpi":
         fail(f"--transport mpi: its ranks are mpirun's to start: mpirun -n {size} minidist train")
     if starts_ranks:
-        return spawn([sys.executable, "-m", "minidist", "train", *train_options.as_arguments(args)], size)
+        args.out = str(settings.out)                        # whose default is the time
+        with run_folder(settings.out):
+            return spawn([sys.executable, "-m", "minidist", "train", *train_options.as_arguments(args)], size)
     threads = limit_blas_threads(args.threads, launch.local_size)
-    return train(settings, init(transport=args.transport, threads=threads), threads)
+    world = init(transport=args.transport, threads=threads)
+    with run_folder(settings.out) if world.rank == 0 else nullcontext():
+        return train(settings, world, threads)
 
 
 def train(settings: train_options.Settings, world: Group, threads: int) -> int:
@@ -70,11 +74,10 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
     trainer = Trainer(settings.plan(world.size), settings.config, world, recorder=timeline,
                       **settings.trainer_options())
     trainer.require_room(args.batch)
-    with run_folder(settings.out) if world.rank == 0 else nullcontext():
-        if speaks:
-            announce(console, settings, world, train_hybrid.stage_layers(trainer))
-        report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else Silence()
-        losses, seconds, early = train_steps(trainer, settings, report)
+    if speaks:
+        announce(console, settings, world, train_hybrid.stage_layers(trainer))
+    report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else Silence()
+    losses, seconds, early = train_steps(trainer, settings, report)
     world = trainer.survivors()
     trainer.check_replicas()
     validation_loss = trainer.evaluate(settings.validation_batches())
@@ -119,8 +122,8 @@ def whole_model(trainer: Trainer, weights: Weights) -> GPT:
 
 @contextmanager
 def run_folder(folder: Path) -> Iterator[None]:
-    """Make the run folder before the first step, for a run without one would be lost at its end. Should the steps
-    fail, what was made goes again, if it is empty.
+    """Make the run folder before the first step, for a run without one would be lost at its end. Should it stay empty,
+    what was made goes again, however the run ended.
 
     Raises:  ConfigError if it cannot be made.
     """
@@ -131,11 +134,10 @@ def run_folder(folder: Path) -> Iterator[None]:
         fail(f"--out {folder}: {error.strerror}")
     try:
         yield
-    except BaseException:
+    finally:
         with suppress(OSError):
             for empty in made:
                 empty.rmdir()
-        raise
 
 
 def train_steps(trainer: Trainer, settings: train_options.Settings,

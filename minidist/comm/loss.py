@@ -1,4 +1,4 @@
-"""Why a job fails: the first rank that did not end well, and how it went."""
+"""Why a job fails: the first rank that did not end well, and how it went; or its launcher was told to stop."""
 
 import dataclasses
 import os
@@ -8,15 +8,19 @@ import traceback
 
 from minidist.errors import ConfigError, PeerLostError
 
+LAUNCHER = -1
+"""In place of a world rank: the launcher, which was told to stop. It says so itself; the ranks need not."""
+
 _TRACEBACK_CHARS = 4000    # the tail of a traceback is what names the line
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """Why a job fails: the first rank that did not end well.
+    """Why a job fails: the first rank that did not end well, or the LAUNCHER.
 
     `traceback` is empty where the rank could not speak for itself. `status` is the exit status that the whole job
-    should end with: 2 for bad input, 130 for an interrupt, what the rank gave to sys.exit, else 1.
+    should end with: 2 for bad input, 130 for an interrupt, what the rank gave to sys.exit, else 1;
+    128 + the signal's number where the launcher was told to stop.
     """
 
     world_rank: int
@@ -41,9 +45,16 @@ class Loss:
         status = 2 if isinstance(error, ConfigError) else 1
         return cls(world_rank, os.getpid(), platform.node(), how, text[-_TRACEBACK_CHARS:], status)
 
+    @classmethod
+    def by_signal(cls, number: int) -> "Loss":
+        """This process, the launcher, was sent a signal."""
+        return cls(LAUNCHER, os.getpid(), platform.node(), f"was told to stop by {signal.Signals(number).name}", "",
+                   128 + number)
+
     def __str__(self) -> str:
+        who = "the launcher" if self.world_rank == LAUNCHER else f"rank {self.world_rank}"
         where = f" (process {self.pid} on {self.host})" if self.pid else ""
-        return f"rank {self.world_rank}{where} {self.how}"
+        return f"{who}{where} {self.how}"
 
     def error(self) -> PeerLostError:
         """What the other ranks raise: the first line says who and how, the rest is the tail of its traceback."""

@@ -97,26 +97,26 @@ class Children:
         """World ranks whose process has not ended."""
         return [rank for rank, process in self.processes.items() if process.poll() is None]
 
-    def wait(self, limit: float) -> bool:
-        """Whether all have ended within `limit` seconds."""
+    def wait(self, limit: float, hurry: Callable[[], bool] = lambda: False) -> bool:
+        """Whether all have ended within `limit` seconds, or until there is a hurry."""
         deadline = time.monotonic() + limit
         while self.running():
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or hurry():
                 return False
             time.sleep(0.005)
         return True
 
-    def end(self, grace: float) -> None:
+    def end(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """Give them `grace` seconds to end by themselves, as long again after SIGTERM, then kill them.
 
-        One that is stopped is killed at once: it will not hear of anything.
+        One that is stopped is killed at once: it will not hear of anything. So are all of them when there is a hurry.
         """
         for rank in self.running():
             kill_stopped(self.processes[rank].pid)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if self.wait(grace):
+            if self.wait(0.0 if hurry() else grace, hurry):
                 return
-            self._signal(number)
+            self._signal(signal.SIGKILL if hurry() else number)
         self.wait(10.0)
 
     def _signal(self, number: int) -> None:

@@ -10,6 +10,7 @@ How a rank ends, and what the others see:
                                   PeerLostError, which it says in one line
     ConfigError                   one line in the whole job, exit status 2
     sys.exit(3), os._exit, kill   the monitor says which rank it was and how it went
+    its launcher is told to stop  nothing; the launcher says it
 
 Under mpirun a process that fails must not reach MPI_Finalize, which waits for all: it calls MPI_Abort.
 """
@@ -30,6 +31,7 @@ from threadpoolctl import threadpool_limits
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.link import Loss
+from minidist.comm.loss import LAUNCHER
 from minidist.comm.profile import Profile, load_profile
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
@@ -109,6 +111,8 @@ class Membership:
             return
         else:
             cause = self.joined.link.loss if self.joined is not None else None
+            if cause is not None and cause.world_rank == LAUNCHER:
+                return
             said = f"PeerLostError: {cause}" if cause is not None else f"{type(error).__name__}: {error}"
             text = f"minidist: rank {rank} stops: {said.splitlines()[0]}"
         sys.stderr.write(text + "\n")                       # one write: other ranks' lines stay apart
@@ -200,13 +204,18 @@ def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
         if _membership is None:
             launch = detect()
             if launch.alone or everywhere:
-                return launch.world_rank == 0
+                return launch.world_rank == 0 and not _said_by_launcher(error, launch)
             _membership = Membership(launch)
             _watch_over_the_end(_membership)
             _membership.find_monitor(REPORT_LIMIT)
     except (LaunchError, CommError):
         return _membership is None or _membership.launch.world_rank == 0
-    return _membership.fail(error) and not _membership.quiet
+    return _membership.fail(error) and not _membership.quiet and not _said_by_launcher(error, _membership.launch)
+
+
+def _said_by_launcher(error: BaseException, launch: Launch) -> bool:
+    """Ctrl-C reaches our launcher, too, and it is one line in the whole job."""
+    return isinstance(error, KeyboardInterrupt) and launch.launcher == "minidist"
 
 
 def limit_blas_threads(threads: int | None, local_size: int) -> int:

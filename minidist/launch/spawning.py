@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any
@@ -26,7 +27,7 @@ from minidist.launch.children import Children
 from minidist.launch.launchers import clean_environment
 
 GRACE = 5.0         # seconds the other ranks get to end after one has failed, and again after SIGTERM
-STOP = 0.5          # the same after Ctrl-C
+STOP = 1.0          # the same when the launcher is told to stop
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ def spawn(command: Sequence[str], size: int, *, nodes: Nodes | None = None, toke
     """Run `size` copies of `command` here (on each of `nodes`) as ranks of one job, and wait for them.
 
     Returns: 0 if every rank here ended with 0; else the exit status of the first that failed (128 + the signal's number
-             if it was killed, 130 after Ctrl-C). The others are told at once, then SIGTERM, then SIGKILL.
+             if it was killed). The others are told at once, then SIGTERM, then SIGKILL. 128 + the signal's number, too,
+             if this process gets SIGINT (Ctrl-C) or SIGTERM, which end the ranks on all nodes, within 2 s; a second
+             one kills those here at once.
     Raises:  LaunchError if the port is taken, or several nodes lack MASTER_PORT or a token.
     """
     nodes = nodes or Nodes()
@@ -63,7 +66,7 @@ class _Job:
         self.children = Children(self.processes)
         self.helpers: list[threading.Thread] = []
         self.monitor: Monitor | None = None
-        self.stopped = False
+        self.told: list[int] = []                           # signals by which we were told to stop
         self.missed: set[int] = set()                       # expendable ranks that have ended
         host, port = nodes.master_addr, nodes.master_port
         if nodes.rank == 0:
@@ -74,19 +77,12 @@ class _Job:
 
     def run(self) -> int:
         """Start, wait, clean up; the exit status."""
-        before = signal.getsignal(signal.SIGTERM)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _stop)            # a launcher that is told to stop stops its ranks first
-        try:
-            self._start()
-            return self._wait()
-        except KeyboardInterrupt:                           # the terminal has sent it to every rank, too
-            self.stopped = True
-            return 130
-        finally:
-            self._end()
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, before)
+        with _noting_signals(self.told):
+            try:
+                self._start()
+                return self._wait()
+            finally:
+                self._end()
 
     def _start(self) -> None:
         if self.monitor is not None:
@@ -94,6 +90,8 @@ class _Job:
         else:
             self.helpers.append(_thread(self.lookout.serve, self.place.address, self.place.token))
         for local_rank in range(self.size):
+            if self.told:
+                return
             rank = self.nodes.rank * self.size + local_rank
             try:
                 process = subprocess.Popen(self.command, env=self._environment(rank, local_rank),
@@ -115,7 +113,7 @@ class _Job:
 
     def _wait(self) -> int:
         """Until every rank here has ended well, and on node 0 every rank anywhere; or until one has not."""
-        while True:
+        while not self.told:
             running = self.children.running()
             for rank, process in self.processes.items():
                 if process.returncode and rank not in self.missed:
@@ -129,6 +127,21 @@ class _Job:
             if not running and (self.monitor is None or self.monitor.deserted()):
                 return 0
             time.sleep(0.01)
+        return self._stop(Loss.by_signal(self.told[0]))
+
+    def _stop(self, loss: Loss) -> int:
+        """The ranks hear of it where they wait for each other, and unwind; those that never joined hear of nothing."""
+        if self.monitor is None:
+            self.lookout.tell(loss)
+        else:
+            for rank, process in self.processes.items():
+                if self.monitor.has_left(rank) is None:
+                    process.terminate()
+            self.monitor.lose(loss)
+        self.children.end(STOP, hurry=lambda: len(self.told) > 1)
+        ranks = f"{len(self.processes)} ranks were" if len(self.processes) != 1 else "1 rank was"
+        print(f"minidist: {loss}; its {ranks} ended", file=sys.stderr, flush=True)
+        return loss.status
 
     def _failed(self, rank: int, code: int) -> int | None:
         """A rank here ended with `code`, perhaps because another failed first; None if it was expendable."""
@@ -148,7 +161,7 @@ class _Job:
         return _status(code)
 
     def _lost(self, loss: Loss) -> int:
-        if not loss.traceback and loss.status != 130:       # it could not speak for itself
+        if not loss.traceback:                              # it could not speak for itself
             print(f"minidist: {loss}; the job ends", file=sys.stderr, flush=True)
         if self.monitor is not None:
             self.monitor.end_frozen()
@@ -156,7 +169,7 @@ class _Job:
         return _status(code) if code else loss.status
 
     def _end(self) -> None:
-        self.children.end(STOP if self.stopped else GRACE)
+        self.children.end(GRACE, hurry=lambda: bool(self.told))
         if self.monitor is not None:
             self.monitor.close()
         self.lookout.close()
@@ -183,5 +196,16 @@ def _status(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+@contextmanager
+def _noting_signals(told: list[int]) -> Iterator[None]:
+    """In the block SIGINT and SIGTERM break off nothing; it looks at `told`. In the main thread, which alone may."""
+    def note(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+
+    here = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM) if here}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -251,6 +252,21 @@ def test_a_worker_that_is_killed_is_missed_by_nobody(book: Path, tmp_path: Path)
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["formula"]["lost"] == [1] and [rank["rank"] for rank in metrics["ranks"]] == [0, 2]
     assert len(metrics["losses"]) == 60 and metrics["validation_loss"] < 4
+
+
+@pytest.mark.parametrize("by", [
+    pytest.param(["train", "-n", "2"], id="train"),
+    pytest.param(["launch", "-n", "2", "-m", "minidist", "train"], id="launch", marks=pytest.mark.soak)])
+def test_a_run_whose_launcher_is_told_to_stop_leaves_no_empty_folder(by: list[str], book: Path, tmp_path: Path) -> None:
+    run = subprocess.Popen([*MINIDIST, *by, *TINY, "--steps", "100000", "--data", str(book), "--out", "runs/one"],
+                           cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert next(line for line in run.stdout if line.startswith("step "))
+    run.send_signal(signal.SIGTERM)
+    _, error = run.communicate(timeout=30)
+    assert run.returncode == 143
+    assert "was told to stop by SIGTERM; its 2 ranks were ended" in error and error.count("\n") == 1, error
+    assert os.listdir(tmp_path) == []
 
 
 def test_quiet_prints_nothing(book: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from jobs import JOB, by_launch, finish, start
 from leftovers import nothing_left
@@ -92,14 +93,67 @@ def test_a_rank_that_neither_waits_nor_ends_is_ended():
     assert "rank 1 was still busy 0.5 s after rank 2" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_launcher_that_is_told_to_stop_stops_its_ranks(number):
+TOLD = r"minidist: the launcher \(process {pid} on \S+\) was told to stop by {name}; its {ranks} ended\n"
+
+
+def ranks_of(process):
+    """The ranks that the launcher has started, when they are there."""
+    deadline = time.monotonic() + 20
+    while not (ranks := psutil.Process(process.pid).children()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return ranks
+
+
+@pytest.mark.parametrize(("number", "everybody"), [
+    (signal.SIGINT, False), pytest.param(signal.SIGTERM, False, marks=pytest.mark.soak),
+    pytest.param(signal.SIGINT, True, id="ctrl-c")])
+def test_a_launcher_that_is_told_to_stop_stops_its_ranks_and_says_one_line(number, everybody):
+    """One rank waits for the other, which is busy. Ctrl-C reaches all processes of a terminal."""
     with nothing_left() as environment:
-        process = by_launch(environment, "sleep", size=2)
+        process = by_launch(environment, "busy", size=2)
         for _ in range(2):
             process.stdout.readline()                   # both have met
-        process.send_signal(number)
-        assert finish(process, 10).returncode == 130
+        for each in [process, *ranks_of(process)] if everybody else [process]:
+            each.send_signal(number)
+        done = finish(process, 10)
+    assert done.returncode == 128 + number
+    assert re.fullmatch(TOLD.format(pid=process.pid, name=number.name, ranks="2 ranks were"), done.stderr)
+
+
+def test_a_launcher_stops_ranks_that_know_nothing_of_it():
+    with nothing_left() as environment:
+        process = start([sys.executable, "-m", "minidist", "launch", "sleep", "60"], environment)
+        assert ranks_of(process)
+        process.send_signal(signal.SIGTERM)
+        done = finish(process, 10)
+    assert done.returncode == 143
+    assert re.fullmatch(TOLD.format(pid=process.pid, name="SIGTERM", ranks="1 rank was"), done.stderr)
+
+
+def test_a_launcher_that_is_told_twice_waits_for_nobody():
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    launch = ("import sys; from minidist.launch import spawning; spawning.STOP = 30.0; "
+              f"sys.exit(spawning.spawn([sys.executable, '-c', {stubborn!r}], 1))")
+    with nothing_left() as environment:
+        process = start([sys.executable, "-c", launch], environment)
+        process.stdout.readline()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            process.send_signal(number)
+            time.sleep(0.1)
+        done = finish(process, 10)
+    assert done.returncode == 143
+    assert re.fullmatch(TOLD.format(pid=process.pid, name="SIGTERM", ranks="1 rank was"), done.stderr)
+
+
+def test_a_rank_that_is_interrupted_alone_is_named_by_the_launcher():
+    with nothing_left() as environment:
+        process = by_launch(environment, "busy", size=2)
+        for _ in range(2):
+            process.stdout.readline()
+        ranks_of(process)[1].send_signal(signal.SIGINT)
+        done = finish(process, 10)
+    assert done.returncode == 130
+    assert re.search(r"^minidist: rank 1 \(process \d+ on \S+\) was interrupted; the job ends$", done.stderr, re.M)
 
 
 def test_ranks_end_when_their_launcher_is_killed():
