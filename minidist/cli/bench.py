@@ -5,6 +5,7 @@
     minidist bench step                                     our training step beside PyTorch eager
     minidist bench step --zero 0,1,2,3 -n 2,4               each ZeRO stage beside what PyTorch has for it
     minidist bench step --plan pp=2 --plan dp=2,tp=2        each plan beside what PyTorch has for it
+    minidist bench step --model gpt2-124m --device cuda --precision bf16       on one GPU, beside PyTorch and a roofline
     minidist bench overlap                                  an all-reduce hidden behind matrix products
     minidist bench overlap-step --strategy zero2,zero3      a training step's communication behind its computation
     minidist bench calibrate                                what messages cost on this machine; auto goes by it
@@ -32,6 +33,8 @@ from minidist.cli import (
     bench_overlap_step,
     bench_plan,
     bench_step,
+    bench_step_device,
+    bench_step_tables,
     bench_tables,
 )
 from minidist.cli.bench_arguments import add_arguments
@@ -41,7 +44,7 @@ from minidist.comm.collectives.choose import choose
 from minidist.comm.profile import Profile, profile_path, save_profile
 from minidist.errors import ConfigError
 from minidist.launch import detect, init
-from minidist.observe import bench_plots, kernel_plots
+from minidist.observe import bench_plots, kernel_plots, step_plots
 from minidist.parallel.plan import Plan
 
 __all__ = ["add_arguments", "run"]
@@ -148,8 +151,11 @@ def _draw_collective(path: Path, result: Result) -> None:
 
 
 def _step(args: argparse.Namespace, progress: Progress) -> Result:
-    model = bench_step.Model(**{name: getattr(args, name) for name in vars(bench_step.Model())})
+    named = bench_step.MODELS[args.model] if args.model else bench_step.Model()
+    model = bench_step.Model(**{name: getattr(args, name) or value for name, value in vars(named).items()})
     model.config()  # a model that cannot be is refused before anything starts
+    if args.model or args.device or args.precision:
+        return _step_of_device(args, model, progress)
     plans = _plans(args, model)
     result = {"what": "step", "model": vars(model), "transport": args.transport, "zero": args.zero, "plans": [*plans],
               "left_out": []}
@@ -170,6 +176,16 @@ def _step(args: argparse.Namespace, progress: Progress) -> Result:
     else:
         rows = bench_step.measure_all(model, args.ranks or [1, 2], args.rounds, args.steps, args.transport, progress)
     return {**result, "rows": [vars(row) for row in rows]}
+
+
+def _step_of_device(args: argparse.Namespace, model: bench_step.Model, progress: Progress) -> Result:
+    """One process on one device."""
+    if args.ranks not in (None, [1]) or args.plan or args.zero or args.schedule or args.microbatches:
+        raise ConfigError("bench step: --model, --device and --precision time one process on one device; leave -n, "
+                          "--plan and --zero out")
+    found = bench_step_device.measure(model, args.device or "cpu", args.precision or "fp32", args.rounds, args.steps,
+                                      progress)
+    return {"what": "step", "model": vars(model), "zero": None, "plans": [], **found}
 
 
 def _plans(args: argparse.Namespace, model: bench_step.Model) -> dict[str, Plan]:
@@ -193,17 +209,19 @@ def _plans(args: argparse.Namespace, model: bench_step.Model) -> dict[str, Plan]
     return plans
 
 
-def _of_step(result: Result, plans: Any, stages: Any, plain: Any) -> Any:
+def _of_step(result: Result, plans: Any, stages: Any, plain: Any, device: Any) -> Any:
     """What fits the kind of step that was measured."""
-    return stages if result["zero"] else plans if result["plans"] else plain
+    return device if "device" in result else stages if result["zero"] else plans if result["plans"] else plain
 
 
 def _show_step(result: Result, console: Console) -> None:
-    _of_step(result, bench_tables.show_plans, bench_tables.show_stages, bench_tables.show_step)(result, console)
+    _of_step(result, bench_tables.show_plans, bench_tables.show_stages, bench_tables.show_step,
+             bench_step_tables.show_device)(result, console)
 
 
 def _draw_step(path: Path, result: Result) -> None:
-    _of_step(result, bench_plots.draw_plans, bench_plots.draw_stages, bench_plots.draw_steps)(path, result["rows"])
+    _of_step(result, bench_plots.draw_plans, bench_plots.draw_stages, bench_plots.draw_steps,
+             step_plots.draw_device)(path, result if "device" in result else result["rows"])
 
 
 # ---------------------------------------------------------------- overlap

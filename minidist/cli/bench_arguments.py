@@ -2,7 +2,14 @@
 
 import argparse
 
-from minidist.cli import bench_calibrate, bench_collectives, bench_overlap, bench_overlap_step, bench_step
+from minidist.cli import (
+    bench_calibrate,
+    bench_collectives,
+    bench_overlap,
+    bench_overlap_step,
+    bench_step,
+    bench_step_device,
+)
 from minidist.cli.common import counts, number_of_bytes, positive, seconds, sizes
 from minidist.comm.profile import profile_path
 from minidist.parallel.schedules import ORDERS
@@ -48,7 +55,12 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps a turn (5)")
     parser.add_argument("--transport", choices=("sockets", "shm"), default="sockets",
                         help="ours, between ranks (sockets)")
+    parser.add_argument("--model", choices=list(bench_step.MODELS), help="its sizes, but for those given; one process")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="time one process on it, beside PyTorch eager and "
+                        "torch.compile, under the measured roofline (with --model: cpu)")
+    parser.add_argument("--precision", choices=list(bench_step_device.PRECISIONS), help="of one process (fp32)")
     _add_model(parser, bench_step.Model())
+    parser.set_defaults(**dict.fromkeys(vars(bench_step.Model())))      # None: the named model's, or the default one's
 
 
 def _add_overlap(parser: argparse.ArgumentParser) -> None:

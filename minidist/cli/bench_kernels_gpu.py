@@ -10,7 +10,7 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -91,12 +91,12 @@ class CudaGpu:
         with self.cuda.using_allocator(allocate):
             yield
 
-    def ceilings(self) -> dict[str, Any]:
+    def ceilings(self, kinds: Sequence[str] = DTYPES) -> dict[str, Any]:
         """What this GPU gives: bytes a second of a large copy, read and written; operations a second of cuBLAS."""
         from_, to = (self.xp.empty((COPIED // 4,), np.float32) for _ in range(2))
         from_[...] = 1.0
         copy = 2 * COPIED / self.median(lambda: to.data.copy_from_device_async(from_.data, COPIED))
-        return {"copy": copy, "matrix": {kind: 2 * SIDE ** 3 / self.median(self._product(kind)) for kind in DTYPES}}
+        return {"copy": copy, "matrix": {kind: 2 * SIDE ** 3 / self.median(self._product(kind)) for kind in kinds}}
 
     def _product(self, kind: str) -> Work:
         rng = np.random.default_rng()

@@ -6,11 +6,13 @@ only here, when asked for.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import nn
 
@@ -43,7 +45,7 @@ class TorchBlock(nn.Module):
 
 
 class TorchGPT(nn.Module):
-    """The GPT of minidist.nn with learned positions and an untied head: (B, T) -> mean loss."""
+    """The GPT of minidist.nn with learned positions: (B, T) -> mean loss."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -52,10 +54,13 @@ class TorchGPT(nn.Module):
         self.blocks = nn.ModuleList(TorchBlock(config.width, config.heads) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        if config.tied:
+            nn.init.normal_(self.tokens.weight, std=0.02)       # as logits need it
+            self.head.weight = self.tokens.weight
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean token loss."""
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
@@ -92,6 +97,35 @@ def torch_step(config: GPTConfig, *, ranks: int, clip: float | None, peer: str =
         return loss.item()
 
     return step
+
+
+def torch_device_step(config: GPTConfig, *, device: str, precision: str, compiled: bool,
+                      clip: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Build the model on `device`; returns its training step, which gives the loss there and waits for nothing.
+
+    Weights are float32. bf16: autocast, and flash attention alone; fp32: products of float32 may take TF32.
+    """
+    torch.set_float32_matmul_precision("high")
+    gpt = TorchGPT(config).to(device)
+    model: Any = torch.compile(gpt) if compiled else gpt
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3, fused=device == "cuda")
+    half = precision == "bf16"
+
+    def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device, torch.bfloat16, enabled=half), flash_attention() if half else nullcontext():
+            loss = model(ids, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(gpt.parameters(), clip)
+        optimizer.step()
+        return loss.detach()        # type: ignore[no-any-return]
+
+    return step
+
+
+def flash_attention() -> Any:
+    """A context in which scaled_dot_product_attention is flash attention, or an error."""
+    return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
