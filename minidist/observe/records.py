@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist import account
 from minidist.comm.group import Group
 from minidist.comm.wire import pack, unpack
 
@@ -11,12 +12,13 @@ from minidist.comm.wire import pack, unpack
 def gather_records(group: Group, record: Any) -> list[Any] | None:
     """Every rank's `record` on rank 0, in rank order; None on the others.
 
+    Records are the host's: they lie in no account, and no limit of device memory is in their way.
     Args:    record: whatever `wire.pack` takes: dicts, lists, numbers, texts, bytes, arrays.
     Cost:    two gathers, counted under `control`: the lengths (8 bytes), then the packed bytes.
     Raises:  CommError if a rank is lost or ranks do not all call this.
     """
     packed = np.frombuffer(pack(record), dtype=np.uint8)
-    with group.ledger.control():
+    with group.ledger.control(), account.use(account.MemoryAccount()):
         lengths = group.gather(np.array([packed.size], dtype=np.int64))
         joined = group.gather(packed)
     if lengths is None or joined is None:

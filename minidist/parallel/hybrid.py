@@ -29,6 +29,7 @@ from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig, Module
 from minidist.nn.moe import biases
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
+from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.activations import checkpoint_blocks, pass_bytes
 from minidist.parallel.common.late_loss import LateLoss
 from minidist.parallel.common.loads import Loads
@@ -191,6 +192,7 @@ class Trainer:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean token loss over global batches, the same on every rank. No gradients; dropout off.
 
+        In as many passes as a step takes, so that a model that can be trained can be evaluated.
         Cost:    one all-gather of two float64 a rank, counted under `control`.
         """
         group = self.survivors() if isinstance(self.strategy, ParameterServer) else self.mesh.rows
@@ -200,12 +202,7 @@ class Trainer:
         with no_grad(), self.recorder.span("evaluate"):
             for batch in batches:
                 part = part_of(batch, size=readers, rank=group.rank)
-                if isinstance(self.strategy, Hybrid):
-                    total += self.strategy.forward_share(part, batch)
-                elif units is not None:
-                    total += float(units.forward(part, divisor=1, spare=batch).item())
-                elif len(part.inputs):
-                    total += float(self._loss(part, 1).item())
+                total += sum(self._forward_share(micro, batch) for micro in micro_parts(part, self.plan.accumulate))
                 tokens += part.targets.size
         self.model.train()
         if units is not None:
@@ -215,6 +212,15 @@ class Trainer:
         with self.world.ledger.control():
             sums = group.all_gather(np.array([total, tokens], dtype=np.float64)).reshape(-1, 2).sum(axis=0)
         return float(sums[0] / sums[1])
+
+    def _forward_share(self, part: Part, spare: Batch) -> float:
+        """The sum of the losses of these rows, of which this rank may have none. `spare`: for who must go on without.
+        """
+        if isinstance(self.strategy, Hybrid):
+            return self.strategy.forward_share(part, spare)
+        if isinstance(self.strategy, Zero3):
+            return float(self.strategy.forward(part, divisor=1, spare=spare).item())
+        return float(self._loss(part, 1).item()) if len(part.inputs) else 0.0
 
     def _units(self) -> Zero3 | None:
         """ZeRO-3, where it has the weights."""

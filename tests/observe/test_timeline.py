@@ -10,6 +10,7 @@ import pytest
 from training import SMALL_BUCKETS, global_batch, tiny
 
 import minidist as md
+from minidist import account
 from minidist.observe import timeline as timeline_module
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import ROWS, Span, Timeline, clock_offset, write_perfetto
@@ -139,3 +140,15 @@ def test_records_of_any_length() -> None:
     for rank, record in enumerate(gathered[0]):
         assert record["rank"] == rank and list(record["values"]) == list(range(rank)) and record["text"] == "é" * rank
         np.testing.assert_array_equal(record["array"], np.arange(rank))
+
+
+@pytest.mark.parametrize("transport", ["threads", "sockets"])
+def test_records_are_no_matter_of_device_memory(transport: str) -> None:
+    """A run that kept to its limit must not break it when it is over."""
+    def job(world: Any) -> list[int] | None:
+        world.barrier()
+        with account.use(account.MemoryAccount(limit=500)) as memory:
+            gathered = gather_records(world, bytes(1000 * (1 + world.rank)))
+            return gathered and [*map(len, gathered), memory.peak["total"]]
+
+    assert md.run(job, size=3, transport=transport) == [[1000, 2000, 3000, 0], None, None]

@@ -16,6 +16,7 @@ from minidist.optim import SGD
 from minidist.parallel.accumulation import elements_sent, micro_parts
 from minidist.parallel.common.update import Part
 from minidist.parallel.ddp import DDP
+from minidist.parallel.hybrid import Plan, Trainer
 from minidist.parallel.single import Single
 from minidist.parallel.zero3 import Zero3
 
@@ -202,3 +203,29 @@ def test_activations_are_those_of_one_microbatch(strategy: Any) -> None:
             assert alone["activations"] <= accumulated["activations"] <= alone["activations"] + batch
             assert accumulated["activations"] <= whole["activations"] / passes + batch
             assert accumulated["gradients"] == whole["gradients"]
+
+
+@pytest.mark.parametrize(("size", "plan"), [
+    (3, {}), (2, {"zero": 3}), (1, {"zero": 3, "offload": "all", "checkpoint_blocks": "all"})], ids=str)
+def test_an_evaluation_takes_no_more_than_a_step(size: int, plan: dict[str, Any]) -> None:
+    """It takes as many passes, uneven ones and empty ones too; the loss is that of one pass."""
+    config = tiny(width=16, context=12, dtype="float32")
+    batches = [global_batch(9, sequences, config) for sequences in (13, 1)]
+
+    def job(world: Any, passes: int) -> tuple[dict[str, int], dict[str, int], float]:
+        with account.use(account.MemoryAccount()) as memory:
+            trainer = Trainer(Plan(dp=world.size, accumulate=passes, **plan), config, world, steps=1)
+            before = trainer.evaluate(batches)
+            memory.reset_peak()
+            trainer.step(batches[0])
+            step = memory.peak
+            memory.reset_peak()
+            trainer.evaluate(batches)
+            trainer.close()
+            return step, memory.peak, before
+
+    for (step, evaluation, loss), (_, _, whole) in zip(*(md.run(job, passes, size=size) for passes in (8, 1)),
+                                                       strict=True):
+        assert 0 < evaluation["activations"] <= step["activations"]
+        assert evaluation["total"] <= step["total"]
+        assert loss == pytest.approx(whole, rel=1e-6)
