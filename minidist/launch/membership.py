@@ -113,7 +113,7 @@ class Membership:
             cause = self.joined.link.loss if self.joined is not None else None
             if cause is not None and cause.world_rank == LAUNCHER:
                 return
-            said = f"PeerLostError: {cause}" if cause is not None else f"{type(error).__name__}: {error}"
+            said = f"{type(error).__name__}: {error}" if cause is None else f"PeerLostError: {_up_to(cause, error)}"
             text = f"minidist: rank {rank} stops: {said.splitlines()[0]}"
         sys.stderr.write(text + "\n")                       # one write: other ranks' lines stay apart
         sys.stderr.flush()
@@ -256,6 +256,12 @@ def _abort_mpi(status: int) -> NoReturn:
     from mpi4py import MPI
     MPI.COMM_WORLD.Abort(status)
     os._exit(status)
+
+
+def _up_to(cause: Loss, error: BaseException) -> str:
+    """What the job ended of, and before it what the error calls it: "parameter server 0 of 1 is lost: rank 3 …"."""
+    before, found, _ = str(error).partition(str(cause))
+    return f"{before if found and len(before.splitlines()) < 2 else ''}{cause}"
 
 
 def _flush() -> None:

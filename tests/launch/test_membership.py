@@ -14,7 +14,8 @@ from jobs import by_hand, by_mpirun, finish, slurm, start, torchrun
 from leftovers import nothing_left
 
 import minidist as md
-from minidist.errors import LaunchError
+from minidist.comm.link import Loss
+from minidist.errors import LaunchError, PeerLostError
 from minidist.launch import membership
 from minidist.launch.mpirun import find_mpirun
 
@@ -137,6 +138,14 @@ def test_of_thirty_killed_under_mpirun_each_is_named_once():
         assert len(re.findall(line, done.stderr, re.M)) == 1, done
         survivors += len(re.findall(rf"stops: PeerLostError: rank {victim} ", done.stderr))
     print(f"{survivors} of 60 survivors said so, too")
+
+
+def test_what_a_stopping_rank_says_of_the_lost_one():
+    """Who it was and how, and before it what the strategy calls it."""
+    loss = Loss(3, 77, "host", "was killed by SIGKILL", "Traceback", 1)
+    named = PeerLostError(f"parameter server 0 of 1 is lost: {loss}; rank 0 was in recv()\nmore", 3)
+    for error, before in ((loss.error(), ""), (ArithmeticError("x"), ""), (named, "parameter server 0 of 1 is lost: ")):
+        assert membership._up_to(loss, error) == f"{before}rank 3 (process 77 on host) was killed by SIGKILL"
 
 
 @pytest.mark.parametrize("mode", ["all config"])
