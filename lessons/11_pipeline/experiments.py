@@ -107,12 +107,11 @@ def pipeline_for(group: Any, name: str, microbatches: int) -> Pipeline:
 
 def peak_activations(group: Any, name: str, microbatches: int) -> int:
     """Bytes of activations at this rank's peak in a step of one sequence a microbatch."""
-    pipeline, memory = pipeline_for(group, name, microbatches), account.current()
+    pipeline = pipeline_for(group, name, microbatches)
     optimizer, batch = SGD(pipeline.parameters, 1e-2), global_batch(config_for(group.size), 0, microbatches)
-    memory.reset_peak()
-    before = memory.now["activations"]
-    pipeline.step(batch, optimizer)
-    return memory.peak["activations"] - before
+    with account.use(account.MemoryAccount()) as memory:    # of its own: what an earlier step left is not its affair
+        pipeline.step(batch, optimizer)
+        return memory.peak["activations"]
 
 
 def run_unchecked(group: Any, lists: Sequence[Sequence[Any]]) -> None:

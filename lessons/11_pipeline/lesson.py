@@ -200,11 +200,10 @@ def pipedream(group: Any, page: Page) -> None:
     config, count = replace(lab.config_for(group.size), tied=False), 2 * group.size
     schedule, losses, held = lab.schedule_of("1f1b", group.size, count), {}, [0.0, 0.0]
     for kind in (Pipeline, PipeDream):
-        strategy = kind(GPT(config), group, schedule, seed=0)
-        optimizer, memory = AdamW(strategy.parameters, 1e-2), account.current()
-        memory.reset_peak()
-        before = memory.now["parameters"]
-        losses[kind] = [strategy.step(lab.global_batch(config, 0, count), optimizer) for _ in range(SEEN)]
+        with account.use(account.MemoryAccount()) as memory:
+            strategy = kind(GPT(config), group, schedule, seed=0)
+            optimizer, before = AdamW(strategy.parameters, 1e-2), memory.now["parameters"]
+            losses[kind] = [strategy.step(lab.global_batch(config, 0, count), optimizer) for _ in range(SEEN)]
         if isinstance(strategy, PipeDream):
             late = max(microbatch - met for microbatch, met in strategy.updates)
             held = [late, (memory.peak["parameters"] - before) / sum(weight.data.nbytes for weight in strategy.weights)]
