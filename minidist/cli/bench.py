@@ -299,7 +299,7 @@ def _kernels(args: argparse.Namespace, progress: Progress) -> Result:
         from minidist.cli.bench_kernels_count import counted
         return counted(args.names, args.seed, progress)
     from minidist.cli.bench_kernels import measured
-    return measured(args.names, args.rounds, args.seed, progress)
+    return measured(args.names, args.peers, args.rounds, args.seed, progress)
 
 
 def _show_kernels(result: Result, console: Console) -> None:

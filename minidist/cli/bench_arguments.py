@@ -114,5 +114,19 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="modules of kernels/, or kernels of one (all)")
     parser.add_argument("--count", action="store_true",
                         help="no GPU needed: count bytes and sectors of each rung on the CPU build, at small sizes")
+    parser.add_argument("--peers", type=_torch_ways, default=list(_TORCH_WAYS.values()), metavar="NAME,NAME",
+                        help="PyTorch's contenders: eager, compile, which takes its minutes, or none (eager,compile)")
     parser.add_argument("--rounds", type=positive, default=30, metavar="K", help="turns each contender gets (30)")
     parser.add_argument("--seed", type=int, metavar="N", help="of the inputs (default: another one each time)")
+
+
+_TORCH_WAYS = {"eager": "PyTorch eager", "compile": "torch.compile"}
+
+
+def _torch_ways(text: str) -> list[str]:
+    """'eager' -> ["PyTorch eager"]; 'none' -> []."""
+    names = [] if text == "none" else text.split(",")
+    for name in names:
+        if name not in _TORCH_WAYS:
+            raise argparse.ArgumentTypeError(f"{name!r} is no peer; choose of {', '.join(_TORCH_WAYS)}, or none")
+    return [_TORCH_WAYS[name] for name in names]

@@ -60,6 +60,9 @@ class Gpu(Protocol):
     def poisoned(self) -> Any:
         """A context in which new arrays are all ones in their bits."""
 
+    def free(self) -> None:
+        """Give back the memory of arrays that are gone."""
+
     def timer(self, work: Work) -> Callable[[], float]:
         """Run it until compilers and allocators are done; what then gives the seconds of one run, caches empty."""
 
@@ -103,14 +106,15 @@ def chosen(names: Sequence[str]) -> list[Case]:
     return [case for case in CASES if not names or case.name in names or case.family in names]
 
 
-def measured(names: Sequence[str], rounds: int, seed: int | None, progress: Progress) -> dict[str, Any]:
+def measured(names: Sequence[str], peers_named: Sequence[str], rounds: int, seed: int | None,
+             progress: Progress) -> dict[str, Any]:
     """What the table and the JSON show. Raises: ConfigError for an unknown name, or without a GPU."""
     cases, seed = chosen(names), time.time_ns() % 2 ** 32 if seed is None else seed
     gpu = CudaGpu()
     progress("the ceilings: a large copy, and cuBLAS")
     ceilings = gpu.ceilings()
-    torch, why = find()
-    peers: Peers = (lambda case, inputs: ({}, [])) if torch is None else partial(peers_of, torch)
+    torch, why = find() if peers_named else (None, "")
+    peers: Peers = (lambda case, inputs: ({}, [])) if torch is None else partial(peers_of, torch, peers_named)
     rows, left_out = measure_all(cases, STEP, gpu, ceilings, peers, rounds=rounds, seed=seed, progress=progress)
     return {"what": "kernels", "gpu": gpu.about(), "model": vars(STEP), "ceilings": ceilings, "rounds": rounds,
             "seed": seed, "rows": [asdict(row) for row in rows], "left_out": [*([why] if why else []), *left_out],
@@ -134,6 +138,7 @@ def measure_all(cases: list[Case], model: Model, gpu: Gpu, ceilings: dict[str, A
     for case in cases:
         more, without = _measure(case, model, gpu, ceilings, peers, rounds, seed, progress)
         rows, left_out = rows + more, left_out + without
+        gpu.free()
     return rows, left_out
 
 

@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import Array, matmul, module_for
+from minidist.backend import Array, dtype, matmul, module_for
 from minidist.errors import DeviceError
 
 COPIED = 1 << 30            # bytes of the array that is copied to find the bandwidth
 SIDE = 8192                 # of the matrices multiplied to find the rate
 DTYPES = ("bfloat16", "float32")
+READ_CACHES = 4             # what is read before each run, in second-level caches
 WARM_UPS = 5                # runs before any is timed
 MOST_READINGS = 200         # of the buffer, before one run
 ROUNDS = 10                 # a ceiling is the median of
@@ -33,7 +34,7 @@ Work = Callable[[], Any]
 class CudaGpu:
     """The current GPU, through CuPy (or its stand-in): bench_kernels.Gpu.
 
-    Args:    cache: bytes of the buffer that is read before each run (default: four second-level caches).
+    Args:    cache: bytes of the buffer that is read before each run (default: READ_CACHES second-level caches).
     Raises:  DeviceError without CuPy or a GPU.
     """
 
@@ -46,7 +47,8 @@ class CudaGpu:
             raise DeviceError(f"bench kernels: {_without_advice(error)}; without a GPU, --count counts what each rung "
                               f"moves") from error
         self.cuda = self.xp.cuda
-        nbytes = cache or 4 * self.cuda.Device().attributes["L2CacheSize"]
+        self.properties = self.cuda.runtime.getDeviceProperties(self.cuda.Device().id)
+        nbytes = cache or READ_CACHES * self.properties["l2CacheSize"]
         self._buffer = self.xp.asarray(np.ones(nbytes // 4, np.float32))
 
     def timer(self, work: Work) -> Callable[[], float]:
@@ -91,6 +93,11 @@ class CudaGpu:
         with self.cuda.using_allocator(allocate):
             yield
 
+    def free(self) -> None:
+        """Give back what the pools keep: the next kernel's arrays are of other sizes."""
+        self.xp.get_default_memory_pool().free_all_blocks()
+        self.xp.get_default_pinned_memory_pool().free_all_blocks()
+
     def ceilings(self, kinds: Sequence[str] = DTYPES) -> dict[str, Any]:
         """What this GPU gives: bytes a second of a large copy, read and written; operations a second of cuBLAS."""
         from_, to = (self.xp.empty((COPIED // 4,), np.float32) for _ in range(2))
@@ -100,7 +107,7 @@ class CudaGpu:
 
     def _product(self, kind: str) -> Work:
         rng = np.random.default_rng()
-        a, b = (self.xp.asarray(rng.standard_normal((SIDE, SIDE), np.float32)).astype(kind) for _ in range(2))
+        a, b = (self.xp.asarray(rng.standard_normal((SIDE, SIDE), np.float32)).astype(dtype(kind)) for _ in range(2))
         return lambda: matmul(a, b)
 
     def median(self, work: Work) -> float:
@@ -110,10 +117,8 @@ class CudaGpu:
 
     def about(self) -> dict[str, Any]:
         """Name, driver and versions, as numbers need them to be worth something later."""
-        runtime = self.cuda.runtime
-        properties = runtime.getDeviceProperties(self.cuda.Device().id)
-        return {"name": properties["name"].decode(), "multiprocessors": properties["multiProcessorCount"],
-                "cupy": self.xp.__version__, "cuda": runtime.runtimeGetVersion(), "driver": _driver()}
+        return {"name": self.properties["name"].decode(), "multiprocessors": self.properties["multiProcessorCount"],
+                "cupy": self.xp.__version__, "cuda": self.cuda.runtime.runtimeGetVersion(), "driver": _driver()}
 
 
 def readings(queueing: float, reading: float) -> int:
@@ -141,4 +146,6 @@ def as_torch(torch: Any, array: Array) -> Any:
         return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
     if array.dtype == np.uint32:
         return torch.from_dlpack(array.view(np.int32))
+    if array.dtype == bool:
+        return torch.from_dlpack(array.view(np.uint8)).bool()
     return torch.from_dlpack(array)

@@ -6,7 +6,7 @@ scaled_dot_product_attention; of the block-sparse one, the same function with a 
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from minidist.cli.bench_kernels_case import COMPILED, EAGER, Case, Inputs, every
@@ -32,21 +32,23 @@ def find() -> tuple[Any, str]:
     return torch, ""
 
 
-def peers_of(torch: Any, case: Case, inputs: Inputs) -> tuple[dict[str, Work], list[str]]:
-    """bench_kernels.Peers: both ways, and a line for each that does not run.
+def peers_of(torch: Any, names: Sequence[str], case: Case, inputs: Inputs) -> tuple[dict[str, Work], list[str]]:
+    """bench_kernels.Peers: those named, EAGER and COMPILED, and a line for each that does not run.
 
     PyTorch's errors are its own: whatever it raises says in one line why it was left out.
     """
     works: dict[str, Work] = {}
     left_out = []
-    for name, wrap in ((EAGER, lambda function: function), (COMPILED, torch.compile)):
-        if case.name not in PEERS:
-            continue
+    ways = {EAGER: lambda function: function, COMPILED: torch.compile}
+    torch.cuda.empty_cache()            # of the kernel before
+    for name in names:
+        wrap = ways[name]
         torch.compiler.reset()          # else it gives up compiling after a few functions
         try:
             works[name] = PEERS[case.name](torch, tensors(torch, inputs), wrap)
             works[name]()
-        except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError, ImportError) as error:
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError, ImportError,
+                BufferError) as error:
             works.pop(name, None)
             left_out.append(f"{case.name}, {name}: {(str(error) or type(error).__name__).splitlines()[0]}")
     return works, left_out
