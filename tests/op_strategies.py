@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from minidist import ops
+from minidist.ops.experts import Placement, place_rows
 
 CASES: dict[str, st.SearchStrategy["Case"]] = {}
 
@@ -187,11 +188,23 @@ def _(draw: Any) -> Case:
     return Case(lambda x: ops.take(x, index, dim=dim), [normal(draw, shape)])
 
 
-@case("add_rows")
+def placement(draw: Any) -> Placement:
+    """Of a few tokens, each with a choice or two, some dropped."""
+    shape, rng = (draw(sizes), draw(st.integers(1, 2))), np.random.default_rng(draw(seeds))
+    return place_rows(rng.integers(0, 3, size=shape), rng.random(shape) < 0.7, experts=3)
+
+
+@case("to_experts")
 def _(draw: Any) -> Case:
-    count, n = draw(sizes), draw(st.integers(0, 4))
-    rows = np.random.default_rng(draw(seeds)).integers(0, count, size=n)
-    return Case(lambda x: ops.add_rows(x, rows, count=count), [normal(draw, (n, draw(sizes)))])
+    there = placement(draw)
+    return Case(lambda x: ops.to_experts(x, there), [normal(draw, (there.shape[0], draw(sizes)))])
+
+
+@case("from_experts")
+def _(draw: Any) -> Case:
+    there = placement(draw)
+    rows = len(there.tokens)
+    return Case(lambda x, w: ops.from_experts(x, w, there), [normal(draw, (rows, draw(sizes))), normal(draw, (rows,))])
 
 
 @case("grouped_linear")

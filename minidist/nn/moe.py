@@ -33,7 +33,7 @@ from minidist.nn.linear import Linear
 from minidist.nn.mlp import MLP
 from minidist.nn.module import Module
 from minidist.nn.weights import ZEROS, Init, Weight
-from minidist.ops.experts import places_in_runs, top_positions
+from minidist.ops.experts import place_rows, places_in_runs, top_positions
 from minidist.recompute import computed_again
 from minidist.tensor import Tensor, is_grad_enabled
 
@@ -205,18 +205,13 @@ class Mixture(Module):
 
     def _apply(self, x: Tensor, chances: Tensor, routing: Routing) -> Tensor:
         """Rows to their experts, sorted by expert and then by token; results back, weighted."""
-        xp, config, width = array_module(x.data), self.config, x.shape[-1]
-        count = x.size // width
-        where = xp.flatnonzero(routing.kept)
-        ids = routing.chosen.reshape(-1)[where]
-        order = xp.argsort(ids, kind="stable")
-        ids, tokens = ids[order], where[order] // config.top_k
-        counts = to_host(xp.bincount(ids, minlength=config.experts)).tolist()
-        weights = ops.take(chances.reshape(count * config.experts), tokens * config.experts + ids)
-        results = self.experts(ops.take(x.reshape(count, width), tokens), counts)
+        width, experts, top_k = x.shape[-1], self.config.experts, self.config.top_k
+        placement = place_rows(routing.chosen.reshape(-1, top_k), routing.kept.reshape(-1, top_k), experts=experts)
+        weights = ops.take(chances.reshape(chances.size), placement.tokens * experts + placement.experts)
+        rows = ops.to_experts(x.reshape(x.size // width, width), placement)
+        results = self.experts(rows, to_host(placement.counts).tolist())
         weights = ops.cast(weights, x.dtype) if weights.dtype != x.dtype else weights
-        y = ops.add_rows(results * weights.reshape(len(ids), 1), tokens, count=count)
-        return y.reshape(x.shape)       # type: ignore[no-any-return]
+        return ops.from_experts(results, weights, placement).reshape(x.shape)   # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------------------------------------------- in a model

@@ -10,7 +10,7 @@ How an op is written: tape.py.
 from minidist.ops.activation import gelu, log_softmax, relu, silu, softmax, swiglu
 from minidist.ops.arithmetic import add, cast, div, exp, log, mul, neg, power, sqrt, sub, tanh, where
 from minidist.ops.attention import causal_attention, causal_attention_packed
-from minidist.ops.experts import add_rows, grouped_linear
+from minidist.ops.experts import from_experts, grouped_linear, to_experts
 from minidist.ops.gather import embedding, take
 from minidist.ops.linear import linear, matmul, unembed
 from minidist.ops.loss import cross_entropy
@@ -21,8 +21,9 @@ from minidist.ops.rotary import rotary
 from minidist.ops.shape import concat, getitem, reshape, split, transpose
 
 __all__ = [
-    "add", "add_rows", "cast", "causal_attention", "causal_attention_packed", "concat", "cross_entropy", "div",
-    "dropout", "embedding", "exp", "gelu", "getitem", "grouped_linear", "layer_norm", "linear", "log", "log_softmax",
-    "matmul", "max", "mean", "mul", "neg", "power", "relu", "reshape", "rms_norm", "rotary", "silu", "softmax", "split",
-    "sqrt", "sub", "sum", "swiglu", "take", "tanh", "transpose", "unembed", "var", "where",
+    "add", "cast", "causal_attention", "causal_attention_packed", "concat", "cross_entropy", "div", "dropout",
+    "embedding", "exp", "from_experts", "gelu", "getitem", "grouped_linear", "layer_norm", "linear", "log",
+    "log_softmax", "matmul", "max", "mean", "mul", "neg", "power", "relu", "reshape", "rms_norm", "rotary", "silu",
+    "softmax", "split", "sqrt", "sub", "sum", "swiglu", "take", "tanh", "to_experts", "transpose", "unembed", "var",
+    "where",
 ]

@@ -1,17 +1,21 @@
-"""What a mixture of experts needs beside `take`: products group by group, rows added where they belong, top-k.
+"""What a mixture of experts needs beside `take`: who goes where, there and back, products group by group, top-k.
 
-A token that goes to k experts is k rows: `take` copies it, sorted by expert; `grouped_linear` multiplies each run of
-rows with its expert's matrix; `add_rows` brings the results back to their tokens and adds them up there.
+A token that goes to k experts is k rows: `to_experts` copies it, sorted by expert; `grouped_linear` multiplies each run
+of rows with its expert's matrix; `from_experts` weighs the results and adds them up at their tokens.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from minidist.backend import Array, array_module, widen
+from minidist.backend import Array, array_module, narrow, widen
 from minidist.backend import matmul as multiply
 from minidist.errors import ShapeError
-from minidist.ops.gather import check_positions, sum_by_id
+from minidist.ops.arithmetic import unbroadcast
+from minidist.ops.gather import sum_by_id
+from minidist.ops.kernels import kernel
 from minidist.tape import Node, Saved, op, saved
 
 
@@ -78,15 +82,104 @@ def _(node: Node, dy: Array) -> Array:
     return dw
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Who goes where. Rows are sorted by expert, and an expert's by token.
+
+    Attributes: shape    tokens, and choices of each
+                choices  (R,) integers: which of all choices, token by token, each row is
+                experts  (R,) integers: each row's expert
+                counts   (experts,) integers: each expert's rows
+    """
+
+    shape: tuple[int, int]
+    choices: Array
+    experts: Array
+    counts: Array
+
+    @cached_property
+    def tokens(self) -> Array:
+        """(R,) int32: each row's token."""
+        return (self.choices // max(1, self.shape[1])).astype("int32")
+
+    @cached_property
+    def slots(self) -> Array:
+        """(T, k) int32: each token's rows, rising, behind -1 for those that are dropped."""
+        xp = array_module(self.choices)
+        slots = xp.full(self.shape[0] * self.shape[1], -1, "int32")
+        slots[self.choices] = xp.arange(len(self.choices), dtype="int32")
+        return xp.sort(slots.reshape(self.shape), axis=1)
+
+
+def place_rows(chosen: Array, kept: Array | None = None, *, experts: int) -> Placement:
+    """Where each kept choice goes: chosen (T, k) experts, kept (T, k) bool or None: all.
+
+    Raises:  ShapeError if the shapes do not fit.
+    """
+    if chosen.ndim != 2 or (kept is not None and kept.shape != chosen.shape):
+        raise ShapeError(f"place_rows: chosen {chosen.shape} and kept {None if kept is None else kept.shape}; "
+                         f"they need one shape (tokens, choices)")
+    xp = array_module(chosen)
+    where = xp.arange(chosen.size) if kept is None else xp.flatnonzero(kept)
+    where = where[xp.argsort(chosen.reshape(-1)[where], kind="stable")]
+    ids = chosen.reshape(-1)[where]
+    return Placement(chosen.shape, where, ids, xp.bincount(ids, minlength=experts))
+
+
 @op
-def add_rows(x: Array, rows: Array, *, count: int) -> tuple[Array, Saved]:
-    """y[rows[i]] += x[i], in the order of i: (R, n), integers (R,) -> (count, n); rows that nobody names are zero."""
-    if x.ndim != 2 or rows.shape != x.shape[:1]:
-        raise ShapeError(f"add_rows: rows {rows.shape} do not fit x {x.shape}; one number for each row of x (R, n)")
-    check_positions("add_rows", rows, count)
-    return sum_by_id(rows, x, count), saved(rows=rows)
+def to_experts(x: Array, placement: Placement) -> tuple[Array, Saved]:
+    """Each row's token: (T, n) -> (R, n)."""
+    if x.ndim != 2 or len(x) != placement.shape[0]:
+        raise ShapeError(f"to_experts: x {x.shape} does not fit {placement.shape[0]} tokens; "
+                         f"it needs shape (tokens, n)")
+    fast = kernel("to_experts", x)
+    if fast is not None:
+        return fast(x, placement), saved(placement=placement)
+    return array_module(x).take(x, placement.tokens, axis=0), saved(placement=placement)
 
 
-@add_rows.gradient("x")
+@to_experts.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    return array_module(dy).take(dy, node.rows, axis=0)
+    fast = kernel("from_experts", dy)
+    if fast is not None:
+        return fast(dy, None, node.placement)
+    return sum_by_id(node.placement.tokens, dy, node.placement.shape[0])
+
+
+@op
+def from_experts(results: Array, weights: Array, placement: Placement) -> tuple[Array, Saved]:
+    """A token's rows, each times its weight and rounded, added up in their order: (R, n), (R,) -> (T, n).
+
+    A kernel rounds once, at the end.
+    """
+    count = len(placement.tokens)
+    if results.ndim != 2 or len(results) != count or weights.shape != (count,):
+        raise ShapeError(f"from_experts: results {results.shape} and weights {weights.shape} do not fit {count} rows; "
+                         f"they need shapes (rows, n) and (rows,)")
+    kept = saved(results=results, weights=weights, placement=placement)
+    fast = kernel("from_experts", results)
+    if fast is not None:
+        return fast(results, widen(weights), placement), kept
+    weighted = narrow(widen(results) * widen(weights)[:, None], results.dtype)
+    return sum_by_id(placement.tokens, weighted, placement.shape[0]), kept
+
+
+def _from_experts_gradients(node: Node, dy: Array) -> tuple[Array, Array]:
+    """Of results: dy of the row's token times the weight; of a weight: the product of the row and that dy."""
+    fast = kernel("from_experts_gradient", dy)
+    if fast is not None:
+        dresults, dweights = fast(dy, node.results, widen(node.weights), node.placement)
+        return dresults, narrow(dweights, dy.dtype)
+    rows = widen(array_module(dy).take(dy, node.placement.tokens, axis=0))
+    dweights = unbroadcast(rows * widen(node.results), (len(rows), 1)).reshape(-1)
+    return narrow(rows * widen(node.weights)[:, None], dy.dtype), narrow(dweights, dy.dtype)
+
+
+@from_experts.gradient("results")
+def _(node: Node, dy: Array) -> Array:
+    return node.once(_from_experts_gradients, dy)[0]
+
+
+@from_experts.gradient("weights")
+def _(node: Node, dy: Array) -> Array:
+    return node.once(_from_experts_gradients, dy)[1]

@@ -8,12 +8,10 @@ from minidist.kernels import permute as family
 from minidist.kernels.permute import (
     SOURCE,
     VERSIONS,
-    Plan,
     from_experts,
     from_experts_gradient,
     from_experts_gradient_reference,
     from_experts_reference,
-    plan_rows,
     to_experts,
     to_experts_reference,
 )
@@ -21,6 +19,7 @@ from minidist.kernels.permute import (
 from minidist import ops
 from minidist.backend import to_host
 from minidist.errors import KernelError, ShapeError
+from minidist.ops.experts import Placement, place_rows
 from minidist.tensor import tensor
 
 # tokens, experts, choices a token, width
@@ -41,40 +40,42 @@ def test_plan_and_references_are_the_mixtures():
     size = tokens, experts, ways, width = 23, 6, 3, 4
     rng, (chosen, kept) = np.random.default_rng(0), routed(size)
     x, dy, weights = rng.normal(size=(tokens, width)), rng.normal(size=(tokens, width)), rng.normal(size=kept.sum())
-    plan = plan_rows(chosen, kept, experts=experts)
-    where = np.flatnonzero(kept)                                  # nn/moe.py: Mixture._apply
+    placement = place_rows(chosen, kept, experts=experts)
+    where = np.flatnonzero(kept)
     order = np.argsort(chosen.reshape(-1)[where], kind="stable")
-    np.testing.assert_array_equal(plan.experts, chosen.reshape(-1)[where][order])
-    np.testing.assert_array_equal(plan.tokens, where[order] // ways)
-    np.testing.assert_array_equal(plan.counts, np.bincount(chosen[kept], minlength=experts))
-    for token, slots in enumerate(plan.slots):
-        np.testing.assert_array_equal(slots[slots >= 0], np.flatnonzero(plan.tokens == token))
-    leaf, rows = tensor(x, requires_grad=True), to_experts_reference(x, plan)
-    taken = ops.take(leaf, plan.tokens)
-    back = ops.add_rows(taken * weights[:, None], plan.tokens, count=tokens)
+    np.testing.assert_array_equal(placement.experts, chosen.reshape(-1)[where][order])
+    np.testing.assert_array_equal(placement.tokens, where[order] // ways)
+    np.testing.assert_array_equal(placement.counts, np.bincount(chosen[kept], minlength=experts))
+    for token, slots in enumerate(placement.slots):
+        np.testing.assert_array_equal(slots[slots >= 0], np.flatnonzero(placement.tokens == token))
+    leaf, rows = tensor(x, requires_grad=True), to_experts_reference(x, placement)
+    taken = ops.to_experts(leaf, placement)
+    back = ops.from_experts(taken, weights, placement)
     np.testing.assert_array_equal(taken.data, rows)
-    np.testing.assert_allclose(from_experts_reference(rows, weights, plan), back.data, atol=1e-14)
+    np.testing.assert_allclose(from_experts_reference(rows, weights, placement), back.data, atol=1e-14)
     back.backward(dy)
-    gradients = from_experts_gradient_reference(dy, rows, weights, plan)
-    np.testing.assert_allclose(from_experts_reference(gradients[0], None, plan), leaf.grad, atol=1e-14)
-    check_gradient(lambda rows, weights: from_experts_reference(rows, weights, plan), gradients, (rows, weights), dy)
+    gradients = from_experts_gradient_reference(dy, rows, weights, placement)
+    np.testing.assert_allclose(from_experts_reference(gradients[0], None, placement), leaf.grad, atol=1e-14)
+    check_gradient(lambda rows, weights: from_experts_reference(rows, weights, placement), gradients, (rows, weights),
+                   dy)
 
 
 def check(device, kind, size, version):
     dtype, bound = KINDS[kind]
     tokens, experts, ways, width = size if version == 1 else (*size[:3], -(-size[3] // 8) * 8)
     rng, (chosen, kept) = np.random.default_rng(1), routed(size)
-    host = plan_rows(chosen, kept, experts=experts)
-    plan = Plan(*there(device, host.tokens, host.experts, host.slots, host.counts))
+    host = place_rows(chosen, kept, experts=experts)
+    placement = Placement(host.shape, *there(device, host.choices, host.experts, host.counts))
     x, dy = (rng.normal(size=(tokens, width)).astype(dtype) for _ in range(2))
     x[-1, 0], results = np.nan, rng.normal(size=(len(host.tokens), width)).astype(dtype)
     weights = rng.random(len(host.tokens)).astype(np.float32)
     placed, dy_placed, results_placed, weights_placed = there(device, x, dy, results, weights)
     with on_cpu.watch(seed=2):
-        rows = to_experts(placed, plan, version=version)
-        y = from_experts(results_placed, weights_placed, plan, version=version)
-        dx = from_experts(results_placed, None, plan, version=version)
-        dresults, dweights = from_experts_gradient(dy_placed, results_placed, weights_placed, plan, version=version)
+        rows = to_experts(placed, placement, version=version)
+        y = from_experts(results_placed, weights_placed, placement, version=version)
+        dx = from_experts(results_placed, None, placement, version=version)
+        dresults, dweights = from_experts_gradient(dy_placed, results_placed, weights_placed, placement,
+                                                   version=version)
     assert rows.dtype == y.dtype == dresults.dtype == dtype
     np.testing.assert_array_equal(wide(rows), to_experts_reference(wide(x), host))
     exact, factors = wide(results), wide(weights)
@@ -97,7 +98,7 @@ def test_each_version_is_the_reference(version, kind, size, device):
 def test_a_plan_on_the_device(device):
     chosen, kept = routed((23, 6, 3, 1))
     for drop in (kept, None):
-        want, got = plan_rows(chosen, drop, experts=6), plan_rows(*there(device, chosen, drop), experts=6)
+        want, got = place_rows(chosen, drop, experts=6), place_rows(*there(device, chosen, drop), experts=6)
         for name in ("tokens", "experts", "slots", "counts"):
             np.testing.assert_array_equal(to_host(getattr(got, name)), getattr(want, name))
 
@@ -105,28 +106,28 @@ def test_a_plan_on_the_device(device):
 @needs_compiler
 def test_bytes_moved_and_errors():
     chosen, kept = routed((32, 4, 2, 64))
-    plan, x = plan_rows(chosen, experts=4), np.ones((32, 64), np.float32)
+    placement, x = place_rows(chosen, experts=4), np.ones((32, 64), np.float32)
     rows, weights = np.ones((64, 64), np.float32), np.ones(64, np.float32)
     for version, tables in ((1, 64), (2, 32)):                   # threads that read a row's token, a slot and a weight
         with on_cpu.watch(count=True) as seen:
-            to_experts(x, plan, version=version)
-            from_experts(rows, weights, plan, version=version)
+            to_experts(x, placement, version=version)
+            from_experts(rows, weights, placement, version=version)
         reads = 64 * tables * 4, 2 * 32 * (64 if version == 1 else 16) * 8
         assert [s.loads.bytes for s in seen] == [rows.nbytes + reads[0], rows.nbytes + reads[1]]
         assert [s.stores.bytes for s in seen] == [rows.nbytes, x.nbytes]
         assert [s.stores.sectors * 32 for s in seen] == [rows.nbytes, x.nbytes]
-    empty = plan_rows(chosen, np.zeros_like(kept), experts=4)
+    empty = place_rows(chosen, np.zeros_like(kept), experts=4)
     assert to_experts(x, empty).shape == (0, 64)
     assert not from_experts(rows[:0], None, empty).any()
     assert [part.size for part in from_experts_gradient(x, rows[:0], weights[:0], empty)] == [0, 0]
     with pytest.raises(ShapeError, match="one shape"):
-        plan_rows(chosen, kept[:2], experts=4)
-    with pytest.raises(ShapeError, match=r"the plan needs \(32, width\)"):
-        to_experts(x[1:], plan)
+        place_rows(chosen, kept[:2], experts=4)
+    with pytest.raises(ShapeError, match=r"the placement needs \(32, width\)"):
+        to_experts(x[1:], placement)
     with pytest.raises(ShapeError, match="one a row"):
-        from_experts(rows, weights[1:], plan)
+        from_experts(rows, weights[1:], placement)
     with pytest.raises(KernelError, match="take version 1"):
-        to_experts(x[:, :3].copy(), plan, version=2)
+        to_experts(x[:, :3].copy(), placement, version=2)
 
 
 MISTAKES = {
