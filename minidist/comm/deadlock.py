@@ -46,7 +46,7 @@ def disagreement(states: States) -> Verdict | None:
         first = nodes[0]
         for other in nodes[1:]:
             if not _agree(first.wait, other.wait):
-                return _mismatch(first, other, sorted({node.rank for node in nodes}))
+                return _mismatch(first, other, _concerned(nodes))
     return None
 
 
@@ -69,7 +69,7 @@ def hopeless(states: States, ended: States, *, strict: bool) -> list[Node]:
 def verdict(nodes: list[Node], states: States, ended: States) -> Verdict:
     """What to raise for hopeless waits: the cycle among them, or the rank that has gone, spelled out."""
     path, last = _path(nodes, states, ended)
-    ranks = sorted({node.rank for node in nodes})
+    ranks = _concerned(nodes)
     if last is None:
         for one, other in zip(path, path[1:] + path[:1], strict=True):
             if one.wait.collective and other.rank in one.wait.members and not _agree(one.wait, other.wait):
@@ -106,6 +106,12 @@ def table(states: States, ended: States, size: int) -> str:
 
 def _nodes(states: States) -> Iterator[Node]:
     return (Node(rank, wait) for rank in sorted(states) for wait in states[rank].waits)
+
+
+def _concerned(nodes: list[Node]) -> list[int]:
+    """Who waits in vain, or will: the members of a collective that nobody can finish, also those yet to come to it."""
+    members = {rank for node in nodes if node.wait.collective for rank in node.wait.members}
+    return sorted(members.union(node.rank for node in nodes))
 
 
 def _peers(node: Node) -> tuple[int, ...]:

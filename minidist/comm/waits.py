@@ -215,7 +215,7 @@ class Waits:
             return error
         first, *rest = str(error).split("\n")
         step = "" if self.step is None else f"step {self.step}, "
-        first += f"; rank {world_rank} was in {step}{purpose.signature.describe()}"
+        first = f"{first.rstrip(':')}; rank {world_rank} was in {step}{purpose.signature.describe()}"
         return PeerLostError("\n".join([first, *rest]), error.world_rank)
 
     def _say(self) -> None:

@@ -55,9 +55,10 @@ def test_who_waits_for_one_that_computes_is_not_stuck():
 
 
 def test_who_waits_for_one_that_has_ended_is_stuck_unless_a_message_is_in_flight():
-    said = states(wait(message("recv", "a.py:1"), 1), None, wait(collective(0, 3), 0))
+    said = states(wait(message("recv", "a.py:1"), 1), None, wait(collective(0, 3), 0, members=(0, 2, 5)))
     assert told(said, {1: State()}).text.startswith(
         "nobody can go on: 0 waits for 1 at a.py:1, rank 1 has ended\n")
+    assert told(said, {1: State()}).ranks == [0, 2, 5], "and who will come to the same collective"
     assert stuck(said, {1: State()}) == [0, 2]
     assert stuck(said, {1: State(sent={0: 1})}) == []
 
@@ -93,7 +94,7 @@ def test_a_wait_for_the_own_worker_goes_on_with_it():
     call = collective(0, 4)
     said = states((wait(call, 1), wait(call)), wait(message("recv", "b.py:2"), 0))
     error, text, ranks = told(said)
-    assert (error, ranks) == ("MismatchError", [0, 1])
+    assert (error, ranks) == ("MismatchError", [0, 1, 2])
     assert stuck(states(wait(call), wait(message("recv", "b.py:2"), 0))) == [], "the worker is at it"
 
 
@@ -112,7 +113,7 @@ def test_several_peers_in_the_same_call_have_come():
 def test_one_call_with_two_signatures_is_a_mismatch_at_once(field, value):
     said = states(wait(collective(0, 5), 2), None, wait(collective(0, 5, **{field: value}), 0))
     error, text, ranks = deadlock.disagreement(said)
-    assert (error, ranks) == ("MismatchError", [0, 2])
+    assert (error, ranks) == ("MismatchError", [0, 1, 2]), "rank 1 has not said yet that it waits, or comes later"
     assert text.startswith(f"ranks disagree in {field}:\n  rank 0 calls all_reduce(")
     assert "its call 5, at all_reduce.py:5" in text
     assert deadlock.disagreement(states(wait(collective(0, 5), 2), wait(collective(0, 6, **{field: value}), 0))) is None
