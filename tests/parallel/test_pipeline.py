@@ -12,6 +12,7 @@ from training import difference, global_batch, tiny
 
 import minidist as md
 from minidist import account
+from minidist.comm.transports.delayed import delayed
 from minidist.errors import ScheduleError, ShardError
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
@@ -314,6 +315,32 @@ def test_the_measured_bubble_is_the_ideal_one(name: str) -> None:
     schedule = make_schedule(name, 3, 3)
     ideal = clock_of(schedule, Times()).bubble
     assert abs(nearest_bubble(schedule, ideal, unit=0.006, bound=0.05) - ideal) < 0.05
+
+
+@pytest.mark.parametrize("sends", ["on the side", "waiting"])
+def test_activations_travel_while_the_next_microbatch_is_computed(sends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message is on its way as long as a forward takes: in the clock's time; or, if a rank waited for what it sends,
+    another forward for each of five microbatches.
+    """
+    unit, schedule = 0.02, make_schedule("gpipe", 2, 5)
+    if sends == "waiting":
+        start = Worker._start_send
+        monkeypatch.setattr(Worker, "_start_send", lambda self, send: (start(self, send), self._let_go(wait=True)))
+
+    def job(world: Any) -> float:
+        with delayed(world, alpha=0.0, beta=unit / np.zeros(3, int).nbytes) as slow:
+            worker = Worker(schedule, slow)
+            world.barrier()
+            begin = time.perf_counter()
+            worker.run(Sleeper(schedule.stages, unit))
+            return time.perf_counter() - begin
+
+    taken, ideal = 9.0, unit * clock_of(schedule, Times(message=1.0)).length
+    for _ in range(5 if sends == "on the side" else 1):     # other programs can only add to it
+        taken = min(taken, max(md.run(job, size=2)))
+        if taken < ideal + 2.5 * unit:
+            break
+    assert (taken < ideal + 2.5 * unit) == (sends == "on the side")
 
 
 @pytest.mark.soak
