@@ -1,5 +1,7 @@
 """Plan, Mesh, Trainer."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,22 @@ from hypothesis import strategies as st
 from training import global_batch, tiny
 
 import minidist as md
+from minidist import parallel
 from minidist.errors import ConfigError, PlanError
 from minidist.parallel.hybrid import AXES, Mesh, Plan, Trainer
+
+# -------------------------------------------------------------------------------------------------------------- layers
+
+def test_each_chapter_keeps_to_itself() -> None:
+    """Of each other's modules chapters import the cutting of passes and the lists of a pipeline; hybrid composes."""
+    shared, composing = {"accumulation", "schedules"}, ("hybrid", "plan", "mesh")
+    for file in Path(parallel.__path__[0]).glob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        imported = {*re.findall(r"^ *from minidist\.parallel\.(\w+)", text, re.MULTILINE),
+                    *re.findall(r"^ *from minidist\.parallel import (\w+)", text, re.MULTILINE)}
+        others = imported - shared - {"common", file.stem.removesuffix("_costs")}
+        assert not others or file.stem.startswith(composing), f"{file.name} imports {others}"
+
 
 # --------------------------------------------------------------------------------------------------------------- plan
 
