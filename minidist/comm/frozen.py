@@ -4,6 +4,10 @@ A stopped process says nothing and loses no connection, just as one that compute
 knows the difference: the state of the first is T, of the second R or S. A process that is stopped at two looks running
 is frozen. Where the looks themselves lay far apart, we were stopped too (Ctrl-Z stops a whole job), and begin anew.
 
+Nor do the connections of a process end with it while a child that it has forked holds them open, too (a data loader's
+worker, say). So the looks are for those that have ended as well; at two running, for the goodbye of one that ended well
+has been read by the second.
+
 On another host that host's lookout looks (lookout.py).
 """
 
@@ -21,11 +25,12 @@ LOOK = 0.4      # seconds between two looks
 _LATE = 3       # times LOOK: so long between two looks that this process did not run either
 
 
-class Stopped:
-    """Counts at how many looks running a process was stopped. One thread."""
+class Looks:
+    """Counts at how many looks running a process was stopped, or not there any more. One thread."""
 
     def __init__(self) -> None:
         self._before: set[int] = set()
+        self._gone: set[int] = set()
         self._last = time.monotonic()
 
     def frozen(self, pids: set[int]) -> set[int]:
@@ -34,6 +39,16 @@ class Stopped:
         before = self._before if now - self._last < _LATE * LOOK else set()
         self._before, self._last = stopped(pids), now
         return self._before & before
+
+    def ended(self, pids: set[int]) -> dict[int, str]:
+        """Those of `pids` that had ended by this look and by the one before, and how."""
+        before, self._gone = self._gone, {pid for pid in pids if has_ended(pid)}
+        return {pid: exit_of(pid) or "" for pid in self._gone & before}
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this host runs no more; False where the system does not say."""
+    return state_of(pid) in ("Z", "X", "") and bool(state_of(os.getpid()))
 
 
 def stopped(pids: Iterable[int]) -> set[int]:

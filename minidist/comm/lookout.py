@@ -1,7 +1,7 @@
 """A lookout on each host that the monitor is not on: what becomes of processes, only their own system can tell.
 
     monitor -> lookout                                  lookout -> monitor
-    look     pids: which of these are frozen?           seen     pids
+    look     pids: what of these?                       seen     frozen: pids; ended: [pid, how], …
     how      rank, pid: how did that end?               how      rank, text; "" if nobody knows
     end      pids: kill those of them that are stopped  ended    loss: a rank here ended, and not well
     lost     loss: the job is over, and why             goodbye
@@ -30,7 +30,7 @@ from typing import Any
 
 from minidist.comm import wire
 from minidist.comm.door import knock
-from minidist.comm.frozen import Stopped, exit_of, kill_stopped, this_system
+from minidist.comm.frozen import Looks, exit_of, kill_stopped, this_system
 from minidist.comm.loss import Loss
 from minidist.errors import CommError, HandshakeError
 
@@ -52,7 +52,7 @@ class Lookout:
         self.loss: Loss | None = None
         self.spared: dict[int, Loss] = {}
         self._ranks, self._how = list(ranks), how or (lambda rank: None)
-        self._stopped = Stopped()
+        self._looks = Looks()
         self._sock: socket.socket | None = None
         self._changed, self._sending = threading.Condition(), threading.Lock()
         self._closed = False
@@ -114,7 +114,9 @@ class Lookout:
     def _take(self, frame: dict[str, Any]) -> None:
         match frame["kind"]:
             case "look":
-                self._send("seen", pids=sorted(self._stopped.frozen(set(frame["pids"]))))
+                pids = set(frame["pids"])
+                self._send("seen", frozen=sorted(self._looks.frozen(pids)),
+                           ended=[[pid, how] for pid, how in self._looks.ended(pids).items()])
             case "how":
                 self._send("how", rank=frame["rank"], text=self._how(frame["rank"]) or exit_of(frame["pid"]) or "")
             case "end":

@@ -15,7 +15,7 @@ from minidist.comm import deadlock
 from minidist.comm.arbiter import Arbiter
 from minidist.comm.deadlock import Verdict
 from minidist.comm.door import SILENCE, Post, Seat
-from minidist.comm.frozen import LOOK, Stopped, this_system
+from minidist.comm.frozen import LOOK, Looks, this_system
 from minidist.comm.loss import Loss
 from minidist.comm.waits import State
 from minidist.errors import CommError
@@ -34,7 +34,7 @@ class Watch:
     def __init__(self, size: int, present: Callable[[], dict[int, Seat]], lose: Callable[[Loss], bool]) -> None:
         self._size, self._present, self._lose = size, present, lose
         self._arbiter = Arbiter(self._ask, self._tell)
-        self._stopped, self._looked = Stopped(), time.monotonic()
+        self._looks, self._looked = Looks(), time.monotonic()
         self._posts: list[Post] = []                          # of all lookouts that ever came
         self._news = threading.Condition()                    # of lookouts, and what they say
         self._curious: list[tuple[float, Seat, State]] = []   # when to answer whom, and what it waited for
@@ -70,7 +70,7 @@ class Watch:
             others = {other.world_rank: waited for _, other, waited in self._curious}   # whose time was up with it
             seat.send("table", value=self._table({**others, seat.world_rank: state}))
         if time.monotonic() - self._looked >= LOOK:
-            self._look_for_frozen()
+            self._look()
 
     def final_table(self) -> str:
         """The table, after the ranks that do not wait had time to say what they do."""
@@ -99,11 +99,12 @@ class Watch:
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
-    def _look_for_frozen(self) -> None:
+    def _look(self) -> None:
         """Look at the processes of this system, and ask the lookouts of others; one that does not answer is lost."""
         self._looked = time.monotonic()
         here = [seat for seat in self._present().values() if seat.system == this_system()]
-        self._freeze(here, self._stopped.frozen({seat.pid for seat in here}))
+        pids = {seat.pid for seat in here}
+        self._seen(here, self._looks.frozen(pids), self._looks.ended(pids))
         for post in self.posts():
             if post.unanswered * LOOK >= SILENCE:
                 self.lose_lookout(post, None)
@@ -111,12 +112,14 @@ class Watch:
                 post.unanswered += 1
                 post.send("look", pids=[seat.pid for seat in self._covered(post)])
 
-    def _freeze(self, seats: list[Seat], pids: set[int]) -> None:
-        """The ranks of these processes are lost."""
+    def _seen(self, seats: list[Seat], frozen: set[int], ended: Mapping[int, str]) -> None:
+        """The ranks whose processes are frozen, or have ended (in which way), are lost."""
         for seat in seats:
-            if seat.pid in pids:
+            if seat.pid in frozen:
                 seat.frozen = True
                 self._lose(Loss(seat.world_rank, seat.pid, seat.host, "is frozen (stopped)"))
+            elif seat.pid in ended:
+                self._lose(Loss(seat.world_rank, seat.pid, seat.host, ended[seat.pid]))
 
     # --- lookouts of other hosts -------------------------------------------------------------------------------------
 
@@ -141,7 +144,7 @@ class Watch:
         post.unanswered = 0
         match frame["kind"]:
             case "seen":
-                self._freeze(self._covered(post), set(frame["pids"]))
+                self._seen(self._covered(post), set(frame["frozen"]), dict(frame["ended"]))
             case "how":
                 self._note(post, int(frame["rank"]), str(frame["text"]))
             case "ended":

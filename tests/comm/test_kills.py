@@ -134,3 +134,24 @@ def test_a_hundred_random_kills(tmp_path):
         print(number, case, flush=True)
         seconds.append(check_one_kill(folder, **case))
     print(f"seconds until the last survivor knew: median {np.median(seconds):.3f}, most {max(seconds):.3f}")
+
+
+@pytest.mark.parametrize("transport", ["sockets", pytest.param("shm", marks=pytest.mark.soak)])
+def test_a_rank_whose_child_holds_its_connections_is_missed_all_the_same(transport, tmp_path):
+    """A data loader's worker, forked and left behind: nothing that the rank had open is closed."""
+    def job(world):
+        world.barrier()
+        if world.rank == 1:
+            if os.fork() == 0:
+                while not (tmp_path / "over").exists():
+                    time.sleep(0.01)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.barrier()
+
+    with nothing_left():
+        try:
+            with pytest.raises(PeerLostError, match=r"rank 1 \(process \d+ on \S+\) was killed by SIGKILL"):
+                run(job, size=3, transport=transport, limit=10.0)
+        finally:
+            (tmp_path / "over").touch()
