@@ -118,6 +118,7 @@ def _axes(ax: Any, links: list[dict[str, Any]]) -> None:
         ax.text(place, sent[axis] / 1024 + 25, f"{size_text(sent[axis])}\n{often} calls a rank", ha="center",
                 fontsize=10, color=look.INK)
     ax.set_xticks(range(3), list(SHAPE), fontsize=11)
+    ax.set_xlim(-0.65, 2.65)
     ax.set_ylim(0, 1.25 * max(sent.values()) / 1024)
     ax.set_ylabel("KiB, all ranks", fontsize=10, color=look.SOFT)
     look.caption(ax, "Sent in a step (marks: formula)")
