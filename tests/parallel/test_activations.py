@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training import difference, global_batch, tiny
+from training import difference, global_batch, tiny, train_tiny
 from training import train as train_rank
 
 import minidist as md
@@ -46,6 +46,17 @@ def test_under_any_strategy(zero: int, size: int, which: str, tied: bool) -> Non
 @settings(max_examples=60)
 def test_under_any_strategy_for_long(zero: int, size: int, which: str, tied: bool) -> None:
     check(zero, size, which, tied, steps=20)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_on_every_transport_after_twenty_steps(transport: str, size: int) -> None:
+    options = {"steps": 20, "sequences": 7, "checkpoint_blocks": "all", "zero": 3, "accumulate": 2}
+    serial = md.run(train_tiny, {}, {"steps": 20, "sequences": 7}, size=1)[0]
+    ranks = md.run(train_tiny, {}, options, size=size, transport=transport)
+    assert difference(ranks[0]["weights"], serial["weights"]) < 1e-10
+    assert len({rank["digest"] for rank in ranks}) == 1
 
 
 def check(zero: int, size: int, which: str, tied: bool, *, steps: int) -> None:

@@ -55,7 +55,7 @@ def test_same_bits_on_every_transport(serial: dict[str, Any], transport: str) ->
 
 @pytest.mark.soak
 @pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
     changes, options = {"context": 16, "width": 16, "layers": 3}, {"steps": 20, "sequences": 9}
     serial, again = (md.run(train_tiny, changes, options, size=count)[0] for count in (1, size))

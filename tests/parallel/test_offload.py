@@ -115,10 +115,11 @@ def test_any_composition_at_length(**drawn: Any) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("transport", ["threads", "sockets", "shm", "mpi"])
 @pytest.mark.parametrize("plan", HOMES[1:], ids=str)
-def test_twenty_steps(transport: str, plan: dict[str, Any]) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_twenty_steps(transport: str, plan: dict[str, Any], size: int) -> None:
     changes, options = {"layers": 3}, {"steps": 20, "sequences": 7}
     serial = md.run(train_tiny, changes, options, size=1)[0]
-    ranks = md.run(train_tiny, changes, {**options, **plan}, size=3, transport=transport)
+    ranks = md.run(train_tiny, changes, {**options, **plan}, size=size, transport=transport)
     assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
     assert len({rank["digest"] for rank in ranks}) == 1
 
