@@ -9,8 +9,7 @@
     minidist bench overlap                                  an all-reduce hidden behind matrix products
     minidist bench overlap-step --strategy zero2,zero3      a training step's communication behind its computation
     minidist bench calibrate                                what messages cost on this machine; auto goes by it
-    minidist bench kernels                                  each rung of each kernel beside PyTorch, on a GPU
-    minidist bench kernels --count                          what each rung moves, counted without one
+    minidist bench kernels                                  each rung of each kernel beside PyTorch; or --count
 
 A peer that is not installed is left out, and the table says so. Contenders take turns, rounds are repeated, medians are
 shown: machines are shared and noisy, so read the ratios.
@@ -29,6 +28,7 @@ from rich.status import Status
 from minidist.cli import (
     bench_calibrate,
     bench_collectives,
+    bench_kernels_tables,
     bench_overlap,
     bench_overlap_step,
     bench_plan,
@@ -155,7 +155,7 @@ def _step(args: argparse.Namespace, progress: Progress) -> Result:
     model = bench_step.Model(**{name: getattr(args, name) or value for name, value in vars(named).items()})
     model.config()  # a model that cannot be is refused before anything starts
     if args.model or args.device or args.precision:
-        return _step_of_device(args, model, progress)
+        return bench_step_device.measure_asked(args, model, progress)
     plans = _plans(args, model)
     result = {"what": "step", "model": vars(model), "transport": args.transport, "zero": args.zero, "plans": [*plans],
               "left_out": []}
@@ -176,16 +176,6 @@ def _step(args: argparse.Namespace, progress: Progress) -> Result:
     else:
         rows = bench_step.measure_all(model, args.ranks or [1, 2], args.rounds, args.steps, args.transport, progress)
     return {**result, "rows": [vars(row) for row in rows]}
-
-
-def _step_of_device(args: argparse.Namespace, model: bench_step.Model, progress: Progress) -> Result:
-    """One process on one device."""
-    if args.ranks not in (None, [1]) or args.plan or args.zero or args.schedule or args.microbatches:
-        raise ConfigError("bench step: --model, --device and --precision time one process on one device; leave -n, "
-                          "--plan and --zero out")
-    found = bench_step_device.measure(model, args.device or "cpu", args.precision or "fp32", args.rounds, args.steps,
-                                      progress)
-    return {"what": "step", "model": vars(model), "zero": None, "plans": [], **found}
 
 
 def _plans(args: argparse.Namespace, model: bench_step.Model) -> dict[str, Plan]:
@@ -302,16 +292,11 @@ def _kernels(args: argparse.Namespace, progress: Progress) -> Result:
     return measured(args.names, args.peers, args.rounds, args.seed, progress)
 
 
-def _show_kernels(result: Result, console: Console) -> None:
-    from minidist.cli.bench_kernels_tables import show_kernels
-    show_kernels(result, console)
-
-
 _BENCHES = {
     **dict.fromkeys(bench_collectives.VERBS, Bench(_collective, bench_tables.show_collective, _draw_collective)),
     "overlap": Bench(_overlap, bench_tables.show_overlap, bench_plots.draw_overlap),
     "overlap-step": Bench(_overlap_step, bench_tables.show_overlap_step, bench_plots.draw_overlap_step),
     "calibrate": Bench(_calibrate, bench_tables.show_calibration, bench_plots.draw_calibration),
     "step": Bench(_step, _show_step, _draw_step),
-    "kernels": Bench(_kernels, _show_kernels, kernel_plots.draw_kernels),
+    "kernels": Bench(_kernels, bench_kernels_tables.show_kernels, kernel_plots.draw_kernels),
 }

@@ -25,7 +25,7 @@ from minidist.backend import module_for
 from minidist.cli import bench_step_floor
 from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
 from minidist.cli.bench_step import CLIP, OURS, Model, random_batch, resident_peak
-from minidist.errors import LaunchError, PeerLostError
+from minidist.errors import ConfigError, LaunchError, PeerLostError
 from minidist.launch.membership import limit_blas_threads
 
 MODULE = "minidist.cli.bench_step_device"
@@ -56,6 +56,15 @@ class Row:
     of_floor: float
     peak_bytes: int
     memory: dict[str, int] | None = None
+
+
+def measure_asked(args: argparse.Namespace, model: Model, progress: Progress) -> dict[str, Any]:
+    """What the options of `minidist bench step` ask for. Raises: ConfigError for what goes with several ranks."""
+    if args.ranks not in (None, [1]) or args.plan or args.zero or args.schedule or args.microbatches:
+        raise ConfigError("bench step: --model, --device and --precision time one process on one device; leave -n, "
+                          "--plan and --zero out")
+    found = measure(model, args.device or "cpu", args.precision or "fp32", args.rounds, args.steps, progress)
+    return {"what": "step", "model": vars(model), "zero": None, "plans": [], **found}
 
 
 def measure(model: Model, device: str, precision: str, rounds: int, steps: int, progress: Progress) -> dict[str, Any]:
