@@ -8,6 +8,7 @@
 import argparse
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -28,6 +29,7 @@ from minidist.launch import detect, init, spawn
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
+from minidist.parallel.common.late_loss import LateLoss
 from minidist.parallel.common.replicas import weights_digest
 from minidist.parallel.hybrid import Trainer
 from minidist.parallel.hybrid_step import Hybrid
@@ -142,18 +144,26 @@ def run_folder(folder: Path) -> Iterator[None]:
 
 def train_steps(trainer: Trainer, settings: train_options.Settings,
                 report: Report) -> tuple[list[float], list[float], Weights | None]:
-    """Every step: the global losses, each step's seconds on this rank, and early weights if --verify wants them."""
+    """Every step: the global losses, each step's seconds on this rank, and early weights if --verify wants them.
+
+    Where a step does not wait for its own loss, that is waited for when the next step has been asked for.
+    """
     losses, seconds, early = [], [], None
     args, ledger = settings.args, trainer.world.ledger
-    tokens = args.batch * args.context
+    tokens, last, on_their_way = args.batch * args.context, 0.0, deque[tuple[LateLoss, float]]()
     try:
         for step in range(args.steps):
             batch = settings.training_batch(step)
             start = time.perf_counter()
-            losses.append(trainer.step(batch))
-            seconds.append(time.perf_counter() - start)
-            sent = sum(sum(verbs.values()) for axis, verbs in ledger.sent_bytes("step").items() if axis != "control")
-            report.step(step + 1, losses[-1], tokens / seconds[-1], sent)
+            on_their_way.append((trainer.start_step(batch), start))
+            while on_their_way and (len(on_their_way) > 1 or on_their_way[0][0].done() or step + 1 == args.steps):
+                late, start = on_their_way.popleft()
+                losses.append(late.wait())
+                start, last = max(start, last), time.perf_counter()
+                seconds.append(last - start)
+                sent = sum(sum(verbs.values()) for axis, verbs in ledger.sent_bytes("step").items()
+                           if axis != "control")
+                report.step(len(losses), losses[-1], tokens / seconds[-1], sent)
             if args.verify and step + 1 == min(STEPS, args.steps):
                 early = trainer.state_dict()
     finally:

@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -408,3 +410,40 @@ def test_precision(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert {array.dtype for array in weights.values()} == {np.dtype("float32")}
     assert main(["train", *TINY, "--precision", "fp16", "--data", str(book)]) == 2
     assert "keeps float32 master weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_loss_is_waited_for_when_the_next_step_is_on_its_way(late: bool) -> None:
+    """Or at once, where it is there. Every step is reported once, in order, and seconds do not overlap."""
+    told: list[str] = []
+
+    class Loss:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def done(self) -> bool:
+            return not late
+
+        def wait(self) -> float:
+            told.append(f"loss {self.number}")
+            return float(self.number)
+
+    def start_step(batch: int) -> Loss:
+        told.append(f"step {batch}")
+        return Loss(batch)
+
+    trainer: Any = SimpleNamespace(start_step=start_step, world=SimpleNamespace(ledger=SimpleNamespace(
+        sent_bytes=lambda phase: {"dp": {"all_reduce": 3}, "control": {"all_gather": 8}})))
+    settings: Any = SimpleNamespace(args=SimpleNamespace(steps=3, batch=2, context=4, verify=False),
+                                    training_batch=lambda step: step)
+    report: Any = SimpleNamespace(step=lambda number, loss, speed, sent: told.append(f"report {number} {loss} {sent}"),
+                                  close=lambda: told.append("closed"))
+    begun = time.perf_counter()
+    losses, seconds, _ = train.train_steps(trainer, settings, report)
+    whole = time.perf_counter() - begun
+    assert losses == [0.0, 1.0, 2.0]
+    assert len(seconds) == 3 and min(seconds) > 0 and sum(seconds) <= whole
+    end = ["loss 2", "report 3 2.0 3", "closed"]
+    first = (["step 0", "step 1", "loss 0", "report 1 0.0 3", "step 2", "loss 1", "report 2 1.0 3"] if late else
+             ["step 0", "loss 0", "report 1 0.0 3", "step 1", "loss 1", "report 2 1.0 3", "step 2"])
+    assert told == first + end

@@ -1,7 +1,10 @@
 """A step on a GPU (its stand-in) waits for nothing; the loss is what `step` returns, read when somebody asks."""
 
+import sys
+import time
 from typing import Any
 
+import fake_cupy
 import fake_gpu
 import numpy as np
 import pytest
@@ -95,3 +98,19 @@ def test_shares_are_added_in_order() -> None:
     assert late.done()
     assert late.wait() == 0.1 + 0.2 + 0.3
     assert LateLoss.known(2.5).wait() == 2.5
+
+
+def test_the_copy_is_behind_the_loss_in_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stream that takes its time, and goes on to write over the number."""
+    for name, module in fake_cupy.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    number = fake_cupy.asarray(np.zeros((), np.float32))
+    late, stream = LateLoss(), fake_cupy.get_current_stream()
+    for value in (1.5, 2.0):
+        stream.put(lambda: time.sleep(0.05))
+        number[...] = value
+        late.add(tensor(number))
+    number[...] = 9.0
+    assert not late.done()
+    assert late.wait() == 3.5
+    assert late.done()
