@@ -194,7 +194,7 @@ def _threshold(torch: Any, x: Any) -> Any:
 
 
 def _rows_of(torch: Any, chosen: Any) -> Any:
-    """Each row's token, as permute.plan_rows sorts them."""
+    """Each row's token, as ops.experts.place_rows sorts them."""
     return torch.div(chosen.reshape(-1).argsort(stable=True), chosen.shape[1], rounding_mode="floor")
 
 

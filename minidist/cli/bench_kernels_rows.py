@@ -8,6 +8,7 @@ from minidist.backend import random_bits, stream_key
 from minidist.cli.bench_kernels_case import Case, Draw, Inputs, wide
 from minidist.cli.bench_step import Model
 from minidist.kernels import activation, cross_entropy, dropout, embedding, norm, permute, rotary, softmax
+from minidist.ops.experts import Placement, place_rows
 
 EXPERTS, CHOICES = 8, 2             # of the mixture that tokens are sent to
 RATE, STREAM = 0.1, ("bench", 1)    # of dropout, and the stream it draws from
@@ -147,23 +148,23 @@ def _sent(*names: str) -> Any:
     return drawn
 
 
-def _plan(i: Inputs) -> permute.Plan:
-    return permute.plan_rows(i["chosen"], experts=EXPERTS)
+def _placement(i: Inputs) -> Placement:
+    return place_rows(i["chosen"], experts=EXPERTS)
 
 
 def _to(i: Inputs, version: int) -> Any:
-    plan = _plan(i)
-    return lambda: (permute.to_experts(i["x"], plan, version=version),)
+    placement = _placement(i)
+    return lambda: (permute.to_experts(i["x"], placement, version=version),)
 
 
 def _from(i: Inputs, version: int) -> Any:
-    plan = _plan(i)
-    return lambda: (permute.from_experts(i["results"], i["weights"], plan, version=version),)
+    placement = _placement(i)
+    return lambda: (permute.from_experts(i["results"], i["weights"], placement, version=version),)
 
 
 def _from_back(i: Inputs, version: int) -> Any:
-    plan = _plan(i)
-    return lambda: permute.from_experts_gradient(i["dy"], i["results"], i["weights"], plan, version=version)
+    placement = _placement(i)
+    return lambda: permute.from_experts_gradient(i["dy"], i["results"], i["weights"], placement, version=version)
 
 
 CASES = [
@@ -212,12 +213,12 @@ CASES = [
          lambda i, rows: [embedding.embedding_gradient_reference(i["ids"], wide(i["dy"]), i["count"])],
          _elements("dy", 1)),
     Case("to_experts", "permute", permute.VERSIONS, _sent("x"), _to,
-         lambda i, rows: [permute.to_experts_reference(wide(i["x"]), _plan(i))], _elements("x", 1)),
+         lambda i, rows: [permute.to_experts_reference(wide(i["x"]), _placement(i))], _elements("x", 1)),
     Case("from_experts", "permute", permute.VERSIONS, _sent("results", "weights"), _from,
-         lambda i, rows: [permute.from_experts_reference(wide(i["results"]), wide(i["weights"]), _plan(i))],
+         lambda i, rows: [permute.from_experts_reference(wide(i["results"]), wide(i["weights"]), _placement(i))],
          _elements("results", 2)),
     Case("from_experts_gradient", "permute", permute.VERSIONS, _sent("dy", "results", "weights"), _from_back,
          lambda i, rows: list(permute.from_experts_gradient_reference(wide(i["dy"]), wide(i["results"]),
-                                                                      wide(i["weights"]), _plan(i))),
+                                                                      wide(i["weights"]), _placement(i))),
          _elements("results", 3)),
 ]
