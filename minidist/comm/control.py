@@ -147,10 +147,10 @@ class Monitor:
         """What every rank waits for, a line each; those that do not wait get a moment to say what they do."""
         return self._watch.final_table()
 
-    def has_left(self, world_rank: int) -> bool | None:
-        """Whether this rank has said goodbye, or its connection is gone; None if it never came."""
+    def has_left(self, world_rank: int) -> bool:
+        """Whether this rank has said goodbye, or its connection is gone."""
         with self._changed:
-            return self._seats[world_rank].left if world_rank in self._seats else None
+            return world_rank in self._seats and self._seats[world_rank].left
 
     def _all_left(self) -> bool:
         return len(self._seats) == self.size and all(seat.left for seat in self._seats.values())

@@ -130,13 +130,10 @@ class _Job:
         return self._stop(Loss.by_signal(self.told[0]))
 
     def _stop(self, loss: Loss) -> int:
-        """The ranks hear of it where they wait for each other, and unwind; those that never joined hear of nothing."""
+        """The ranks hear of it where they wait for each other, and unwind."""
         if self.monitor is None:
             self.lookout.tell(loss)
         else:
-            for rank, process in self.processes.items():
-                if self.monitor.has_left(rank) is None:
-                    process.terminate()
             self.monitor.lose(loss)
         self.children.end(STOP, hurry=lambda: len(self.told) > 1)
         ranks = f"{len(self.processes)} ranks were" if len(self.processes) != 1 else "1 rank was"

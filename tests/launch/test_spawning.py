@@ -182,6 +182,25 @@ def test_two_nodes_meet_over_address_port_and_secret():
     assert "hello from 0 of 4 over sockets" in done[1].stdout
 
 
+@pytest.mark.soak
+def test_a_launcher_that_is_told_to_stop_ends_the_job_on_all_nodes():
+    port, address = free_port(), "127.0.0.2"
+    with nothing_left() as environment:
+        nodes = [start([sys.executable, "-c", "import sys; from minidist.launch.spawning import *; sys.exit(spawn("
+                        f"[sys.executable, {JOB!r}, 'busy', 'sockets', '9'], 2, "
+                        f"nodes=Nodes(2, {rank}, {address!r}, {port})))"],
+                       environment, MINIDIST_TOKEN="s" * 32) for rank in (0, 1)]
+        for node in nodes:
+            for _ in range(2):
+                node.stdout.readline()                  # all four have met
+        nodes[1].send_signal(signal.SIGTERM)
+        done = [finish(node, 20) for node in nodes]
+    assert [node.returncode for node in done] == [143, 143], done
+    who = rf"minidist: the launcher \(process {nodes[1].pid} on \S+\) was told to stop by SIGTERM; "
+    for node, end in zip(done, ("the job ends", "its 2 ranks were ended"), strict=True):
+        assert re.fullmatch(f"{who}{end}\n", node.stderr), node.stderr
+
+
 def test_a_second_node_without_the_secret_is_refused():
     with pytest.raises(LaunchError, match="one secret for all nodes"):
         spawn(["true"], 1, nodes=Nodes(2, 0, "127.0.0.2", 29999))
