@@ -100,7 +100,8 @@ class Trainer:
         self.home = make_home(plan.offload, offload_dir, device=device, recorder=self.recorder)
         self.account.limit, self.account.instead = plan.device_memory, plan.savings
         try:
-            require_disk(self.home, [*self.model.parameters()], masters=plan.precision != "fp32", ranks=plan.dp)
+            require_disk(self.home, [*self.model.parameters()], masters=plan.precision != "fp32", ranks=plan.dp,
+                         rank=world.rank)
             self.strategy: Strategy = self._make_strategy(device)
             self.loads = Loads(self.model, self.mesh.copies)
             units = self._units()

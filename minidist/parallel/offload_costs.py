@@ -51,9 +51,13 @@ def moved_to_disk(units: int, root: int, learning: int, each: Each, *, masters: 
             "host to disk": learning * (passes * each.gradients + each.parameters + each.optimizer)}
 
 
-def require_disk(home: Home, parameters: Sequence[Parameter], *, masters: bool, ranks: int) -> None:
-    """Raise DiskError, before training, unless a rank's share of all that lasts, with Adam, fits into the folder."""
+def require_disk(home: Home, parameters: Sequence[Parameter], *, masters: bool, ranks: int, rank: int) -> None:
+    """Raise DiskError, before training, unless a rank's share of all that lasts, with Adam, fits into the folder.
+
+    Where ranks share a disk that has room for this one alone, the reservation of its files says so, as early.
+    """
     if isinstance(home, OnDisk):
+        home.begin(f"rank {rank}")
         each = Each.of(parameters[0].dtype.itemsize, masters=masters)
         home.disk.require(sum(p.size for p in parameters) * each.together // ranks)
 
