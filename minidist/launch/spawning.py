@@ -21,6 +21,7 @@ from minidist.comm import wire
 from minidist.comm.control import Monitor
 from minidist.comm.link import Loss, how_it_ended
 from minidist.comm.lookout import Lookout
+from minidist.comm.loss import LAUNCHER
 from minidist.comm.rendezvous import Place, token_from_environment
 from minidist.errors import LaunchError
 from minidist.launch.children import Children
@@ -166,7 +167,9 @@ class _Job:
         return _status(code) if code else loss.status
 
     def _end(self) -> None:
-        self.children.end(GRACE, hurry=lambda: bool(self.told))
+        loss = (self.monitor or self.lookout).loss
+        told_to_stop = loss is not None and loss.world_rank == LAUNCHER     # perhaps another node's
+        self.children.end(STOP if told_to_stop else GRACE, hurry=lambda: bool(self.told))
         if self.monitor is not None:
             self.monitor.close()
         self.lookout.close()
