@@ -119,7 +119,7 @@ def beside(array: Array, other: Array) -> Array:
     """
     if isinstance(other, np.ndarray) or not isinstance(array, np.ndarray):
         return to_device(array, device_of(other))
-    return array_module(other).array(array)
+    return array_module(other).array(array, order="C")
 
 
 # ----------------------------------------------------------------------------------------------------------- dtypes

@@ -215,9 +215,9 @@ def asarray(values, dtype=None):
     return on_device(np.array(values, dtype))
 
 
-def array(values, dtype=None):
+def array(values, dtype=None, order="K"):
     """A copy; nobody waits for it."""
-    return on_device(np.array(on_host(values, index=True), dtype))
+    return on_device(np.array(on_host(values, index=True), dtype, order=order))
 
 
 class Event(fake_cupy.Event):

@@ -32,7 +32,7 @@ def _picked(x: Array, index: Array, dim: int) -> Array:
     if device_of(index) == "cpu" or x.dtype not in FLOATS:
         return y
     outside = ((index < 0) | (index >= x.shape[dim])).reshape(*index.shape, *(1,) * (x.ndim - 1 - dim % x.ndim))
-    return xp.where(outside, x.dtype.type(np.nan), y)
+    return xp.where(outside, xp.full((), np.nan, x.dtype), y)
 
 
 @op

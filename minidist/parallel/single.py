@@ -48,6 +48,7 @@ class Single:
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
         self.recorder = recorder or Silent()
+        self._late: list[LateLoss] = []         # of steps that the device may still be at
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted path."""
@@ -67,6 +68,7 @@ class Single:
         """The same, and the loss may be waited for later: on a GPU the host goes on meanwhile."""
         optimizer.zero_grad()
         total = LateLoss()
+        self._late = [late for late in self._late if not late.done()] + [total]
         for part in micro_parts(Part(*batch, first=0), accumulate):
             if not len(part.inputs):
                 continue

@@ -114,3 +114,21 @@ def test_the_copy_is_behind_the_loss_in_its_stream(monkeypatch: pytest.MonkeyPat
     assert not late.done()
     assert late.wait() == 3.5
     assert late.done()
+
+
+def test_a_loss_that_nobody_asks_for_is_kept_meanwhile(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its memory would be another's when the copy comes."""
+    done = [False]
+    monkeypatch.setattr(fake_gpu.Event, "done", property(lambda event: done[0]))
+
+    def job(world: Any) -> list[int]:
+        config, kept = tiny(dtype="float32", layers=1), []
+        trainer = Trainer(Plan(), config, world, device="cuda")
+        strategy: Any = trainer.strategy
+        for step in range(3):
+            done[0] = step == 2
+            trainer.start_step(global_batch(step, 2, config))
+            kept.append(len(strategy._late))
+        return kept
+
+    assert md.run(job, size=1)[0] == [1, 2, 1]
