@@ -11,17 +11,30 @@ Rows float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy; sums f
 results the first expert's is added first. Bytes moved: at the head of permute.cu.
 """
 
+from typing import Protocol
+
 import numpy as np
 from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
 from minidist.backend import Array, array_module
 from minidist.errors import ShapeError
-from minidist.ops.experts import Placement
 
 VERSIONS = (1, 2)
 SOURCE = Source("permute.cu", [f"{name}<{kind}>" for kind in FLOATS
                                for name in ("gather_v1", "gather_v2", "combine_v1", "combine_v2", "row_dots")])
 MOST_THREADS = 256      # a block
+
+
+class Placement(Protocol):
+    """Who goes where, as ops.experts.place_rows says it: rows are sorted by expert, and an expert's by token."""
+
+    @property
+    def tokens(self) -> Array:
+        """(R,) int32: each row's token."""
+
+    @property
+    def slots(self) -> Array:
+        """(T, k) int32: each token's rows, rising, behind -1 for those that are dropped."""
 
 
 def to_experts_reference(x: np.ndarray, placement: Placement) -> np.ndarray:
