@@ -10,7 +10,8 @@ bincount, which looks at its numbers; sorts, which CuPy leaves to Thrust, and th
 import sys
 import traceback
 import weakref
-from types import ModuleType, SimpleNamespace
+from contextlib import nullcontext
+from types import ModuleType
 
 import fake_cupy
 import numpy as np
@@ -220,6 +221,15 @@ def array(values, dtype=None, order="K"):
     return on_device(np.array(on_host(values, index=True), dtype, order=order))
 
 
+class Stream(nullcontext):
+    """The only one."""
+
+    ptr = 0
+
+    def synchronize(self):
+        wait("a stream")
+
+
 class Event(fake_cupy.Event):
     def record(self, stream=None):
         """All is done at once."""
@@ -246,7 +256,7 @@ def modules():
     found = fake_cupy.modules()
     cupy = _CuPy("cupy")
     cuda, pinned = found["cupy.cuda"], found["cupyx"]
-    cuda.Event, cuda.get_current_stream = Event, lambda: SimpleNamespace(ptr=0, synchronize=lambda: wait("a stream"))
+    cuda.Event, cuda.get_current_stream = Event, Stream
     pinned.empty_pinned = np.empty
     vars(cupy).update(ndarray=ndarray, cuda=cuda, RawModule=RawModule, is_available=lambda: True, empty=empty,
                       asarray=asarray, array=array)
