@@ -85,6 +85,7 @@ def test_what_it_names_can_cut_the_model() -> None:
     ({}, "raise it, take fewer sequences at once (accumulate), keep less of them (checkpoint_blocks), or offload more "
          "(offload)"),
     ({"dp": 2}, "(checkpoint_blocks), divide more (zero), or offload more (offload)"),
+    ({"dp": 4, "zero": 2, "shard": 2}, "(checkpoint_blocks), or divide more (zero)"),
     ({"dp": 2, "tp": 2}, "keep less of them (checkpoint_blocks), or divide more (zero)"),
     ({"tp": 2, "checkpoint_blocks": "all"}, "raise it, or take fewer sequences at once (accumulate)"),
     ({"zero": 3, "offload": "all"}, "take fewer sequences at once (accumulate), or keep less of them "
