@@ -224,8 +224,8 @@ def check_model(plan: "Plan", config: GPTConfig) -> None:
 def nearest(plan: "Plan", ranks: int, config: GPTConfig | None = None) -> str | None:
     """The axes, in words, of the plan for so many ranks that is most like this one, and by which `config` can be cut.
 
-    The fewest axes but dp have fewer ranks, by the smallest factors; all else stays, but for options that do not go with
-    that, which are named. None if nothing fits so.
+    The fewest axes but dp have fewer ranks, by the smallest factors; all else stays, but for options that do not go
+    with that, which are named. None if nothing fits so.
     """
     cut = [axis for axis in AXES if axis != "dp" and plan.axes[axis] > 1]
     found = []
