@@ -171,8 +171,9 @@ def narrow(array: Array, kind: np.dtype, out: Array | None = None) -> Array:
 
 
 def add_into(total: Array, array: Array) -> None:
-    """total += array; where total is in low precision, in float32 and rounded once."""
-    if total.dtype in LOW_PRECISION:
+    """total += array; where total is in low precision, in float32 and rounded once, as a GPU adds it itself."""
+    alone = not isinstance(total, np.ndarray) and array.dtype == total.dtype
+    if total.dtype in LOW_PRECISION and not alone:
         narrow(widen(total) + widen(array), total.dtype, total)
     else:
         total += array

@@ -5,6 +5,7 @@ import sys
 import time
 
 import fake_cupy
+import fake_gpu
 import ml_dtypes
 import numpy as np
 import pytest
@@ -162,3 +163,26 @@ def test_arrays_travel_through_pinned_memory():
         there = backend.to_device(x.T, "cuda")
         assert backend.array_module(there) is cupy and backend.device_of(there) == "cuda"
         np.testing.assert_array_equal(backend.to_host(there), x.T)
+
+
+@pytest.mark.parametrize("kinds", [(BFLOAT16, BFLOAT16), (BFLOAT16, "float32"), ("float16", "float16")], ids=str)
+def test_low_precision_is_added_on_a_gpu_as_on_the_host(kinds, monkeypatch):
+    """In one operation where both are of one dtype; into the array itself."""
+    cupy, rng = fake_gpu.install(monkeypatch), np.random.default_rng(0)
+    total, array = (rng.normal(size=50).astype(kind) for kind in kinds)
+    there = cupy.asarray(total)
+    backend.add_into(there, cupy.asarray(array))
+    backend.add_into(total, array)
+    assert there.dtype == total.dtype
+    np.testing.assert_array_equal(backend.to_host(there), total)
+
+
+def test_beside_copies_without_a_wait(monkeypatch):
+    """In C order, whatever the order here; what is there already stays itself."""
+    cupy, x = fake_gpu.install(monkeypatch), np.arange(12).reshape(3, 4).T[:, ::2]
+    there = backend.beside(x, cupy.asarray(np.zeros(1)))
+    assert there.flags.c_contiguous and not fake_gpu.waits
+    np.testing.assert_array_equal(backend.to_host(there), x)
+    assert backend.beside(there, there) is there
+    assert backend.beside(x, x) is x
+    assert backend.beside(np.array(3), there).shape == ()
