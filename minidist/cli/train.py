@@ -6,14 +6,18 @@
 """
 
 import argparse
+import os
+import signal
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -134,12 +138,34 @@ def run_folder(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(f"--out {folder}: {error.strerror}")
-    try:
-        yield
-    finally:
+    def clear() -> None:
         with suppress(OSError):
             for empty in made:
                 empty.rmdir()
+
+    try:
+        with before_sigterm(clear):
+            yield
+    finally:
+        clear()
+
+
+@contextmanager
+def before_sigterm(last: Callable[[], None]) -> Iterator[None]:
+    """In the block, a SIGTERM that would end this process at once ends it after `last()`."""
+    def end(number: int, frame: FrameType | None) -> None:
+        last()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def train_steps(trainer: Trainer, settings: train_options.Settings,

@@ -271,6 +271,17 @@ def test_a_run_whose_launcher_is_told_to_stop_leaves_no_empty_folder(by: list[st
     assert os.listdir(tmp_path) == []
 
 
+def test_a_run_of_one_process_that_is_terminated_leaves_no_empty_folder(book: Path, tmp_path: Path) -> None:
+    run = subprocess.Popen([*MINIDIST, "train", *TINY, "--steps", "100000", "--data", str(book), "--out", "runs/one"],
+                           cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert next(line for line in run.stdout if line.startswith("step "))
+    run.send_signal(signal.SIGTERM)
+    run.communicate(timeout=30)
+    assert run.returncode == -signal.SIGTERM
+    assert os.listdir(tmp_path) == []
+
+
 def test_quiet_prints_nothing(book: Path, tmp_path: Path) -> None:
     done = execute([*MINIDIST, "train", *TINY, "--steps", "1", "--data", str(book), "--quiet", "--tied",
                     "--positions", "rotary", "--dropout", "0.1", "--optimizer", "sgd", "--clip", "0",
