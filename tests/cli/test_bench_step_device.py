@@ -2,11 +2,15 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
+import fake_gpu
 import numpy as np
 import pytest
+from kernel_checks import needs_compiler
 from rich.console import Console
 
+from minidist import account
 from minidist.cli import bench_step_device, main
 from minidist.cli.bench_step import MODELS, OURS, Model
 from minidist.cli.bench_step_device import COMPILED, EAGER, row_of, timed
@@ -149,6 +153,22 @@ def test_ours_on_the_cpu(tmp_path, monkeypatch, capsys):
     assert row["memory"]["parameters"] >= 2 * parameters(TINY) and row["memory"]["optimizer"] >= 12 * parameters(TINY)
     assert row["of_floor"] > row["utilisation"] > 0
     assert "PyTorch was left out" in capsys.readouterr().out
+
+
+@needs_compiler
+def test_ours_over_the_stand_in_for_cupy(monkeypatch):
+    """The way a GPU takes: steps are queued, waited for at the end; its pool says what was held."""
+    cupy = fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: SimpleNamespace(total_bytes=lambda: 77), raising=False)
+    monkeypatch.setattr(bench_step_device, "limit_blas_threads", lambda *threads, **local: 1)
+    with account.use(account.MemoryAccount()):
+        turn = bench_step_device.ours(TINY, "cuda", "bf16")
+        answers = [turn(steps=1)]
+        fake_gpu.waits.clear()
+        answers.append(turn(steps=3))
+    assert answers[0]["peak_bytes"] == 77 and answers[1]["loss"] < answers[0]["loss"] < 3.0
+    assert answers[1]["memory"]["optimizer"] >= 12 * parameters(TINY)
+    assert [wait.partition(" at ")[0] for wait in fake_gpu.waits] == ["an event", "a stream"]
 
 
 @pytest.mark.parametrize(("options", "expected"), [
