@@ -179,13 +179,6 @@ def add_into(total: Array, array: Array) -> None:
         total += array
 
 
-def wire_view(array: np.ndarray) -> np.ndarray:
-    """The bytes of a contiguous host array: a 1-D uint8 view, also of bfloat16 and of empty arrays."""
-    if not array.flags.c_contiguous:
-        raise ConfigError(f"wire_view: an array of shape {array.shape} is not contiguous; pass np.ascontiguousarray(x)")
-    return array.reshape(-1).view(np.uint8)
-
-
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """a @ b, (…, m, k) @ (…, k, n), where low precision accumulates in float32 and is rounded once.
 

@@ -1,4 +1,4 @@
-"""Array modules, dtypes, wire views, low-precision products, and random numbers that no split can change."""
+"""Array modules, dtypes, low-precision products, and random numbers that no split can change."""
 
 import hashlib
 import sys
@@ -43,17 +43,6 @@ def test_dtypes_by_name():
     for wrong in ("float8", "complex64", np.complex64, "", "no such thing", object()):
         with pytest.raises(ConfigError, match="unknown dtype .*; choose one of float64, float32"):
             backend.dtype(wrong)
-
-
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int64", "bool"])
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3)])
-def test_wire_views(kind, shape):
-    x = np.ones(shape).astype(backend.dtype(kind))
-    view = backend.wire_view(x)
-    assert view.dtype == np.uint8 and view.shape == (x.nbytes,)
-    assert x.size == 0 or np.shares_memory(view, x)
-    with pytest.raises(ConfigError, match="not contiguous"):
-        backend.wire_view(np.ones((4, 4))[:, 1:])
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])

@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 
 from minidist.account import MemoryAccount
-from minidist.backend import Array, to_host, wire_view
+from minidist.backend import Array, to_host
 from minidist.errors import DiskError
+from minidist.octets import wire_view
 from minidist.parallel.common.moves import Lane, Move, Pace, Traffic
 from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.records import PAGE, Loan, Pool, Record, told

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from minidist.backend import to_host, wire_view
+from minidist.backend import to_host
 from minidist.comm.group import Group
 from minidist.errors import MismatchError
+from minidist.octets import wire_view
 from minidist.tensor import Parameter
 
 
