@@ -43,7 +43,7 @@ from minidist.cli.bench_kernels_gpu import CudaGpu
 from minidist.cli.bench_kernels_peers import find, peers_of
 from minidist.cli.bench_step import MODELS, Model
 from minidist.cli.common import meant
-from minidist.errors import ConfigError
+from minidist.errors import ConfigError, KernelError
 
 CASES = [*bench_kernels_rows.CASES, *bench_kernels_flat.CASES, *bench_kernels_products.CASES]
 STEP = MODELS["gpt2-124m"]
@@ -152,11 +152,12 @@ def _measure(case: Case, model: Model, gpu: Gpu, ceilings: dict[str, Any], peers
         progress(f"{case.name}: drawing {kind}")
         inputs = case.draw(model, Draw(seed, kind))
         of_kind = [version for version in versions if case.kind(version, KIND) == kind]
-        works: dict[str, Work] = {}
-        for version, off, work, row in _checked(case, inputs, of_kind, gpu, seed, progress):
-            rows.append(row)
-            if off <= case.slack:
-                works[f"v{version}"] = work
+        checked, without = _checked(case, inputs, of_kind, gpu, seed, progress)
+        left_out += without
+        if not checked:
+            continue
+        works = {row.contender: work for row, work in checked if row.error is not None and row.error <= case.slack}
+        rows += [row for row, _ in checked]
         template = rows[-1]
         if kind == case.kind(versions[-1], KIND):
             theirs, without = peers(case, place(inputs, gpu.device))
@@ -167,19 +168,27 @@ def _measure(case: Case, model: Model, gpu: Gpu, ceilings: dict[str, Any], peers
     return judged(rows, case), left_out
 
 
-def _checked(case: Case, inputs: Inputs, versions: list[int], gpu: Gpu, seed: int, progress: Progress) -> Any:
-    """(version, error, work, row without a time) of each rung, run once."""
+def _checked(case: Case, inputs: Inputs, versions: list[int], gpu: Gpu, seed: int,
+             progress: Progress) -> tuple[list[tuple[Row, Work]], list[str]]:
+    """Each rung, run once, with its error and without a time; and a line for each that does not run."""
     picked = sample(case, inputs, np.random.default_rng(seed))
     want = case.want(inputs, picked)
-    dtype = dtype_name(next(every(inputs.values())).dtype)
+    dtype, operations = dtype_name(next(every(inputs.values())).dtype), case.operations(inputs)
+    checked: list[tuple[Row, Work]] = []
+    left_out = []
     for version in versions:
         progress(f"{case.name}: checking v{version}")
-        with gpu.poisoned():
-            work = case.build(place(inputs, gpu.device), version)
-            outputs = work()
-            off = error(case, inputs, picked, want, outputs)
-        yield version, off, work, Row(case.name, case.family, f"v{version}", dtype, case.held,
-                                      case.moved(inputs, outputs), case.operations(inputs), error=off)
+        try:
+            with gpu.poisoned():
+                work = case.build(place(inputs, gpu.device), version)
+                outputs = work()
+                off = error(case, inputs, picked, want, outputs)
+        except (KernelError, MemoryError) as failure:
+            left_out.append(f"{case.name} v{version}: {str(failure).splitlines()[0]}")
+            continue
+        checked.append((Row(case.name, case.family, f"v{version}", dtype, case.held, case.moved(inputs, outputs),
+                            operations, error=off), work))
+    return checked, left_out
 
 
 def _take_turns(works: dict[str, Work], gpu: Gpu, rounds: int, progress: Progress) -> dict[str, float]:

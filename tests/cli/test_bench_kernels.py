@@ -21,6 +21,7 @@ from minidist.cli.bench_kernels_count import COUNTED, count_all
 from minidist.cli.bench_kernels_gpu import readings
 from minidist.cli.bench_kernels_tables import show_kernels
 from minidist.cli.bench_step import Model
+from minidist.errors import KernelError
 from minidist.observe.kernel_plots import draw_kernels
 
 CEILINGS = {"copy": 1e12, "matrix": {"bfloat16": 100e12, "float32": 10e12}}
@@ -220,6 +221,22 @@ def test_a_wrong_kernel_has_no_time():
                           progress=quiet)
     assert len(clock.turns) == 2 and [row.seconds for row in rows] == [1e-6, None, 1e-6]
     assert rows[1].verdict.startswith("wrong: off by") and rows[1].fraction is None
+
+
+@needs_compiler
+def test_a_rung_that_does_not_run_is_left_out_and_the_others_are_measured():
+    right = of("rotary")
+
+    def build(inputs, version):
+        if version == 2:
+            raise KernelError("rotary.cu:9: no such word (NVRTC)\nand more")
+        return right.build(inputs, version)
+
+    broken = replace(right, build=build)
+    rows, left_out = measure_all([broken, replace(broken, versions=(2,))], COUNTED, Clock([1e-6]), CEILINGS,
+                                 works([EAGER]), rounds=1, seed=1, progress=quiet)
+    assert [row.contender for row in rows] == ["v1", EAGER] and rows[0].beside_eager == 1.0
+    assert left_out.count("rotary v2: rotary.cu:9: no such word (NVRTC)") == 2
 
 
 def test_a_rung_too_slow_for_a_step_is_left_out(monkeypatch):
