@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from minidist.kernels.chunks import CHUNK
-from minidist.kernels.global_norm import Gradients, begin_aligned
-from minidist.kernels.loader import FLOATS, Source, Table, c_type, launch
+from minidist.kernels.global_norm import Gradients
+from minidist.kernels.loader import FLOATS, Source, Table, begin_aligned, c_type, launch
 
 from minidist.backend import Array, array_module
 from minidist.errors import KernelError, ShapeError
@@ -57,7 +57,7 @@ class AdamTensors:
         self.copies = None if copies is None else Table(copies)
         self.count, self.numbers = xp.zeros((1,), np.int32), xp.empty((4,), np.float32)
         self._decay_arrays: dict[float, Array] = {}
-        self.aligned = begin_aligned([array for arrays in lists for array in arrays])
+        self.aligned = begin_aligned(*(array for arrays in lists for array in arrays))
 
     def decay_array(self, factor: float) -> Array:
         """factor x decays, float32, on the device; kept for the next call with the same factor."""

@@ -9,7 +9,7 @@ float32 to float16 or bfloat16. Rounded as ml_dtypes does, bit for bit; fp8 satu
 
 import ml_dtypes
 import numpy as np
-from minidist.kernels.loader import Source, aligned, c_type, launch
+from minidist.kernels.loader import Source, begin_aligned, c_type, launch
 
 from minidist.backend import Array, array_module, dtype_name
 from minidist.errors import DtypeError, KernelError
@@ -53,7 +53,7 @@ def cast(x: Array, target: str, scale: Array | None = None, *, version: int | No
         raise DtypeError(f"cast: no kernel from {source} to {target}; they know {TARGETS}")
     y = xp.empty(x.shape, np.uint8 if target in EXPONENT_BITS else target)
     amax = xp.asarray(np.zeros(1, np.uint32))
-    fits = aligned(*(array.reshape(-1)[:0] for array in (x, y)))
+    fits = begin_aligned(x, y)
     version = version or (3 if fits else 2)
     if version == 3 and not fits:
         raise KernelError("cast_v3 loads 16 bytes at a time, and x begins elsewhere; take version 2")

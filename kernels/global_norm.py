@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 from minidist.kernels.chunks import CHUNK, Chunks
-from minidist.kernels.loader import FLOATS, Source, Table, aligned, c_type, launch
+from minidist.kernels.loader import FLOATS, Source, Table, begin_aligned, c_type, launch
 
 from minidist.backend import Array, array_module
 from minidist.errors import ConfigError, KernelError
@@ -44,12 +44,7 @@ class Gradients:
     @cached_property
     def aligned(self) -> bool:
         """Whether each begins at a multiple of 16 bytes; how long it is does not matter."""
-        return begin_aligned(self.arrays)
-
-
-def begin_aligned(arrays: Sequence[Array]) -> bool:
-    """Whether each array begins at a multiple of 16 bytes."""
-    return all(aligned(array.reshape(-1)[:0]) for array in arrays)
+        return begin_aligned(*self.arrays)
 
 
 def global_norm(gradients: Gradients, *, factor: float = 1.0, version: int | None = None) -> Array:

@@ -57,6 +57,11 @@ def aligned(*arrays: Array) -> bool:
     return all(array.shape[-1] * array.dtype.itemsize % 16 == 0 and address_of(array) % 16 == 0 for array in arrays)
 
 
+def begin_aligned(*arrays: Array) -> bool:
+    """Whether each array begins at a multiple of 16 bytes; how long its rows are does not matter."""
+    return all(address_of(array) % 16 == 0 for array in arrays)
+
+
 def version_for(name: str, wanted: int | None, *arrays: Array, packed: int = 2) -> int:
     """The version to run: the wanted one, or the last that fits. From `packed` on, versions load 16 bytes at a time.
 

@@ -11,7 +11,7 @@ Bytes moved: at the head of quantise.cu.
 """
 
 import numpy as np
-from minidist.kernels.loader import Source, aligned, c_type, launch
+from minidist.kernels.loader import Source, begin_aligned, c_type, launch
 
 from minidist.backend import Array, array_module, dtype_name
 from minidist.errors import ConfigError, DtypeError, KernelError, ShapeError
@@ -63,7 +63,7 @@ def quantise(x: Array, *, bits: int, version: int | None = None) -> tuple[Array,
     _check("quantise", x.dtype, bits)
     xp, n = array_module(x), x.size
     codes, scales = xp.empty(-(-n * bits // 8), np.int8), xp.empty(-(-n // GROUP), np.float32)
-    fits = aligned(*(array.reshape(-1)[:0] for array in (x, codes)))
+    fits = begin_aligned(x, codes)
     version = version or (3 if fits else 2)
     if version == 3 and not fits:
         raise KernelError("quantise_v3 loads four elements at a time, and x begins elsewhere; take version 2")

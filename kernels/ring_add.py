@@ -8,7 +8,7 @@ incoming and outgoing: (n,) float32, float16 or bfloat16, what travels; own and 
 """
 
 import numpy as np
-from minidist.kernels.loader import FLOATS, Source, aligned, c_type, launch
+from minidist.kernels.loader import FLOATS, Source, begin_aligned, c_type, launch
 
 from minidist.backend import Array
 from minidist.errors import ConfigError, KernelError, ShapeError
@@ -38,7 +38,7 @@ def ring_add(incoming: Array, own: Array, *, outgoing: Array | None = None, tota
     if any(array.shape != incoming.shape for array in arrays):
         raise ShapeError(f"ring_add: arrays of shapes {', '.join(str(array.shape) for array in arrays)}; "
                          f"they must be alike")
-    fits = aligned(*(array.reshape(-1)[:0] for array in arrays))
+    fits = begin_aligned(*arrays)
     version = version or (2 if fits else 1)
     if version == 2 and not fits:
         raise KernelError("ring_add_v2 loads 16 bytes at a time, and an array begins elsewhere; take version 1")

@@ -22,7 +22,7 @@ PATIENCE = 20.0     # seconds that a stream waits for anything
 _numbers = itertools.count(1000)
 _local = threading.local()
 _streams, _events = {}, {}
-_begins = weakref.WeakValueDictionary()     # address -> the largest array that begins there, for kernels' tables
+_begins = {}                                # address -> the arrays that begin there, weakly, for kernels' tables
 _pinned, _pinned_lock = weakref.WeakValueDictionary(), threading.Lock()    # host arrays that the GPU reads, by address
 
 
@@ -138,9 +138,8 @@ class ndarray:
         self.device = Device()
         self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous)
         self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0] if host.size else 0)
-        longest = _begins.get(self.data.ptr)
-        if self.flags.c_contiguous and (longest is None or longest.nbytes < self.nbytes):
-            _begins[self.data.ptr] = self
+        alive = [ref for ref in _begins.get(self.data.ptr, ()) if ref() is not None]
+        _begins[self.data.ptr] = [*alive, weakref.ref(self)] if self.flags.c_contiguous else alive
 
     def _viewed(self, host):
         return ndarray(None, host=host, base=self if self.base is None else self.base)
@@ -496,8 +495,13 @@ class RawKernel:
             return None if parameter.pointer else arg
         if not parameter.table:
             return arg.host
-        arrays = [_begins[int(address)].host if address else np.empty(0, parameter.kind) for address in arg.host]
-        return Table([array.reshape(-1).view(parameter.kind) for array in arrays])
+        return Table([_longest(address).reshape(-1).view(parameter.kind) for address in arg.host.tolist()])
+
+
+def _longest(address):
+    """The longest array that begins there; kernels may write into any of them."""
+    return max((array.host for array in (ref() for ref in _begins[address]) if array is not None),
+               key=lambda host: host.nbytes)
 
 
 RawModule.Kernel = RawKernel

@@ -35,7 +35,11 @@ class Init:
         if self.law != "normal":
             shape = (len(positions),) if isinstance(positions, range) else positions.shape
             return xp.full(shape, 1.0 if self.law == "ones" else 0.0, kind)
-        index = positions if xp is np else xp.asarray(positions)
+        index = positions
+        if xp is not np and isinstance(positions, range):       # an array of an empty range would be one of floats
+            index = xp.arange(positions.start, positions.stop, positions.step, dtype="int64")
+        elif xp is not np:
+            index = xp.asarray(positions)
         values = random_normal(name, seed, index, "float32" if kind in LOW_PRECISION else kind)
         values *= values.dtype.type(self.std)
         return values.astype(kind, copy=False)

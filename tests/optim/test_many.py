@@ -122,3 +122,18 @@ def test_what_is_not_alike_takes_the_passes(why: str, cupy: Any, asked: list[str
     for mine, theirs in zip(*sides, strict=True):
         np.testing.assert_allclose(to_host(theirs.data), mine.data, rtol=1e-5, atol=1e-6)
     assert not asked
+
+
+@needs_compiler
+def test_pieces_of_one_buffer_begin_anywhere(cupy: Any, asked: list[str]) -> None:
+    """As ZeRO's do: then no kernel loads 16 bytes at a time, of the norm neither."""
+    sides = []
+    for put in (np.array, cupy.asarray):
+        data, slopes = (put(np.random.default_rng(seed).normal(size=50).astype(kind)) for seed, kind in
+                        ((0, np.float32), (1, BF16)))
+        sides.append([SimpleNamespace(data=data[a:b], grad=slopes[a:b], name=f"{a}") for a, b in ((1, 9), (9, 50))])
+        scale = optim.clip_scale(optim.norm_of(optim.squares_of(w.grad for w in sides[-1])), 1.0)
+        optim.AdamW(sides[-1], 0.1).step(scale=scale)
+    for mine, theirs in zip(*sides, strict=True):
+        np.testing.assert_allclose(to_host(theirs.data), mine.data, rtol=1e-5, atol=1e-6)
+    assert asked == ["adam"]

@@ -1,0 +1,40 @@
+"""Strategies on a GPU's stand-in, with arrays that may not meet the host's: the weights of one process on the CPU.
+
+What a real GPU is asked stands in test_gpu.py; this finds without one what is on the wrong side, or of another dtype.
+"""
+
+from typing import Any
+
+import fake_gpu
+import pytest
+from plans import check
+from training import difference, tiny, train
+
+import minidist as md
+from minidist.nn.config import MixtureConfig
+
+PLANS: list[dict[str, Any]] = [{}, {"accumulate": 2}, {"zero": 1}, {"zero": 2, "offload": "optimizer"}, {"zero": 3},
+                               {"zero": 3, "checkpoint_blocks": "all"}, {"strategy": "parameter-server"}]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_equals_one_process_on_the_cpu(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu.install(monkeypatch)
+    config = tiny(layers=1, positions="rotary", activation="silu")
+    serial = md.run(lambda world: train(world, config=config, steps=2), size=1)[0]
+    ranks = md.run(lambda world: train(world, config=config, steps=2, device="cuda", **plan), size=2)
+    assert difference(ranks[0]["weights"], serial["weights"]) < 1e-10
+    assert len({rank["digest"] for rank in ranks}) == 1
+
+
+COMPOSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"tp": 2}), ({"heads": 4, "tied": True}, {"tp": 2, "sequence_parallel": True, "dp": 2}),
+    ({"layers": 2, "tied": True}, {"pp": 2, "microbatches": 2}), ({"context": 8}, {"cp": 2}),
+    ({"mixture": MixtureConfig(experts=4, top_k=2)}, {"ep": 2})]
+
+
+@pytest.mark.parametrize(("changes", "plan"), COMPOSED, ids=["tp", "sequence", "pp", "cp", "ep"])
+def test_composed_plans_equal_one_process(changes: dict[str, Any], plan: dict[str, Any],
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu.install(monkeypatch)
+    check({"layers": 1, **changes}, plan, steps=2, device="cuda")
