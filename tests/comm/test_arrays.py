@@ -1,7 +1,7 @@
 """Arrays on their way in and out of a call. A stand-in for CuPy shows the staging where there is no GPU."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,6 +45,8 @@ def cupy(monkeypatch):
     module.ndarray = DeviceArray
     module.is_available = lambda: True
     module.empty = lambda shape, dtype: DeviceArray(np.empty(shape, dtype))
+    pageable = SimpleNamespace(type=0)
+    module.cuda = SimpleNamespace(runtime=SimpleNamespace(pointerGetAttributes=lambda address: pageable))
     extra.empty_pinned = np.empty
     monkeypatch.setitem(sys.modules, "cupy", module)
     monkeypatch.setitem(sys.modules, "cupyx", extra)
