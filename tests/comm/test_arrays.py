@@ -1,6 +1,7 @@
 """Arrays on their way in and out of a call. A stand-in for CuPy shows the staging where there is no GPU."""
 
 import sys
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -45,8 +46,10 @@ def cupy(monkeypatch):
     module.ndarray = DeviceArray
     module.is_available = lambda: True
     module.empty = lambda shape, dtype: DeviceArray(np.empty(shape, dtype))
-    pageable = SimpleNamespace(type=0)
-    module.cuda = SimpleNamespace(runtime=SimpleNamespace(pointerGetAttributes=lambda address: pageable))
+    pageable, stream = SimpleNamespace(type=0), nullcontext()
+    stream.ptr = 0
+    module.cuda = SimpleNamespace(runtime=SimpleNamespace(pointerGetAttributes=lambda address: pageable),
+                                  Device=nullcontext, get_current_stream=lambda: stream)
     extra.empty_pinned = np.empty
     monkeypatch.setitem(sys.modules, "cupy", module)
     monkeypatch.setitem(sys.modules, "cupyx", extra)
