@@ -103,7 +103,7 @@ def draw_plans(path: Path, rows: list[dict[str, Any]]) -> None:
         panel.invert_yaxis()
         panel.set_title(f"{plan}: tokens/s", loc="left")
         panel.spines[["top", "right"]].set_visible(False)
-        panel.margins(x=0.35)
+        panel.margins(x=0.5)
     figure.savefig(path, dpi=130)
 
 
