@@ -40,7 +40,8 @@ def drawn(shape, kind, seed, spread=1.0):
 
 
 def sizes(q, k, v, dy, **rules):
-    """The same sums as y, dq, dk and dv, of the terms' absolute values: what rounding errors are in proportion to."""
+    """The same sums as a score (the largest), y, dq, dk and dv, of the terms' absolute values: what rounding errors are
+    in proportion to."""
     y, log_total = attention_reference(q, k, v, **rules)
     group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
@@ -50,7 +51,7 @@ def sizes(q, k, v, dy, **rules):
     ds = p * (abs(dy) @ abs(v).swapaxes(-1, -2) + abs(dy * y).sum(-1, keepdims=True)) * scale
     by_key = [(weights.swapaxes(-1, -2) @ abs(x)).reshape(len(k), -1, group, *k.shape[2:]).sum(2)
               for weights, x in ((ds, q), (p, dy))]
-    return abs(scores[np.isfinite(scores)]).max(initial=0), [p @ abs(v), ds @ abs(k), *by_key]
+    return (abs(q) @ abs(k).swapaxes(-1, -2) * scale).max(initial=0), [p @ abs(v), ds @ abs(k), *by_key]
 
 
 def check(device, version, arrays, kind, backward=True, **rules):
