@@ -109,7 +109,8 @@ class ParameterServer:
         self._gone: set[int] = set()
         if asynchronous and not self.serves:
             group.expendable()
-        group.barrier()
+        with self._naming_servers():                # one may be lost when others have left it
+            group.barrier()
 
     @property
     def record(self) -> list[Update]:

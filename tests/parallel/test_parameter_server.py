@@ -298,10 +298,9 @@ def test_a_lost_worker_slows_nobody(transport: str) -> None:
 @pytest.mark.parametrize("transport", ["threads", "shm"])
 def test_a_lost_server_is_named(transport: str, asynchronous: bool, tmp_path: Any) -> None:
     def job(world: Any) -> None:
-        model = new_model({})
-        strategy = ParameterServer(model, world, servers=2, asynchronous=asynchronous)
-        optimizer = Adam(strategy.parameters, 1e-2)
         try:
+            strategy = ParameterServer(new_model({}), world, servers=2, asynchronous=asynchronous)
+            optimizer = Adam(strategy.parameters, 1e-2)
             if world.rank == 3:
                 if asynchronous:
                     world.recv(0), die(world)

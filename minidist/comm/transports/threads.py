@@ -52,6 +52,7 @@ class _Job:
             transport.profile = profile
         self.results: list[Any] = [None] * size
         self.failure: tuple[int, BaseException] | None = None
+        self.ended = False                      # a rank has failed, and all others have been told how
         self.expendable: set[int] = set()       # ranks without which the run goes on
         self.running = set(range(size))
         self.changed = threading.Condition(threading.RLock())
@@ -90,11 +91,15 @@ class _Job:
         with self.changed:
             if self.failure is not None:
                 return
-            if rank not in self.expendable:
+            spared = rank in self.expendable
+            if not spared:
                 self.failure = (rank, error)
         how = f"rank {rank} failed with {type(error).__name__}: {error} (at {source.raised_at(error)})"
         for transport in self.transports:
-            (transport.lose if rank in self.expendable else transport.abort)(PeerLostError(how, world_rank=rank))
+            (transport.lose if spared else transport.abort)(PeerLostError(how, world_rank=rank))
+        with self.changed:
+            self.ended = self.ended or not spared
+            self.changed.notify_all()
 
     def wait(self) -> bool:
         """Whether all ranks ended, or one failed, within the limit. Meanwhile this thread is the arbiter's."""
@@ -102,9 +107,9 @@ class _Job:
         while (left := deadline - time.monotonic()) > 0:
             due = self.arbiter.due()
             with self.changed:
-                self.changed.wait_for(lambda: self.news or not self.running or self.failure is not None,
+                self.changed.wait_for(lambda: self.news or not self.running or self.ended,
                                       left if due is None else min(left, due))
-                if not self.running or self.failure is not None:
+                if not self.running or self.ended:
                     return True
                 news, self.news, running = self.news, set(), set(self.running)
             for rank in news:

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from minidist import account
+from minidist.comm.transports.mailbox import Mailbox
 from minidist.comm.transports.threads import name_rank, run_threads
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
@@ -78,6 +79,35 @@ def test_the_first_failure_is_the_one_told():
 
     with pytest.raises(ValueError, match="rank 2: the root cause"):
         run_threads(ranks, size=3)
+
+
+def test_survivors_hear_of_the_failure_before_the_run_ends(monkeypatch):
+    """Also where telling them takes its time, and the launcher wakes meanwhile because another rank has ended."""
+    told = Mailbox.abort
+
+    def abort(mailbox, error):
+        if isinstance(error, PeerLostError):
+            time.sleep(0.02)
+        told(mailbox, error)
+
+    monkeypatch.setattr(Mailbox, "abort", abort)
+    heard = []
+
+    def job(world):
+        if world.rank == 0:
+            raise ArithmeticError("on purpose")
+        if world.rank == 2:
+            time.sleep(0.01)
+            return
+        try:
+            world.recv(0)
+        except CommError as error:
+            heard.append(error)
+            raise
+
+    with pytest.raises(ArithmeticError):
+        run_threads(job, size=3)
+    assert [type(error) for error in heard] == [PeerLostError]
 
 
 @pytest.mark.parametrize("unbuffered", [False, True])
