@@ -33,31 +33,33 @@ __device__ __forceinline__ float dropped(float x, float residual, bool kept, flo
     return __fadd_rn(residual, kept ? __fmul_rn(x, factor) : 0.0f * x);      // 0 x: a NaN stays one
 }
 
-// residual and tokens may be null. An element is kept where its bits reach `threshold`, and then times `factor`.
+// residual, tokens and stream may be null. An element is kept where its bits reach `threshold`, and then times `factor`.
+// stream: where the key lies, if not in `key`: a captured step (minidist/graph.py) draws by another one at each launch.
 template <typename T>
 __global__ void residual_dropout_v1(const T* x, const T* residual, T* y, const long long* tokens, long long n, int columns,
-                                    int first_column, int width, unsigned long long key, unsigned long long threshold,
-                                    float factor) {
+                                    int first_column, int width, const unsigned long long* stream,
+                                    unsigned long long key, unsigned long long threshold, float factor) {
     const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const long long position = row_start(tokens, i / columns, first_column, width) + i % columns;
-    const bool kept = random_bits(key, position) >= threshold;
+    const bool kept = random_bits(stream ? stream[0] : key, position) >= threshold;
     y[i] = from_float<T>(dropped(to_float(x[i]), residual ? to_float(residual[i]) : 0.0f, kept, factor));
 }
 
 template <typename T>
 __global__ void residual_dropout_v2(const T* x, const T* residual, T* y, const long long* tokens, long long n, int columns,
-                                    int first_column, int width, unsigned long long key, unsigned long long threshold,
-                                    float factor) {
+                                    int first_column, int width, const unsigned long long* stream,
+                                    unsigned long long key, unsigned long long threshold, float factor) {
     constexpr int size = Pack<T>::size;
     const long long i = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * size;
     if (i >= n) return;
     const long long position = row_start(tokens, i / columns, first_column, width) + i % columns;
+    const bits64 mine = stream ? stream[0] : key;
     Pack<T> pack = load_pack(x + i), added{};
     if (residual) added = load_pack(residual + i);
 #pragma unroll
     for (int k = 0; k < size; k++) {
-        const bool kept = random_bits(key, position + k) >= threshold;
+        const bool kept = random_bits(mine, position + k) >= threshold;
         pack.v[k] = from_float<T>(dropped(to_float(pack.v[k]), residual ? to_float(added.v[k]) : 0.0f, kept, factor));
     }
     store_pack(y + i, pack);

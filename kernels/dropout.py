@@ -10,7 +10,7 @@ backend.random_bits, so ops.dropout gives the same mask on a CPU, on a GPU, and 
 import numpy as np
 from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
-from minidist.backend import Array, array_module
+from minidist.backend import Array, array_module, is_array
 from minidist.errors import ConfigError, ShapeError
 
 VERSIONS = (1, 2)
@@ -25,12 +25,14 @@ def residual_dropout_reference(x: np.ndarray, residual: np.ndarray | None, bits:
     return y if residual is None else y + residual
 
 
-def residual_dropout(x: Array, residual: Array | None = None, *, rate: float, key: int, tokens: Array | None = None,
-                     first_column: int = 0, width: int | None = None, version: int | None = None) -> Array:
+def residual_dropout(x: Array, residual: Array | None = None, *, rate: float, key: int | Array,
+                     tokens: Array | None = None, first_column: int = 0, width: int | None = None,
+                     version: int | None = None) -> Array:
     """A new array of x's shape and dtype.
 
-    Args:    key: backend.stream_key of the layer, step and seed. tokens: (…) int64, the global index of each row
-             (default: 0, 1, …). first_column, width: which columns of the whole width these are (default: all).
+    Args:    key: backend.stream_key of the layer, step and seed; or uint64 (1,) beside x, read when the kernel runs.
+             tokens: (…) int64, the global index of each row (default: 0, 1, …).
+             first_column, width: which columns of the whole width these are (default: all).
     Raises:  ConfigError for a rate outside [0, 1); ShapeError if residual or tokens do not fit.
     """
     if not 0.0 <= rate < 1.0:
@@ -45,8 +47,9 @@ def residual_dropout(x: Array, residual: Array | None = None, *, rate: float, ke
         return y
     columns = x.shape[-1]
     version = version_for("residual_dropout", version, *((x,) if residual is None else (x, residual)))
+    stream, number = (key, 0) if is_array(key) else (None, int(key))
     elements = -(-x.size // (16 // x.dtype.itemsize)) if version == 2 else x.size
     launch(SOURCE, f"residual_dropout_v{version}<{c_type(x)}>", grid=-(-elements // BLOCK), block=BLOCK,
-           args=(x, residual, y, tokens, x.size, columns, first_column, width or columns, int(key),
-                 int(rate * 2.0 ** 64), 1.0 / (1.0 - rate)))
+           args=(x, residual, y, tokens, x.size, columns, first_column, width or columns, stream,
+                 number, int(rate * 2.0 ** 64), 1.0 / (1.0 - rate)))
     return y

@@ -1,5 +1,6 @@
 """Dropout that knows which token it works on, so that a split of the batch drops what the whole would."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +14,15 @@ from minidist.tensor import Tensor
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What dropout depends on beside the layer: the run's seed, the step, and the global number of each token."""
+    """What dropout depends on beside the layer: the run's seed, the step, and the global number of each token.
+
+    `streams`: by layer path, uint64 (1,) on a GPU: keys that kernels read there instead of making one of seed and step.
+    """
 
     seed: int
     step: int
     tokens: Array                # (B, T) integers
+    streams: Mapping[str, Array] | None = None
 
     @staticmethod
     def of_sequences(seed: int, step: int, first: int, count: int, length: int) -> "DropoutKey":
@@ -42,4 +47,6 @@ class Dropout(Module):
         if key is None:
             raise ConfigError(f"dropout {self.path!r} of rate {self.rate} trains without a key; "
                               f"pass key=DropoutKey(seed, step, tokens) to the model, or call model.eval()")
-        return ops.dropout(x, rate=self.rate, name=self.path, seed=key.seed, step=key.step, tokens=key.tokens)
+        stream = None if key.streams is None else key.streams[self.path]
+        return ops.dropout(x, rate=self.rate, name=self.path, seed=key.seed, step=key.step, tokens=key.tokens,
+                           key=stream)

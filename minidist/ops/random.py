@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import Array, array_module, narrow, random_bits, stream_key, widen
+from minidist.backend import Array, array_module, dtype_name, narrow, random_bits, stream_key, widen
 from minidist.errors import ConfigError, ShapeError
 from minidist.ops.kernels import kernel, launcher
 from minidist.tape import Node, Saved, op, saved
@@ -24,12 +24,13 @@ def _positions(xp: Any, shape: tuple[int, ...], tokens: Any, columns: Any, width
 
 @op
 def dropout(x: Array, *, rate: float, name: str, seed: int, step: int, tokens: Any = None, columns: Any = None,
-            width: int | None = None) -> tuple[Array, Saved]:
+            width: int | None = None, key: Array | None = None) -> tuple[Array, Saved]:
     """Zero a share `rate` of x (…, n) and scale the rest by 1 / (1 - rate).
 
     Which elements fall is a hash of (name, seed, step, global token, global column). A shard of the batch or sequence
     passes `tokens`, integers of shape (…): the global index of each of its tokens; a shard of the width passes
     `columns`, a range, and the whole `width`. The shards' masks are then exactly the slices of the whole one.
+    Args:    key: uint64 (1,) on a GPU, the stream's key instead of the one of name, seed and step: a kernel reads it.
     """
     if not 0.0 <= rate < 1.0:
         raise ConfigError(f"dropout: rate {rate} is not in [0, 1)")
@@ -37,21 +38,29 @@ def dropout(x: Array, *, rate: float, name: str, seed: int, step: int, tokens: A
     if rate == 0.0:
         return x.copy(), saved(factor=xp.ones((), x.dtype))
     if kernel("dropout", x) is not None and (columns is None or columns.step == 1):
-        return _by_kernel(x, rate, name, seed, step, tokens, columns, width), saved(kept=None)
+        return _by_kernel(x, rate, name, seed, step, tokens, columns, width, key), saved(kept=None)
+    if key is not None:
+        raise ConfigError(f"dropout {name!r}: only the kernel reads its key on a GPU, and it does not take "
+                          f"{dtype_name(x.dtype)} of this layout; pass seed and step alone")
     bits = random_bits(f"{name}/dropout/{step}", seed, _positions(xp, x.shape, tokens, columns, width))
     kept = bits >= np.uint64(int(rate * 2.0 ** 64))
     return _apply(x, kept, rate), saved(kept=kept, rate=rate)
 
 
 def _by_kernel(x: Array, rate: float, name: str, seed: int, step: int, tokens: Any = None, columns: Any = None,
-               width: int | None = None) -> Array:
+               width: int | None = None, key: Array | None = None) -> Array:
     """The same by a kernel, which draws its numbers itself: forward, and again for the gradient."""
     xp = array_module(x)
     if columns is not None and len(columns) != x.shape[-1]:
         raise ShapeError(f"dropout: x {x.shape} needs {x.shape[-1]} columns, not {len(columns)}")
     tokens = None if tokens is None else xp.ascontiguousarray(xp.asarray(tokens, dtype="int64"))
-    return launcher("dropout")(x, rate=rate, key=stream_key(f"{name}/dropout/{step}", seed), tokens=tokens,
+    return launcher("dropout")(x, rate=rate, key=dropout_key(name, seed, step) if key is None else key, tokens=tokens,
                                first_column=0 if columns is None else columns.start, width=width)
+
+
+def dropout_key(name: str, seed: int, step: int) -> np.uint64:
+    """The key of the stream that a layer of this name draws from in this step."""
+    return stream_key(f"{name}/dropout/{step}", seed)
 
 
 def _apply(x: Array, kept: Array, rate: float) -> Array:

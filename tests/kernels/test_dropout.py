@@ -56,6 +56,19 @@ def test_the_bits_are_those_of_the_op(kind):
 
 
 @needs_compiler
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_key_may_lie_in_memory(version):
+    """And is read when the kernel runs: the same launch draws by another key later."""
+    x, key = np.ones((4, 16), np.float32), np.zeros(1, np.uint64)
+    masks = []
+    for number in (stream_key("a", 0), stream_key("b", 0)):
+        key[0] = number
+        masks.append(residual_dropout(x, rate=0.5, key=key, version=version))
+        np.testing.assert_array_equal(masks[-1], residual_dropout(x, rate=0.5, key=number, version=version))
+    assert (masks[0] != masks[1]).any()
+
+
+@needs_compiler
 def test_bytes_moved():
     x = np.zeros((16, 64), np.float32)
     for residual, arrays in ((None, 2), (x.copy(), 3)):
