@@ -9,6 +9,7 @@ their time, and end when their communicator is aborted.
 import ctypes
 import itertools
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -526,3 +527,13 @@ def modules():
                       get_unique_id=lambda: next(_numbers).to_bytes(128, "little"))
     extra.empty_pinned = empty_pinned
     return dict(zip(names, (cupy, cuda, compiler, nccl, extra), strict=True))
+
+
+def stand_in(monkeypatch, modules):
+    """Put these in sys.modules until the test ends. Kernels forget what an earlier stand-in compiled."""
+    from minidist.kernels.compile import sources  # noqa: PLC0415 - who takes modules() alone needs no kernels
+
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for source in sources():
+        monkeypatch.setattr(source, "__dict__", {key: value for key, value in vars(source).items() if key != "module"})

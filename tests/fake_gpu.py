@@ -7,7 +7,6 @@ reading a number or an array; a copy by `set`; a result whose size depends on va
 bincount, which looks at its numbers; sorts, which CuPy leaves to Thrust, and that returns when it is done.
 """
 
-import sys
 import traceback
 import weakref
 from contextlib import nullcontext
@@ -240,13 +239,8 @@ class Event(fake_cupy.Event):
 
 def install(monkeypatch):
     """Stand in for CuPy until the test ends: its module. No launch is in `waits` yet."""
-    from minidist.kernels.compile import sources  # noqa: PLC0415 - who takes modules() alone needs no kernels
-
     found = modules()
-    for name, module in found.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    for source in sources():        # they keep what an earlier stand-in compiled
-        monkeypatch.setattr(source, "__dict__", {key: value for key, value in vars(source).items() if key != "module"})
+    fake_cupy.stand_in(monkeypatch, found)
     waits.clear()
     return found["cupy"]
 

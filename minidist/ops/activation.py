@@ -5,9 +5,9 @@ save it instead of x: backward is then one product, and nothing transcendental r
 """
 
 from minidist.backend import Array, array_module, narrow, widen
+from minidist.dispatch import kernel, launcher
 from minidist.errors import ShapeError
 from minidist.ops.blocks import row_blocks
-from minidist.ops.kernels import kernel, launcher
 from minidist.tape import Node, Saved, op, saved
 
 _GELU_IN = 0.7978845608028654      # sqrt(2 / pi)

@@ -12,10 +12,10 @@ import numpy as np
 
 from minidist.backend import Array, array_module, narrow, widen
 from minidist.backend import matmul as multiply
+from minidist.dispatch import kernel
 from minidist.errors import ShapeError
 from minidist.ops.arithmetic import unbroadcast
 from minidist.ops.gather import sum_by_id
-from minidist.ops.kernels import kernel
 from minidist.tape import Node, Saved, op, saved
 
 

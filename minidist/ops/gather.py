@@ -9,8 +9,8 @@ import math
 import numpy as np
 
 from minidist.backend import FLOATS, Array, array_module, beside, device_of, matmul, narrow, widen
+from minidist.dispatch import kernel
 from minidist.errors import DtypeError, ShapeError
-from minidist.ops.kernels import kernel
 from minidist.tape import Node, Saved, op, saved
 
 _ONE_HOT_ROWS = 1024  # table rows summed by one matrix product on a GPU

@@ -4,9 +4,9 @@ On a GPU kernels/norm.cu does both; its backward computes the normalized rows ag
 """
 
 from minidist.backend import Array, array_module, narrow, widen
+from minidist.dispatch import kernel, launcher
 from minidist.errors import ShapeError
 from minidist.ops.blocks import row_blocks
-from minidist.ops.kernels import kernel, launcher
 from minidist.ops.linear import rows
 from minidist.tape import Node, Saved, op, saved
 

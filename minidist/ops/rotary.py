@@ -3,8 +3,8 @@
 from typing import Any
 
 from minidist.backend import Array, array_module, narrow, widen
+from minidist.dispatch import kernel
 from minidist.errors import ShapeError
-from minidist.ops.kernels import kernel
 from minidist.tape import Node, Saved, op, saved
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from minidist.backend import Array, is_array, narrow
-from minidist.ops.kernels import kernel, launcher
+from minidist.dispatch import kernel, launcher
 from minidist.optim.optimizer import Slot
 
 

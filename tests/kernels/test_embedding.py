@@ -9,9 +9,9 @@ from minidist.kernels.embedding import SOURCE, VERSIONS, embedding_gradient, emb
 
 from minidist import ops
 from minidist.backend import to_host
+from minidist.dispatch import launcher
 from minidist.errors import KernelError, ShapeError
 from minidist.ops import gather
-from minidist.ops.kernels import launcher
 from minidist.tensor import tensor
 
 # tokens, rows of the table, width: one of each, rows without a token and long runs, more than a block of columns

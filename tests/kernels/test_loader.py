@@ -9,9 +9,8 @@ from minidist.kernels import on_cpu
 from minidist.kernels.loader import Source, Table, c_type, launch
 from minidist.kernels.softmax import SOURCE, softmax, softmax_gradient, softmax_gradient_reference, softmax_reference
 
-from minidist import ops
+from minidist import dispatch, ops
 from minidist.errors import DtypeError, KernelError, ShapeError
-from minidist.ops import kernels as dispatch
 from minidist.tensor import tensor
 
 needs_compiler = pytest.mark.skipif(on_cpu.compiler() is None, reason="no C++ compiler (g++) on this machine")

@@ -12,8 +12,8 @@ from kernel_checks import needs_compiler
 from training import difference, global_batch, tiny
 
 import minidist as md
+from minidist import dispatch
 from minidist.nn.config import MixtureConfig
-from minidist.ops import kernels
 from minidist.parallel.common.late_loss import LateLoss
 from minidist.parallel.hybrid import Plan, Trainer
 from minidist.tensor import tensor
@@ -26,7 +26,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The stand-in, and ops without kernels, whose CPU build takes its time."""
-    monkeypatch.setattr(kernels, "DTYPES", ())
+    monkeypatch.setattr(dispatch, "DTYPES", ())
     return fake_gpu.install(monkeypatch)
 
 

@@ -12,7 +12,7 @@ What is exported are whole allocations of cudaMalloc, made for this and freed at
 stretch of a larger allocation, which the pool may divide again while another process looks at it. The price is one copy
 inside the GPU. Handles are opened once, at a group's first call, and closed with the transport.
 
-Reductions add what all show in rank order, low precision in float32: the same bits on all ranks.
+Reductions add what all show in rank order, low precision in float32 (kernels/ring_add.cu): the same bits on all ranks.
 
 Source: CUDA runtime API, device management (cudaIpc...). Not yet measured on a GPU.
 """
@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import Array, widen
+from minidist.backend import LOW_PRECISION, Array, array_module, widen
 from minidist.comm.collectives.reduction import UFUNCS
 from minidist.comm.native import Native
 from minidist.comm.transports.gpu import Gpu, GpuSide, tell
+from minidist.dispatch import kernel
 
 TURN_BYTES = 32 << 20
 """Most that a rank shows at a time."""
@@ -160,17 +161,31 @@ class IpcNative(Native):
 
     def _reduce(self, x: Array, out: Array, start: int, op: str) -> None:
         """All ranks' x combined, its elements from `start` on into `out`; in rank order."""
-        ufunc, step = getattr(self._gpu.cupy, UFUNCS[op].__name__), TURN_BYTES // x.dtype.itemsize
+        step = TURN_BYTES // x.dtype.itemsize
         for begin in range(0, x.size, step):
             shown = self._show(x[begin:begin + step].view(np.uint8))
             first, last = max(begin, start), min(begin + step, start + out.size, x.size)
             if first < last:
                 here = slice((first - begin) * x.dtype.itemsize, (last - begin) * x.dtype.itemsize)
-                values = [widen(octets[here].view(x.dtype)) for octets in shown]
-                total = values[0]
-                for value in values[1:]:
-                    total = ufunc(total, value)
-                out[first - start:last - start] = total
+                _combine([octets[here].view(x.dtype) for octets in shown], out[first - start:last - start], op)
+
+
+def _combine(values: Sequence[Array], out: Array, op: str) -> None:
+    """out = the values, of two ranks or more, combined in their order; low precision in float32, rounded once.
+
+    A kernel widens what it adds, and rounds the last sum, in the one pass that adds.
+    """
+    add = kernel("ring_add", *values, out) if op in ("sum", "mean") and out.dtype in LOW_PRECISION else None
+    total = widen(values[0])
+    if add is not None:
+        for value in values[1:-1]:
+            add(value, total, total=total)
+        add(values[-1], total, outgoing=out)
+        return
+    ufunc = getattr(array_module(out), UFUNCS[op].__name__)
+    for value in values[1:]:
+        total = ufunc(total, widen(value))
+    out[...] = total
 
 
 def _parts(array: Any, counts: Sequence[int]) -> dict[int, tuple[int, Any]]:

@@ -9,8 +9,11 @@ import gpu_calls
 import numpy as np
 import pytest
 from helpers import run
+from kernel_checks import needs_compiler
+from minidist.kernels import on_cpu
 
 import minidist as md
+from minidist import backend, dispatch
 from minidist.comm.transports import cuda_ipc, nccl
 from minidist.comm.transports.gpu import Gpu, GpuSide
 from minidist.errors import CommError, ConfigError, DeviceError, LaunchError, MismatchError, PeerLostError, TimeoutError
@@ -19,8 +22,9 @@ from minidist.errors import CommError, ConfigError, DeviceError, LaunchError, Mi
 @pytest.fixture
 def cupy(monkeypatch):
     modules = fake_cupy.modules()
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    fake_cupy.stand_in(monkeypatch, modules)
+    if on_cpu.compiler() is None:       # nothing to run a kernel with: the plain path
+        monkeypatch.setattr(cuda_ipc, "kernel", lambda *_: None)
     monkeypatch.setattr(fake_cupy.NcclCommunicator, "all", [])
     monkeypatch.setattr(cuda_ipc, "TURN_BYTES", 16 << 10)
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
@@ -72,6 +76,33 @@ def test_every_verb(cupy, monkeypatch, one_gpu, size):
     monkeypatch.setattr(fake_cupy.NcclCommunicator, "kernel_seconds", 0.0)
     monkeypatch.setattr(cuda_ipc, "TURN_BYTES", 1024)   # several rounds
     run_on_gpus(gpu_calls.all_cases, size, size=size, one_gpu=one_gpu)
+
+
+@needs_compiler
+def test_ranks_that_share_a_gpu_add_low_precision_by_a_kernel(cupy, monkeypatch):
+    """The same bits as the plain path, which widens, adds, rounds; NaN, infinities and an odd beginning included."""
+    monkeypatch.setattr(cuda_ipc, "TURN_BYTES", 1024)
+    ran, kind = [], backend.dtype("bfloat16")
+
+    def asked(name, *arrays):
+        ran.append((name, len(arrays)))
+        return dispatch.kernel(name, *arrays)
+
+    def sums(world):
+        x = np.random.default_rng(world.rank).normal(size=1009).astype(np.float32)
+        x[::97] = (np.nan, np.inf, 1e38)[world.rank]
+        values = cupy.asarray(x.astype(kind))
+        return [gpu_calls.back(world.all_reduce(values)), gpu_calls.back(world.reduce_scatter(values))]
+
+    def by(chosen):
+        monkeypatch.setattr(cuda_ipc, "kernel", chosen)
+        return run_on_gpus(sums, size=3, one_gpu=True)
+
+    for fast, plain in zip(by(asked), by(lambda *_: None), strict=True):
+        for got, want in zip(fast, plain, strict=True):
+            assert got.dtype == kind
+            np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+    assert set(ran) == {("ring_add", 4)}
 
 
 @on_both

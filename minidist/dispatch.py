@@ -1,8 +1,9 @@
-"""Which ops run a CUDA kernel of ours on a GPU: this table, and nothing else decides it.
+"""What runs a CUDA kernel of ours on a GPU: this table, and nothing else decides it.
 
 An op's forward or gradient asks `kernel("softmax", x)`. On a GPU, in a dtype that kernels take (float32, float16,
 bfloat16), it gets the launcher that the table names and calls it; else None, and it goes on with plain array
-arithmetic, NumPy's or CuPy's, which stands below in the op and is what the kernel computes, written out.
+arithmetic, NumPy's or CuPy's, which stands below in the op and is what the kernel computes, written out. So do the
+optimizer, and the sums of ranks that share a GPU.
 """
 
 import importlib
@@ -38,6 +39,7 @@ TABLE = {
     "gradients":           ("global_norm", "Gradients"),
     "adam_tensors":        ("adam", "AdamTensors"),
     "adam":                ("adam", "adam_step"),
+    "ring_add":            ("ring_add", "ring_add"),
 }
 DTYPES = ("float32", "float16", "bfloat16")
 
