@@ -222,13 +222,15 @@ class Call(Purpose):
 
     def _show(self, meta: bytes, arrays: Arrays, lent: Arrays) -> list[tuple[bytes, np.ndarray]]:
         assert self.board is not None, "choose() has seen to that"
-        self.count(sum(array.nbytes for array in (*arrays, *lent)))
+        self.count(sum([array.nbytes for array in arrays]))
         if lent:
+            self._nbytes += sum([array.nbytes for array in lent])
             arrays = [*arrays, np.array([address_of(array) for array in lent], np.uint64)]
         shown = self.board.show(meta, arrays)
-        for rank, (theirs, _) in enumerate(shown if meta else ()):  # said once a call
-            if not theirs.startswith(self._key):
-                self._compare(theirs, rank)
+        if meta:    # said once a call
+            for rank, (theirs, _) in enumerate(shown):
+                if not theirs.startswith(self._key):
+                    self._compare(theirs, rank)
         return shown
 
     def native(self) -> Native:

@@ -65,7 +65,9 @@ class Ledger:
         """Add `messages` messages of `nbytes` bytes altogether, sent by this rank (in `phase`, else the present)."""
         key = (phase or self.phase, axis, verb, algorithm)
         with self._lock:
-            count = self._counts.setdefault(key, Count())
+            count = self._counts.get(key)
+            if count is None:
+                count = self._counts[key] = Count()
             count.nbytes += nbytes
             count.messages += messages
 

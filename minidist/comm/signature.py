@@ -1,8 +1,8 @@
 """The signature of a call: what every rank must agree on, and how a disagreement is told.
 
-A message's header (`meta`) is three msgpack objects one after the other:
+A message's header (`meta`) is msgpack objects one after the other:
 
-    key     [group, sequence, verb, algorithm, op, root, dtype, shape]   equal on all ranks of the call, byte for byte
+    key     [group, sequence] [verb, algorithm, op, root, dtype, shape]   equal on all ranks of the call, byte for byte
     where   "file:line"                                           of the program that called; may differ
     block   [dtype, shape, device]                                of this message, where the receiver cannot know them
 
@@ -60,8 +60,11 @@ class Block(NamedTuple):
 
 @lru_cache(maxsize=256)
 def pack_block(dtype: np.dtype, shape: tuple[int, ...], device: str) -> bytes:
-    """The third object of a header. Remembered, as all parts of a call mostly have one shape."""
+    """The last object of a header. Remembered, as all parts of a call mostly have one shape."""
     return msgpack.packb((dtype_code(dtype), shape, device))
+
+
+_packed = lru_cache(maxsize=256)(msgpack.packb)     # what a program calls, it calls again
 
 
 class Signature(NamedTuple):
@@ -79,7 +82,7 @@ class Signature(NamedTuple):
 
     def pack(self) -> tuple[bytes, bytes]:
         """(key, where) as they go into a header."""
-        return msgpack.packb(self[:8]), msgpack.packb(self.where)
+        return msgpack.packb(self[:2]) + _packed(self[2:8]), _packed(self.where)
 
     def describe(self) -> str:
         """ "all_reduce(float32 (3, 4), op=sum, algorithm=ring), its call 7, at train.py:40"."""
@@ -106,8 +109,8 @@ def unpack(meta: bytes) -> tuple[Signature, Block | None]:
     Raises: MismatchError if the header is not one of ours.
     """
     try:
-        key, where, *block = _objects(meta)
-        return Signature._make((*key, where)), _block(block)
+        count, call, where, *block = _objects(meta)
+        return Signature._make((*count, *call, where)), _block(block)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MismatchError(f"a message whose header is not a call's: {meta[:80]!r}") from error
 

@@ -54,7 +54,7 @@ class Writer:
         Returns: where they begin in the memory, and how many they are. What was written last is not overwritten, if
                  turns alternate.
         """
-        total = sum(source.nbytes for source in sources)
+        total = sum([source.nbytes for source in sources])
         start = turn * SHOWN_BYTES
         if total < LONG_BYTES:
             _copy(self._octets[start:], sources)
