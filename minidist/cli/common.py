@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
             return message + meant(choice[1], [name.strip(" '") for name in choice[2].split(",")])
         unknown = re.match(r"unrecognized arguments: (--?[^ =]+)", message)
         if unknown:
-            return message + meant(unknown[1], self._every_option())
+            return message + meant(unknown[1], [name for name in self._every_option() if name != unknown[1]])
         return message
 
     def _every_option(self) -> list[str]:

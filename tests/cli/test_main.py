@@ -58,6 +58,10 @@ def test_an_unknown_option_is_one_line_with_the_nearest(capsys):
     assert said.startswith("minidist launch: unrecognized arguments: --master-prot; did you mean --master-port?")
 
 
+def test_an_option_of_another_command_is_not_what_was_meant(capsys):
+    assert "did you mean --out?" not in refusal(capsys, "bench", "all-reduce", "--out", "x")
+
+
 def test_a_value_of_the_wrong_kind_is_one_line(capsys):
     assert "'two' is not a whole number of at least 1" in refusal(capsys, "launch", "-n", "two", "x.py")
 
