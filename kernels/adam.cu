@@ -15,14 +15,17 @@
 //
 // Nothing waits for the host: adam_prepare reads the norm where it was computed (global_norm.cu), or a factor that was
 // made of it, counts the step, and leaves this update's numbers in `numbers`; where the norm is inf or NaN nothing
-// changes and the step does not count. A factor of NaN makes all of the weights NaN.
+// changes and the step does not count. A factor of NaN makes all of the weights NaN. The rate is a number, or is read
+// where `rate` points to: then the same launch, in a captured step (minidist/graph.py), goes on at another rate.
 // Sources: Kingma and Ba 2015; Loshchilov and Hutter 2019.
 #include "common.cuh"
 
-// What adam_prepare leaves: numbers[0] s, [1] lr sqrt(1 - b2^t) / (1 - b1^t), [2] eps sqrt(1 - b2^t), [3] 1 to update.
+// What adam_prepare leaves: numbers[0] s, [1] lr sqrt(1 - b2^t) / (1 - b1^t), [2] eps sqrt(1 - b2^t), [3] 1 to update,
+// [4] what a tensor's decay is multiplied by: lr where it stands apart (AdamW), else 1.
 // Both corrections move out of the division:  m' / (sqrt(v') + eps) = [1] / lr  m / (sqrt(v) + [2]).
-__global__ void adam_prepare(const float* norm, const float* factor, int* count, float* numbers, double lr, double b1,
-                             double b2, double eps, double limit, double scale) {
+__global__ void adam_prepare(const float* norm, const float* factor, const double* rate, int* count, float* numbers,
+                             double lr, double b1, double b2, double eps, double limit, double scale, bool apart) {
+    if (rate) lr = rate[0];
     const double size = norm ? norm[0] : 0.0;                    // of the gradients with the loss scale taken out
     const bool update = size - size == 0.0;                      // finite
     if (update) count[0] += 1;
@@ -32,11 +35,12 @@ __global__ void adam_prepare(const float* norm, const float* factor, int* count,
     numbers[1] = update ? static_cast<float>(lr * correction / (1.0 - pow(b1, count[0]))) : 0.0f;
     numbers[2] = update ? static_cast<float>(eps * correction) : 0.0f;
     numbers[3] = update ? 1.0f : 0.0f;
+    numbers[4] = apart ? static_cast<float>(lr) : 1.0f;
 }
 
 struct Rule { float scale, rate, eps, decay, b1, b2, rest1, rest2; bool apart; };
 
-// One element; returns the new weight. `apart`: AdamW, where decay = lr decay.
+// One element; returns the new weight. `apart`: AdamW, where the rule's decay has been multiplied by lr.
 __device__ __forceinline__ float moved(float p, float g, float& m, float& v, const Rule& rule) {
     g *= rule.scale;
     if (rule.apart) p -= rule.decay * p;
@@ -49,7 +53,7 @@ __device__ __forceinline__ float moved(float p, float g, float& m, float& v, con
 
 __device__ __forceinline__ Rule rule_of(const float* numbers, float decay, float b1, float b2, float rest1, float rest2,
                                         bool apart) {
-    return {numbers[0], numbers[1], numbers[2], decay, b1, b2, rest1, rest2, apart};
+    return {numbers[0], numbers[1], numbers[2], numbers[4] * decay, b1, b2, rest1, rest2, apart};
 }
 
 template <typename T> __global__ void adam_v1(float* p, const T* g, float* m, float* v, T* copy, const float* numbers,

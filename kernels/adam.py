@@ -16,7 +16,7 @@ from minidist.kernels.chunks import CHUNK
 from minidist.kernels.global_norm import Gradients
 from minidist.kernels.loader import FLOATS, Source, Table, begin_aligned, c_type, launch
 
-from minidist.backend import Array, array_module
+from minidist.backend import Array, array_module, is_array
 from minidist.errors import KernelError, ShapeError
 
 VERSIONS = (1, 2, 3)
@@ -54,17 +54,10 @@ class AdamTensors:
         if len(decays) != len(masters):
             raise ShapeError(f"AdamTensors: {len(decays)} decays for {len(masters)} tensors; pass one for each")
         self.masters, self.m, self.v, self.decays = Table(masters), Table(m), Table(v), tuple(map(float, decays))
+        self.decay_array = xp.asarray(np.array(self.decays, np.float32))
         self.copies = None if copies is None else Table(copies)
-        self.count, self.numbers = xp.zeros((1,), np.int32), xp.empty((4,), np.float32)
-        self._decay_arrays: dict[float, Array] = {}
+        self.count, self.numbers = xp.zeros((1,), np.int32), xp.empty((5,), np.float32)
         self.aligned = begin_aligned(*(array for arrays in lists for array in arrays))
-
-    def decay_array(self, factor: float) -> Array:
-        """factor x decays, float32, on the device; kept for the next call with the same factor."""
-        if factor not in self._decay_arrays:
-            decays = np.array([factor * decay for decay in self.decays], np.float32)
-            self._decay_arrays = {factor: array_module(self.count).asarray(decays)}
-        return self._decay_arrays[factor]
 
 
 def _same_shapes(who: str, lists: Sequence[Sequence[Array]]) -> None:
@@ -73,12 +66,14 @@ def _same_shapes(who: str, lists: Sequence[Sequence[Array]]) -> None:
         raise ShapeError(f"{who}: masters {shapes[0]}, the others {shapes[1:]}; they must agree one by one")
 
 
-def adam_step(tensors: AdamTensors, gradients: Gradients, *, lr: float, betas: tuple[float, float] = (0.9, 0.999),
-              eps: float = 1e-8, apart: bool = True, scale: float = 1.0, factor: Array | None = None,
-              norm: Array | None = None, limit: float = 0.0, version: int | None = None) -> None:
+def adam_step(tensors: AdamTensors, gradients: Gradients, *, lr: float | Array,
+              betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, apart: bool = True, scale: float = 1.0,
+              factor: Array | None = None, norm: Array | None = None, limit: float = 0.0,
+              version: int | None = None) -> None:
     """One update of every tensor, in place; none at all, and none counted, where norm is inf or NaN.
 
-    Args:    scale: gradients are multiplied by it (1 / loss scale), and by `factor`, float32 (1,) on the device.
+    Args:    lr: the rate; or float64 (1,) on the device, read when the kernel runs.
+             scale: gradients are multiplied by it (1 / loss scale), and by `factor`, float32 (1,) on the device.
              norm: global_norm(factor=scale), float32 (1,); None: no overflow is looked for, nothing clipped.
              limit: the largest norm, 0 for any; apart: AdamW's decay, else Adam's.
     Raises:  ShapeError if gradients do not fit; KernelError if version 3 is asked for and a tensor does not begin at a
@@ -90,24 +85,23 @@ def adam_step(tensors: AdamTensors, gradients: Gradients, *, lr: float, betas: t
     if version == 3 and not fits:
         raise KernelError("adam_v3 loads 16 bytes at a time, and a tensor begins elsewhere; take version 2")
     b1, b2 = betas
+    rate, number = (lr, 0.0) if is_array(lr) else (None, lr)
     launch(SOURCE, "adam_prepare", grid=1, block=1,
-           args=(norm, factor, tensors.count, tensors.numbers, lr, b1, b2, eps, limit, scale))
-    shared = (tensors.numbers,), (b1, b2, 1.0 - b1, 1.0 - b2, apart)
+           args=(norm, factor, rate, tensors.count, tensors.numbers, number, b1, b2, eps, limit, scale, apart))
+    constants = b1, b2, 1.0 - b1, 1.0 - b2, apart
     if version == 1:
-        _a_launch_each(tensors, gradients, lr if apart else 1.0, *shared)
+        _a_launch_each(tensors, gradients, constants)
     elif len(gradients.chunks):
         kind, chunks = c_type(gradients.arrays[0]), gradients.chunks
         launch(SOURCE, f"adam_v{version}<{kind}>", grid=len(chunks), block=BLOCK,
-               args=(tensors.masters, gradients.table, tensors.m, tensors.v, tensors.copies,
-                     tensors.decay_array(lr if apart else 1.0), chunks.owner, chunks.start, chunks.lengths,
-                     *shared[0], *shared[1], CHUNK))
+               args=(tensors.masters, gradients.table, tensors.m, tensors.v, tensors.copies, tensors.decay_array,
+                     chunks.owner, chunks.start, chunks.lengths, tensors.numbers, *constants, CHUNK))
 
 
-def _a_launch_each(tensors: AdamTensors, gradients: Gradients, factor: float, numbers: tuple[Array],
-                   constants: tuple[float, ...]) -> None:
+def _a_launch_each(tensors: AdamTensors, gradients: Gradients, constants: tuple[float, ...]) -> None:
     copies = [None] * len(tensors.decays) if tensors.copies is None else tensors.copies.arrays
     for p, g, m, v, copy, decay in zip(tensors.masters.arrays, gradients.arrays, tensors.m.arrays,
                                        tensors.v.arrays, copies, tensors.decays, strict=True):
         if p.size:
             launch(SOURCE, f"adam_v1<{c_type(g)}>", grid=-(-p.size // BLOCK), block=BLOCK,
-                   args=(p, g, m, v, copy, *numbers, factor * decay, *constants, p.size))
+                   args=(p, g, m, v, copy, tensors.numbers, decay, *constants, p.size))

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 from minidist.kernels.chunks import CHUNK, Chunks
-from minidist.kernels.loader import FLOATS, Source, Table, begin_aligned, c_type, launch
+from minidist.kernels.loader import FLOATS, Places, Source, Table, begin_aligned, c_type, launch
 
 from minidist.backend import Array, array_module
 from minidist.errors import ConfigError, KernelError
@@ -33,12 +33,13 @@ class Gradients:
     """Tensors of one dtype as kernels find them: a table of pointers, and chunks for the blocks.
 
     Args:    chunks: those of earlier tensors of the same lengths, or None: they are made.
+             places: those of an earlier table; nothing is sent to the device if these tensors lie there too.
     """
 
-    def __init__(self, arrays: Sequence[Array], chunks: Chunks | None = None) -> None:
+    def __init__(self, arrays: Sequence[Array], chunks: Chunks | None = None, places: Places | None = None) -> None:
         if not arrays:
             raise ConfigError("Gradients: no tensors; pass at least one")
-        self.arrays, self.table = tuple(arrays), Table(arrays)
+        self.arrays, self.table = tuple(arrays), Table(arrays, places)
         self.chunks = chunks or Chunks([array.size for array in arrays], array_module(*arrays))
 
     @cached_property
@@ -57,9 +58,10 @@ def global_norm(gradients: Gradients, *, factor: float = 1.0, version: int | Non
     return norm
 
 
-def sum_of_squares(arrays: Sequence[Array]) -> Array:
+def sum_of_squares(arrays: Sequence[Array] | Gradients) -> Array:
     """The sum of the squares of all elements: float64, no dims, beside the arrays."""
-    sums, squares = _sums(Gradients(arrays), None), array_module(*arrays).empty((1,), np.float64)
+    gradients = arrays if isinstance(arrays, Gradients) else Gradients(arrays)
+    sums, squares = _sums(gradients, None), array_module(*gradients.arrays).empty((1,), np.float64)
     launch(SOURCE, "global_norm_finish", grid=1, block=256, args=(sums, sums.size, squares, None, 1.0))
     return squares.reshape(())
 

@@ -95,17 +95,34 @@ class Parameter:
     table: bool = False
 
 
-class Table:
-    """Arrays of one dtype, any shapes, for a kernel's `T* const*`: many tensors in one launch. Made once."""
+class Places:
+    """Addresses, and as a kernel reads them, uint64 beside what they point to."""
 
-    def __init__(self, arrays: Sequence[Array]) -> None:
-        self.arrays = tuple(arrays)
-        self._module = array_module(*arrays)
+    def __init__(self, where: tuple[int, ...], module: Any) -> None:
+        self.where, self._module = where, module
 
     @cached_property
+    def array(self) -> Array:
+        """On the device; made when a kernel first wants them."""
+        return self._module.asarray(np.array(self.where, np.uint64))
+
+
+class Table:
+    """Arrays of one dtype, any shapes, for a kernel's `T* const*`: many tensors in one launch. Made once.
+
+    Args:    earlier: the places of an earlier table, which need no array; those of this one, if nothing has moved.
+    """
+
+    def __init__(self, arrays: Sequence[Array], earlier: Places | None = None) -> None:
+        self.arrays = tuple(arrays)
+        where = tuple(map(address_of, arrays))
+        same = earlier is not None and earlier.where == where
+        self.places = earlier if earlier and same else Places(where, array_module(*arrays))
+
+    @property
     def addresses(self) -> Array:
         """Where each begins, beside the arrays: uint64."""
-        return self._module.asarray(np.array([address_of(array) for array in self.arrays], np.uint64))
+        return self.places.array
 
 
 class Source:

@@ -6,7 +6,8 @@ On a GPU all tensors are one launch (many.py), which also rounds masters to the 
 import math
 from collections.abc import Callable, Iterable
 
-from minidist.backend import Array
+from minidist.backend import Array, is_array
+from minidist.errors import ConfigError
 from minidist.optim.many import Many
 from minidist.optim.optimizer import Optimizable, Optimizer, Step, add_decay, at_least_two_dims, in_range
 
@@ -30,13 +31,23 @@ class Adam(Optimizer):
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
         self._many = Many(betas=self.betas, eps=self.eps, apart=self.apart)
 
-    def step(self, lr: float | None = None, scale: float | Array = 1.0, *,
+    def step(self, lr: float | Array | None = None, scale: float | Array = 1.0, *,
              roundings: Iterable[tuple[Array, Array]] = ()) -> None:
-        """As every optimizer's; on a GPU in one launch, where all tensors go the same way."""
+        """As every optimizer's; on a GPU in one launch, where all tensors go the same way.
+
+        Then `lr` may be there too, float64 (1,), read when the update runs. Raises: ConfigError where it may not.
+        """
         roundings = list(roundings)
         if self._home is not None or not self._many.step(self.slots, self.lr if lr is None else lr, scale,
                                                          self.weight_decay, roundings):
+            if is_array(lr):
+                raise ConfigError(f"{type(self).__name__}: only the kernel reads its rate on a GPU, and it takes "
+                                  f"float32 weights there, each with a gradient; pass the rate as a number")
             super().step(lr, scale, roundings=roundings)
+
+    def count_update(self) -> None:
+        """The last update has been asked for again, as it was captured: count it."""
+        self._many.count(self.slots)
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
         scale = step.scale

@@ -2,7 +2,8 @@
 
 A model has hundreds of tensors, and the passes are a dozen launches for each. The kernel takes them through a table of
 pointers: weights and moments lie where they lay the step before, gradients come anew with each backward and are not
-kept. How many updates there were is counted on the device too, so that nothing about a step is decided on the host.
+kept; only where they lay. How many updates there were is counted on the device too, so that nothing about a step is
+decided on the host.
 
 Not yet measured on a GPU.
 """
@@ -31,9 +32,10 @@ class Many:
     _arrays: list[Array] = field(default_factory=list)      # that the tables point to
     _tensors: Any = None
     _chunks: Any = None
+    _places: Any = None                                     # of the last step's gradients
     _count: int = -1                                        # updates, as counted on the device
 
-    def step(self, slots: Sequence[Slot], lr: float, scale: float | Array, weight_decay: float,
+    def step(self, slots: Sequence[Slot], lr: float | Array, scale: float | Array, weight_decay: float,
              roundings: Sequence[tuple[Array, Array]]) -> bool:
         """The update, and the roundings; False if it is not for a kernel, and then nothing was done.
 
@@ -50,19 +52,23 @@ class Many:
             return False
         copies = _copies(data, roundings, gradients[0])
         self._place(slots, data, moments, copies, weight_decay)
-        found = launcher("gradients")(gradients, self._chunks)
-        self._chunks = found.chunks
+        found = launcher("gradients")(gradients, self._chunks, self._places)
+        self._chunks, self._places = found.chunks, found.table.places
         factor = scale.astype(np.float32).reshape(1) if is_array(scale) else None
         fast(self._tensors, found, lr=lr, betas=self.betas, eps=self.eps, apart=self.apart, factor=factor,
              scale=1.0 if is_array(scale) else scale)
-        for slot in slots:
-            slot.steps += 1
-        self._count += 1
+        self.count(slots)
         written = {id(copy) for copy in copies or ()}
         for master, weights in roundings:
             if id(weights) not in written:
                 narrow(master, weights.dtype, weights)
         return True
+
+    def count(self, slots: Sequence[Slot]) -> None:
+        """The device makes an update, and counts it: count it here too."""
+        for slot in slots:
+            slot.steps += 1
+        self._count += 1
 
     def _place(self, slots: Sequence[Slot], data: list[Array], moments: list[list[Array]], copies: list[Array] | None,
                weight_decay: float) -> None:
