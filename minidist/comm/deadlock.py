@@ -5,9 +5,10 @@
     rank 2   recv(src=0) at a.py:9       2 ---> 0
 
 A wait is hopeless if some peer of it will never do what it waits for: the peer has ended; or it is itself, in the call
-that matters, in a hopeless wait; or every thread of its program is. A message in flight gives hope. So all waits are
-taken for hopeless at first, then those that have hope are struck out, until none is left to strike: what remains is
-the largest set of waits that only wait for each other, or for who has gone.
+that matters, in a hopeless wait; or every thread of its program is. A message in flight gives hope: to who waits for
+it, and to who sends it, if the other rank reads from that one. So all waits are taken for hopeless at first, then those
+that have hope are struck out, until none is left to strike: what remains is the largest set of waits that only wait for
+each other, or for who has gone.
 
 Ranks that wait in the same call of the same group under different signatures disagree, whatever else happens.
 """
@@ -128,6 +129,9 @@ def _hopeless_peer(node: Node, peer: int, states: States, ended: States, nodes: 
         return False                                # a message is in flight
     if peer in ended:
         return True
+    if strict and not node.wait.incoming and node.rank in states[peer].reads and (
+            states[node.rank].sent.get(peer, 0) != states[peer].taken.get(node.rank, 0)):
+        return False                                # and is being taken
     others = _who_would(node, peer, states[peer], strict)
     return bool(others) and nodes.issuperset(others)
 

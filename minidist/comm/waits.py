@@ -7,10 +7,12 @@ threads. Both hand what they hear to an Arbiter (arbiter.py), which judges by th
     state of a rank     waits    its lasting waits, one a thread
                         sent     messages it has begun to send, by world rank
                         taken    messages it has taken off the link, by world rank
+                        reads    world ranks of whom it has asked for a message that has not come whole
                         settled  whether every thread of its program is in one of these waits
 
 sent and taken are counted where a message begins and ends (stream.py): where they differ between two ranks, a message
-is in flight, and who waits for it does not wait in vain.
+is in flight, and who waits for it does not wait in vain. Nor does who sends it, while the other rank reads: that one
+takes whatever stands before the message it has asked for.
 """
 
 import itertools
@@ -18,7 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -85,6 +87,7 @@ class State:
     taken: Mapping[int, int] = field(default_factory=dict)
     settled: bool = False
     doing: str = ""         # where the rank's program is, for a rank that does not wait
+    reads: frozenset[int] = frozenset()
 
     def same(self, other: "State") -> bool:
         """Whether nothing at all has happened between the two."""
@@ -95,13 +98,14 @@ class State:
         """As a frame of the control connection carries it."""
         waits = [[wait.number, None if wait.call is None else list(wait.call), list(wait.members), list(wait.peers),
                   wait.what, wait.incoming, wait.seconds] for wait in self.waits]
-        return [waits, dict(self.sent), dict(self.taken), self.settled, self.doing]
+        return [waits, dict(self.sent), dict(self.taken), self.settled, self.doing, sorted(self.reads)]
 
     @classmethod
     def unpacked(cls, packed: Any) -> "State":
         """Raises: TypeError or ValueError if it is nothing that packed() made."""
-        waits, sent, taken, settled, doing = packed
-        return cls(tuple(_wait(*fields) for fields in waits), _counts(sent), _counts(taken), bool(settled), str(doing))
+        waits, sent, taken, settled, doing, reads = packed
+        return cls(tuple(_wait(*fields) for fields in waits), _counts(sent), _counts(taken), bool(settled), str(doing),
+                   frozenset(map(int, reads)))
 
 
 def _wait(number: int, call: Any, members: Any, peers: Any, what: str, incoming: bool, seconds: float) -> Wait:
@@ -140,6 +144,7 @@ class Waits:
     """The lasting waits of one rank. Safe to use from any thread.
 
     Attributes: counts   -> (sent, taken), of the rank's transport
+                reads    -> the world ranks that it reads from
                 program  -> the threads that run the rank's program; one that is in no wait may yet end everybody's
                 tell     called when a wait begins to last, and when it ends; None until somebody listens
                 table    (state) -> what all ranks wait for, in words; `state` is what this rank says of itself
@@ -151,8 +156,9 @@ class Waits:
                 workers  those that carry out started calls
     """
 
-    def __init__(self, counts: Callable[[], tuple[Mapping[int, int], Mapping[int, int]]] | None = None) -> None:
-        self.counts = counts or _nothing
+    def __init__(self, counts: Callable[[], tuple[Mapping[int, int], Mapping[int, int]]] | None = None,
+                 reads: Callable[[], Iterable[int]] | None = None) -> None:
+        self.counts, self.reads = counts or _nothing, reads or tuple
         self.program: Callable[[], set[int | None]] = _program
         self.tell: Callable[[], None] | None = None
         self.table: Callable[[State], str] | None = None
@@ -198,7 +204,7 @@ class Waits:
                 sent[peer] = sent.get(peer, 0) + 1
         running = sorted(thread for thread in busy - set(lasting) if thread is not None)
         return State(tuple(each.now() for each in lasting.values()), sent, taken, not running,
-                     source.doing(running[0]) if running else "")
+                     source.doing(running[0]) if running else "", frozenset(self.reads()))
 
     def described(self, state: State) -> str:
         """All ranks' waits, as the last lines of an error; `state`: as this rank's were when its time was up.

@@ -1,6 +1,7 @@
 """deadlock and arbiter: which waits are in vain, how that is told, and that nothing in motion is taken for stuck."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -73,6 +74,9 @@ def test_a_message_in_flight_is_hope_for_its_receiver_alone():
     send = message("send", "a.py:1")
     full = states(wait(send, 1, incoming=False), wait(send, 0, incoming=False), sent={0: 1, 1: 1})
     assert stuck(full) == [0, 1], "both links are full of what nobody takes"
+    assert stuck({**full, 1: replace(full[1], reads=frozenset({0}))}) == [], "one is being taken; then the other may be"
+    assert stuck({0: full[0], 1: replace(full[1], reads=frozenset({0}), taken={0: 1})}) == [0, 1], "it has been taken"
+    assert stuck({0: full[0]}, {1: replace(full[1], reads=frozenset({0}))}) == [0], "who has ended takes nothing"
 
 
 def test_a_thread_that_does_not_wait_is_hope_but_not_for_a_call_that_another_is_in():
@@ -126,10 +130,12 @@ def test_two_groups_in_another_order_are_a_mismatch():
 
 
 def test_states_travel_and_nonsense_does_not():
-    state = State((wait(collective(1 << 63, 1), 1), wait(None, 2, members=())), {1: 4}, {2: 5}, True, "x.py:3")
+    state = State((wait(collective(1 << 63, 1), 1), wait(None, 2, members=())), {1: 4}, {2: 5}, True, "x.py:3",
+                  frozenset({2, 5}))
     assert State.unpacked(wire.unpack(wire.pack(state.packed()))) == state
-    for nonsense in (None, 3, [], [[], {}, {}, True], [[[1, [], [], [], "", True, 0.1]], {}, {}, True, ""],
-                     [[], [1], {}, True, ""], [[[1, None, ["x"], [], "", True, 0.1]], {}, {}, True, ""]):
+    for nonsense in (None, 3, [], [[], {}, {}, True], [[[1, [], [], [], "", True, 0.1]], {}, {}, True, "", []],
+                     [[], [1], {}, True, "", []], [[[1, None, ["x"], [], "", True, 0.1]], {}, {}, True, "", []],
+                     [[], {}, {}, True, "", 3], [[], {}, {}, True, "", ["x"]]):
         with pytest.raises((TypeError, ValueError)):
             State.unpacked(nonsense)
 

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from conformance import recv, send
 from hanging import WAYS, disagree, drawn, hang, patient
 from helpers import run
 from leftovers import nothing_left
@@ -80,6 +81,29 @@ def test_two_hundred_random_disagreements():
 def test_long_waits_are_not_taken_for_vain(transport, rounds):
     """Messages of 0.3 s, so that in nearly every round all ranks wait for what is in flight."""
     assert len(run(patient, 0.3, rounds, 7, size=4, transport=transport, limit=200.0)) == 4
+
+
+def exchange_slowly(world):
+    """Each sends the other more than a link holds and waits for that first; its receive takes 0.6 s, piece by piece."""
+    other, n = 1 - world.rank, 3 << 20
+    total, until = np.zeros(n), time.monotonic() + 0.6
+
+    def add(target, start, piece):
+        if time.monotonic() < until:
+            time.sleep(0.03)
+        target[start:start + len(piece)] += piece
+
+    arriving = recv(world, other, 1, total, add)
+    send(world, other, 1, np.full(n, world.rank + 1.0)).wait()
+    arriving.wait()
+    assert (total == other + 1).all()
+
+
+@pytest.mark.parametrize("transport", ["sockets", "shm", *(pytest.param(name, marks=pytest.mark.soak)
+                                                           for name in ("threads-unbuffered", "mpi"))])
+def test_a_send_that_is_being_taken_is_not_in_vain(transport):
+    """However slowly: no message is taken whole, and none begun, while both wait for the other to take one."""
+    run(exchange_slowly, size=2, transport=transport)
 
 
 # --- frozen ranks ----------------------------------------------------------------------------------------------------

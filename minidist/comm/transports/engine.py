@@ -69,7 +69,7 @@ class Engine(Transport):
         self._aborted = threading.Event()
         self.lost: dict[int, PeerLostError] = {}    # peers without whom the job goes on
         self.spins = spins
-        self.waits = Waits(self.counts)
+        self.waits = Waits(self.counts, self.reads)
         self._turn = threading.Condition(self.lock)
         self._leading = self._asleep = False        # a thread leads; and is asleep, or about to be
         self._led = 0                               # times a thread has waited, or passed
@@ -99,6 +99,10 @@ class Engine(Transport):
         """Messages begun to each other rank, and messages taken whole from each: equal at the two ends of a link on
         which none is in flight."""
         return {}, {}
+
+    def reads(self) -> list[int]:
+        """Ranks whose messages are taken off the link as they come, while this one waits for anything."""
+        return []
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 

@@ -97,6 +97,9 @@ class StreamTransport(Engine):
         return ({peer.rank: peer.sent for peer in peers if peer.sent},
                 {peer.rank: peer.taken for peer in peers if peer.taken})
 
+    def reads(self) -> list[int]:
+        return [peer.rank for peer in self._peers.values() if peer.reading]
+
     # --- moving ------------------------------------------------------------------------------------------------------
 
     def _pass(self) -> bool:
