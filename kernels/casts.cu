@@ -107,9 +107,9 @@ __global__ void cast_v3(const T* x, Y* y, const float* scale, unsigned* amax, lo
     bring(top, amax);
 }
 
-// Back from fp8, exactly, then divided by the scale.
-template <int exponent>
-__global__ void restore_fp8(const unsigned char* x, float* y, const float* scale, long long count) {
+// Back from fp8, exactly, then divided by the scale: exact too where that is a power of two, be Y float or bf16.
+template <int exponent, typename Y>
+__global__ void restore_fp8(const unsigned char* x, Y* y, const float* scale, long long count) {
     const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < count) y[i] = from_fp8<exponent, 7 - exponent>(x[i]) / (scale ? scale[0] : 1.0f);
+    if (i < count) y[i] = from_float<Y>(from_fp8<exponent, 7 - exponent>(x[i]) / (scale ? scale[0] : 1.0f));
 }

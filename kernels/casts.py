@@ -1,7 +1,7 @@
 """Casts to fewer bits, with a scale on the way and the largest |element| as a by-product: casts.cu's launchers.
 
     y, amax = cast(x, "float8_e4m3fn", scale)       # scale float32 (1,) on the device, or None for 1
-    x = restore(y, "float8_e4m3fn", scale)          # fp8 alone: exactly, then / scale; float32
+    x = restore(y, "float8_e4m3fn", scale)          # fp8 alone: exactly, then / scale; float32 or bfloat16
 
 float32 or bfloat16 to fp8 (e4m3, e5m2: y is uint8, since CuPy has no dtype for it; `y.view(ml_dtypes.…)` on the host),
 float32 to float16 or bfloat16. Rounded as ml_dtypes does, bit for bit; fp8 saturates. Bytes: at the head of casts.cu.
@@ -28,7 +28,8 @@ def _instance(version: int, source: str, target: str) -> str:
 
 SOURCE = Source("casts.cu", [*(_instance(version, source, target) for version in VERSIONS
                                for source, targets in TARGETS.items() for target in targets),
-                             "restore_fp8<4>", "restore_fp8<5>"])
+                             *(f"restore_fp8<{exponent}, {_NAMES[kind]}>" for exponent in EXPONENT_BITS.values()
+                               for kind in ("float32", "bfloat16"))])
 
 
 def cast_reference(x: np.ndarray, target: str, scale: float = 1.0) -> tuple[np.ndarray, np.float32]:
@@ -65,12 +66,17 @@ def cast(x: Array, target: str, scale: Array | None = None, *, version: int | No
     return y, amax.view(np.float32)
 
 
-def restore(y: Array, target: str, scale: Array | None = None) -> Array:
-    """float32 numbers of fp8 bytes (uint8), divided by scale. Raises: DtypeError for another dtype."""
+def restore(y: Array, target: str, scale: Array | None = None, *, kind: str = "float32") -> Array:
+    """The numbers of fp8 bytes (uint8), divided by scale, in `kind`: float32 or bfloat16.
+
+    Raises: DtypeError for another dtype.
+    """
     if target not in EXPONENT_BITS or c_type(y) != "unsigned char":
         raise DtypeError(f"restore: {dtype_name(y.dtype)} as {target}; it takes uint8 as one of {list(EXPONENT_BITS)}")
-    x = array_module(y).empty(y.shape, np.float32)
+    if kind not in ("float32", "bfloat16"):
+        raise DtypeError(f"restore: into {kind}; choose float32 or bfloat16")
+    x = array_module(y).empty(y.shape, np.dtype(kind))
     if y.size:
-        launch(SOURCE, f"restore_fp8<{EXPONENT_BITS[target]}>", grid=-(-y.size // BLOCK), block=BLOCK,
+        launch(SOURCE, f"restore_fp8<{EXPONENT_BITS[target]}, {_NAMES[kind]}>", grid=-(-y.size // BLOCK), block=BLOCK,
                args=(y, x, scale, y.size))
     return x

@@ -40,6 +40,8 @@ TABLE = {
     "adam_tensors":        ("adam", "AdamTensors"),
     "adam":                ("adam", "adam_step"),
     "ring_add":            ("ring_add", "ring_add"),
+    "to_float8":           ("casts", "cast"),
+    "from_float8":         ("casts", "restore"),
 }
 DTYPES = ("float32", "float16", "bfloat16")
 

@@ -60,24 +60,29 @@ def _(node: Node, dy: Array) -> Array:
     return multiply(rows(dy).T, rows(node.x), out=node.room("table"))
 
 
-@op
-def linear(x: Array, w: Array, b: Array | None = None) -> tuple[Array, Saved]:
-    """(…, in) @ (in, out) + (out,) -> (…, out): all leading dims in one matrix product.
+def product_and_bias(x: Array, w: Array, b: Array | None) -> Array:
+    """(rows, in) @ (in, out) + (out,), on the host perhaps in float32, still to be rounded.
 
     In low precision the bias is added before the one rounding; on a GPU after that of the product, which a tensor core
     can then do, and rounded again.
     """
+    if b is None:
+        return multiply(x, w)
+    if array_module(x) is not np:
+        return multiply(x, w) + b
+    y = multiply(widen(x), widen(w))
+    y += widen(b)
+    return y
+
+
+@op
+def linear(x: Array, w: Array, b: Array | None = None) -> tuple[Array, Saved]:
+    """(…, in) @ (in, out) + (out,) -> (…, out): all leading dims in one matrix product."""
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ShapeError(f"linear: x {x.shape} does not fit w {w.shape}; the last dim of x must equal w's first")
     if b is not None and b.shape != (w.shape[1],):
         raise ShapeError(f"linear: bias {b.shape} does not fit w {w.shape}; it needs shape ({w.shape[1]},)")
-    if b is None:
-        y = multiply(rows(x), w)
-    elif array_module(x) is not np:
-        y = multiply(rows(x), w) + b
-    else:
-        y = multiply(widen(rows(x)), widen(w))
-        y += widen(b)
+    y = product_and_bias(rows(x), w, b)
     return narrow(y, x.dtype).reshape(*x.shape[:-1], w.shape[1]), saved(x=x, w=w)
 
 

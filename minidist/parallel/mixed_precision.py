@@ -162,8 +162,6 @@ class MixedPrecision(Precision):
                               f"model with dtype {dtype_name(self.dtype)!r}")
         if self.name == "fp8" and self.float8 is None:
             raise ConfigError("mixed precision fp8: no linear multiplies in fp8 yet; call attach(model, group) first")
-        if self.name == "fp8" and not isinstance(weights, np.ndarray):
-            raise ConfigError("mixed precision fp8: this version rounds to fp8 on the CPU alone; use bf16 on a GPU")
         master = account.current().hold(weights.astype(np.float32), "optimizer")
         self._pairs.append((master, weights))
         return master

@@ -63,6 +63,9 @@ def test_restoring_is_exact(target, device):
     placed, scale = there(device, codes, np.array([0.25], np.float32))
     np.testing.assert_array_equal(to_host(restore(placed, target)), codes.view(target).astype(np.float32))
     np.testing.assert_array_equal(to_host(restore(placed, target, scale)), codes.view(target).astype(np.float32) * 4)
+    narrow = to_host(restore(placed, target, scale, kind="bfloat16"))
+    assert narrow.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(narrow.astype(np.float32), codes.view(target).astype(np.float32) * 4)
 
 
 @needs_compiler
@@ -82,3 +85,5 @@ def test_bytes_moved_and_errors():
         cast(x.astype(np.float16), "float8_e5m2")
     with pytest.raises(DtypeError, match="it takes uint8"):
         restore(x, "float8_e5m2")
+    with pytest.raises(DtypeError, match="choose float32 or bfloat16"):
+        restore(x.view(np.uint8), "float8_e5m2", kind="float16")

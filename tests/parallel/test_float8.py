@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import fake_gpu
 import ml_dtypes
 import numpy as np
 import pytest
-from training import SMALL_BUCKETS, global_batch, tiny
+from kernel_checks import needs_compiler
+from training import SMALL_BUCKETS, difference, global_batch, tiny
 
 import minidist as md
-from minidist import account, ops
+from minidist import account, dispatch, ops
+from minidist.backend import to_host
 from minidist.errors import ConfigError
 from minidist.nn import GPT
 from minidist.parallel.common import float8
@@ -79,6 +82,56 @@ def test_what_backward_keeps_is_one_byte() -> None:
     with account.use(account.MemoryAccount()) as memory:
         y = float8.linear_fp8(x, w, scales=scales)
         assert memory.now["activations"] == y.data.nbytes + x.size + w.data.nbytes
+
+
+@needs_compiler
+@pytest.mark.parametrize("largest", [0.0, 1.0], ids=["no history", "bytes"])
+def test_a_product_on_a_gpu_is_the_host_s(largest: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, by kernels that round and restore, and cut off what is too large; nothing waits for the GPU."""
+    cupy, rng = fake_gpu.install(monkeypatch), np.random.default_rng(1)
+    x, w, dy = (rng.uniform(-3, 3, size).astype(ml_dtypes.bfloat16) for size in ((5, 8), (8, 3), (5, 3)))
+    results, multiplied, real = [], set(), cupy.matmul
+    monkeypatch.setattr(cupy, "matmul", lambda a, b: multiplied.update([a.dtype, b.dtype]) or real(a, b))
+    for there in (np.asarray, cupy.asarray):
+        scales = Scales()
+        for name in FORMATS:
+            scales.history[name].append(largest)
+        leaves = [tensor(there(array), requires_grad=True) for array in (x, w)]
+        y = float8.linear_fp8(*leaves, scales=scales)
+        assert y.node is not None and y.node.stored.dtype.itemsize == (1 if largest else 2)
+        y.backward(there(dy))
+        scales.store("x", there(np.array([-9, np.nan, 9], x.dtype)))       # these do not count
+        scales.store("dy", there(np.array([[0.5], [np.inf]], x.dtype)))
+        assert fake_gpu.waits == []
+        seen = [np.ravel(to_host(np.asarray(v) if isinstance(v, float) else v)) for v in scales.seen.values()]
+        results.append([to_host(array) for array in (y.data, leaves[0].grad, leaves[1].grad)] + seen)
+        fake_gpu.waits.clear()
+    assert multiplied == {x.dtype}
+    for host, device in zip(*results, strict=True):
+        np.testing.assert_array_equal(host.astype(np.float32), device.astype(np.float32))
+    assert [seen.item() for seen in results[1][3:]] == [float(np.abs(array).max()) for array in (x, w, dy)]
+
+
+@needs_compiler
+def test_a_step_on_a_gpu_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To agree on scales; and it is the CPU's step."""
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(dispatch, "DTYPES", ())         # other ops without kernels, whose CPU build takes its time
+
+    def job(world: Any, device: str) -> tuple[list[float], Any, np.ndarray, list[str]]:
+        trainer = Trainer(Plan(precision="fp8", accumulate=2), CONFIG, world, device=device, optimizer="sgd", lr=0.1)
+        fake_gpu.waits.clear()
+        late = [trainer.start_step(global_batch(step, 4, CONFIG)) for step in range(3)]
+        waits = list(fake_gpu.waits)
+        return [loss.wait() for loss in late], trainer.state_dict(), trainer.precision.float8.state(), waits  # type: ignore
+
+    losses, weights, histories, _ = md.run(job, "cpu", size=1)[0]
+    found, masters, seen, waits = md.run(job, "cuda", size=1)[0]
+    assert [wait.partition(":")[0] for wait in waits] == ["get at backend.py"] * 3
+    assert found == pytest.approx(losses, rel=2e-3)
+    assert difference(masters, weights) < 5e-3
+    np.testing.assert_allclose(seen, histories, rtol=0.1)
+    assert (seen[..., -3:] > 0).all()
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

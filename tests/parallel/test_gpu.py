@@ -2,11 +2,11 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from training import difference, global_batch, tiny, train
 
 import minidist as md
-from minidist.errors import ConfigError
 from minidist.parallel.activations import pass_bytes
 from minidist.parallel.common import late_loss
 from minidist.parallel.hybrid import Plan, Trainer
@@ -112,9 +112,17 @@ def test_a_step_of_bf16_waits_for_nothing(changes: dict[str, Any], monkeypatch: 
                                           size=1)[0]["losses"], rel=0.02)
 
 
-def test_fp8_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rounds to fp8 on the CPU alone; use bf16 on a GPU"):
-        md.run(lambda world: train(world, config=tiny(dtype="float32"), precision="fp8", device="cuda"), size=1)
+def test_fp8_is_the_cpu_s_run() -> None:
+    """Rounded by kernels, multiplied in bf16; the histories that scales follow are alike."""
+    def run(world: Any, device: str) -> tuple[list[float], np.ndarray]:
+        config = tiny(dtype="float32")
+        trainer = Trainer(Plan(precision="fp8"), config, world, device=device)
+        losses = [trainer.step(global_batch(step, 4, config)) for step in range(4)]
+        return losses, trainer.precision.float8.state()     # type: ignore[attr-defined]
+
+    (losses, seen), (wanted, histories) = (md.run(run, device, size=1)[0] for device in ("cuda", "cpu"))
+    assert losses == pytest.approx(wanted, rel=0.02)
+    np.testing.assert_allclose(seen, histories, rtol=0.2)
 
 
 def test_a_limit_of_device_memory_holds() -> None:

@@ -11,6 +11,10 @@ off at the end of the range. A tensor without a history is not rounded: the firs
 Hardware multiplies the bytes; here their values are looked up in a table and multiplied in float32: rounding is exact,
 speed is not gained. What backward needs of x is kept as bytes, half of bf16's.
 
+On a GPU kernels/casts.cu rounds, and finds the largest element in the same read; CuPy has no dtype for a byte's values,
+which go into bf16, exactly, for tensor cores to multiply. What was seen stays there, and the host waits for it once a
+step, to agree on scales.
+
 Source:  Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; delayed scaling as in NVIDIA's Transformer Engine.
 """
 
@@ -21,10 +25,11 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 
-from minidist.backend import Array, matmul, narrow, widen
+from minidist.backend import Array, array_module, device_of, matmul, narrow, to_host, widen
 from minidist.comm.group import Group
+from minidist.dispatch import launcher
 from minidist.nn import GPT, Linear
-from minidist.ops.linear import column_sums, rows
+from minidist.ops.linear import column_sums, product_and_bias, rows
 from minidist.tape import Node, Saved, op, saved
 from minidist.tensor import is_grad_enabled
 
@@ -35,8 +40,10 @@ LARGEST = {kind: float(ml_dtypes.finfo(kind).max) for kind in FORMATS.values()}
 _VALUES = {kind: np.arange(256, dtype=np.uint8).view(kind).astype(np.float32) for kind in FORMATS.values()}
 
 
-def to_float8(array: np.ndarray, kind: np.dtype, scale: float) -> np.ndarray:
+def to_float8(array: Array, kind: np.dtype, scale: float) -> Array:
     """array × scale, cut off at the format's ends, rounded once to nearest (ties to even). NaN stays NaN."""
+    if device_of(array) == "cuda":
+        return _to_float8_by_kernel(array, kind, scale)[0]
     wide = widen(array) * np.float32(scale)
     np.clip(wide, -LARGEST[kind], LARGEST[kind], out=wide)
     return wide.astype(kind)
@@ -47,16 +54,39 @@ def to_float32(array: np.ndarray, scale: float) -> np.ndarray:
     return np.take(_VALUES[array.dtype], array.view(np.uint8), mode="clip") * np.float32(1.0 / scale)
 
 
+def _to_float8_by_kernel(array: Array, kind: np.dtype, scale: float) -> tuple[Array, Array]:
+    """The bytes (uint8), and the largest |element| of the array: float32 (1,)."""
+    xp = array_module(array)
+    return launcher("to_float8")(xp.ascontiguousarray(array), kind.name,    # type: ignore[no-any-return]
+                                 xp.full(1, scale, np.float32))
+
+
+def _largest(array: Array) -> Array:
+    """The largest |element|, 0.0 if there is none: a float, of a GPU's array float32 (1,) there."""
+    if not array.size:
+        return 0.0
+    largest = array_module(array).abs(widen(array)).max()
+    return float(largest) if isinstance(array, np.ndarray) else largest.reshape(1)
+
+
+def _larger(seen: Array, largest: Array) -> Array:
+    """The larger of two; infinity and NaN do not count."""
+    if isinstance(largest, float):
+        return max(seen, largest if math.isfinite(largest) else 0.0)
+    xp = array_module(largest)
+    return xp.maximum(seen, xp.where(xp.isfinite(largest), largest, largest.dtype.type(0)))
+
+
 class Scales:
     """How large a linear's x, w and dy have been, and the scales that follow.
 
     Attributes: history  of each tensor the largest |element| of recent steps, agreed by all ranks
-                seen     of each the largest of this step, on this rank
+                seen     of each the largest of this step, on this rank; a float, or float32 (1,) on a GPU
     """
 
     def __init__(self) -> None:
         self.history: dict[str, deque[float]] = {name: deque(maxlen=HISTORY) for name in FORMATS}
-        self.seen = dict.fromkeys(FORMATS, 0.0)
+        self.seen: dict[str, Array] = dict.fromkeys(FORMATS, 0.0)
 
     def scale(self, name: str) -> float | None:
         """The largest power of two that keeps the history's largest element in range; None without a history."""
@@ -65,31 +95,40 @@ class Scales:
             return None
         return 2.0 ** math.floor(math.log2(LARGEST[FORMATS[name]] / largest))
 
-    def store(self, name: str, array: np.ndarray) -> np.ndarray:
+    def store(self, name: str, array: Array) -> Array:
         """The tensor as bytes, or as it is without a history; its largest element is noted for the steps to come."""
+        scale, largest = self.scale(name), None
+        if scale is None:
+            stored = array
+        elif device_of(array) == "cuda":
+            stored, largest = _to_float8_by_kernel(array, FORMATS[name], scale)
+        else:
+            stored = to_float8(array, FORMATS[name], scale)
         if is_grad_enabled() or name == "dy":
-            largest = float(np.abs(widen(array)).max(initial=0.0))
-            self.seen[name] = max(self.seen[name], largest if math.isfinite(largest) else 0.0)
-        scale = self.scale(name)
-        return array if scale is None else to_float8(array, FORMATS[name], scale)
+            self.seen[name] = _larger(self.seen[name], _largest(array) if largest is None else largest)
+        return stored
 
-    def read(self, name: str, stored: np.ndarray) -> np.ndarray:
-        """What `store` gave, in float32."""
-        return to_float32(stored, self.scale(name) or 1.0) if stored.dtype == FORMATS[name] else widen(stored)
+    def read(self, name: str, stored: Array) -> Array:
+        """What `store` gave, exactly: in float32, on a GPU in bf16."""
+        scale = self.scale(name) or 1.0
+        if isinstance(stored, np.ndarray):
+            return to_float32(stored, scale) if stored.dtype == FORMATS[name] else widen(stored)
+        if stored.dtype != np.uint8:
+            return stored
+        factor = array_module(stored).full(1, scale, np.float32)
+        return launcher("from_float8")(stored, FORMATS[name].name, factor, kind="bfloat16")
 
 
 @op
 def linear_fp8(x: Array, w: Array, b: Array | None = None, *, scales: Scales) -> tuple[Array, Saved]:
     """(…, in) @ (in, out) + (out,) -> (…, out), with x and w rounded to e4m3, and dy to e5m2 in backward."""
     stored = scales.store("x", rows(x))
-    y = matmul(scales.read("x", stored), scales.read("w", scales.store("w", w)))
-    if b is not None:
-        y += widen(b)
+    y = product_and_bias(scales.read("x", stored), scales.read("w", scales.store("w", w)), b)
     return narrow(y, x.dtype).reshape(*x.shape[:-1], w.shape[1]), saved(stored=stored, w=w, scales=scales)
 
 
 def _rounded_dy(node: Node, dy: Array) -> Array:
-    """dy as its e5m2 values, in float32: (rows, out)."""
+    """dy as its e5m2 values: (rows, out)."""
     scales: Scales = node.scales
     return scales.read("dy", scales.store("dy", rows(dy)))
 
@@ -138,7 +177,7 @@ class Float8:
 
         Cost:    one all-gather of three float64 a linear, counted under `control`.
         """
-        seen = np.array([[scales.seen[name] for name in FORMATS] for scales in self.scales.values()])
+        seen = self._seen()
         if self.group is not None and self.group.size > 1:
             with self.group.ledger.control():
                 everybody = self.group.all_gather(seen[None], algorithm="ring")
@@ -147,6 +186,15 @@ class Float8:
             for name, value in zip(FORMATS, largest, strict=True):
                 scales.history[name].append(float(value))
                 scales.seen[name] = 0.0
+
+    def _seen(self) -> np.ndarray:
+        """What this rank saw, (linears, 3) float64: from a GPU in one copy, which the host waits for."""
+        seen: Array = [scales.seen[name] for scales in self.scales.values() for name in FORMATS]
+        xp = array_module(*seen)
+        if xp is not np:
+            seen = to_host(xp.concatenate([xp.full(1, value, np.float32) if isinstance(value, float) else value
+                                           for value in seen]))
+        return np.array(seen, np.float64).reshape(-1, len(FORMATS))
 
     def state(self) -> np.ndarray:
         """All histories, (linears, 3, HISTORY) float64, oldest first, zeros before the first: part of a run's state."""
