@@ -243,10 +243,28 @@ def _contiguous(x):
 
 
 class Memory:
+    """cudaMalloc's. It ends with the last reference, or with the process: here, the thread that made it."""
+
     def __init__(self, size):
         self._bytes = np.full(size, 0xA5, np.uint8)
-        weakref.finalize(self, _spoil, self._bytes, 0x5A).atexit = False
         self.ptr, self.size = self._bytes.__array_interface__["data"][0], size
+        end = weakref.finalize(self, _free, self._bytes, self.ptr)
+        end.atexit = False
+        vars(_local).setdefault("memory", []).append(end)
+
+
+def end_process():
+    """What the driver does as a process ends: here, the calling thread."""
+    for ptr in vars(_local).pop("opened", []):
+        Runtime.exported[ptr] -= 1
+    for end in vars(_local).pop("memory", []):
+        end()
+
+
+def _free(host, ptr):
+    if Runtime.exported.get(ptr):
+        Runtime.freed_under_others.append(ptr)
+    _spoil(host, 0x5A)
 
 
 class UnownedMemory:
@@ -264,12 +282,20 @@ class CUDARuntimeError(RuntimeError):
 
 
 class Runtime:
-    """cupy.cuda.runtime. `opened` counts addresses opened and not closed; `refuses` turns IPC off."""
+    """cupy.cuda.runtime. `exported` counts for each address who has it open, `freed_under_others` has those that were
+    freed meanwhile, which leaves CUDA undefined; `refuses` turns IPC off."""
 
     CUDARuntimeError = CUDARuntimeError
+    exported, freed_under_others = {}, []
 
     def __init__(self):
-        self.opened, self.refuses, self._lock = 0, False, threading.Lock()
+        self.refuses, self._lock = False, threading.Lock()
+        self.exported.clear()
+        self.freed_under_others.clear()
+
+    @property
+    def opened(self):
+        return sum(self.exported.values())
 
     def getDeviceCount(self):
         return 2
@@ -289,16 +315,23 @@ class Runtime:
 
     def ipcOpenMemHandle(self, handle):
         assert len(handle) == 64
+        ptr = int.from_bytes(handle, "little")
         with self._lock:
-            self.opened += 1
-        return int.from_bytes(handle, "little")
+            self.exported[ptr] = self.exported.get(ptr, 0) + 1
+            vars(_local).setdefault("opened", []).append(ptr)
+        return ptr
 
     def ipcCloseMemHandle(self, ptr):
         with self._lock:
-            self.opened -= 1
+            self.exported[ptr] -= 1
+        if ptr in vars(_local).get("opened", []):           # another thread of the rank may have opened it
+            _local.opened.remove(ptr)
 
     def ipcOpenEventHandle(self, handle):
         return int.from_bytes(handle, "little")
+
+    def eventDestroy(self, event):
+        assert event in _events
 
     def streamWaitEvent(self, stream, event):
         _streams[stream].wait_event(_events[event])

@@ -142,5 +142,13 @@ class Device(ABC):
         """Return when the GPU has done what this rank's calls asked of it: the others may still need its part."""
 
     @abstractmethod
+    def close(self) -> None:
+        """Give back memory that this rank shares with others, when they have let go of it; finish() has returned.
+
+        Waits for ranks that share the GPU to close, too, up to the limit; those that are lost are not waited for. After
+        abort() nobody says so any more, and a moment must do. A second call does nothing.
+        """
+
+    @abstractmethod
     def side(self, group: int) -> Side:
         """The side of the group with that id."""

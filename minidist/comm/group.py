@@ -259,6 +259,7 @@ class Group:
     def close(self) -> None:
         """Carry out what was started, in this group and those split from it, and end their worker threads.
 
+        The world's waits for ranks that share this one's GPU to do the same, and gives that memory back (device.py).
         Raises: the error of a started call that nobody waited for.
         """
         for child in self._children:
@@ -268,6 +269,8 @@ class Group:
             worker.close()
         if self.transport.device is not None:
             self.transport.device.finish()
+            if self.id == WORLD:
+                self.transport.device.close()
         if self.board is not None:
             self.board.close()
 

@@ -10,7 +10,7 @@ never for the GPU, and a rank that dies leaves no kernel that waits for it.
 
 What is exported are whole allocations of cudaMalloc, made for this and freed at the end: an array of CuPy's pool is a
 stretch of a larger allocation, which the pool may divide again while another process looks at it. The price is one copy
-inside the GPU. Handles are opened once, at a group's first call, and closed with the transport.
+inside the GPU. Handles are opened once, at a group's first call, and closed as the world is: part().
 
 Reductions add what all show in rank order, low precision in float32 (kernels/ring_add.cu): the same bits on all ranks.
 
@@ -19,6 +19,7 @@ Source: CUDA runtime API, device management (cudaIpc...). Not yet measured on a 
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,19 @@ import numpy as np
 from minidist.backend import LOW_PRECISION, Array, array_module, widen
 from minidist.comm.collectives.reduction import UFUNCS
 from minidist.comm.native import Native
-from minidist.comm.transports.gpu import Gpu, GpuSide, tell
+from minidist.comm.transport import Tag
+from minidist.comm.transports.gpu import WORDS, Gpu, GpuSide, tell
 from minidist.dispatch import kernel
+from minidist.errors import CommError, PeerLostError
 
 TURN_BYTES = 32 << 20
 """Most that a rank shows at a time."""
+
+MOMENT = 0.5
+"""Seconds that the others get to look at what they have been shown, where the job has failed: no word comes then."""
+
+LET_GO = WORDS + 1
+"""The sequence of the world's tag under which a rank says that it has closed all that another has exported."""
 
 _HANDLE_BYTES = 64          # of memory and of events alike
 _TURNS = 2
@@ -69,6 +78,7 @@ class IpcNative(Native):
     def __init__(self, gpu: Gpu, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
         self._gpu, self._side, self._runtime = gpu, side, gpu.cupy.cuda.runtime
         self._rank, self._size = world_ranks.index(gpu.transport.world_rank), len(world_ranks)
+        self.others = set(world_ranks) - {gpu.transport.world_rank}
         self._tell: Callable[[np.ndarray], list[np.ndarray]] = lambda mine: tell(
             gpu.transport, group, world_ranks, [mine] * self._size)
         self._memory = gpu.cupy.cuda.Memory(_TURNS * TURN_BYTES)
@@ -77,9 +87,9 @@ class IpcNative(Native):
                    *(self._runtime.ipcGetEventHandle(event.ptr) for event in self._recorded)]
         told = self._tell(np.frombuffer(b"".join(handles), np.uint8))
         self._opened: list[int] = []                        # addresses to close
+        self._awaited: list[int] = []                       # events to destroy
         self._boards = [self._board(rank, words.tobytes()) for rank, words in enumerate(told)]
         self._turn = 0
-        gpu.ends.append(self.close)
 
     def _board(self, rank: int, handles: bytes) -> tuple[list[Array], list[int]]:
         """A rank's turns, and their events."""
@@ -87,7 +97,8 @@ class IpcNative(Native):
             return self._views(self._memory.ptr), [event.ptr for event in self._recorded]
         memory, *events = (handles[start:start + _HANDLE_BYTES] for start in range(0, len(handles), _HANDLE_BYTES))
         self._opened.append(self._runtime.ipcOpenMemHandle(memory))
-        return self._views(self._opened[-1]), [self._runtime.ipcOpenEventHandle(event) for event in events]
+        self._awaited.extend(self._runtime.ipcOpenEventHandle(event) for event in events)
+        return self._views(self._opened[-1]), self._awaited[-_TURNS:]
 
     def _views(self, address: int) -> list[Array]:
         cuda = self._gpu.cupy.cuda
@@ -95,10 +106,16 @@ class IpcNative(Native):
         return [self._gpu.cupy.ndarray((TURN_BYTES,), np.uint8, memptr=cuda.MemoryPointer(memory, turn * TURN_BYTES))
                 for turn in range(_TURNS)]
 
-    def close(self) -> None:
-        """Let go of the others' memory."""
+    def let_go(self) -> None:
+        """Close what the others have exported; the GPU has done all that this rank's calls asked of it."""
+        while self._awaited:
+            self._runtime.eventDestroy(self._awaited.pop())
         while self._opened:
             self._runtime.ipcCloseMemHandle(self._opened.pop())
+
+    def free(self) -> None:
+        """Give back what this rank has exported."""
+        del self._memory, self._recorded
 
     def _show(self, octets: Array) -> list[Array]:
         """Show at most TURN_BYTES; what each rank shows, and whatever stood behind it, until the next but one show."""
@@ -186,6 +203,46 @@ def _combine(values: Sequence[Array], out: Array, op: str) -> None:
     for value in values[1:]:
         total = ufunc(total, widen(value))
     out[...] = total
+
+
+def part(gpu: Gpu, boards: Sequence[IpcNative]) -> None:
+    """The end of these boards; the GPU has done what this rank's calls asked of it.
+
+        close the others' memory -> tell each of them, over the host -> hear it from each -> free the own
+
+    So no rank frees what another looks at, nor, as CUDA asks, what another has open. A rank that is lost has nothing
+    open. Where one does not say so within the limit (it computes on), or the job has failed, the memory stays until
+    this process ends; the others get a MOMENT before that.
+    Cost: one message without payload to each rank of these boards, and one from it; not counted.
+    """
+    if not boards:
+        return
+    if gpu.error is None:
+        with gpu.device:
+            for board in boards:
+                board.let_go()
+            if _all_let_go(gpu, sorted(set().union(*(board.others for board in boards)))):
+                for board in boards:
+                    board.free()
+                return
+    sleep(MOMENT)
+
+
+def _all_let_go(gpu: Gpu, others: Sequence[int]) -> bool:
+    """Tell the others that this rank has let go of their memory; whether all of them say so, too, or are lost."""
+    transport, tag = gpu.transport, Tag(0, LET_GO)
+    handles = [(rank, transport.start_recv(rank, tag, lambda meta, nbytes: np.empty(nbytes, np.uint8)))
+               for rank in others]
+    handles += [(rank, transport.start_send(rank, tag, _NOTHING)) for rank in others]
+    for rank, handle in handles:
+        try:
+            handle.wait()
+        except PeerLostError as error:
+            if error.world_rank != rank:                    # another's death ends the job: of this one we hear no more
+                return False
+        except CommError:
+            return False
+    return True
 
 
 def _parts(array: Any, counts: Sequence[int]) -> dict[int, tuple[int, Any]]:

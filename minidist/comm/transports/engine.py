@@ -280,3 +280,5 @@ class Engine(Transport):
             self._followers += 1
             self._turn.wait_for(lambda: not self._leading, timeout=1.0)
             self._followers -= 1
+        if self.device is not None:
+            self.device.close()

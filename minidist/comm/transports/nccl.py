@@ -93,6 +93,7 @@ class GpuDevice(Device):
         self._natives: dict[int, Native] = {}
         self._sides: dict[int, GpuSide] = {}
         self._lanes: dict[tuple[int, int, int], NcclLane] = {}
+        self._parted: list[cuda_ipc.IpcNative] = []
 
     def refusal(self, world_ranks: Sequence[int], op: str | None, dtype: np.dtype | None) -> str | None:
         gpus = {self._places[rank] for rank in world_ranks}
@@ -122,6 +123,13 @@ class GpuDevice(Device):
         for lane in list(self._lanes.values()):
             lane.finish()
         self.gpu.watch.finish()
+
+    def close(self) -> None:
+        boards = {group: native for group, native in self._natives.items() if isinstance(native, cuda_ipc.IpcNative)}
+        for group in boards:
+            del self._natives[group]
+        self._parted += boards.values()                     # with what could not be freed
+        cuda_ipc.part(self.gpu, list(boards.values()))
 
     def side(self, group: int) -> GpuSide:
         if group not in self._sides:

@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import fake_cupy
 import gpu_calls
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import run
 from kernel_checks import needs_compiler
+from linked import linked
 from minidist.kernels import on_cpu
 
 import minidist as md
@@ -27,6 +29,7 @@ def cupy(monkeypatch):
         monkeypatch.setattr(cuda_ipc, "kernel", lambda *_: None)
     monkeypatch.setattr(fake_cupy.NcclCommunicator, "all", [])
     monkeypatch.setattr(cuda_ipc, "TURN_BYTES", 16 << 10)
+    monkeypatch.setattr(cuda_ipc, "MOMENT", 0.01)
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     return modules["cupy"]
 
@@ -354,16 +357,148 @@ def test_what_the_program_keeps_is_allocated_for_its_stream_and_ordered_behind_i
     run(ranks, size=1)
 
 
-def test_ipc_lets_go_of_what_it_opened(cupy):
+class Slow:
+    """An all-reduce in which rank 1's GPU is held up as it is about to look at what rank 0 shows: until right()."""
+
+    def __init__(self, world):
+        self.go = threading.Event()
+        world.all_reduce(gpu_calls.on_device(np.ones(2000)))        # all have opened each other's memory
+        device = world.transport.device
+        native, stream = device.native(world.id, world.world_ranks), device.side(world.id).stream
+        tell = native._tell
+
+        def told(mine):
+            heard = tell(mine)
+            stream.put(lambda: self.go.wait(fake_cupy.PATIENCE))
+            return heard
+
+        if world.rank == 1:
+            native._tell = told
+        self.total = world.all_reduce(gpu_calls.on_device(np.full(2000, world.rank + 1.0)))
+        native._tell = tell
+
+    def right(self):
+        """Let it look; whether the sum is right."""
+        self.go.set()
+        return (gpu_calls.back(self.total) == 3).all()
+
+
+@pytest.mark.parametrize("how", ["at once", "started", "split"])
+def test_a_rank_that_ends_frees_nothing_under_a_reader(cupy, how):
+    """Rank 0 ends while rank 1's GPU has yet to look at its memory."""
+    ended = threading.Event()
+
     def ranks(world):
-        gpu_calls.mixed(world)
-        world.transport.device.finish()
-        assert cupy.cuda.runtime.opened > 0
-        world.barrier()
-        world.transport.device.gpu.abort(CommError("closed"))       # as the end of a transport between processes does
+        group = world.split(0) if how == "split" else world
+        slow = Slow(group)
+        if how == "started":
+            group.start_all_reduce(gpu_calls.on_device(np.ones(3)))         # nobody waits for it
+        if world.rank == 0:
+            world.close()
+            fake_cupy.end_process()
+            ended.set()
+        else:
+            assert not ended.wait(0.1)                      # long enough for who does not wait
+            assert slow.right()
 
     run_on_gpus(ranks, size=2, one_gpu=True)
-    assert soon(lambda: cupy.cuda.runtime.opened == 0)
+    assert cupy.cuda.runtime.opened == 0
+    assert not cupy.cuda.runtime.freed_under_others
+
+
+def test_a_rank_lets_go_of_nothing_that_it_still_reads(cupy):
+    """Once the transport is aborted, too."""
+    def ranks(world):
+        slow = Slow(world)
+        if world.rank == 1:
+            world.transport.device.gpu.abort(CommError("closed"))
+            world.transport.device.close()
+            assert cupy.cuda.runtime.opened > 0
+            slow.right()
+            raise LookupError("seen")
+        with pytest.raises(PeerLostError):
+            world.recv(src=1)
+
+    with pytest.raises(LookupError, match="seen"):
+        run_on_gpus(ranks, size=2, one_gpu=True)
+
+
+def test_who_is_lost_holds_up_nobody_and_the_others_wait_for_each_other(cupy):
+    ended, gone = threading.Event(), []
+
+    def ranks(world):
+        world.all_reduce(cupy.asarray(np.ones(4)))
+        if world.rank == 1:
+            world.expendable()
+            device = world.transport.device
+            gone.append(device.native(world.id, world.world_ranks)._memory.ptr)
+            device.finish()
+            device._natives.clear()                         # it cannot say anything any more
+            fake_cupy.end_process()
+            raise LookupError("a hand-made failure")
+        with pytest.raises(PeerLostError):
+            world.recv(src=1)
+        world.transport.limit = 3600
+        if world.rank == 0:
+            world.close()
+            fake_cupy.end_process()
+            ended.set()
+        else:
+            assert not ended.wait(0.1)
+
+    run_on_gpus(ranks, size=3, one_gpu=True)
+    assert cupy.cuda.runtime.freed_under_others == gone
+
+
+def test_a_failed_job_ends_without_those_who_say_nothing_but_not_at_once(cupy, monkeypatch):
+    """Its memory stays until the process ends; before that the others get a moment to look."""
+    slow, seconds, looked = {}, [], threading.Event()
+    monkeypatch.setattr(cuda_ipc, "sleep", lambda moment: (seconds.append(moment), slow[1].go.set(), looked.wait(20)))
+
+    def ranks(world):
+        slow[world.rank] = Slow(world)
+        world.transport.limit = 3600
+        if world.rank == 0:
+            threading.Timer(0.05, world.transport.abort, [PeerLostError("rank 7 was killed", 7)]).start()
+            world.close()
+            assert seconds == [cuda_ipc.MOMENT]
+            fake_cupy.end_process()
+        else:
+            assert slow[1].go.wait(fake_cupy.PATIENCE)
+            assert slow[1].right()
+            looked.set()
+            world.transport.device.finish()
+            world.transport.abort(PeerLostError("rank 7 was killed", 7))    # it has heard it, too
+
+    run_on_gpus(ranks, size=2, one_gpu=True)
+
+
+def test_a_transport_that_is_closed_gives_its_gpu_a_chance_to_part():
+    """A failed rank closes no group."""
+    closed = []
+    with linked("sockets") as (zero, _):
+        zero.device = SimpleNamespace(close=lambda: closed.append(zero.error))
+    assert len(closed) == 1
+    assert closed[0] is not None                            # aborted before
+
+
+def test_who_computes_on_is_not_waited_for_longer_than_the_limit(cupy):
+    ended = threading.Event()
+
+    def ranks(world):
+        world.all_reduce(cupy.asarray(np.ones(4)))
+        if world.rank == 1:
+            assert ended.wait(fake_cupy.PATIENCE)
+            world.transport.abort(PeerLostError("rank 0 has left", 0))
+            return
+        world.transport.limit = 0.2
+        world.close()
+        world.close()                                       # again: there is nothing left to do
+        ended.set()
+        assert cupy.cuda.runtime.opened == 1                # rank 1 has it open: it was not freed
+        assert not cupy.cuda.runtime.freed_under_others
+
+    run_on_gpus(ranks, size=2, one_gpu=True)
 
 
 @pytest.mark.parametrize("refuses", [False, True])
