@@ -315,5 +315,6 @@ def _(draw: Any) -> Case:
 @case("dropout")
 def _(draw: Any) -> Case:
     rate, step = draw(st.sampled_from([0.0, 0.3, 0.9])), draw(st.integers(0, 9))
-    return Case(lambda x: ops.dropout(x, rate=rate, name="layer", seed=1, step=step),
-                [normal(draw, (*draw(shapes), draw(sizes)))])
+    shape, arrays = (*draw(shapes), draw(sizes)), draw(st.integers(1, 2))       # x, perhaps a residual
+    return Case(lambda *arrays: ops.dropout(*arrays, rate=rate, name="layer", seed=1, step=step),
+                [normal(draw, shape) for _ in range(arrays)])

@@ -33,6 +33,7 @@ class DropoutKey:
 class Dropout(Module):
     """In training, zero a share `rate` of x (B, T, width) and scale the rest; otherwise x itself.
 
+    With a residual, the same added to it, in one pass over all three.
     Raises:  ConfigError if rate is not in [0, 1), or when training without a key.
     """
 
@@ -41,12 +42,12 @@ class Dropout(Module):
             raise ConfigError(f"dropout rate {rate!r} is not in [0, 1)")
         self.rate = rate
 
-    def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
+    def forward(self, x: Tensor, key: DropoutKey | None = None, *, residual: Tensor | None = None) -> Tensor:
         if not self.training or self.rate == 0.0:
-            return x
+            return x if residual is None else residual + x
         if key is None:
             raise ConfigError(f"dropout {self.path!r} of rate {self.rate} trains without a key; "
                               f"pass key=DropoutKey(seed, step, tokens) to the model, or call model.eval()")
         stream = None if key.streams is None else key.streams[self.path]
-        return ops.dropout(x, rate=self.rate, name=self.path, seed=key.seed, step=key.step, tokens=key.tokens,
-                           key=stream)
+        return ops.dropout(x, residual, rate=self.rate, name=self.path, seed=key.seed, step=key.step,
+                           tokens=key.tokens, key=stream)

@@ -44,8 +44,8 @@ class Block(Module):
         self.dropout_mlp = Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Array, key: DropoutKey | None = None) -> Tensor:
-        x = x + self.dropout_attention(self.attention(self.norm_attention(x), positions), key)
-        return x + self.dropout_mlp(self.mlp(self.norm_mlp(x), key), key)
+        x = self.dropout_attention(self.attention(self.norm_attention(x), positions), key, residual=x)
+        return self.dropout_mlp(self.mlp(self.norm_mlp(x), key), key, residual=x)
 
 
 class GPT(Module):

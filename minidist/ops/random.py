@@ -23,9 +23,10 @@ def _positions(xp: Any, shape: tuple[int, ...], tokens: Any, columns: Any, width
 
 
 @op
-def dropout(x: Array, *, rate: float, name: str, seed: int, step: int, tokens: Any = None, columns: Any = None,
-            width: int | None = None, key: Array | None = None) -> tuple[Array, Saved]:
-    """Zero a share `rate` of x (…, n) and scale the rest by 1 / (1 - rate).
+def dropout(x: Array, residual: Array | None = None, *, rate: float, name: str, seed: int, step: int,
+            tokens: Any = None, columns: Any = None, width: int | None = None,
+            key: Array | None = None) -> tuple[Array, Saved]:
+    """Zero a share `rate` of x (…, n), scale the rest by 1 / (1 - rate), and add it to `residual` (…, n).
 
     Which elements fall is a hash of (name, seed, step, global token, global column). A shard of the batch or sequence
     passes `tokens`, integers of shape (…): the global index of each of its tokens; a shard of the width passes
@@ -35,27 +36,30 @@ def dropout(x: Array, *, rate: float, name: str, seed: int, step: int, tokens: A
     if not 0.0 <= rate < 1.0:
         raise ConfigError(f"dropout: rate {rate} is not in [0, 1)")
     xp = array_module(x)
+    if residual is not None and residual.shape != x.shape:
+        raise ShapeError(f"dropout: a residual of shape {residual.shape} does not fit x {x.shape}")
     if rate == 0.0:
-        return x.copy(), saved(factor=xp.ones((), x.dtype))
-    if kernel("dropout", x) is not None and (columns is None or columns.step == 1):
-        return _by_kernel(x, rate, name, seed, step, tokens, columns, width, key), saved(kept=None)
+        return x.copy() if residual is None else narrow(widen(residual) + widen(x), x.dtype), saved()
+    if (kernel("dropout", *(x,) if residual is None else (x, residual)) is not None
+            and (columns is None or columns.step == 1)):
+        return _by_kernel(x, residual, rate, name, seed, step, tokens, columns, width, key), saved(kept=None)
     if key is not None:
         raise ConfigError(f"dropout {name!r}: only the kernel reads its key on a GPU, and it does not take "
                           f"{dtype_name(x.dtype)} of this layout; pass seed and step alone")
     bits = random_bits(f"{name}/dropout/{step}", seed, _positions(xp, x.shape, tokens, columns, width))
     kept = bits >= np.uint64(int(rate * 2.0 ** 64))
-    return _apply(x, kept, rate), saved(kept=kept, rate=rate)
+    return _apply(x, residual, kept, rate), saved(kept=kept, rate=rate)
 
 
-def _by_kernel(x: Array, rate: float, name: str, seed: int, step: int, tokens: Any = None, columns: Any = None,
-               width: int | None = None, key: Array | None = None) -> Array:
+def _by_kernel(x: Array, residual: Array | None, rate: float, name: str, seed: int, step: int, tokens: Any = None,
+               columns: Any = None, width: int | None = None, key: Array | None = None) -> Array:
     """The same by a kernel, which draws its numbers itself: forward, and again for the gradient."""
     xp = array_module(x)
     if columns is not None and len(columns) != x.shape[-1]:
         raise ShapeError(f"dropout: x {x.shape} needs {x.shape[-1]} columns, not {len(columns)}")
     tokens = None if tokens is None else xp.ascontiguousarray(xp.asarray(tokens, dtype="int64"))
-    return launcher("dropout")(x, rate=rate, key=dropout_key(name, seed, step) if key is None else key, tokens=tokens,
-                               first_column=0 if columns is None else columns.start, width=width)
+    return launcher("dropout")(x, residual, rate=rate, key=dropout_key(name, seed, step) if key is None else key,
+                               tokens=tokens, first_column=0 if columns is None else columns.start, width=width)
 
 
 def dropout_key(name: str, seed: int, step: int) -> np.uint64:
@@ -63,10 +67,13 @@ def dropout_key(name: str, seed: int, step: int) -> np.uint64:
     return stream_key(f"{name}/dropout/{step}", seed)
 
 
-def _apply(x: Array, kept: Array, rate: float) -> Array:
-    """x where kept, scaled; zero elsewhere."""
+def _apply(x: Array, residual: Array | None, kept: Array, rate: float) -> Array:
+    """x where kept, scaled; zero elsewhere; on the residual. Rounded once."""
     wide = widen(x)
-    return narrow(wide * (kept.astype(wide.dtype) * wide.dtype.type(1.0 / (1.0 - rate))), x.dtype)
+    y = wide * (kept.astype(wide.dtype) * wide.dtype.type(1.0 / (1.0 - rate)))
+    if residual is not None:
+        y += widen(residual)
+    return narrow(y, x.dtype)
 
 
 @dropout.gradient("x")
@@ -74,5 +81,10 @@ def _(node: Node, dy: Array) -> Array:
     if node.options["rate"] == 0.0:
         return dy
     if node.kept is None:
-        return _by_kernel(array_module(dy).ascontiguousarray(dy), **node.options)
-    return _apply(dy, node.kept, node.rate)
+        return _by_kernel(array_module(dy).ascontiguousarray(dy), None, **node.options)
+    return _apply(dy, None, node.kept, node.rate)
+
+
+@dropout.gradient("residual")
+def _(node: Node, dy: Array) -> Array:
+    return dy

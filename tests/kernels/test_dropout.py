@@ -49,6 +49,8 @@ def test_the_bits_are_those_of_the_op(kind):
     whole = ops.dropout(x, rate=0.3, name="a", seed=5, step=2).data
     key = stream_key("a/dropout/2", 5)
     np.testing.assert_array_equal(residual_dropout(x, rate=0.3, key=key), whole)
+    np.testing.assert_array_equal(residual_dropout(x, x[::-1].copy(), rate=0.3, key=key),
+                                  ops.dropout(x, x[::-1].copy(), rate=0.3, name="a", seed=5, step=2).data)
     tokens = np.array([[4, 1], [0, 5]])
     rows = np.ascontiguousarray(x.reshape(6, 16)[tokens][..., 8:])
     part = residual_dropout(rows, rate=0.3, key=key, tokens=tokens, first_column=8, width=16)

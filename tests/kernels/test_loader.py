@@ -158,6 +158,8 @@ OPS = {
     "gelu": (ops.gelu, ["gelu", "gelu_gradient"]),
     "swiglu": (lambda x: ops.swiglu(x, _beside(x, X[::-1].copy())), ["swiglu", "swiglu_gradient"]),
     "dropout": (lambda x: ops.dropout(x, rate=0.5, name="layer", seed=1, step=2), ["dropout", "dropout", "dropout"]),
+    "residual and dropout": (lambda x: ops.dropout(x, _beside(x, X[::-1].copy()), rate=0.5, name="layer", seed=1,
+                                                   step=2), ["dropout", "dropout", "dropout"]),
     "cross_entropy": (lambda x: ops.cross_entropy(x, _targets(x), divisor=7), ["cross_entropy", "cross_entropy"]),
     "layer_norm": (lambda x: ops.layer_norm(x, _row(x), _row(x)), ["layer_norm", "layer_norm_gradient"]),
     "rms_norm": (lambda x: ops.rms_norm(x, _row(x)), ["rms_norm", "rms_norm_gradient"]),

@@ -103,5 +103,6 @@ def test_dropout_rests_in_eval_and_asks_for_a_key_in_training() -> None:
         layer(x)
     assert layer.eval()(x) is x
     assert Dropout(0.0)(x) is x
+    assert (Dropout(0.0)(x, residual=x).data == 2).all() and (layer(x, residual=x).data == 2).all()
     with pytest.raises(ConfigError, match=r"rate 1.0 is not in \[0, 1\)"):
         Dropout(1.0)

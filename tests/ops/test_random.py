@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minidist import ops
+from minidist import account, backend, ops
 from minidist.errors import ConfigError, ShapeError
 from minidist.tensor import tensor
 
@@ -43,7 +43,31 @@ def test_the_gradient_passes_where_the_value_did():
     np.testing.assert_array_equal(x.grad, y.data)
 
 
+@pytest.mark.parametrize("kind", ["float64", "bfloat16"])
+def test_a_residual_is_added_before_the_one_rounding(kind):
+    x, residual = X.astype(backend.dtype(kind)), X[::-1].astype(backend.dtype(kind))
+    dropped = ops.dropout(np.ones_like(X), **KEY).data.astype(backend.widen(x).dtype)
+    for rate, factor in ((0.25, dropped), (0.0, 1)):
+        got = ops.dropout(x, residual, **{**KEY, "rate": rate}).data
+        np.testing.assert_array_equal(got, backend.narrow(backend.widen(x) * factor + backend.widen(residual), x.dtype))
+
+
+def test_a_sum_with_dropout_holds_one_array_less_than_the_two():
+    """Both save the mask alone."""
+    peaks, kept = [], []
+    x, residual = (tensor(X.copy(), requires_grad=True) for _ in range(2))
+    for call in (lambda: ops.dropout(x, residual, **KEY), lambda: residual + ops.dropout(x, **KEY)):
+        with account.use(account.MemoryAccount()) as memory:
+            y = call()
+            kept.append(memory.now["activations"])
+            assert kept[-1] == y.data.nbytes + X.size
+        peaks.append(memory.peak["activations"])
+    assert peaks[0] == peaks[1] - X.nbytes
+
+
 def test_errors():
+    with pytest.raises(ShapeError, match=r"a residual of shape \(6, 8\) does not fit x \(4, 6, 8\)"):
+        ops.dropout(X, X[0], **KEY)
     for rate in (1.0, -0.1):
         with pytest.raises(ConfigError, match=r"not in \[0, 1\)"):
             ops.dropout(X, **{**KEY, "rate": rate})

@@ -368,10 +368,10 @@ def test_other_tokens_break_parity(layer: Any, monkeypatch: pytest.MonkeyPatch) 
     changes = {"dropout": 0.2}
     serial, forward = run(context, 1, changes)[0], layer.forward
 
-    def of_the_first(self: Any, *args: Any) -> Any:
+    def of_the_first(self: Any, *args: Any, **options: Any) -> Any:
         own, self.own = self.own, lambda length: slice(0, len(own(length)))
         try:
-            return forward(self, *args)
+            return forward(self, *args, **options)
         finally:
             self.own = own
 

@@ -80,8 +80,8 @@ class OwnDropout(Dropout):
         super().__init__(dropout.rate)
         self.own = own
 
-    def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
-        return super().forward(x, own_key(key, self.own))
+    def forward(self, x: Tensor, key: DropoutKey | None = None, *, residual: Tensor | None = None) -> Tensor:
+        return super().forward(x, own_key(key, self.own), residual=residual)
 
 
 class OwnOutput(Output):
