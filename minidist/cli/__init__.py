@@ -75,7 +75,8 @@ def _version() -> str:
 def _end(error: BaseException, message: str, status: int, *, everywhere: bool) -> int:
     """One line a job, however many of its ranks came here for the same reason; a command line is wrong `everywhere`."""
     from minidist import launch
+    from minidist.comm.loss import say_line
 
     if launch.speaks_first(error, everywhere=everywhere):
-        print(message, file=sys.stderr, flush=True)
+        say_line(message)
     return status

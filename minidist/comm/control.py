@@ -128,12 +128,13 @@ class Monitor:
         with self._changed:
             return all(seat.left for seat in self._seats.values())
 
-    def wait_until_stopped(self, limit: float) -> bool:
-        """After a loss: wait until every rank but the lost one has hung up."""
+    def wait_until_stopped(self, limit: float, *, late: bool = False) -> bool:
+        """After a loss: wait until every rank but the lost one has hung up; `late`: also those that are yet to come."""
         lost = self.loss.world_rank if self.loss is not None else None
         with self._changed:
-            return self._changed.wait_for(lambda: all(seat.left or seat.world_rank == lost
-                                                      for seat in self._seats.values()), limit)
+            return self._changed.wait_for(
+                lambda: all(seat.left or seat.world_rank == lost for seat in self._seats.values())
+                and (not late or len({lost, *self._seats}) >= self.size), limit)
 
     def end_frozen(self) -> None:
         """Kill a process that was lost since it is stopped: it cannot end by itself."""

@@ -14,7 +14,6 @@ import itertools
 import os
 import platform
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,7 @@ from minidist import errors
 from minidist.comm import wire
 from minidist.comm.door import knock
 from minidist.comm.frozen import this_system
-from minidist.comm.loss import Loss, how_it_ended, monitor_gone
+from minidist.comm.loss import Loss, how_it_ended, monitor_gone, say_line
 from minidist.comm.transport import Transport
 from minidist.comm.waits import State
 from minidist.errors import CommError, PeerLostError, TimeoutError
@@ -252,8 +251,7 @@ class ControlLink:
 
 def end_process(message: str) -> None:
     """Print one line and end this process at once, whatever its other threads are doing."""
-    with contextlib.suppress(OSError, ValueError):
-        print(message, file=sys.stderr, flush=True)
+    say_line(message)
     os._exit(1)
 
 

@@ -1,9 +1,11 @@
 """Why a job fails: the first rank that did not end well, and how it went; or its launcher was told to stop."""
 
+import contextlib
 import dataclasses
 import os
 import platform
 import signal
+import sys
 import traceback
 
 from minidist.errors import ConfigError, PeerLostError
@@ -60,6 +62,16 @@ class Loss:
         """What the other ranks raise: the first line says who and how, the rest is the tail of its traceback."""
         tail = "".join(f"\n    {line}" for line in self.traceback.splitlines()[-12:])
         return PeerLostError(f"{self}{tail}", self.world_rank)
+
+
+def say_line(line: str) -> None:
+    """To stderr in one write, so that lines of several processes stay apart. Nobody may listen any more.
+
+    Where PYTHONUNBUFFERED is set, print() makes two writes.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 def how_it_ended(code: int) -> str:

@@ -29,9 +29,11 @@ from minidist.comm import wire
 from minidist.comm.control import Monitor
 from minidist.comm.frozen import exit_of
 from minidist.comm.link import ControlLink
+from minidist.comm.loss import say_line
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
 
 MONITOR_START = 30.0      # seconds a monitor process gets to start: it imports NumPy
+STOP = 10.0               # seconds that the ranks get to end when one is lost
 _MESSAGE_BYTES = 1024     # of the MPI broadcast
 
 
@@ -127,8 +129,12 @@ def _monitor_main(size: int, host: str, port: int) -> None:
                 break
     if monitor.loss is not None:
         if not monitor.loss.traceback:                          # it could not speak for itself
-            print(f"minidist: {monitor.loss}; the job ends", file=sys.stderr, flush=True)
-        monitor.wait_until_stopped(10.0)
+            say_line(f"minidist: {monitor.loss}; the job ends")
+        deadline = time.monotonic() + STOP
+        while time.monotonic() < deadline and not select.select([sys.stdin], [], [], 0.0)[0]:
+            if monitor.wait_until_stopped(0.2, late=True):      # who comes late must hear that all has been said
+                break
+        monitor.wait_until_stopped(max(0.0, deadline - time.monotonic()))
     monitor.close()
 
 

@@ -31,7 +31,7 @@ from threadpoolctl import threadpool_limits
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.link import Loss
-from minidist.comm.loss import LAUNCHER
+from minidist.comm.loss import LAUNCHER, say_line
 from minidist.comm.profile import Profile, load_profile
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
@@ -115,8 +115,7 @@ class Membership:
                 return
             said = f"{type(error).__name__}: {error}" if cause is None else f"PeerLostError: {_up_to(cause, error)}"
             text = f"minidist: rank {rank} stops: {said.splitlines()[0]}"
-        sys.stderr.write(text + "\n")                       # one write: other ranks' lines stay apart
-        sys.stderr.flush()
+        say_line(text)
 
     def leave(self) -> None:
         """At the end of the process: release everything, and say goodbye, or end a failed job."""

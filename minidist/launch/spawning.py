@@ -21,7 +21,7 @@ from minidist.comm import wire
 from minidist.comm.control import Monitor
 from minidist.comm.link import Loss, how_it_ended
 from minidist.comm.lookout import Lookout
-from minidist.comm.loss import LAUNCHER
+from minidist.comm.loss import LAUNCHER, say_line
 from minidist.comm.rendezvous import Place, token_from_environment
 from minidist.errors import LaunchError
 from minidist.launch.children import Children
@@ -138,7 +138,7 @@ class _Job:
             self.monitor.lose(loss)
         self.children.end(STOP, hurry=lambda: len(self.told) > 1)
         ranks = f"{len(self.processes)} ranks were" if len(self.processes) != 1 else "1 rank was"
-        print(f"minidist: {loss}; its {ranks} ended", file=sys.stderr, flush=True)
+        say_line(f"minidist: {loss}; its {ranks} ended")
         return loss.status
 
     def _failed(self, rank: int, code: int) -> int | None:
@@ -150,17 +150,17 @@ class _Job:
             self.monitor.lose(loss)
         told = self.monitor or self.lookout
         if told.loss is None and rank in told.spared:
-            print(f"minidist: {loss}; the job goes on without it", file=sys.stderr, flush=True)
+            say_line(f"minidist: {loss}; the job goes on without it")
             return None
         if self.monitor is not None and self.monitor.loss is not None:
             return self._lost(self.monitor.loss)
         if code < 0:
-            print(f"minidist: {loss}; the job ends", file=sys.stderr, flush=True)
+            say_line(f"minidist: {loss}; the job ends")
         return _status(code)
 
     def _lost(self, loss: Loss) -> int:
         if not loss.traceback:                              # it could not speak for itself
-            print(f"minidist: {loss}; the job ends", file=sys.stderr, flush=True)
+            say_line(f"minidist: {loss}; the job ends")
         if self.monitor is not None:
             self.monitor.end_frozen()
         code = self.children.code(loss.world_rank, GRACE)

@@ -6,6 +6,8 @@ import logging
 import os
 import platform
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -269,3 +271,12 @@ def test_nobody_listens():
                                               (3, "exited with status 3"), (0, "exited with status 0 without goodbye")])
 def test_how_a_process_ended(status, says):
     assert says in how_it_ended(status)
+
+
+def test_a_line_is_one_write():
+    """Where Python's own buffer is off, too: each packet that the socket gives is what one write brought."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with ours, theirs:
+        subprocess.run([sys.executable, "-c", "from minidist.comm.loss import say_line; say_line('rank 1 is lost')"],
+                       stderr=theirs, env={**os.environ, "PYTHONUNBUFFERED": "1"}, check=True)
+        assert ours.recv(100) == b"rank 1 is lost\n"

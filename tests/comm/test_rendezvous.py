@@ -10,7 +10,7 @@ from leftovers import nothing_left
 from minidist.comm import rendezvous, wire
 from minidist.comm.link import ControlLink, Loss
 from minidist.comm.rendezvous import MonitorProcess, Place, TokenFile
-from minidist.errors import HandshakeError, LaunchError, TimeoutError
+from minidist.errors import ConfigError, HandshakeError, LaunchError, TimeoutError
 
 TOKEN = wire.new_token()
 
@@ -49,6 +49,20 @@ def test_a_monitor_process_ends_when_rank_0_is_gone_and_says_so(capfd):
     link.close()
     monitor.close(5.0)
     assert "minidist: rank 0 (process" in capfd.readouterr().err
+
+
+def test_a_rank_that_comes_after_the_first_has_failed_and_gone_hears_of_it():
+    """Else each would say what is wrong with the input of them all, as if it were the first."""
+    monitor = MonitorProcess(2, TOKEN)
+    first = connect(monitor, 1, 2)
+    assert first.report(ConfigError("no such file"))
+    first.close()
+    time.sleep(0.5)
+    late = connect(monitor, 0, 2)
+    assert not late.report(ConfigError("no such file"))
+    late.close()
+    monitor.close(5.0)
+    assert monitor._process.returncode == 0
 
 
 def test_a_monitor_process_ends_when_nobody_ever_came():
