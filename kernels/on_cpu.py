@@ -47,6 +47,7 @@ _GUARD = 4096            # bytes, at least, that belong to nobody before and aft
 _ALIGN = 256             # of an array that cudaMalloc gave
 _MOST_STEPS = 2 ** 31    # of a launch, about a minute
 _LIMIT = 300.0           # seconds that g++ may take
+_one_at_a_time = threading.Lock()       # libraries loaded, and launches: a library's shared memory exists once
 
 
 # ----------------------------------------------------------------------------------------------------- what is reported
@@ -190,7 +191,6 @@ class _Library:
     def __init__(self, source: Source) -> None:
         self.path = build(source)
         self.code = ctypes.CDLL(str(self.path))
-        self.lock = threading.Lock()                     # one launch at a time: shared memory exists once
         symbols = _symbols(self.path)
         entry = ctypes.cast(self.code.cuda_on_cpu_launch, ctypes.c_void_p).value or 0
         base = entry - next(start for name, start, _ in symbols if name == "cuda_on_cpu_launch")
@@ -281,16 +281,14 @@ def _offset(array: np.ndarray) -> int:
 def run(source: Source, kernel: str, grid: tuple[int, ...], block: tuple[int, ...],
         values: Sequence[tuple[Parameter, Any]], shared: int) -> None:
     """Run one launch (checked by loader.launch) on the CPU. Raises: KernelError."""
-    library = _library(build(source), source)
-    watching = _watching.get() or _Watch()
-    arena = _Arena(values)
+    path, watching, arena, report = build(source), _watching.get() or _Watch(), _Arena(values), _Report()
     held = [np.array([np.uint64(arena.address(value)) if parameter.pointer else value]) for parameter, value in values]
     pointers = (ctypes.c_void_p * len(held))(*map(address_of, held))
-    report = _Report()
-    call = _Launch(kernel.encode(), grid, block, shared, ctypes.cast(pointers, ctypes.c_void_p), arena.table,
-                   len(arena.table), library.shared, len(library.shared), watching.seed, watching.count,
-                   _MOST_STEPS)
-    with library.lock:
+    with _one_at_a_time:
+        library = _library(path, source)
+        call = _Launch(kernel.encode(), grid, block, shared, ctypes.cast(pointers, ctypes.c_void_p), arena.table,
+                       len(arena.table), library.shared, len(library.shared), watching.seed, watching.count,
+                       _MOST_STEPS)
         library.code.cuda_on_cpu_launch(ctypes.byref(call), ctypes.byref(report))
     if report.error:
         text = report.error.decode(errors="replace")

@@ -1,12 +1,14 @@
 """The CPU build sees each mistake that a GPU would let pass, says where it is, and lets what is right pass."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
 import pytest
 from minidist.kernels import on_cpu
 from minidist.kernels.loader import HERE, Source, launch
+from minidist.kernels.softmax import softmax
 
 from minidist.errors import KernelError
 
@@ -350,3 +352,13 @@ def test_no_compiler_is_said(monkeypatch):
     monkeypatch.setattr(on_cpu, "compiler", lambda: None)
     with pytest.raises(KernelError, match="install it"):
         on_cpu.build(Source(HERE / "softmax.cu", ["softmax_v1<float>"]))
+
+
+def test_threads_launch_one_after_the_other():
+    """Ranks that are threads: a library's shared memory exists once, also where all load it at the same time."""
+    x = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)
+    on_cpu._library.cache_clear()
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(lambda _: softmax(x, version=2), range(6)))
+    for result in results:
+        np.testing.assert_array_equal(result, softmax(x, version=2))
