@@ -132,9 +132,8 @@ class Monitor:
         """After a loss: wait until every rank but the lost one has hung up; `late`: also those that are yet to come."""
         lost = self.loss.world_rank if self.loss is not None else None
         with self._changed:
-            return self._changed.wait_for(
-                lambda: all(seat.left or seat.world_rank == lost for seat in self._seats.values())
-                and (not late or len({lost, *self._seats}) >= self.size), limit)
+            return self._changed.wait_for(lambda: all(
+                rank == lost or self.has_left(rank) for rank in (range(self.size) if late else self._seats)), limit)
 
     def end_frozen(self) -> None:
         """Kill a process that was lost since it is stopped: it cannot end by itself."""

@@ -25,7 +25,7 @@ from minidist.comm.frozen import this_system
 from minidist.comm.loss import Loss, how_it_ended, monitor_gone, say_line
 from minidist.comm.transport import Transport
 from minidist.comm.waits import State
-from minidist.errors import CommError, PeerLostError, TimeoutError
+from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 
 __all__ = ["ControlLink", "Loss", "how_it_ended", "monitor_gone"]
 
@@ -123,6 +123,8 @@ class ControlLink:
     def report(self, error: BaseException) -> bool:
         """Tell the job that this rank fails; the others stop. Returns whether this was the job's first failure.
 
+        The monitor knows. Where it does not say, it is the first if it has heard of no other; and of bad input, which
+        all ranks may have found alike, if it is rank 0.
         From here on this process, too, has `grace` seconds to end.
         """
         self._expect_end(f"its own {type(error).__name__}")
@@ -131,9 +133,13 @@ class ControlLink:
         try:
             self._send({"kind": "failed", "loss": dataclasses.asdict(loss), "blames": blames})
             self._leaving = True                           # the monitor may hang up once all others have stopped
+            noted = self._answer("noted", 0, ANSWER_LIMIT, despite_loss=True)
         except CommError:
-            return self.loss is None or self.loss.world_rank == self.world_rank
-        return bool(self._answer("noted", 0, ANSWER_LIMIT, despite_loss=True))
+            self._listener.join(ANSWER_LIMIT)              # it hears what the monitor said before it hung up
+            noted = None
+        if noted is not None or (self.loss is not None and self.loss.world_rank != self.world_rank):
+            return bool(noted)
+        return self.world_rank == 0 or not isinstance(error, ConfigError)
 
     def goodbye(self) -> None:
         """This rank is done and ends well; the connection is closed."""

@@ -136,6 +136,32 @@ def test_a_reported_exception_arrives_with_its_traceback():
         assert links[0].loss.status == 1
 
 
+def test_who_cannot_report_any_more_first_hears_what_was_said():
+    """Rank 0's listener is late: when its report fails, word that rank 1 was first waits in its socket."""
+    with job(2) as (_, links):
+        take, heard = links[0]._take, threading.Event()
+        links[0]._take = lambda frame: (heard.wait(5.0), take(frame))
+        assert links[1].report(ConfigError("no such file"))
+        links[0]._sock.shutdown(socket.SHUT_WR)
+        threading.Timer(0.1, heard.set).start()
+        assert not links[0].report(ConfigError("no such file"))
+        assert links[0].loss.world_rank == 1
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_without_a_monitor_rank_0_says_what_all_ranks_say(cut, monkeypatch):
+    """Whether a report cannot leave or is not answered."""
+    monkeypatch.setattr("minidist.comm.link.ANSWER_LIMIT", 0.1)
+    with job(3) as (monitor, links):
+        if cut:
+            monitor.close()
+            wait_for(lambda: all(link.loss for link in links))
+        else:
+            monitor._take = lambda seat, frame: None
+        assert [link.report(ConfigError("no such file")) for link in links] == [True, False, False]
+        assert [link.report(ValueError("mine alone")) for link in links] == [True] * 3
+
+
 def test_a_monitor_that_hangs_up_on_who_has_failed_is_no_news():
     with job(2, present=[1]) as (monitor, links):
         [noted] = losses(links)

@@ -155,6 +155,33 @@ def test_bad_input_under_mpirun_is_one_line(mode):
     assert (done.returncode, done.stderr) == (2, "minidist: no such text; try another\n")
 
 
+LATE = """
+import sys, time
+if "minidist.comm.rendezvous" in sys.orig_argv:
+    from minidist.comm.control import Monitor as where
+    name, seconds = "_admit", 0.3
+else:
+    from minidist.comm.link import ControlLink as where
+    name, seconds = "_take", 0.1
+at_once = getattr(where, name)
+def late(self, *arguments):
+    rank = arguments[1].get("world_rank") if name == "_admit" else self.world_rank
+    time.sleep(seconds if rank == 0 else 0.0)
+    at_once(self, *arguments)
+setattr(where, name, late)
+"""
+
+
+@pytest.mark.soak
+def test_bad_input_is_one_line_also_when_rank_0_comes_late_and_hears_late(tmp_path):
+    """When it comes, the others have failed and ended; what the monitor says reaches it after its own report."""
+    (tmp_path / "sitecustomize.py").write_text(LATE)
+    train = [sys.executable, "-m", "minidist", "train", "--offload=all", "--offload-dir=/absent"]
+    with nothing_left() as environment:
+        done = finish(start([*find_mpirun().command(4), *train], {**environment, "PYTHONPATH": str(tmp_path)}))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_mpich_leaves_no_shared_memory_when_it_is_killed(early):
     """Also not when ranks end before they have met: bad input is found before md.init."""
@@ -162,7 +189,8 @@ def test_mpich_leaves_no_shared_memory_when_it_is_killed(early):
     with nothing_left() as environment:
         if early:
             train = [sys.executable, "-m", "minidist", "train", "--offload=all", "--offload-dir=/absent"]
-            assert finish(start([*find_mpirun().command(2), *train], environment)).returncode == 2
+            done = finish(start([*find_mpirun().command(2), *train], environment))
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         else:
             finish(by_mpirun(environment, "kill"))
     used = "".join(maps_of(folder) for folder in Path("/proc").glob("[0-9]*"))     # by other jobs of this machine
