@@ -452,8 +452,15 @@ def test_who_is_lost_holds_up_nobody_and_the_others_wait_for_each_other(cupy):
 
 def test_a_failed_job_ends_without_those_who_say_nothing_but_not_at_once(cupy, monkeypatch):
     """Its memory stays until the process ends; before that the others get a moment to look."""
-    slow, seconds, looked = {}, [], threading.Event()
-    monkeypatch.setattr(cuda_ipc, "sleep", lambda moment: (seconds.append(moment), slow[1].go.set(), looked.wait(20)))
+    slow, looked = {}, threading.Event()
+    slept = []                                              # (thread, seconds): rank 1 sleeps too, when it closes
+
+    def sleep(moment):
+        slept.append((threading.get_ident(), moment))
+        slow[1].go.set()
+        looked.wait(20)
+
+    monkeypatch.setattr(cuda_ipc, "sleep", sleep)
 
     def ranks(world):
         slow[world.rank] = Slow(world)
@@ -461,7 +468,7 @@ def test_a_failed_job_ends_without_those_who_say_nothing_but_not_at_once(cupy, m
         if world.rank == 0:
             threading.Timer(0.05, world.transport.abort, [PeerLostError("rank 7 was killed", 7)]).start()
             world.close()
-            assert seconds == [cuda_ipc.MOMENT]
+            assert [moment for thread, moment in slept if thread == threading.get_ident()] == [cuda_ipc.MOMENT]
             fake_cupy.end_process()
         else:
             assert slow[1].go.wait(fake_cupy.PATIENCE)
