@@ -6,13 +6,15 @@ The parent is the monitor, forks, and reads each rank's result from a pipe: pack
 """
 
 import contextlib
+import os
 import platform
 import selectors
 import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from minidist import account
@@ -135,6 +137,25 @@ class _Job:
             pipe.close()
 
 
+@contextlib.contextmanager
+def _only_this_process() -> Iterator[None]:
+    """A child that is forked in the block ends where it would leave it: it must not speak in its parent's name."""
+    process, status = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == process:
+            raise
+        status = Loss.by_exception(error, 0).status
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+    if os.getpid() != process:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
 class _Rank:
     """The child's side."""
 
@@ -177,7 +198,7 @@ class _Rank:
         self.link.attach(self.transport)
         self.transport.profile = job.profile
         world = Group(self.transport, Ledger(self.rank), tuple(range(job.size)), nodes=job.nodes)
-        with account.use(account.MemoryAccount()):
+        with account.use(account.MemoryAccount()), _only_this_process():
             result = fn(world, *args)
         world.close()
         return result

@@ -53,7 +53,7 @@ class Membership:
         self.failed = False
         self.quiet = False          # somebody else speaks for this rank
         self.importing = ""         # the script that a rank of run(transport="mpi") is importing for its function
-        self._left = False
+        self._process, self._left = os.getpid(), False
 
     def join(self, name: str, limit: float, *, shared_memory: bool) -> Group:
         """Find the monitor, meet everybody, connect the transport."""
@@ -79,6 +79,10 @@ class Membership:
         machines = [(info["host"], info["node"]) for info in infos]
         return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)),
                      nodes=[machines.index(machine) for machine in machines])
+
+    def is_this_process(self) -> bool:
+        """Whether this process is the rank, not a child that the rank has forked."""
+        return os.getpid() == self._process
 
     def find_monitor(self, limit: float) -> Joined:
         """Connect to the job's monitor, from which moment on the others hear of our end."""
@@ -118,8 +122,14 @@ class Membership:
         say_line(text)
 
     def leave(self) -> None:
-        """At the end of the process: release everything, and say goodbye, or end a failed job."""
-        if self._left:
+        """At the end of the process: release everything, and say goodbye, or end a failed job.
+
+        A child that this rank has forked says nothing when it ends: it is not the rank.
+        """
+        if not self.is_this_process() and self.launch.by_mpirun:
+            _flush()
+            os._exit(self.status)                           # MPI_Finalize would be called in the rank's name
+        if self._left or not self.is_this_process():
             return
         self._left = True
         if self.status and not self.failed:
@@ -227,6 +237,10 @@ def limit_blas_threads(threads: int | None, local_size: int) -> int:
 def _watch_over_the_end(membership: Membership) -> None:
     """Have uncaught exceptions, sys.exit(not 0) and the end of the process told to the job."""
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not membership.is_this_process():
+            sys.__excepthook__(kind, error, trace)
+            membership.status = 1
+            return
         membership.say(error, membership.fail(error))
         membership.leave()
         if membership.status != 1:                          # with which Python itself would end

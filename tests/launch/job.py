@@ -62,6 +62,12 @@ def main() -> None:
         time.sleep(60)
     if world.rank == victim or (mode == "stop all" and world.rank > 2):
         misbehave({"stop all": "stop", "stubborn": "kill", "busy": "raise"}.get(mode, mode))
+    if mode == "forks":
+        for misdeed in (lambda: None, lambda: sys.exit(0), lambda: misbehave("raise")):
+            if os.fork() == 0:
+                misdeed()
+                return
+            os.wait()
     if mode == "all config":
         misbehave("config")
     world.all_reduce(total)

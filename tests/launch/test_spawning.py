@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import JOB, by_launch, finish, start
+from jobs import JOB, by_launch, by_mpirun, finish, start
 from leftovers import nothing_left
 
 from minidist.errors import LaunchError
@@ -37,6 +37,16 @@ def test_a_job_runs_and_says_nothing_else(transport):
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == [*(f"goodbye from {rank}" for rank in range(3)),
                                                 *(f"hello from {rank} of 3 over {transport}" for rank in range(3))]
+
+
+@pytest.mark.parametrize("by", [by_launch, by_mpirun])
+def test_a_child_that_a_rank_forks_ends_without_a_word(by):
+    """It has the rank's connections, and runs its hooks and its atexit: they are not the child's."""
+    with nothing_left() as environment:
+        done = finish(by(environment, "forks"))
+    assert (done.returncode, done.stdout.count("goodbye from")) == (0, 3), done.stderr
+    assert done.stderr.count("ValueError: boom") == done.stderr.count("Traceback") == 3
+    assert "minidist:" not in done.stderr
 
 
 @pytest.mark.parametrize(("mode", "status", "how"), [
