@@ -24,17 +24,35 @@ PlaceOf = Callable[[int], Place]
 """`place(rank)` -> where the block that comes from `rank` goes."""
 
 
-def argument(x: Any, device: str = "cpu") -> np.ndarray:
+def argument(verb: str, x: Any, device: str = "cpu") -> np.ndarray:
     """`x` (array, scalar or nested list) as a contiguous array on `device`: itself, or a copy if it has to be.
 
-    Raises: DtypeError for a dtype that cannot travel.
+    Raises: DtypeError for a dtype that cannot travel, and for what is no plain array; ShapeError for uneven lists.
     """
-    array = x if backend.is_array(x) and backend.device_of(x) == "cuda" else np.asarray(x)
-    dtype_code(array.dtype)
+    array = x if backend.is_array(x) and backend.device_of(x) == "cuda" else as_array(verb, x)
+    try:
+        dtype_code(array.dtype)
+    except DtypeError as error:
+        raise DtypeError(f"{verb}: x is a {type(x).__name__}; {error}") from None
     array = backend.to_host(array) if device == "cpu" else backend.to_device(array, device)
     if not array.flags.c_contiguous:
         array = array.copy()
     return array if array is x else account.current().hold(array, "communication")
+
+
+def as_array(verb: str, x: Any) -> np.ndarray:
+    """`x` as NumPy makes an array of it.
+
+    Raises: ShapeError, DtypeError that say what NumPy says; DtypeError for a masked array.
+    """
+    if isinstance(x, np.ma.MaskedArray):
+        raise DtypeError(f"{verb}: x is a masked array, whose mask would be lost; pass x.filled(value), or x.data")
+    try:
+        return np.asarray(x)
+    except ValueError as error:
+        raise ShapeError(f"{verb}: x is a {type(x).__name__} of which no array can be made: {error}") from error
+    except (TypeError, RuntimeError) as error:      # what other libraries' arrays say
+        raise DtypeError(f"{verb}: x is a {type(x).__name__} of which no array can be made: {error}") from error
 
 
 def apart(array: np.ndarray, out: Any, part: np.ndarray | None = None) -> np.ndarray:
@@ -53,6 +71,22 @@ def apart(array: np.ndarray, out: Any, part: np.ndarray | None = None) -> np.nda
 
 def _same_elements(a: np.ndarray, b: np.ndarray) -> bool:
     return a.shape == b.shape and a.strides == b.strides and address_of(a) == address_of(b)
+
+
+def _overlaps_itself(array: np.ndarray) -> bool:
+    """Whether elements of an array may share memory, as those of a broadcast view do: writing them one by one is lost.
+
+    Sufficient for all that slicing, transposing and reshaping make: each dim steps over the whole of the shorter ones.
+    """
+    if array.flags.c_contiguous or array.size == 0:
+        return False
+    reach = array.itemsize
+    steps = [(abs(stride), length) for stride, length in zip(array.strides, array.shape, strict=True) if length > 1]
+    for stride, length in sorted(steps):
+        if stride < reach:
+            return True
+        reach += stride * (length - 1)
+    return False
 
 
 def address_of(array: Any) -> int:
@@ -75,7 +109,8 @@ class Result:
         array = result.array(shape, dtype)      # contiguous, on `device`: for the algorithm to fill
         return result.deliver("cpu")            # out, or the new array, on the device asked for
 
-    Attributes: device  where the algorithm works
+    Attributes: out     the caller's; `target` is the same as a plain array, whatever class of array `out` is
+                device  where the algorithm works
                 side    what carries it out there, if the array is not made before that; else None
     """
 
@@ -83,17 +118,21 @@ class Result:
         self.verb, self.out, self.device = verb, out, device
         self.side: Side | None = None
         self._array: np.ndarray | None = None
-        if out is not None and not backend.is_array(out):
+        if out is not None and (not backend.is_array(out) or isinstance(out, np.ma.MaskedArray)):
             raise DtypeError(f"{verb}: out= must be an array, not {type(out).__name__}")
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise ShapeError(f"{verb}: out= is read-only; pass a writable array")
+        if isinstance(out, np.ndarray) and _overlaps_itself(out):
+            raise ShapeError(f"{verb}: out= has shape {out.shape} and strides {out.strides}: elements of it share "
+                             "memory and cannot all be written; pass an array of its own memory")
+        self.target: Any = out.view(np.ndarray) if isinstance(out, np.ndarray) and type(out) is not np.ndarray else out
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """The array to fill: `out` itself where that is contiguous and on the algorithm's device.
 
         Raises: ShapeError, DtypeError if `out` does not have this shape and dtype.
         """
-        out = self.out
+        out = self.target
         if out is None:
             self._array = self._new(shape, dtype)
         else:
@@ -116,8 +155,8 @@ class Result:
         assert self._array is not None, "array() comes before deliver()"
         if self.out is None:
             return backend.to_device(self._array, device or "cpu")
-        if self._array is not self.out:
-            self.out[...] = backend.to_device(self._array, backend.device_of(self.out))
+        if self._array is not self.target:
+            self.target[...] = backend.to_device(self._array, backend.device_of(self.target))
         return self.out
 
 

@@ -16,7 +16,8 @@ a number (`float(result)` makes a number of it). A result lies where the rank's 
 
 What all verbs raise: MismatchError (ranks called different things), PeerLostError (a rank died), TimeoutError (a wait
 reached `group.transport.limit` seconds), ConfigError (no such algorithm, op or rank: the message lists those that there
-are), ShapeError and DtypeError (this rank's own arguments do not fit).
+are), ShapeError and DtypeError (this rank's own arguments do not fit), CommError (the group is closed, two threads use
+it at once, or a child does that the rank forked).
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,6 +30,7 @@ from minidist.comm.ledger import Ledger
 from minidist.comm.messages import Messages
 from minidist.comm.pending import Pending, Worker
 from minidist.comm.transport import Transport
+from minidist.comm.usage import Usage
 from minidist.errors import ConfigError
 
 __all__ = ["Group", "Pending"]
@@ -49,7 +51,7 @@ class Group:
                 link           what a message costs among its ranks (comm/profile.py); None if nobody measured it
                 tiers          how it lies on nodes, if it spans several of several ranks; else None
                 board          memory that all its ranks share, or None
-                transport, id  for the layers below
+                transport, id, usage   for the layers below
     """
 
     def __init__(self, transport: Transport, ledger: Ledger, world_ranks: Sequence[int], *, axis: str = "world",
@@ -66,7 +68,7 @@ class Group:
         self.tiers = tiers(self.nodes, profile, transport.inside)
         places = places or [transport.reserve_board()] * self.size      # the world's board: the first place everywhere
         self.board = transport.open_board(self.world_ranks, places) if self.size > 1 else None
-        self._messages = Messages(self)
+        self.usage, self._messages = Usage(axis, self.world_rank), Messages(self)
         self._worker: Worker | None = None
         self._sequence = self._splits = 0
         self._children: list[Group] = []
@@ -257,11 +259,12 @@ class Group:
             self.transport.waits.spare()
 
     def close(self) -> None:
-        """Carry out what was started, in this group and those split from it, and end their worker threads.
+        """Carry out what was started, in this group and those split from it, and end them; again, it does nothing.
 
         The world's waits for ranks that share this one's GPU to do the same, and gives that memory back (device.py).
         Raises: the error of a started call that nobody waited for.
         """
+        self.usage.close()
         for child in self._children:
             child.close()
         if self._worker is not None:
@@ -276,6 +279,7 @@ class Group:
 
     def next_sequence(self) -> int:
         """The number of the next collective call. Calls take theirs when they are made."""
+        self.usage.check()
         self._sequence += 1
         return self._sequence
 
@@ -283,10 +287,12 @@ class Group:
         """Carry the call out: here, if no started call is before it."""
         if self._worker is not None and self._worker.unfinished:
             return self._worker.submit(call).wait()
-        return call.settle(call.run())
+        with self.usage:
+            return call.settle(call.run())
 
     def _start(self, call: Call) -> Pending:
         """Hand the call to the worker, which is made when it is first needed."""
+        self.usage.check_alone()
         if self._worker is None:
             self._worker = Worker(f"rank {self.world_rank} {self.axis}", self.transport)
         return self._worker.submit(call)

@@ -44,7 +44,7 @@ class Messages:
 
     def send(self, x: Any, dst: int) -> PendingMessage:
         """Start to send `x` to rank `dst`."""
-        array = argument(x, self._way_of(x, dst))
+        array = argument("send", x, self._way_of(x, dst))
         signature = self.signature("send", array.dtype, array.shape)
         return self._pending(signature, self._start_send(signature, array, dst, device_of(x)), lambda: None)
 
@@ -55,11 +55,11 @@ class Messages:
 
     def exchange(self, x: Any, dst: int, src: int, out: Any) -> PendingMessage:
         """Start to send `x` to `dst` and to receive from `src`."""
-        array = argument(x, self._way_of(x, dst))
+        array = argument("exchange", x, self._way_of(x, dst))
         if isinstance(out, type(array)) and backend.array_module(array).may_share_memory(array, out):
             array = array.copy()  # what arrives would overwrite what is leaving
         incoming = _Incoming(self, "exchange", src, out)
-        signature = self.signature("exchange", array.dtype, array.shape)
+        signature = incoming.signature._replace(dtype=dtype_code(array.dtype), shape=array.shape)     # one call
         sent = self._start_send(signature, array, dst, device_of(x))
         return self._pending(signature, [incoming, *sent], incoming.deliver)
 
@@ -69,6 +69,7 @@ class Messages:
 
     def signature(self, verb: str, dtype: np.dtype | None, shape: tuple[int, ...] | None) -> Signature:
         """What this rank says of its next message."""
+        self._group.usage.check()
         self._started += 1
         return Signature(self._group.id, self._started, verb, None, None, None,
                          None if dtype is None else dtype_code(dtype), shape, source.caller())

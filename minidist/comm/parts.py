@@ -40,11 +40,13 @@ def of_color(group: "Group", number: int, color: int | None, key: int | None, ax
     """The part of those ranks that pass the same color; what Group.split says. None for color None.
 
     Args:    number: how many splits of the group this one makes.
-    Raises:  ConfigError for a color or key that is no integer.
+    Raises:  ConfigError for a color or key that is no integer of 64 bits, and for an axis without a name.
     """
     for name, value in (("color", color), ("key", key)):
-        if not isinstance(value, int | np.integer | None):
-            raise ConfigError(f"split: {name}={value!r} must be an integer or None")
+        if not isinstance(value, int | np.integer | None) or not -1 << 63 <= (value or 0) < 1 << 63:
+            raise ConfigError(f"split: {name}={value!r} must be an integer of 64 bits, or None")
+    if not isinstance(axis, str | None):
+        raise ConfigError(f"split: axis={axis!r} must be a name, or None")
     place = -1 if color is None else group.transport.reserve_board()
     mine = [color is not None, color or 0, group.rank if key is None else key, place]
     with group.ledger.control():
@@ -57,8 +59,13 @@ def of_color(group: "Group", number: int, color: int | None, key: int | None, ax
 
 
 def left(group: "Group", gone: Iterable[int]) -> Part:
-    """The part of those that are not `gone`, in their order. Sends nothing."""
+    """The part of those that are not `gone`, in their order. Sends nothing.
+
+    Raises: ConfigError for a rank that the group does not have.
+    """
     lost = sorted(set(gone))
+    if unknown := [rank for rank in lost if rank not in range(group.size)]:
+        raise ConfigError(f"without: the group {group.axis} has ranks 0 to {group.size - 1}, not {unknown}")
     ranks = [rank for rank in range(group.size) if rank not in lost]
     return Part(_id_of(group.id, f"without {lost}"), ranks, [-1] * len(ranks), group.axis)
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minidist.backend import array_module
-from minidist.comm.arrays import Place, Result, Rows, apart, argument, device_of
+from minidist.backend import array_module, is_array
+from minidist.comm.arrays import Place, Result, Rows, apart, argument, as_array, device_of
 from minidist.comm.call import Call
 from minidist.comm.collectives.choose import ALGORITHMS, choose
 from minidist.comm.collectives.chunks import split
-from minidist.comm.collectives.reduction import reduction
+from minidist.comm.collectives.reduction import UFUNCS, Reduction, reduction
 from minidist.comm.device import Side
 from minidist.errors import ConfigError, DtypeError, ShapeError
 
@@ -35,7 +35,7 @@ def broadcast(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Ca
         return result.deliver(call.device)
 
     return Call(group, "broadcast", name, work, root=root, device=device_of(x, out), side=side,
-                **_kind(out if x is None else x))
+                **_kind(out if x is None else x, "broadcast"))
 
 
 def scatter(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
@@ -52,15 +52,15 @@ def scatter(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call
         _keep(result, call, part, root)
         return result.deliver(call.device)
 
-    return Call(group, "scatter", name, work, root=root, device=device_of(x, out), side=side, **_kind(x))
+    return Call(group, "scatter", name, work, root=root, device=device_of(x, out), side=side, **_kind(x, "scatter"))
 
 
 def reduce(group: "Group", x: Any, op: str, root: int, out: Any, algorithm: str) -> Call:
     root, where = rank_in(group, "root", root), _where(group, algorithm, x, op=op)
     at_root = group.rank == root
     result = Result("reduce", out if at_root else None, where)
-    array = apart(argument(x, where), result.out)
-    name, how = _choose(group, "reduce", algorithm, where, array, op), reduction(op, array.dtype, group.size)
+    array = apart(argument("reduce", x, where), result.out)
+    how, name = _reduction("reduce", op, array, group), _choose(group, "reduce", algorithm, where, array, op)
     total = result.array(array.shape, array.dtype).reshape(-1) if at_root else None
 
     def work(call: Call) -> Any:
@@ -73,8 +73,8 @@ def reduce(group: "Group", x: Any, op: str, root: int, out: Any, algorithm: str)
 
 def all_reduce(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Call:
     where = _where(group, algorithm, x, op=op)
-    array, result = apart(argument(x, where), out), Result("all_reduce", out, where)
-    name, how = _choose(group, "all_reduce", algorithm, where, array, op), reduction(op, array.dtype, group.size)
+    array, result = apart(argument("all_reduce", x, where), out), Result("all_reduce", out, where)
+    how, name = _reduction("all_reduce", op, array, group), _choose(group, "all_reduce", algorithm, where, array, op)
     total = result.array(array.shape, array.dtype).reshape(-1)
 
     def work(call: Call) -> Any:
@@ -86,8 +86,9 @@ def all_reduce(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Cal
 
 def reduce_scatter(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Call:
     where = _where(group, algorithm, x, op=op)
-    array, result = argument(x, where), Result("reduce_scatter", out, where)
-    name, how = _choose(group, "reduce_scatter", algorithm, where, array, op), reduction(op, array.dtype, group.size)
+    array, result = argument("reduce_scatter", x, where), Result("reduce_scatter", out, where)
+    how = _reduction("reduce_scatter", op, array, group)
+    name = _choose(group, "reduce_scatter", algorithm, where, array, op)
     mine = split(array.reshape(-1), group.size)[group.rank]
     flat = apart(array.reshape(-1), out, mine)
     chunk = result.array(mine.shape, array.dtype)
@@ -103,7 +104,7 @@ def reduce_scatter(group: "Group", x: Any, op: str, out: Any, algorithm: str) ->
 def gather(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
     root, where = rank_in(group, "root", root), _where(group, algorithm, x)
     at_root = group.rank == root
-    own, result = _rows_of(argument(x, where)), Result("gather", out if at_root else None, where)
+    own, result = _rows_of(argument("gather", x, where)), Result("gather", out if at_root else None, where)
     name = _choose(group, "gather", algorithm, where)
 
     def work(call: Call) -> Any:
@@ -120,7 +121,7 @@ def gather(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
 
 def all_gather(group: "Group", x: Any, out: Any, algorithm: str) -> Call:
     where = _where(group, algorithm, x)
-    own, result = _rows_of(argument(x, where)), Result("all_gather", out, where)
+    own, result = _rows_of(argument("all_gather", x, where)), Result("all_gather", out, where)
     name = _choose(group, "all_gather", algorithm, where)
 
     def work(call: Call) -> Any:
@@ -133,6 +134,7 @@ def all_gather(group: "Group", x: Any, out: Any, algorithm: str) -> Call:
 
 
 def all_to_all(group: "Group", x: Sequence[Any], out: Sequence[Any] | None, algorithm: str) -> Call:
+    _check_lists(group, x, out)
     where = _where(group, algorithm, *x)
     name, parts = _choose(group, "all_to_all", algorithm, where), _parts(group, x, out, where)
     results = [Result("all_to_all", None if out is None else out[rank], where) for rank in range(group.size)]
@@ -210,6 +212,16 @@ def _choose(group: "Group", verb: str, algorithm: str, where: str, array: np.nda
     return name
 
 
+def _reduction(verb: str, op: Any, array: np.ndarray, group: "Group") -> Reduction:
+    """The reduction of a call; its errors say of which."""
+    if not isinstance(op, str):
+        raise ConfigError(f"{verb}: op={op!r} must be a name: {', '.join(UFUNCS)}")
+    try:
+        return reduction(op, array.dtype, group.size)
+    except (ConfigError, DtypeError) as error:
+        raise type(error)(f"{verb}: {error}") from None
+
+
 def rank_in(group: "Group", name: str, rank: int) -> int:
     """`rank`, or ConfigError if the group has none such; `name` is what the argument is called."""
     if not isinstance(rank, int | np.integer) or not 0 <= rank < group.size:
@@ -217,11 +229,11 @@ def rank_in(group: "Group", name: str, rank: int) -> int:
     return int(rank)
 
 
-def _kind(x: Any) -> dict[str, Any]:
+def _kind(x: Any, verb: str = "") -> dict[str, Any]:
     """dtype and shape for a signature; None where this rank brought nothing that says them."""
     if x is None:
         return {"dtype": None, "shape": None}
-    x = x if hasattr(x, "dtype") else np.asarray(x)
+    x = x if is_array(x) else as_array(verb, x)
     return {"dtype": x.dtype, "shape": x.shape}
 
 
@@ -236,7 +248,7 @@ def _at_root(group: "Group", verb: str, x: Any, root: int, where: str) -> np.nda
         return None
     if x is None:
         raise ShapeError(f"{verb}: rank {root} is the root and passes None; the root brings the array")
-    return argument(x, where)
+    return argument(verb, x, where)
 
 
 def _keep(result: Result, call: Call, own: np.ndarray, root: int) -> None:
@@ -252,12 +264,22 @@ def _rows_of(array: np.ndarray) -> np.ndarray:
     return array.reshape(1) if array.ndim == 0 else array
 
 
+def _check_lists(group: "Group", x: Any, out: Any) -> None:
+    """Whether the arguments of an all_to_all are lists of an array for each rank."""
+    for name, arrays in (("x", x), ("out", out)):
+        if arrays is None and name == "out":
+            continue
+        if not hasattr(arrays, "__getitem__") or getattr(arrays, "shape", None) == ():
+            raise ShapeError(f"all_to_all: {name} is a {type(arrays).__name__}; pass a list of {group.size} arrays")
+        if len(arrays) != group.size:
+            raise ShapeError(f"all_to_all: {name} has {len(arrays)} arrays; pass one for each of {group.size} ranks")
+    if out is not None and len(set(map(id, out))) < group.size:
+        raise ShapeError("all_to_all: out= holds one array several times; pass an array of its own for each rank")
+
+
 def _parts(group: "Group", x: Sequence[Any], out: Sequence[Any] | None, where: str) -> list[np.ndarray]:
     """The arrays of an all_to_all, ready to send: one for each rank, of one dtype, apart from all of `out`."""
-    for name, arrays in (("x", x), ("out", out)):
-        if arrays is not None and len(arrays) != group.size:
-            raise ShapeError(f"all_to_all: {name} has {len(arrays)} arrays; pass one for each of {group.size} ranks")
-    parts = [argument(part, where) for part in x]
+    parts = [argument("all_to_all", part, where) for part in x]
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1:
         raise DtypeError(f"all_to_all: the arrays have dtypes {', '.join(sorted(map(str, dtypes)))}; cast them to one")

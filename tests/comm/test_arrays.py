@@ -91,10 +91,27 @@ def test_device_arrays_come_back_to_their_device(cupy, transport):
 
 def test_an_argument_is_copied_only_if_it_must_be():
     x = np.arange(6.0).reshape(2, 3)
-    assert argument(x) is x
-    assert argument(x.T).tolist() == x.T.tolist()
-    assert argument(x.T).flags.c_contiguous
-    assert argument(3).shape == ()
+    assert argument("send", x) is x
+    assert argument("send", x.T).tolist() == x.T.tolist()
+    assert argument("send", x.T).flags.c_contiguous
+    assert argument("send", 3).shape == ()
+
+
+def test_out_of_another_class_of_array_is_filled():
+    for algorithm in ("ring", "tree", "naive", "direct"):
+        def ranks(world, algorithm=algorithm):
+            out = np.zeros((2, 3)).view(np.matrix)
+            assert world.all_reduce(np.ones((2, 3)), out=out, algorithm=algorithm) is out
+            return out
+
+        assert [out.tolist() for out in run(ranks, size=3)] == [[[3.0] * 3] * 2] * 3
+
+
+def test_every_view_that_slicing_makes_may_be_out():
+    whole = np.zeros((4, 6, 5))
+    for view in (whole, whole.T, whole[::-1], whole[:, ::2, 1:4], whole.transpose(1, 0, 2)[::3], whole[:0, ::2],
+                 whole[..., 0], np.zeros(())):
+        assert Result("recv", view).out is view
 
 
 def test_apart():

@@ -3,10 +3,13 @@
 That each algorithm computes what it should is tests/comm/collectives/; what transports owe is test_conformance.py.
 """
 
+import os
 import re
+import sys
 import threading
 import time
 import tracemalloc
+import warnings
 import weakref
 
 import numpy as np
@@ -14,10 +17,21 @@ import pytest
 from helpers import THREADS, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leftovers import nothing_left
+from numpy.lib.stride_tricks import as_strided
 
 from minidist import account
 from minidist.comm.group import Group
-from minidist.errors import CommError, ConfigError, DeadlockError, DtypeError, PeerLostError, ShapeError, TimeoutError
+from minidist.errors import (
+    CommError,
+    ConfigError,
+    DeadlockError,
+    DtypeError,
+    MismatchError,
+    PeerLostError,
+    ShapeError,
+    TimeoutError,
+)
 
 on_both = pytest.mark.parametrize("transport", THREADS)
 
@@ -73,6 +87,23 @@ def test_bool_follows_numpys_ufuncs():
     ({"verb": "reduce_scatter", "x": np.ones(4), "out": np.ones(4)}, ShapeError, r"the result has \(2,\)"),
     ({"verb": "all_to_all", "x": [1]}, ShapeError, "x has 1 arrays; pass one for each of 2 ranks"),
     ({"verb": "all_to_all", "x": [1, 1.0]}, DtypeError, "dtypes float64, int64; cast"),
+    ({"verb": "all_to_all", "x": 1.0}, ShapeError, "all_to_all: x is a float; pass a list of 2 arrays"),
+    ({"verb": "all_to_all", "x": None}, ShapeError, "all_to_all: x is a NoneType; pass a list of 2 arrays"),
+    ({"verb": "all_to_all", "x": [1, 2], "out": [np.ones((), int)] * 2}, ShapeError, "out= holds one array several"),
+    ({"verb": "all_reduce", "x": 1.0, "op": ["sum"]}, ConfigError, r"op=\['sum'\] must be a name: sum, mean"),
+    ({"verb": "all_reduce", "x": 1.0, "op": np.add}, ConfigError, "op=<ufunc 'add'> must be a name"),
+    ({"verb": "all_reduce", "x": 1.0, "algorithm": ["ring"]}, ConfigError, r"no algorithm \['ring'\]; choose auto"),
+    ({"verb": "all_reduce", "x": "a"}, DtypeError, "all_reduce: op sum is not defined for dtype <U1.*cast to numbers"),
+    ({"verb": "all_reduce", "x": "a", "op": "mean"}, DtypeError, "op mean is not defined for dtype <U1"),
+    ({"verb": "reduce", "x": np.zeros(2, "m8[s]"), "op": "prod"}, DtypeError, "reduce: .*it takes sum, max, min"),
+    ({"verb": "all_gather", "x": [[1], [2, 3]]}, ShapeError, "all_gather: x is a list of which no array can be made"),
+    ({"verb": "send", "x": None, "dst": 1}, DtypeError, "send: x is a NoneType; arrays of dtype object cannot be sent"),
+    ({"verb": "all_reduce", "x": np.ma.masked_equal([1, 2], 2)}, DtypeError, "masked array.*pass x.filled"),
+    ({"verb": "all_reduce", "x": np.ones(2), "out": np.ma.zeros(2)}, DtypeError, "must be an array, not MaskedArray"),
+    ({"verb": "all_reduce", "x": np.ones(3), "out": as_strided(np.ones(3), (3,), (0,))}, ShapeError,
+     "elements of it share memory and cannot all be written"),
+    ({"verb": "recv", "src": 1, "out": as_strided(np.ones(4), (3, 2), (8, 8))},
+     ShapeError, "recv: .*share memory"),
     ({"verb": "scatter", "x": 1.0, "root": 0}, ShapeError, "without dims"),
     ({"verb": "broadcast", "x": None, "root": 0}, ShapeError, "rank 0 is the root and passes None"),
 ], ids=lambda value: value["verb"] if isinstance(value, dict) else None)
@@ -425,8 +456,109 @@ def test_splits_of_splits(transport):
 
 def test_split_refuses_what_is_no_integer():
     def ranks(world):
-        with pytest.raises(ConfigError, match="color='red'"):
-            world.split("red")
+        for arguments, message in ((("red",), "color='red'"), ((1 << 63,), f"color={1 << 63} must be an integer"),
+                                   ((0, -1 << 65), f"key={-1 << 65} must be"), ((0, 0), "axis=5 must be a name")):
+            with pytest.raises(ConfigError, match=message):
+                world.split(*arguments, axis=5)
+        with pytest.raises(ConfigError, match=r"the group world has ranks 0 to 1, not \[2\]"):
+            world.without([2])
+
+    run(ranks, size=2)
+
+
+# ----------------------------------------------------------------------------------------------- who may use a group
+
+@pytest.mark.parametrize("transport", [*THREADS, "sockets"])
+def test_a_closed_group_says_so(transport):
+    """On all transports alike; close() may be said twice, and in any order."""
+    def ranks(world):
+        outer = world.split(0)
+        inner = outer.split(0)
+        assert float(inner.start_all_reduce(1.0).wait()) == 2
+        world.barrier()
+        outer.close()
+        inner.close()
+        outer.close()
+        for group in (outer, inner):
+            for verb, *args in (("all_reduce", 1.0), ("start_barrier",), ("split", 0), ("send", 1.0, 0), ("recv", 0)):
+                with pytest.raises(CommError, match=f"the group {group.axis} was closed, and rank {world.rank} uses"):
+                    getattr(group, verb)(*args)
+        return float(world.all_reduce(1.0))
+
+    assert run(ranks, size=2, transport=transport) == [2, 2]
+
+
+@on_both
+def test_two_threads_in_one_group_are_refused(transport):
+    """The second thread is told, whichever way it calls; the first goes on undisturbed."""
+    def ranks(world):
+        if world.rank == 0:
+            first = threading.Thread(target=world.barrier)
+            first.start()
+            while not world.usage._busy.locked():
+                time.sleep(0.001)
+            for call in (world.barrier, world.start_barrier):
+                with pytest.raises(CommError, match="two threads of rank 0 use the group world at once.*split"):
+                    call()
+            world.send(1.0, dst=1)      # messages are for any thread
+            first.join()
+        else:
+            world.recv(src=0)
+            world.barrier()
+
+    run(ranks, size=2, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["sockets", "shm"])
+def test_a_child_of_a_rank_may_not_use_its_group(transport):
+    """A fork has the rank's connections: it would send in the rank's name, and say goodbye in it when it ends."""
+    def ranks(world):
+        told, tell = os.pipe()
+        warnings.simplefilter("ignore", DeprecationWarning)     # of a fork beside threads: that is what this is about
+        for end in ("return", "exit", "raise"):
+            if os.fork() == 0:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                for call in (lambda: world.all_reduce(1.0), lambda: world.start_send(1.0, 0)):
+                    try:
+                        call()
+                    except CommError as error:
+                        os.write(tell, str(error).encode() + b"\n")
+                if end == "exit":
+                    sys.exit(0)
+                if end == "raise":
+                    raise ValueError("of the child")
+                return None
+            os.wait()
+        assert float(world.all_reduce(1.0)) == 2
+        return os.read(told, 4000).decode().splitlines()
+
+    with nothing_left():
+        for rank, lines in enumerate(run(ranks, size=2, transport=transport)):
+            assert len(lines) == 6
+            for line in lines:
+                assert re.match(rf"process \d+ uses the group world of rank {rank}, which is process \d+, ", line)
+
+
+def test_a_rank_as_a_thread_that_exits_with_status_0_does_not_end_the_program_as_if_all_were_well():
+    def ranks(world):
+        if world.rank == 1:
+            sys.exit(0)
+        world.barrier()
+
+    with pytest.raises(PeerLostError, match=r"rank 1 \(process \d+ on \S+\) exited with status 0"):
+        run(ranks, size=2)
+
+
+def test_an_exchange_is_one_call():
+    def ranks(world):
+        other = 1 - world.rank
+        for _ in range(2):
+            world.exchange(1.0, other, other)
+        if world.rank == 1:
+            world.exchange(1.0, other, other)
+            return
+        with pytest.raises(MismatchError, match=r"(?s)rank 0 calls exchange.*, its call 3.*rank 1 calls.*, its call 3"):
+            world.exchange(1.0, other, other, out=np.zeros(2))
 
     run(ranks, size=2)
 

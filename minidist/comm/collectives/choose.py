@@ -88,7 +88,7 @@ def choose(verb: str, algorithm: str, nbytes: int, size: int, link: LinkCost | N
     if algorithm == "auto":
         usual = _usual(verb, nbytes, size, tiers)
         return usual if link is None else fastest(verb, nbytes, size, link, usual, tiers)
-    if algorithm not in ALGORITHMS[verb]:
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS[verb]:
         raise ConfigError(f"{verb} has no algorithm {algorithm!r}; choose auto, {', '.join(ALGORITHMS[verb])}")
     return algorithm
 

@@ -105,6 +105,16 @@ class Reduction(NamedTuple):
                 self.pass_on(total, out)
 
 
+def _keeps_dtype(ufunc: np.ufunc, dtype: np.dtype) -> bool:
+    """Whether an op is defined for a dtype, and gives that dtype."""
+    one = np.zeros(1, dtype)
+    try:
+        combined = ufunc(one, one)
+    except TypeError:
+        return False
+    return bool(combined.dtype.newbyteorder("=") == dtype.newbyteorder("="))
+
+
 @lru_cache(maxsize=512)
 def reduction(op: str, dtype: np.dtype, size: int) -> Reduction:
     """The reduction `op` on arrays of `dtype`.
@@ -114,16 +124,13 @@ def reduction(op: str, dtype: np.dtype, size: int) -> Reduction:
     if op not in UFUNCS:
         raise ConfigError(f"unknown op {op!r}; choose one of {', '.join(UFUNCS)}")
     low = dtype == np.float16 or (dtype.type.__module__ == ml_dtypes.__name__ and _is_float(dtype))
-    if op == "mean" and not (low or dtype.kind in "fc"):
-        raise DtypeError(f"op mean of {dtype} would have to round; cast to a float dtype, or take op sum")
     total = np.dtype(np.float32) if low else dtype
-    one = np.zeros(1, total)
-    try:
-        combined = UFUNCS[op](one, one)
-    except TypeError:
-        combined = None
-    if combined is None or combined.dtype.newbyteorder("=") != total.newbyteorder("="):
-        raise DtypeError(f"op {op} is not defined for dtype {dtype}, or gives another dtype")
+    taken = [name for name, ufunc in UFUNCS.items() if name != "mean" and _keeps_dtype(ufunc, total)]
+    if op == "mean" and "prod" in taken and not (low or dtype.kind in "fc"):
+        raise DtypeError(f"op mean of {dtype} would have to round; cast to a float dtype, or take op sum")
+    if (op if op != "mean" else "prod") not in taken:
+        raise DtypeError(f"op {op} is not defined for dtype {dtype}, or gives another dtype; "
+                         f"{'it takes ' + ', '.join(taken) if taken else 'cast to numbers first'}")
     return Reduction(op, dtype, total, total if low else None, size)
 
 

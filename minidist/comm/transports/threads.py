@@ -17,6 +17,7 @@ from minidist.comm.arbiter import Arbiter
 from minidist.comm.deadlock import Verdict
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
+from minidist.comm.loss import Loss
 from minidist.comm.profile import Profile
 from minidist.comm.transports.mailbox import connect
 from minidist.comm.waits import State, Waits
@@ -163,8 +164,9 @@ def run_threads(fn: Callable[..., Any], args: Sequence[Any] = (), size: int = 1,
     Args:    profile: what messages cost, for algorithm="auto"; None for the defaults.
     Returns: what each rank returned, in rank order.
     Raises:  the first failure of any rank, of its own type and with its own traceback, naming the rank (see name_rank);
-             the other ranks are ended by PeerLostError. TimeoutError if a rank has not ended after `limit` seconds
-             (also the limit of every wait inside), naming who hangs and in which call.
+             the other ranks are ended by PeerLostError, which is raised too where a rank left by sys.exit(0).
+             TimeoutError if a rank has not ended after `limit` seconds (also the limit of every wait inside), naming
+             who hangs and in which call.
     """
     job = _Job(fn, args, size, limit, unbuffered, profile)
     for thread in job.threads:
@@ -174,6 +176,8 @@ def run_threads(fn: Callable[..., Any], args: Sequence[Any] = (), size: int = 1,
             raise TimeoutError(f"{len(job.running)} of {size} ranks had not ended after {limit:g} s:\n{job.table()}")
         if job.failure is not None:
             rank, error = job.failure
+            if isinstance(error, SystemExit) and not error.code:    # the program would end as if all were well
+                raise Loss.by_exception(error, rank).error() from error
             raise name_rank(error, rank)
         return job.results
     finally:
