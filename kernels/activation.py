@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
+from minidist.kernels.checks import check_alike
 
 from minidist.backend import Array, array_module
 from minidist.errors import ShapeError
@@ -65,6 +66,7 @@ def bias_gelu_gradient(x: Array, bias: Array | None, dy: Array, *, version: int 
     """dx and dbias (columns,), the second summed in float32 in an order that depends on the shape alone."""
     xp, columns = array_module(x), x.shape[-1]
     _check_bias(x, bias)
+    check_alike("bias_gelu_gradient", x, dy)
     dx, dbias = xp.empty(x.shape, x.dtype), xp.empty((columns,), x.dtype)
     if x.size == 0:
         dbias[...] = 0.0
@@ -81,7 +83,8 @@ def bias_gelu_gradient(x: Array, bias: Array | None, dy: Array, *, version: int 
 
 
 def swiglu(gate: Array, up: Array, *, version: int | None = None) -> Array:
-    """A new array: silu(gate) up."""
+    """A new array: silu(gate) up. Raises: ShapeError."""
+    check_alike("swiglu", gate, up)
     y = array_module(gate).empty(gate.shape, gate.dtype)
     _elementwise("swiglu", gate, (gate, up, y), (gate.size,), version)
     return y
@@ -89,6 +92,7 @@ def swiglu(gate: Array, up: Array, *, version: int | None = None) -> Array:
 
 def swiglu_gradient(gate: Array, up: Array, dy: Array, *, version: int | None = None) -> tuple[Array, Array]:
     """The gradients of gate and up."""
+    check_alike("swiglu_gradient", gate, up, dy)
     xp = array_module(gate)
     dgate, dup = (xp.empty(gate.shape, gate.dtype) for _ in range(2))
     _elementwise("swiglu_gradient", gate, (gate, up, dy, dgate, dup), (gate.size,), version)
@@ -107,9 +111,6 @@ def _check_bias(x: Array, bias: Array | None) -> None:
 def _elementwise(name: str, first: Array, arrays: tuple[Any, ...], numbers: tuple[int, ...],
                  version: int | None) -> None:
     """A thread an element (version 1) or 16 bytes (version 2)."""
-    shapes = {array.shape for array in arrays if array is not None and array.ndim == first.ndim}
-    if first.ndim > 1 and len(shapes) > 1:
-        raise ShapeError(f"{name}: arrays of shapes {' and '.join(map(str, sorted(shapes)))}; they must be alike")
     if first.size == 0:
         return
     version = version_for(name, version, *_given(*arrays))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from minidist.kernels.loader import FLOATS, Source, aligned, c_type, launch
+from minidist.kernels.checks import check_version
 
 from minidist.backend import LOW_PRECISION, Array, array_module
 from minidist.errors import DtypeError, KernelError, ShapeError
@@ -54,7 +55,7 @@ def attention_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: 
     """y (B, H, T, D) and log_total (B, H, T)."""
     scores = q @ _repeated(k, q.shape[1]).swapaxes(-1, -2) * q.shape[-1] ** -0.5
     scores = np.where(seen(q.shape[2], k.shape[2], causal, blocks), scores, -np.inf)
-    top = scores.max(axis=-1, keepdims=True)
+    top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
     top = np.where(top == -np.inf, 0, top)
     p = np.exp(scores - top)
     total = p.sum(axis=-1, keepdims=True)
@@ -88,6 +89,7 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool = False, blocks: Arr
     """
     xp = array_module(q, k, v)
     _check(q, k, v, causal, blocks)
+    check_version("attention", version, VERSIONS)
     y, log_total = xp.zeros_like(q), xp.full(q.shape[:3], -np.inf, np.float32)
     if not q.size or not k.size:
         return y, log_total
@@ -117,6 +119,7 @@ def attention_gradient(q: Array, k: Array, v: Array, y: Array, log_total: Array,
     """
     xp = array_module(q, k, v)
     _check(q, k, v, causal, blocks)
+    check_version("attention_gradient", version, VERSIONS)
     if not y.shape == dy.shape == q.shape or log_total.shape != q.shape[:3]:
         raise ShapeError(f"attention kernel: y {y.shape}, dy {dy.shape}, log_total {log_total.shape}; "
                          f"they need q's shape {q.shape}, and {q.shape[:3]}")

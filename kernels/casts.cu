@@ -12,7 +12,7 @@
 // the order of their values and a NaN comes last: the maximum is NaN if an element is.
 // fp8 is a byte here, put together below: CuPy has no dtype for it, and each bit of the rounding is there to read.
 // Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
-#include "common.cuh"
+#include "ptx.cuh"
 
 // fp8 of 1 sign, E exponent and M mantissa bits. e4m3: no infinity, the last code is NaN. e5m2: as IEEE.
 template <int E, int M> __device__ __forceinline__ unsigned char to_fp8(float x) {
@@ -67,7 +67,7 @@ __global__ void cast_v1(const T* x, Y* y, const float* scale, unsigned* amax, lo
     const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= count) return;
     const float number = to_float(x[i]);
-    y[i] = rounded<Y, exponent>(scale ? number * scale[0] : number);
+    y[i] = rounded<Y, exponent>(scale ? product(number, scale[0]) : number);
     atomicMax(amax, size_of(number));
 }
 
@@ -75,7 +75,7 @@ template <typename T, typename Y, int exponent>
 __global__ void cast_v2(const T* x, Y* y, const float* scale, unsigned* amax, long long count) {
     const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     const float number = i < count ? to_float(x[i]) : 0.0f;
-    if (i < count) y[i] = rounded<Y, exponent>(scale ? number * scale[0] : number);
+    if (i < count) y[i] = rounded<Y, exponent>(scale ? product(number, scale[0]) : number);
     bring(size_of(number), amax);
 }
 
@@ -92,7 +92,7 @@ __global__ void cast_v3(const T* x, Y* y, const float* scale, unsigned* amax, lo
 #pragma unroll
         for (int k = 0; k < n; k++) {
             const float number = to_float(pack.v[k]);
-            few.v[k] = rounded<Y, exponent>(number * factor);
+            few.v[k] = rounded<Y, exponent>(product(number, factor));
             top = larger(top, size_of(number));
         }
         if constexpr (nbytes == 4) *reinterpret_cast<unsigned*>(y + i) = *reinterpret_cast<const unsigned*>(few.v);
@@ -101,7 +101,7 @@ __global__ void cast_v3(const T* x, Y* y, const float* scale, unsigned* amax, lo
     const long long rest = count / n * n + thread;               // fewer than n elements are left over
     if (rest < count) {
         const float number = to_float(x[rest]);
-        y[rest] = rounded<Y, exponent>(number * factor);
+        y[rest] = rounded<Y, exponent>(product(number, factor));
         top = larger(top, size_of(number));
     }
     bring(top, amax);
@@ -111,5 +111,5 @@ __global__ void cast_v3(const T* x, Y* y, const float* scale, unsigned* amax, lo
 template <int exponent, typename Y>
 __global__ void restore_fp8(const unsigned char* x, Y* y, const float* scale, long long count) {
     const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < count) y[i] = from_float<Y>(from_fp8<exponent, 7 - exponent>(x[i]) / (scale ? scale[0] : 1.0f));
+    if (i < count) y[i] = from_float<Y>(quotient(from_fp8<exponent, 7 - exponent>(x[i]), scale ? scale[0] : 1.0f));
 }

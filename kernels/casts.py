@@ -10,6 +10,7 @@ float32 to float16 or bfloat16. Rounded as ml_dtypes does, bit for bit; fp8 satu
 import ml_dtypes
 import numpy as np
 from minidist.kernels.loader import Source, begin_aligned, c_type, launch
+from minidist.kernels.checks import check_number
 
 from minidist.backend import Array, array_module, dtype_name
 from minidist.errors import DtypeError, KernelError
@@ -52,6 +53,7 @@ def cast(x: Array, target: str, scale: Array | None = None, *, version: int | No
     xp, source = array_module(x), dtype_name(x.dtype)
     if target not in TARGETS.get(source, ()):
         raise DtypeError(f"cast: no kernel from {source} to {target}; they know {TARGETS}")
+    check_number("cast", "scale", scale)
     y = xp.empty(x.shape, np.uint8 if target in EXPONENT_BITS else target)
     amax = xp.asarray(np.zeros(1, np.uint32))
     fits = begin_aligned(x, y)

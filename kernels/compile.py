@@ -23,6 +23,7 @@ from minidist.kernels.loader import HERE, STANDARD, Source, compile_error
 
 from minidist.errors import KernelError
 
+OPTIONS = (STANDARD, "-ftz=true")                   # CuPy adds the second by itself
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")        # A100, H100 and H200, B200
 _LIMIT = 300.0                                      # seconds that nvcc may take
 
@@ -64,7 +65,7 @@ def compile_for(source: Source, architecture: str, kernels: Sequence[str] = ()) 
     Cost: 50 ms a kernel by NVRTC, unless it is in the cache.
     """
     kernels = kernels or source.kernels
-    path = place(f"{source.path.stem}-{architecture}", ".log", _compiler(), source.text, *kernels)
+    path = place(f"{source.path.stem}-{architecture}", ".log", _compiler(), *OPTIONS, source.text, *kernels)
     with missing(path) as new:
         if new is not None:
             log = _by_nvrtc if _wheels() else _by_nvcc
@@ -130,7 +131,7 @@ def _by_nvrtc(source: Source, architecture: str, kernels: Sequence[str]) -> str:
     wheels = _wheels()
     assert wheels is not None
     library, program = _nvrtc(wheels[0]), ctypes.c_void_p()
-    options = [f"--gpu-architecture={architecture}", STANDARD, f"-I{wheels[1]}", "--ptxas-options=-v"]
+    options = [f"--gpu-architecture={architecture}", *OPTIONS, f"-I{wheels[1]}", "--ptxas-options=-v"]
     library.nvrtcCreateProgram(ctypes.byref(program), source.text.encode(), source.path.name.encode(), 0, None, None)
     try:
         names = [name.encode() for name in kernels]
@@ -160,9 +161,10 @@ def _by_nvcc(source: Source, architecture: str, kernels: Sequence[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / source.path.name
         path.write_text(f"{source.text}\nvoid* used[] = {{{used}}};\n", encoding="utf-8")
-        done = subprocess.run(["nvcc", STANDARD.replace("--", "-"), "-cubin", f"-arch={architecture}", "-Xptxas", "-v",
-                               str(path), "-o", str(path.with_suffix(".cubin"))],
-                              capture_output=True, text=True, timeout=_LIMIT, check=False)
+        options = [option.replace("--", "-") for option in OPTIONS]
+        done = subprocess.run(["nvcc", *options, "-cubin", f"-arch={architecture}", "-Xptxas", "-v", str(path), "-o",
+                               str(path.with_suffix(".cubin"))], capture_output=True, text=True, timeout=_LIMIT,
+                              check=False)
     if done.returncode:
         raise compile_error(source, f"nvcc, {architecture}", done.stderr)
     return done.stderr

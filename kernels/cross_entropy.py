@@ -10,6 +10,7 @@ Bytes moved: at the head of cross_entropy.cu.
 
 import numpy as np
 from minidist.kernels.loader import FLOATS, MOST_SHARED, Source, c_type, launch, version_for
+from minidist.kernels.checks import check_alike, check_number
 
 from minidist.backend import Array, array_module
 from minidist.errors import ShapeError
@@ -37,12 +38,14 @@ def cross_entropy(logits: Array, targets: Array, *, scale: float, factor: Array 
     """Losses and dlogits; None for the second without `gradient`. `out`: where dlogits go, the logits themselves too.
 
     factor: one float32 number beside the logits, so that nobody waits for the GPU to read it.
-    Raises: ShapeError if targets do not fit. A target outside the row gives NaN: nobody waits to look.
+    Raises: ShapeError if targets, factor or `out` do not fit. A target outside the row gives NaN: nobody waits to look.
     """
     xp, columns = array_module(logits), logits.shape[-1]
     if targets.shape != logits.shape[:-1]:
         raise ShapeError(f"cross_entropy: targets {targets.shape} do not fit logits {logits.shape}; "
                          f"they need shape {logits.shape[:-1]}")
+    check_alike("cross_entropy", logits, out)
+    check_number("cross_entropy", "factor", factor)
     losses = xp.empty(targets.shape, np.float32)
     dx = (xp.empty(logits.shape, logits.dtype) if out is None else out) if gradient else None
     if logits.size == 0:

@@ -11,6 +11,7 @@ Cost: 2·m·n·k operations; matmul.cu states the bytes that each version reads,
 
 import numpy as np
 from minidist.kernels.loader import FLOATS, Source, aligned, c_type, launch
+from minidist.kernels.checks import check_version
 
 from minidist.backend import LOW_PRECISION, Array, array_module
 from minidist.errors import DtypeError, KernelError, ShapeError
@@ -54,6 +55,7 @@ def matmul(a: Array, b: Array, *, version: int | None = None, transpose_a: bool 
                          f"{' transposed' * transpose_b}; it needs (m, k) times (k, n)")
     if a.dtype != b.dtype:
         raise DtypeError(f"matmul kernel: a of {a.dtype}, b of {b.dtype}; they need one dtype")
+    check_version("matmul", version, VERSIONS)
     (m, k), n = (a.shape[::-1] if transpose_a else a.shape), b.shape[not transpose_b]
     c = xp.empty((m, n), a.dtype) if k else xp.zeros((m, n), a.dtype)
     if m and n and k:

@@ -12,6 +12,7 @@ Bytes moved: at the head of norm.cu.
 
 import numpy as np
 from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
+from minidist.kernels.checks import check_version
 
 from minidist.backend import Array, array_module
 from minidist.errors import ShapeError
@@ -95,6 +96,7 @@ def _norm(name: str, x: Array, w: Array, b: Array | None, eps: float, version: i
 def _gradient(name: str, x: Array, w: Array, dy: Array, mean: Array | None, scale: Array,
               version: int | None) -> Arrays:
     columns = x.shape[-1]
+    check_version(name, version, VERSIONS)
     _check(name, x, ("w", w, (columns,)), ("dy", dy, x.shape), ("scale", scale, x.shape[:-1]),
            *([("mean", mean, x.shape[:-1])] if mean is not None else []))
     xp = array_module(x)

@@ -81,6 +81,8 @@ def from_experts_gradient(dy: Array, results: Array, weights: Array, placement: 
     _check("from_experts_gradient: dy", dy, len(placement.slots))
     _check("from_experts_gradient: results", results, len(placement.tokens))
     _check_weights(weights, placement)
+    if dy.shape[1] != results.shape[1]:
+        raise ShapeError(f"from_experts_gradient: dy {dy.shape} is not as wide as results {results.shape}")
     dresults = _gather(dy, weights, placement, version)
     dweights = array_module(dy).empty(len(placement.tokens), np.float32)
     if dweights.size:

@@ -1,4 +1,5 @@
-// Every line of PTX in minidist, each beside its twin for the CPU build: matrix fragments and asynchronous copies.
+// Every line of PTX in minidist, each beside its twin for the CPU build: matrix fragments, asynchronous copies, and
+// products that keep tiny numbers.
 //
 // A tensor core multiplies small matrices that the 32 lanes of a warp hold together. In m16n8k16 the lane of number
 // 4 g + t (g from 0 to 7, t from 0 to 3) holds, two numbers a register (the left one in the low half):
@@ -8,7 +9,10 @@
 //   B (16, 8)    b[0]: rows 2t, 2t+1, column g           b[1]: rows 2t+8, 2t+9, column g
 //   D (16, 8)    d[0], d[1]: row g, columns 2t, 2t+1     d[2], d[3]: row g+8, columns 2t, 2t+1     (float32)
 //
-// Source: NVIDIA, "PTX ISA", sections on mma, ldmatrix and cp.async. All of it runs on sm_80 and newer.
+// product and quotient round as float32 does and keep numbers below 2^-126: CuPy compiles with -ftz=true, under which *
+// and / take such numbers for 0. Where a kernel promises the bits of its reference it multiplies and divides by these.
+//
+// Source: NVIDIA, "PTX ISA", sections on mma, ldmatrix, cp.async, mul and div. All of it runs on sm_80 and newer.
 #pragma once
 #include "common.cuh"
 
@@ -55,6 +59,9 @@ UNCHECKED void cp_async_16(void* shared, const void* global) {
 }
 inline void cp_async_commit() { cuda_on_cpu::async_commit(); }
 template <int groups> void cp_async_wait() { cuda_on_cpu::async_wait(groups); }
+
+inline float product(float a, float b) { return a * b; }
+inline float quotient(float a, float b) { return a / b; }
 
 #else
 
@@ -105,6 +112,17 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int groups> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" :: "n"(groups) : "memory");
+}
+
+__device__ __forceinline__ float product(float a, float b) {
+    float result;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+__device__ __forceinline__ float quotient(float a, float b) {
+    float result;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
 }
 
 #endif

@@ -15,7 +15,7 @@
 //   v3  four elements a load (quantise)   each sector once, a quarter of the requests, one store for four codes
 //
 // Source: Dettmers 2016 (1511.04561); Seide et al. 2014, 1-bit SGD; Tang et al. 2021 (2102.02888), 1-bit Adam.
-#include "common.cuh"
+#include "ptx.cuh"
 
 constexpr int group = 128, signs_group = 1024;
 
@@ -24,12 +24,16 @@ __device__ __forceinline__ unsigned larger(unsigned a, unsigned b) { return a > 
 __device__ __forceinline__ unsigned size_of(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
 template <int bits> __device__ __forceinline__ float scale_of(unsigned top) {
-    return __fdiv_rn(__uint_as_float(top), bits == 8 ? 127.0f : 7.0f);
+    return quotient(__uint_as_float(top), bits == 8 ? 127.0f : 7.0f);
 }
 template <int bits> __device__ __forceinline__ int code_of(float x, float scale) {
     constexpr float largest = bits == 8 ? 127.0f : 7.0f;
-    if (!(scale > 0.0f) || size_of(scale) >= 0x7f800000u) return 0;              // 0 scale: 0, or NaN as it should be
-    return static_cast<int>(fminf(fmaxf(rintf(__fdiv_rn(x, scale)), -largest), largest));
+    if (size_of(scale) == 0 || size_of(scale) >= 0x7f800000u) return 0;          // 0 scale: 0, or NaN as it should be
+    return static_cast<int>(fminf(fmaxf(rintf(quotient(x, scale)), -largest), largest));
+}
+// As bits, between -0 and a NaN with its sign: a comparison with 0 takes tiny numbers for 0 (ptx.cuh says why).
+__device__ __forceinline__ bool below_zero(float x) {
+    return __float_as_uint(x) > 0x80000000u && __float_as_uint(x) <= 0xff800000u;
 }
 __device__ __forceinline__ int both(int low, int high) { return (low & 15) | (high & 15) << 4; }
 
@@ -122,7 +126,7 @@ __global__ void restore(const signed char* codes, const float* scales, T* y, lon
     int code;
     if (bits == 8) code = codes[i];
     else code = ((codes[i / 2] >> (i % 2 * 4) & 15) ^ 8) - 8;    // 4 bits with their sign
-    y[i] = from_float<T>(code * scales[i / group]);
+    y[i] = from_float<T>(product(code, scales[i / group]));
 }
 
 template <typename T> __global__ void pack_signs_v1(const T* x, unsigned* words, float* scales, long long count) {
@@ -134,7 +138,7 @@ template <typename T> __global__ void pack_signs_v1(const T* x, unsigned* words,
         unsigned word = 0;
         for (long long i = start; i < start + 32 && i < end; i++) {
             sum += fabsf(to_float(x[i]));
-            word |= static_cast<unsigned>(!(to_float(x[i]) < 0.0f)) << (i - start);
+            word |= static_cast<unsigned>(!below_zero(to_float(x[i]))) << (i - start);
         }
         words[start / 32] = word;
     }
@@ -149,7 +153,7 @@ template <typename T> __global__ void pack_signs_v2(const T* x, unsigned* words,
         const long long i = first + k;
         const float number = i < count ? to_float(x[i]) : -1.0f;
         if (i < count) sum += fabsf(number);
-        const unsigned word = __ballot_sync(all_lanes, !(number < 0.0f));        // all lanes' signs, one bit each
+        const unsigned word = __ballot_sync(all_lanes, !below_zero(number));        // all lanes' signs, one bit each
         if (k % 32 == 0 && i < count) words[i / 32] = word;
     }
     sum = block_sum(sum, partial);

@@ -18,7 +18,11 @@
 
 constexpr int a_block = 1024;                                    // elements
 
-template <typename T> __device__ __forceinline__ unsigned size_of(T x) { return __float_as_uint(to_float(x)) & 0x7fffffffu; }
+// All NaN are of one size, whatever their other bits.
+template <typename T> __device__ __forceinline__ unsigned size_of(T x) {
+    const unsigned size = __float_as_uint(to_float(x)) & 0x7fffffffu;
+    return size > 0x7f800000u ? 0x7fffffffu : size;
+}
 
 template <typename T> __global__ void kth_v1(const T* x, unsigned* state, int count, int k) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

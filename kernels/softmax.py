@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
+from minidist.kernels.checks import check_alike
 
 from minidist.backend import Array, array_module
 
@@ -41,7 +42,8 @@ def softmax(x: Array, *, version: int | None = None) -> Array:
 
 
 def softmax_gradient(y: Array, dy: Array, *, version: int | None = None) -> Array:
-    """A new array of y's shape and dtype: the gradient of x."""
+    """A new array of y's shape and dtype: the gradient of x. Raises: ShapeError, KernelError."""
+    check_alike("softmax_gradient", y, dy)
     dx = array_module(y).empty(y.shape, y.dtype)
     _launch("softmax_gradient", (y, dy, dx), version)
     return dx

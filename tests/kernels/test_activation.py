@@ -117,7 +117,9 @@ def test_shapes():
     x = np.zeros((2, 3), np.float32)
     with pytest.raises(ShapeError, match="does not fit x"):
         bias_gelu(x, np.zeros(2, np.float32))
-    with pytest.raises(ShapeError, match="must be alike"):
-        swiglu(x, np.zeros((3, 3), np.float32))
+    for call in (lambda short: swiglu(x, short), lambda short: swiglu_gradient(x, x, short),
+                 lambda short: bias_gelu_gradient(x, None, short), lambda short: swiglu(np.ones(8, np.float32), short)):
+        with pytest.raises(ShapeError, match="must be alike"):                # of another length, or other dims
+            call(np.zeros(3, np.float32))
     with pytest.raises(KernelError, match="take version 1"):
         swiglu(x, x.copy(), version=2)

@@ -8,7 +8,7 @@ from minidist.kernels import on_cpu
 from minidist.kernels.casts import EXPONENT_BITS, TARGETS, VERSIONS, cast, cast_reference, restore
 
 from minidist.backend import to_host
-from minidist.errors import DtypeError, KernelError
+from minidist.errors import DtypeError, KernelError, ShapeError
 from minidist.parallel.common.float8 import to_float8
 
 PAIRS = [(source, target) for source, targets in TARGETS.items() for target in targets]
@@ -79,6 +79,8 @@ def test_bytes_moved_and_errors():
         assert seen[0].stores.bytes >= x.size
     assert cast(x[:0], "float16")[1].tolist() == [0]
     assert cast(x[1:], "bfloat16")[0].dtype == ml_dtypes.bfloat16
+    with pytest.raises(ShapeError, match=r"scale has shape \(0,\)"):
+        cast(x, "bfloat16", x[:0])
     with pytest.raises(KernelError, match="take version 2"):
         cast(x[1:], "bfloat16", version=3)
     with pytest.raises(DtypeError, match="no kernel from float16"):

@@ -5,7 +5,8 @@ import pytest
 from kernel_checks import KINDS, needs_compiler, on_each_device, there
 from minidist.kernels import on_cpu
 from minidist.kernels.chunks import CHUNK, Chunks
-from minidist.kernels.global_norm import VERSIONS, Gradients, global_norm, global_norm_reference
+from minidist.kernels.global_norm import SOURCE, VERSIONS, Gradients, global_norm, global_norm_reference
+from minidist.kernels.loader import launch
 
 from minidist.backend import to_host
 from minidist.errors import ConfigError, KernelError
@@ -53,6 +54,15 @@ def test_an_overflow_anywhere_shows(version, bad, device):
         arrays = drawn("float32")
         arrays[which].reshape(-1)[place] = bad
         assert not np.isfinite(to_host(global_norm(Gradients(there(device, *arrays)), version=version))).any()
+
+
+@on_each_device
+@pytest.mark.parametrize("count", [1, 255, 600])
+def test_all_sums_are_added(count, device):
+    """As many as threads, fewer, more: each counts once."""
+    sums, norm = there(device, np.arange(1, count + 1, dtype=np.float32), np.full(1, np.nan, np.float32))
+    launch(SOURCE, "global_norm_finish", grid=1, block=256, args=(sums, count, None, norm, 2.0))
+    np.testing.assert_allclose(to_host(norm), [2 * np.sqrt(count * (count + 1) / 2)], rtol=1e-6)
 
 
 @needs_compiler

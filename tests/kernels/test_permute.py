@@ -126,6 +126,8 @@ def test_bytes_moved_and_errors():
         to_experts(x[1:], placement)
     with pytest.raises(ShapeError, match="one a row"):
         from_experts(rows, weights[1:], placement)
+    with pytest.raises(ShapeError, match="not as wide"):
+        from_experts_gradient(x[:, :4].copy(), rows, weights, placement)
     with pytest.raises(KernelError, match="take version 1"):
         to_experts(x[:, :3].copy(), placement, version=2)
 

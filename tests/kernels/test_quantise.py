@@ -86,6 +86,13 @@ def test_bits(version, bits, kind, count, device):
     check(device, kind, count, bits, version)
 
 
+@on_each_device
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("bits", LARGEST)
+def test_every_rung(version, bits, device):
+    check(device, "float32", 3 * GROUP + 5, bits, version)
+
+
 def check_signs(device, kind, count, version):
     x = drawn(count, kind)
     x[-1] = -0.0

@@ -71,6 +71,9 @@ def test_nan_is_the_largest(version, device):
     (placed,) = there(device, x)
     same(top_k(placed, 2, version=version), x, [7, 290])
     same(top_k(placed, 3, version=version), x, [0, 7, 290])
+    x[[290, 33]] = np.array([0x7fc00001, 0xffffffff], np.uint32).view(np.float32)       # NaN of other bits: no larger
+    (placed,) = there(device, x)
+    same(top_k(placed, 2, version=version), x, [7, 33])
 
 
 @needs_compiler

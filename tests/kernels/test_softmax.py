@@ -14,7 +14,7 @@ from minidist.kernels.softmax import (
     softmax_reference,
 )
 
-from minidist.errors import KernelError
+from minidist.errors import KernelError, ShapeError
 
 needs_compiler = pytest.mark.skipif(on_cpu.compiler() is None, reason="no C++ compiler (g++) on this machine")
 KINDS = {"float32": (np.float32, 2e-7), "float16": (np.float16, 6e-4), "bfloat16": (ml_dtypes.bfloat16, 5e-3)}
@@ -77,6 +77,8 @@ def test_shapes():
     assert softmax(np.zeros((2, 0), np.float32)).shape == (2, 0)
     np.testing.assert_allclose(softmax(np.zeros((2, 3, 4), np.float32)), 0.25)
     assert softmax(np.zeros(7, np.float32)).shape == (7,)
+    with pytest.raises(ShapeError, match="must be alike"):
+        softmax_gradient(np.zeros((4, 8), np.float32), np.zeros((2, 8), np.float32))
 
 
 @needs_compiler
