@@ -12,8 +12,8 @@ float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy; computed in
 from typing import Any
 
 import numpy as np
-from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 from minidist.kernels.checks import check_alike
+from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
 from minidist.backend import Array, array_module
 from minidist.errors import ShapeError

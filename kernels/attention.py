@@ -14,8 +14,8 @@ skipped. Speed is not yet measured.
 from typing import Any
 
 import numpy as np
-from minidist.kernels.loader import FLOATS, Source, aligned, c_type, launch
 from minidist.kernels.checks import check_version
+from minidist.kernels.loader import FLOATS, Source, aligned, c_type, launch
 
 from minidist.backend import LOW_PRECISION, Array, array_module
 from minidist.errors import DtypeError, KernelError, ShapeError

@@ -9,8 +9,8 @@ float32 to float16 or bfloat16. Rounded as ml_dtypes does, bit for bit; fp8 satu
 
 import ml_dtypes
 import numpy as np
-from minidist.kernels.loader import Source, begin_aligned, c_type, launch
 from minidist.kernels.checks import check_number
+from minidist.kernels.loader import Source, begin_aligned, c_type, launch
 
 from minidist.backend import Array, array_module, dtype_name
 from minidist.errors import DtypeError, KernelError

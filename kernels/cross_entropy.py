@@ -9,8 +9,8 @@ Bytes moved: at the head of cross_entropy.cu.
 """
 
 import numpy as np
-from minidist.kernels.loader import FLOATS, MOST_SHARED, Source, c_type, launch, version_for
 from minidist.kernels.checks import check_alike, check_number
+from minidist.kernels.loader import FLOATS, MOST_SHARED, Source, c_type, launch, version_for
 
 from minidist.backend import Array, array_module
 from minidist.errors import ShapeError

@@ -10,8 +10,8 @@ Cost: 2·m·n·k operations; matmul.cu states the bytes that each version reads,
 """
 
 import numpy as np
-from minidist.kernels.loader import FLOATS, Source, aligned, c_type, launch
 from minidist.kernels.checks import check_version
+from minidist.kernels.loader import FLOATS, Source, aligned, c_type, launch
 
 from minidist.backend import LOW_PRECISION, Array, array_module
 from minidist.errors import DtypeError, KernelError, ShapeError

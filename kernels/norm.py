@@ -11,8 +11,8 @@ Bytes moved: at the head of norm.cu.
 """
 
 import numpy as np
-from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 from minidist.kernels.checks import check_version
+from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
 from minidist.backend import Array, array_module
 from minidist.errors import ShapeError

@@ -10,8 +10,8 @@ Moved: x.nbytes read and written forward; 2 x.nbytes read, x.nbytes written back
 from typing import Any
 
 import numpy as np
-from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 from minidist.kernels.checks import check_alike
+from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
 from minidist.backend import Array, array_module
 
