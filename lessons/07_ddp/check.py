@@ -16,7 +16,7 @@ from minidist.teaching import Result, sent_since, totals
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=2, width=8, heads=2, dtype="float64")
 SEQUENCES = (3, 1, 2)  # of ranks 0, 1, 2 in every batch: uneven, as the last batch of an epoch often is
-LIMIT, BUCKET = 10.0, 2048
+LIMIT, BUCKET = 60.0, 2048
 EPOCHS, BATCHES = 2, 3
 
 
@@ -142,7 +142,8 @@ def _train(group: Any, exercise: ModuleType) -> dict[str, Any]:
     epochs = [[_batch(epoch * BATCHES + step, group.rank, group.size) for step in range(BATCHES)]
               for epoch in range(EPOCHS)]
     exercise.train(group, model, SGD(list(model.parameters()), lr=0.1), synchronizer, epochs)
-    return {"weights": _flat(parameter.data for parameter in model.parameters()), "finished": synchronizer.finished}
+    return {"weights": _flat(parameter.data for parameter in model.parameters()), "finished": synchronizer.finished,
+            "started": synchronizer.started, "buckets": len(synchronizer.buckets)}
 
 
 def _flat(arrays: Any) -> np.ndarray:
@@ -261,6 +262,10 @@ def _training(ranks: list[dict[str, Any]]) -> Result:
                       f"{finished}; the replicas drifted apart by {drift:.1e}",
                       mistake,
                       "between two updates every replica must have the same gradient (N0:416): section 5 (hole 5)")
+    started, all_of_them = ranks[0]["started"], finished * ranks[0]["buckets"]
+    if started < all_of_them:
+        return Result(task, False, f"{all_of_them} all-reduces", f"{started}", "not ready for the next backward",
+                      "finish() sets self.missing anew, or no bucket is ever complete again: section 3.2 (hole 4)")
     if not error < 1e-10:
         mistake = "the replicas drifted apart" if drift > 1e-10 else "the replicas agree on wrong weights"
         return Result(task, False, "the weights of one process", f"off by {error:.1e}, replicas apart by {drift:.1e}",

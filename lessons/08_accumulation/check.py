@@ -16,17 +16,17 @@ from minidist.teaching import Result
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
 SEQUENCES = (5, 3, 4)   # rows of ranks 0, 1, 2 in every batch
-PASSES, STEPS, LIMIT = 2, 2, 10.0
+CASES, STEPS, LIMIT = ((1, 2), (3, 2), (3, 3)), 2, 60.0     # (ranks, passes)
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """The cut, then whole steps on one and on three ranks, then the traffic of every stage."""
     for rows, passes in ((7, 3), (8, 4), (2, 3)):
         yield _cut(exercise, rows, passes)
-    for size in (1, 3):
-        ranks = run(_train, exercise, size=size, limit=LIMIT)
-        yield _counts(size, ranks)
-        yield _weights(size, ranks)
+    for size, passes in CASES:
+        ranks = run(_train, exercise, passes, size=size, limit=LIMIT)
+        yield _counts(size, passes, ranks)
+        yield _weights(size, passes, ranks)
     for stage in range(4):
         for passes in (1, 4):
             yield _traffic(exercise, stage, passes)
@@ -71,12 +71,12 @@ class CountedSGD(SGD):
         super().step(*args, **options)
 
 
-def _train(group: Any, exercise: ModuleType) -> dict[str, Any]:
+def _train(group: Any, exercise: ModuleType, passes: int) -> dict[str, Any]:
     """The student's steps: weights, how often ranks reduced and stepped."""
     model, counted = _model(), CountedGroup(group)
     optimizer = CountedSGD(list(model.parameters()), lr=0.1)
     for step in range(STEPS):
-        exercise.step(counted, model, optimizer, _batch(step, group.rank, group.size), PASSES)
+        exercise.step(counted, model, optimizer, _batch(step, group.rank, group.size), passes)
     return {"weights": _flat(model), "reduced": counted.calls, "steps": optimizer.steps,
             "parameters": len(list(model.parameters()))}
 
@@ -91,16 +91,16 @@ def _flat(model: Any) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------- beside the answer key
 
-def _serial(size: int, mistake: str = "") -> np.ndarray:
+def _serial(size: int, passes: int, mistake: str = "") -> np.ndarray:
     """The weights after the same steps in one process; with a `mistake`, as whoever makes it gets them."""
     model = _model()
     optimizer = SGD(list(model.parameters()), lr=0.1)
     for step in range(STEPS):
         for rank in range(size):
             batch = _batch(step, rank, size)
-            for micro in micro_parts(Part(batch.inputs, batch.targets, 0), PASSES):
+            for micro in micro_parts(Part(batch.inputs, batch.targets, 0), passes):
                 tokens = {"mean of means": micro.targets.size, "this rank's tokens": batch.targets.size,
-                          "averaged twice": batch.global_tokens * PASSES}.get(mistake, batch.global_tokens)
+                          "averaged twice": batch.global_tokens * passes}.get(mistake, batch.global_tokens)
                 model.loss(micro.inputs, micro.targets, divisor=tokens).backward()
         optimizer.step()
         if mistake != "forgot to zero":
@@ -123,26 +123,26 @@ def _cut(exercise: ModuleType, rows: int, passes: int) -> Result:
                   "each pass has rows // passes rows, the first rows % passes of them one more (hole 1)")
 
 
-def _counts(size: int, ranks: list[dict[str, Any]]) -> Result:
+def _counts(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
     """One reduction of every gradient and one update a step."""
-    task, one = f"{_ranks(size)}, {STEPS} steps of {PASSES} passes", ranks[0]["parameters"] * STEPS
+    task, one = f"{_ranks(size)}, {STEPS} steps of {passes} passes", ranks[0]["parameters"] * STEPS
     reduced, steps = ranks[0]["reduced"], ranks[0]["steps"]
     said = f"{reduced} all-reduces, {steps} updates"
     target = f"{one} all-reduces, {STEPS} updates"
     if steps != STEPS:
-        mistake = "steps after every pass" if steps == STEPS * PASSES else "not one update a step"
+        mistake = "steps after every pass" if steps == STEPS * passes else "not one update a step"
         return Result(task, False, target, said, mistake, "the optimizer steps once, after the last pass: section 1 "
                       "(hole 4)")
     if reduced != one:
-        mistake = "reduced after every pass" if reduced == one * PASSES else "not reduced once"
+        mistake = "reduced after every pass" if reduced == one * passes else "not reduced once"
         return Result(task, False, target, said, mistake, "a rank's own passes add up at home; the sum travels once, "
                       "after the last: section 4 (hole 3)")
     return Result(task, True, target, said)
 
 
-def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
+def _weights(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
     """After the steps: every rank has one process's weights."""
-    task, target = f"{_ranks(size)}, weights after {STEPS} steps", _serial(size)
+    task, target = f"{_ranks(size)}, weights after {STEPS} steps of {passes} passes", _serial(size, passes)
     scale = np.abs(target).max()
     error = max(float(np.abs(figures["weights"] - target).max() / scale) for figures in ranks)
     if error < 1e-10:
@@ -151,11 +151,11 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
         "mean of means": "a pass with few rows counts as much as one with many: divide each by batch.global_tokens: "
                          "section 2 (hole 2)",
         "this rank's tokens": "ranks have different numbers of rows: divide by batch.global_tokens: section 2 (hole 2)",
-        "averaged twice": f"{PASSES} times too small: batch.global_tokens has all passes already: section 2 (hole 2)",
+        "averaged twice": f"{passes} times too small: batch.global_tokens has all passes already: section 2 (hole 2)",
         "forgot to zero": "the next batch's gradients are added to this one's: optimizer.zero_grad(): section 8 "
                           "(hole 4)"}
     for mistake, why in advice.items():
-        wrong = _serial(size, mistake)
+        wrong = _serial(size, passes, mistake)
         differs = np.abs(wrong - target).max() > 1e-12 * scale
         if differs and np.abs(ranks[0]["weights"] - wrong).max() < 1e-9 * scale:
             return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, why)

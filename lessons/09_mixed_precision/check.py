@@ -12,7 +12,7 @@ from minidist.optim import SGD, clip_scale
 from minidist.parallel.mixed_precision import LossScale
 from minidist.teaching import Result, expect
 
-LR, CLIP, SCALE, LIMIT = 0.0625, 0.5, 2.0 ** 12, 10.0
+LR, CLIP, SCALE, LIMIT = 0.0625, 0.5, 2.0 ** 12, 60.0
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:

@@ -12,7 +12,7 @@ from minidist.parallel.common.update import part_of
 from minidist.teaching import Result, expect
 
 SHAPES = ({"dp": 2, "pp": 2, "tp": 2}, {"dp": 3, "pp": 1, "tp": 2}, {"dp": 2, "pp": 3, "tp": 2})
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:

@@ -34,7 +34,7 @@ def _formula(exercise: ModuleType) -> Iterator[Result]:
         yield expect(f"peak of {layers} blocks in segments of {size}", target, measured,
                      known.get(measured, "another number"), "(segments - 1) inputs and one segment's insides: section "
                                                             "3 (hole 1)")
-    for layers, x, a in ((16, 1, 1), (36, 2, 2), (12, 10, 100)):
+    for layers, x, a in ((16, 1, 1), (36, 2, 2), (12, 10, 100), (10, 3, 2)):
         sizes = [size for size in range(1, layers + 1) if layers % size == 0]
         target = min(sizes, key=lambda size: exercise.peak(layers, size, x, a))
         yield expect(f"best size for {layers} blocks, x = {x}, a = {a}", target, exercise.best_size(layers, x, a),

@@ -34,6 +34,7 @@ WRONG = {
     "a bucket was not started once": {3: "self.missing[number] -= 1"},
     "averaged twice": {4: RIGHT[4] + "\n        for flat in self.flat:\n            flat /= self.group.size"},
     "not waited for": {4: "self.missing = [len(bucket) for bucket in self.buckets]"},
+    "not ready for the next backward": {4: "for handle in self.pending:\n    handle.wait()\nself.pending = []"},
     "synchronised once an epoch": {5: """
         for batch in batches:
             local_loss(model, batch).backward()

@@ -17,6 +17,7 @@ WRONG = {
     "uneven passes": {1: "begin + each + (more if number + 1 == passes else 0)"},
     "mean of means": {2: "targets.size"},
     "averaged twice": {2: "batch.global_tokens * 2"},
+    "wrong weights": {3: "number % 2 == 0"},         # right for two passes
     "this rank's tokens": {2: "batch.targets.size"},
     "reduced after every pass": {3: "True"},
     "not reduced once": {3: "False"},

@@ -21,6 +21,7 @@ WHOLE = "self.mine[...] = self.group.all_reduce(gradient)[self.own]"
 WRONG = {
     "weights without an owner": {1: FLOOR, 3: WHOLE, 4: "pass"},
     "the optimizer is not divided": {2: "self.weights"},
+    "the optimizer changes a copy": {2: "self.weights[self.own].copy()"},
     "averaged twice": {3: RIGHT[3] + "\nself.mine /= self.group.size"},
     "an all-reduce where a reduce-scatter is enough": {3: WHOLE},
     "the all-gather is missing": {4: "pass"},

@@ -28,6 +28,7 @@ WRONG = {
     "the update comes before the reduce has ended": {5: "pass"},
     "forgot to free": {4: "self.kept = [*getattr(self, 'kept', []), self.flying.pop(0)]"},
     "too many in flight": {2: "pass"},
+    "backward stands still": {2: "self.land()"},
     "averaged twice": {3: "handle.wait()\nrun.shard += chunk / self.group.size"},
     "replaced instead of added": {3: "handle.wait()\nrun.shard[...] = chunk"},
 }

@@ -28,6 +28,7 @@ WRONG = {
     "that keeps every block's input": {1: "layers * x + a"},
     "one block is made again": {1: "(segments - 1) * x + a"},
     "another size has a lower peak": {2: "sizes[0]"},
+    "best size for 10 blocks": {2: "round((layers * x / a) ** 0.5)"},
     "one a segment": {3: "kept.extend([x, x])"},
     "a segment starts from another's input": {5: "tensor(kept.pop(0).data, requires_grad=True)"},
     "the gradient does not reach the segment before": {6: "(y.backward(dy), dy)[1]"},
