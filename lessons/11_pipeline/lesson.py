@@ -203,6 +203,7 @@ def pipedream(group: Any, page: Page) -> None:
         with account.use(account.MemoryAccount()) as memory:
             strategy = kind(GPT(config), group, schedule, seed=0)
             optimizer, before = AdamW(strategy.parameters, 1e-2), memory.now["parameters"]
+            memory.reset_peak()     # of building the model
             losses[kind] = [strategy.step(lab.global_batch(config, 0, count), optimizer) for _ in range(SEEN)]
         if isinstance(strategy, PipeDream):
             late = max(microbatch - met for microbatch, met in strategy.updates)

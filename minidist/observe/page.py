@@ -94,4 +94,4 @@ def verdict(measured: float, formula: float, tolerance: float = 0.0) -> str:
     """"ok" where `measured` is within `tolerance` (a fraction) of `formula`, else how far off it is."""
     if abs(measured - formula) <= tolerance * abs(formula):
         return "ok"
-    return f"off {100 * (measured / formula - 1):+.1f} %" if formula else f"off by {measured}"
+    return f"off {100 * (measured / formula - 1):+.1f} %" if formula else f"off by {measured:.3g}"
