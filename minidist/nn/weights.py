@@ -77,7 +77,8 @@ class Weight(Parameter):
 
     @data.setter
     def data(self, array: Array) -> None:
-        self._data = account.current().hold(array, "parameters")
+        holds = array.size <= 1 or any(array.strides)   # a shape over one number, as above, is no memory to speak of
+        self._data = account.current().hold(array, "parameters") if holds else array
         self.drawn = True
 
     @property

@@ -9,6 +9,8 @@ from filling import graded
 
 from minidist import lessons
 from minidist.errors import ScheduleError
+from minidist.launch import run
+from minidist.observe.page import Page
 from minidist.parallel.schedule_checker import Clock, Times, broken, check_spans, clock_of
 from minidist.parallel.schedules import Backward, of_orders
 from minidist.teaching import load_module
@@ -64,6 +66,13 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def lab() -> Any:
     return load_module(lessons.find("11").part("experiments.py"), "11")
+
+
+def test_what_pipedream_keeps_is_what_the_lesson_says(capsys: pytest.CaptureFixture[str]) -> None:
+    lesson = load_module(lessons.find("11").part("lesson.py"), "11")
+    run(lambda group: lesson.pipedream(group, Page(group)), size=2)
+    printed = capsys.readouterr().out
+    assert printed.count("ok") == 2 and "off" not in printed
 
 
 def test_the_notes_chart_breaks_all_its_backward_dependencies(lab: Any) -> None:

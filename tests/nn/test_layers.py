@@ -3,9 +3,18 @@
 import numpy as np
 import pytest
 
+from minidist import account
 from minidist.errors import ConfigError
 from minidist.nn import MLP, CausalSelfAttention, Dropout, DropoutKey, Embedding, GPTConfig, LayerNorm, Linear, RMSNorm
 from minidist.tensor import tensor
+
+
+def test_what_is_not_drawn_yet_fills_no_memory() -> None:
+    with account.use(account.MemoryAccount()) as memory:
+        layer = Linear(3, 5)
+        assert memory.peak["parameters"] == 0 and layer.weight.shape == (3, 5)
+        layer.initialize(0)
+        assert memory.peak["parameters"] == memory.now["parameters"] == sum(p.data.nbytes for p in layer.parameters())
 
 
 def normal(*shape: int) -> np.ndarray:
