@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         args.out = str(settings.out)                        # whose default is the time
         with run_folder(settings.out):
             return spawn([sys.executable, "-m", "minidist", "train", *train_options.as_arguments(args)], size)
-    threads = limit_blas_threads(args.threads, launch.local_size)
+    threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
     world = init(transport=args.transport, threads=threads)
     with run_folder(settings.out) if world.rank == 0 else nullcontext():
         return train(settings, world, threads)

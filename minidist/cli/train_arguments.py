@@ -25,7 +25,7 @@ def _job(parser: argparse.ArgumentParser) -> None:
         help="how ranks exchange bytes (default: mpi under mpirun, else sockets)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
     add("--threads", type=positive, metavar="N",
-        help="BLAS threads a rank (default: this machine's cores // ranks on it)")
+        help="BLAS threads a rank or replica (default: this machine's cores // how many there are on it)")
 
 
 def _division(parser: argparse.ArgumentParser) -> None:

@@ -224,13 +224,16 @@ def test_a_composed_plan(cut: str, options: list[str], axes: set[str], book: Pat
                  ["worker 1", "server 0"], marks=pytest.mark.soak)])
 def test_one_place_that_everything_passes(options: list[str], who: list[str], book: Path, tmp_path: Path,
                                           monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """data-parallel and parameter-server: who sent what is the formula, device by device or rank by rank."""
+    """data-parallel and parameter-server: who sent what is the formula, device by device or rank by rank; replicas
+    share a process's cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     monkeypatch.chdir(tmp_path)
     status = main(["train", *TINY, *options, "--data", str(book), "--out", "run"])
     printed, error = capfd.readouterr()
     assert (status, error) == (0, "")
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert len(metrics["losses"]) == 4 and metrics["losses"][-1] < metrics["losses"][0]
+    assert metrics["threads"] == 2 or "data-parallel" not in options
     assert "--asynchronous" in options or metrics["verify"]["largest"] <= 1e-10
     for rank, expected in zip(metrics["ranks"], metrics["formula"]["by_rank"], strict=True):
         assert [sum(rank[kind].get("dp", {}).values()) for kind in ("sent_bytes", "messages")] == expected
