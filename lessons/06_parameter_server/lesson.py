@@ -17,7 +17,7 @@ from minidist.optim import SGD, Adam
 from minidist.parallel.common.update import part_of
 from minidist.parallel.ddp import DDP
 from minidist.parallel.parameter_server import ParameterServer
-from minidist.teaching import arguments, load_module, run_lesson
+from minidist.teaching import arguments, counted, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "06")
 STEPS, NAP = 6, 0.02
@@ -126,9 +126,11 @@ def stragglers(group: Any, page: Page) -> None:
         job = {"strategy": DDP} if options is None else {"servers": 1, **options}
         mine = lab.train(group, steps=STEPS, slow=slow, **job)
         rows.append([name, f"{1e3 * mine['ends'][STEPS - 3] / (STEPS - 2):.1f} ms", f"{1e3 * mine['ends'][-1]:.0f} ms"])
-    page.table(f"One of the ranks naps {1e3 * NAP:.0f} ms before each of {STEPS} steps", ["", "rank 0: a step",
-                                                                                         "rank 0: all steps"], rows,
-               note="with any staleness rank 0 does not wait for it; with a bound it does, when it is so far ahead")
+    title, note = (f"One of the ranks naps {1e3 * NAP:.0f} ms before each of {STEPS} steps",
+                   "with any staleness rank 0 does not wait for it; with a bound it does, when it is so far ahead")
+    if not slow:
+        title, note = f"{STEPS} steps, and nobody naps", "rank 0 is the only worker: start three ranks or more"
+    page.table(title, ["", "rank 0: a step", "rank 0: all steps"], rows, note=note)
 
 
 # --------------------------------------------------------------------------------------------------- 4 staleness
@@ -146,9 +148,8 @@ def stale(group: Any, page: Page) -> None:
         error = float(np.abs(ranks[0]["weights"] - lab.replayed(ranks, workers)).max())
         rows.append([bound if bound is not None else "any", len(seen), f"{np.mean(seen):.1f}", max(seen),
                      f"{ranks[0]['held_out']:.3f}", f"{error:.0e}", "ok" if error < 1e-10 else "off"])
-    page.table(f"{workers} workers, {STEPS} steps each, one of them slow", ["staleness", "updates", "mean late",
-                                                                          "most", "held-out loss", "off its replay",
-                                                                          ""], rows,
+    page.table(f"{counted(workers, 'worker')}, {STEPS} steps each" + ", one of them slow" * bool(slow),
+               ["staleness", "updates", "mean late", "most", "held-out loss", "off its replay", ""], rows,
                note="late: updates that others made between a worker's reading the weights and its own update")
 
 

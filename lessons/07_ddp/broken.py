@@ -14,7 +14,7 @@ from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam
 from minidist.parallel.common.update import part_of
 from minidist.parallel.ddp import DDP
-from minidist.teaching import load_module
+from minidist.teaching import counted, load_module
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "07")
 
@@ -63,7 +63,7 @@ def local_tokens() -> None:
 
     for first in (1, 2, 4, 8):
         off = md.run(error, first, size=4)[0]
-        print(f"rank 0 has {first} sequences, ranks 1 to 3 one each: the gradient is off by {off:.1%}")
+        print(f"rank 0 has {counted(first, 'sequence')}, ranks 1 to 3 one each: the gradient is off by {off:.1%}")
 
 
 def different_seeds() -> None:

@@ -33,7 +33,7 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     kinds = {"forward": "forward", "backward": "backward (ZB-H1: for the input)",
              "backward for the weights": "backward for the weights"}
     figure.legend([look.patch(COLORS[kind]) for kind in kinds] + [look.patch(SECOND[kind]) for kind in SECOND],
-                  [*kinds.values(), "forward,", "backward of the rank's second stage"], frameon=False,
+                  [*kinds.values(), "second stage's forward", "its backward"], frameon=False,
                   fontsize=10, ncols=5,
                   loc="upper left", bbox_to_anchor=(0.02, 0.925), labelcolor=look.INK, handlelength=1.3)
     for number, name in enumerate(lab.NAMES):

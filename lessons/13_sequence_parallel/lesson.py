@@ -158,7 +158,7 @@ def memory(group: Any, page: Page) -> None:
     rows += [[f"{lab.TITLES[name]}, {long.context} tokens", *shown(lab.peaks(group, long, name))]
              for name in lab.NAMES]
     page.table(f"Peak bytes of rank 0, one sequence, {group.size} ranks", ["", "activations", "communication", "total"],
-               rows, note="nobody keeps probabilities (chapter 19); weights and gradients count in the total")
+               rows, note="nobody keeps probabilities (lesson 19); weights and gradients count in the total")
     limit = one["total"] + 5 * 8 * 2 * short.context * short.width      # and five pieces on their way
     fits = lab.peaks(group, long, "ring", limit=limit)["total"]
     page.say(f"    Under a limit of {size_text(limit)} ring attention takes {long.context} tokens ({size_text(fits)});")
