@@ -25,9 +25,11 @@ def embedding_gradient_reference(ids: np.ndarray, dy: np.ndarray, count: int) ->
     return result
 
 
-def embedding_gradient(ids: Array, dy: Array, count: int, *, version: int | None = None) -> Array:
+def embedding_gradient(ids: Array, dy: Array, count: int, *, found: tuple[Array, Array] | None = None,
+                       version: int | None = None) -> Array:
     """A new array (count, width) of dy's dtype. Ids outside of 0 … count - 1 count nowhere.
 
+    Args:    found: runs(ids, count), beside dy, where somebody has them.
     Raises: ShapeError if dy does not fit ids; KernelError if `version` does not fit.
     """
     if dy.shape[:-1] != ids.shape or dy.ndim == 0:
@@ -43,7 +45,7 @@ def embedding_gradient(ids: Array, dy: Array, count: int, *, version: int | None
     if version == 1:
         launch(SOURCE, kernel, grid=count, block=threads, args=(beside(ids, dy), dy, result, ids.size, width))
         return result
-    order, starts = (beside(found, dy) for found in runs(ids, count))
+    order, starts = found or (beside(each, dy) for each in runs(ids, count))
     a_row = LANES * (16 // dy.dtype.itemsize)
     launch(SOURCE, kernel, grid=(count, -(-width // a_row) if version == 3 else 1), block=threads,
            args=(order, starts, dy, result, width))

@@ -31,6 +31,7 @@ TABLE = {
     "rms_norm_gradient":   ("norm", "rms_norm_gradient"),
     "rotary":              ("rotary", "rotary"),
     "rotary_gradient":     ("rotary", "rotary_gradient"),
+    "embedding_runs":      ("embedding", "runs"),
     "embedding_gradient":  ("embedding", "embedding_gradient"),
     "to_experts":          ("permute", "to_experts"),
     "from_experts":        ("permute", "from_experts"),

@@ -5,6 +5,10 @@ side an array is on: an operation of a device array and a NumPy array is an erro
 waits: `waits` holds, for each time that the host would wait for the GPU, what did it and on which line of minidist:
 reading a number or an array; a copy by `set`; a result whose size depends on values (nonzero, a mask as an index);
 bincount, which looks at its numbers; sorts, which CuPy leaves to Thrust, and that returns when it is done.
+
+While a stream is captured nothing is computed: each operation is written down, with the arrays that it reads and the
+one that it writes, which holds rubbish until the graph is launched. Arrays that the capture made stay where they are,
+as in a graph's pool. Whatever would wait, and any copy from the host, ends the capture with CUDA's error.
 """
 
 import traceback
@@ -13,7 +17,10 @@ from contextlib import nullcontext
 from types import ModuleType
 
 import fake_cupy
+import ml_dtypes
 import numpy as np
+
+from minidist import cublas
 
 WAITING = {"nonzero", "flatnonzero", "argwhere", "unique", "bincount", "sort", "argsort", "compress", "extract"}
 waits = []
@@ -22,10 +29,58 @@ _owners = weakref.WeakValueDictionary()     # id of a host array that owns its m
 
 def wait(what):
     """Note that the host waits."""
+    outside(what)
     frames = [frame for frame in traceback.extract_stack() if "/minidist/" in frame.filename]
     where = f"{frames[-1].filename.rpartition('/minidist/')[2]}:{frames[-1].lineno}" if frames else "the test"
     waits.append(f"{what} at {where}")
 
+
+# --- graphs ----------------------------------------------------------------------------------------------------------
+
+class Graph:
+    """What was written down, in order, and the arrays that were made meanwhile."""
+
+    captured = None             # the one that is being written
+
+    def __init__(self):
+        self.works, self.arrays = [], []
+
+    def launch(self, stream=None):
+        for work in self.works:
+            work()
+
+
+def outside(what):
+    """What no captured stream may do."""
+    if Graph.captured is not None:
+        raise RuntimeError(f"cudaErrorStreamCaptureUnsupported: not permitted when stream is capturing: {what}")
+
+
+def do(work):
+    """Now; while a stream is captured, at each launch."""
+    if Graph.captured is None:
+        work()
+    else:
+        Graph.captured.works.append(work)
+
+
+def made(run):
+    """The result of run() on the device: a view of an array there, or another array, computed at each launch."""
+    result = run()
+    result = np.asarray(result) if isinstance(result, np.generic) else result
+    if Graph.captured is not None and isinstance(result, np.ndarray) and id(_owner(result)) not in _owners:
+        result.reshape(-1).view(np.uint8)[:] = 0xFF
+        Graph.captured.works.append(lambda: np.copyto(result, run()))
+    return on_device(result)
+
+
+def _owner(array):
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+# --- arrays ----------------------------------------------------------------------------------------------------------
 
 def on_host(value, *, index=False):
     """Arguments as NumPy takes them."""
@@ -46,9 +101,7 @@ def on_device(result):
         result = np.asarray(result)
     if not isinstance(result, np.ndarray):
         return result
-    owner = result
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
+    owner = _owner(result)
     if id(owner) not in _owners:
         _owners[id(owner)] = first = ndarray(owner)
         return first if owner is result else ndarray(result, first)
@@ -61,18 +114,23 @@ def computed(function, args, options):
         wait(function.__name__)
     if function is np.take:
         options = {**options, "mode": "wrap"}       # CuPy looks at no index
-    out = options.get("out")
+    out = options.pop("out", None)
     hosts, options = on_host(args), {name: on_host(value) for name, value in options.items()}
-    with np.errstate(all="ignore"):
-        if function is np.matmul and hosts[0].dtype.itemsize == 2:
-            kind, target = hosts[0].dtype, options.pop("out", None)
-            result = np.matmul(*(host.astype(np.float32) for host in hosts)).astype(kind)
-            if target is None:
-                return on_device(result)
-            target[...] = result
-        else:
-            result = function(*hosts, **options)
-    return on_device(result) if out is None else out
+
+    def run():
+        with np.errstate(all="ignore"):
+            if function is np.matmul and hosts[0].dtype.itemsize == 2:
+                return np.matmul(*(host.astype(np.float32) for host in hosts)).astype(hosts[0].dtype)
+            return function(*hosts, **options)
+
+    if out is None:
+        return made(run)
+    if function is np.matmul:
+        do(lambda: np.copyto(out.host, run()))
+    else:
+        options["out"] = on_host(out)
+        do(run)
+    return out
 
 
 class ndarray(fake_cupy.ndarray):       # noqa: N801 - CuPy's name
@@ -82,6 +140,8 @@ class ndarray(fake_cupy.ndarray):       # noqa: N801 - CuPy's name
 
     def __init__(self, host, base=None):
         super().__init__(None, host=host, base=base)
+        if Graph.captured is not None:
+            Graph.captured.arrays.append(self)
         self.itemsize = host.itemsize
 
     @property
@@ -97,12 +157,13 @@ class ndarray(fake_cupy.ndarray):       # noqa: N801 - CuPy's name
 
     def __getitem__(self, index):
         self._masks(index)
-        return on_device(self.host[on_host(index, index=True)])
+        return made(lambda: self.host[on_host(index, index=True)])
 
     def __setitem__(self, index, value):
         if isinstance(value, ndarray):
             self._masks(index)
-        self.host[on_host(index, index=True)] = on_host(value)
+        places, source = on_host(index, index=True), on_host(value)
+        do(lambda: self.host.__setitem__(places, source))
 
     def _masks(self, index):
         parts = index if isinstance(index, tuple) else (index,)
@@ -119,22 +180,26 @@ class ndarray(fake_cupy.ndarray):       # noqa: N801 - CuPy's name
         return on_device(self.host.view(dtype))
 
     def copy(self):
-        return on_device(self.host.copy())
+        return made(self.host.copy)
 
     def astype(self, dtype, copy=True):
-        with np.errstate(all="ignore"):
-            return on_device(self.host.astype(dtype, copy=copy))
+        def run():
+            with np.errstate(all="ignore"):
+                return self.host.astype(dtype, copy=copy)
+        return made(run)
 
     def sum(self, *args, **options):
         return computed(np.ndarray.sum, (self, *args), options)
 
     def set(self, values, stream=None):
         assert isinstance(values, np.ndarray) and values.dtype == self.dtype and values.shape == self.shape
+        outside("set")
         if stream is None:
             wait("set")
         self.host[...] = values
 
     def get(self, stream=None, order="C", out=None, blocking=True):
+        outside("get")
         if blocking:
             wait("get")
         out = np.empty_like(self.host) if out is None else out
@@ -184,7 +249,8 @@ class _Function:
         return computed(self._function, args, options)
 
     def at(self, target, index, values):
-        self._function.at(target.host, on_host(index), on_host(values))
+        index, values = on_host(index), on_host(values)
+        do(lambda: self._function.at(target.host, index, values))
 
 
 class _CuPy(ModuleType):
@@ -198,7 +264,7 @@ class RawModule(fake_cupy.RawModule):
 
     class Kernel(fake_cupy.RawKernel):
         def put(self, work):
-            work()
+            do(work)
 
 
 def empty(shape, dtype=float):
@@ -212,12 +278,15 @@ def asarray(values, dtype=None):
     """A device array itself; a copy of anything else, which nobody waits for."""
     if isinstance(values, ndarray):
         return values if dtype is None or values.dtype == dtype else values.astype(dtype)
+    outside("a copy from the host")
     return on_device(np.array(values, dtype))
 
 
 def array(values, dtype=None, order="K"):
     """A copy; nobody waits for it."""
-    return on_device(np.array(on_host(values, index=True), dtype, order=order))
+    if not isinstance(values, ndarray):
+        outside("a copy from the host")
+    return made(lambda: np.array(on_host(values, index=True), dtype, order=order))
 
 
 class Stream(nullcontext):
@@ -225,8 +294,81 @@ class Stream(nullcontext):
 
     ptr = 0
 
+    def __init__(self, null=False, non_blocking=False):
+        super().__init__()
+
     def synchronize(self):
         wait("a stream")
+
+    def wait_event(self, event):
+        """All is done at once."""
+
+    def begin_capture(self):
+        assert Graph.captured is None
+        Graph.captured = Graph()
+
+    def end_capture(self):
+        graph, Graph.captured = Graph.captured, None
+        return graph
+
+
+class MemoryPool:
+    """Takes nothing of what the stand-in holds."""
+
+    malloc = None
+
+    def total_bytes(self):
+        return 0
+
+
+class Cublas:
+    """The library, as cublas.py calls it: on addresses, counting down columns."""
+
+    DTYPES = {0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}
+
+    def __init__(self):
+        self.calls, self.workspace = [], None
+
+    def cublasCreate_v2(self, handle):
+        handle._obj.value = 7
+        return 0
+
+    def cublasSetStream_v2(self, handle, stream):
+        self.workspace = None
+        return 0
+
+    def cublasSetWorkspace_v2(self, handle, address, size):
+        self.workspace = address.value
+        return 0
+
+    def cublasDestroy_v2(self, handle):
+        self.calls.append("destroy")
+        return 0
+
+    def cublasGemmEx(self, handle, turn_x, turn_y, m, n, k, alpha, x, x_kind, x_step, y, y_kind, y_step, beta,
+                     z, z_kind, z_step, compute, algorithm):
+        """z (m, n) = alpha x y + beta z, of matrices whose columns lie one after the other, turned or not."""
+        assert handle.value == 7 and self.workspace and (compute, algorithm) == (68, -1)
+        assert (alpha._obj.value, beta._obj.value) == (1.0, 0.0)
+        if x_step < (k if turn_x else m) or y_step < (n if turn_y else k) or z_step < m:
+            return 7            # CUBLAS_STATUS_INVALID_VALUE
+        one, two = _matrix(x, x_kind, (m, k), turn_x, x_step), _matrix(y, y_kind, (k, n), turn_y, y_step)
+        result = _matrix(z, z_kind, (m, n), 0, z_step)
+        self.calls.append((turn_x, turn_y, m, n, k))
+
+        def run():
+            wide = np.matmul(two.T.astype(np.float32), one.T.astype(np.float32))     # as `computed` does
+            np.copyto(result.T, wide.astype(result.dtype))
+        do(run)
+        return 0
+
+
+def _matrix(address, kind, shape, turned, step):
+    """A matrix of the given shape: element (i, j) lies at i + j step, or turned at j + i step."""
+    size = np.dtype(Cublas.DTYPES[kind]).itemsize
+    strides = (step * size, size) if turned else (size, step * size)
+    nbytes = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + size
+    return np.ndarray(shape, Cublas.DTYPES[kind], fake_cupy.at(address.value, nbytes), strides=strides)
 
 
 class Event(fake_cupy.Event):
@@ -241,6 +383,8 @@ def install(monkeypatch):
     """Stand in for CuPy until the test ends: its module. No launch is in `waits` yet."""
     found = modules()
     fake_cupy.stand_in(monkeypatch, found)
+    monkeypatch.setattr(cublas, "load", Cublas)
+    monkeypatch.setattr(Graph, "captured", None)
     waits.clear()
     return found["cupy"]
 
@@ -250,7 +394,8 @@ def modules():
     found = fake_cupy.modules()
     cupy = _CuPy("cupy")
     cuda, pinned = found["cupy.cuda"], found["cupyx"]
-    cuda.Event, cuda.get_current_stream = Event, Stream
+    vars(cuda).update(Event=Event, Stream=Stream, get_current_stream=Stream, MemoryPool=MemoryPool,
+                      using_allocator=lambda malloc: nullcontext())
     pinned.empty_pinned = np.empty
     vars(cupy).update(ndarray=ndarray, cuda=cuda, RawModule=RawModule, is_available=lambda: True, empty=empty,
                       asarray=asarray, array=array)

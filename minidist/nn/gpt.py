@@ -26,6 +26,7 @@ from minidist.nn.module import Module
 from minidist.nn.moe import Mixture, mixture
 from minidist.nn.norm import LayerNorm, RMSNorm
 from minidist.nn.output import Output
+from minidist.ops.gather import SortedIds
 from minidist.tensor import Tensor, no_grad
 
 
@@ -67,7 +68,7 @@ class GPT(Module):
             mixture(self, config.mixture)
 
     def forward(self, ids: Array, positions: Array | None = None, key: DropoutKey | None = None) -> Tensor:
-        """Args:    ids: (B, T) integers.
+        """Args:    ids: (B, T) integers, or SortedIds of them.
                     positions: (T,) global positions, 0..T-1 unless a shard of the sequence says otherwise.
                     key: which tokens of which step these are, for dropout in training.
         """
@@ -80,7 +81,7 @@ class GPT(Module):
             raise ShapeError(f"GPT: ids have shape {ids.shape}; they need shape (sequences, tokens)")
         positions = np.arange(ids.shape[1]) if positions is None else positions
         x = self.embed(ids, positions, key)
-        positions = beside(positions, x.data)
+        positions = positions.ids if isinstance(positions, SortedIds) else beside(positions, x.data)
         for block in self.blocks:
             x = block(x, positions, key)
         return x

@@ -5,15 +5,40 @@ the GPU computes. Positions that lie on the GPU are not looked at, for that woul
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from minidist.backend import FLOATS, Array, array_module, beside, device_of, matmul, narrow, widen
-from minidist.dispatch import kernel
+from minidist.dispatch import kernel, launcher
 from minidist.errors import DtypeError, ShapeError
 from minidist.tape import Node, Saved, op, saved
 
 _ONE_HOT_ROWS = 1024  # table rows summed by one matrix product on a GPU
+
+
+@dataclass(frozen=True)
+class SortedIds:
+    """Positions on a GPU that the host has looked at and sorted before, so that no op has to (graph.py).
+
+    Attributes: ids             int64 (…)
+                order, starts   int32 (n,), (count + 1,): where each id of a table of `count` rows stands among them
+    """
+
+    ids: Array
+    order: Array
+    starts: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.ids.shape       # type: ignore[no-any-return]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
 
 def check_positions(name: str, ids: Array, count: int) -> None:
@@ -36,17 +61,24 @@ def _picked(x: Array, index: Array, dim: int) -> Array:
 
 
 @op
-def embedding(table: Array, ids: Array) -> tuple[Array, Saved]:
+def embedding(table: Array, ids: Array | SortedIds) -> tuple[Array, Saved]:
     """table[ids]: (V, n), integers (…) -> (…, n). Ids that lie on a GPU and are outside of the table give NaN."""
     if table.ndim != 2:
         raise ShapeError(f"embedding: the table has shape (vocabulary, width), not {table.shape}")
+    if isinstance(ids, SortedIds):
+        return array_module(table).take(table, ids.ids, axis=0), saved(ids=ids)
     check_positions("embedding", ids, len(table))
     return _picked(table, ids, 0), saved(ids=ids)
 
 
 @embedding.gradient("table")
 def _(node: Node, dy: Array) -> Array:
-    return sum_by_id(node.ids.reshape(-1), dy.reshape(-1, dy.shape[-1]), node.shapes["table"][0])
+    ids = node.ids
+    if isinstance(ids, SortedIds):
+        dy = array_module(dy).ascontiguousarray(dy.reshape(-1, dy.shape[-1]))
+        found = ids.order, ids.starts
+        return launcher("embedding_gradient")(ids.ids.reshape(-1), dy, node.shapes["table"][0], found=found)
+    return sum_by_id(ids.reshape(-1), dy.reshape(-1, dy.shape[-1]), node.shapes["table"][0])
 
 
 def sum_by_id(ids: Array, values: Array, count: int) -> Array:

@@ -1,0 +1,125 @@
+"""Matrix products by cuBLAS itself, called through ctypes, for where CuPy's may not be: while a stream is captured.
+
+CuPy refuses its own cuBLAS calls there, for a handle of everybody's has a workspace of everybody's. Products have a
+handle and a workspace of their own, which live as long as they do, and so may become nodes of a graph (graph.py).
+
+    products = Products()
+    with products.instead():        # on this thread
+        ...                         # backend.matmul calls products.multiply for arrays on the GPU
+
+The library is the one that CuPy has loaded: asked for a library by its name alone, the loader gives the one of that
+name which is in the process already. Not yet run on a GPU.
+"""
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from minidist.errors import DeviceError, KernelError, ShapeError
+
+WORKSPACE = 32 << 20        # bytes, as NVIDIA advises for sm_90
+_KINDS = {"float32": 0, "float16": 2, "bfloat16": 14}       # cudaDataType: CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
+_SUMS_IN_FLOAT32, _ANY_ALGORITHM = 68, -1                   # CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
+
+
+class _Current(threading.local):
+    products: "Products | None" = None
+
+
+_current = _Current()
+
+
+def current() -> "Products | None":
+    """Whose products this thread takes instead of CuPy's, or None."""
+    return _current.products
+
+
+class Products:
+    """Products of matrices on the current device, in the current stream, sums in float32.
+
+    Args:    library: cuBLAS, or a stand-in for it; None: what CuPy has loaded.
+    Raises:  DeviceError if there is none.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        import cupy  # noqa: PLC0415 - only where a GPU was asked for
+
+        self._cupy, self._library = cupy, load() if library is None else library
+        self._handle, self._one, self._zero = ctypes.c_void_p(), ctypes.c_float(1.0), ctypes.c_float(0.0)
+        self._call("cublasCreate_v2", ctypes.byref(self._handle))
+        self._workspace = cupy.empty((WORKSPACE,), np.uint8)
+
+    @contextmanager
+    def instead(self) -> Iterator[None]:
+        """In the block this thread's products of arrays on a GPU are these."""
+        before, _current.products = _current.products, self
+        try:
+            yield
+        finally:
+            _current.products = before
+
+    def multiply(self, a: Any, b: Any, out: Any = None) -> Any:
+        """(m, k) @ (k, n) -> (m, n), each with contiguous rows or columns (else it is copied), of one dtype.
+
+        cuBLAS counts down columns, so a matrix of rows is its transpose, and it is asked for outᵀ = bᵀ aᵀ.
+        Raises:  ShapeError for more dims: those are attention's plain path, which no graph takes.
+        """
+        if a.ndim != 2 or b.ndim != 2 or a.dtype != b.dtype or str(a.dtype) not in _KINDS:
+            raise ShapeError(f"a product {a.dtype} {a.shape} @ {b.dtype} {b.shape} in a captured step: it takes two "
+                             f"matrices in one of {', '.join(_KINDS)}; heads of more than 128 columns have others")
+        (m, k), n = a.shape, b.shape[1]
+        out = self._cupy.empty((m, n), a.dtype) if out is None else out
+        if out.shape != (m, n) or out.dtype != a.dtype or not out.flags.c_contiguous:
+            raise ShapeError(f"a product {a.shape} @ {b.shape} into {out.dtype} {out.shape}: it needs a contiguous "
+                             f"{a.dtype} {(m, n)}")
+        if m * n * k == 0:
+            out[...] = 0
+            return out
+        (a, turn_a, step_a), (b, turn_b, step_b) = self._laid_out(a), self._laid_out(b)
+        stream, kind = self._cupy.cuda.get_current_stream().ptr, _KINDS[str(a.dtype)]
+        self._call("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream))      # forgets the workspace
+        self._call("cublasSetWorkspace_v2", self._handle, ctypes.c_void_p(self._workspace.data.ptr),
+                   ctypes.c_size_t(WORKSPACE))
+        self._call("cublasGemmEx", self._handle, turn_b, turn_a, n, m, k, ctypes.byref(self._one),
+                   ctypes.c_void_p(b.data.ptr), kind, step_b, ctypes.c_void_p(a.data.ptr), kind, step_a,
+                   ctypes.byref(self._zero), ctypes.c_void_p(out.data.ptr), kind, n, _SUMS_IN_FLOAT32, _ANY_ALGORITHM)
+        return out
+
+    def _laid_out(self, x: Any) -> tuple[Any, int, int]:
+        """A matrix, whether cuBLAS must turn it to have its transpose, and elements from one row (column) to the next.
+        """
+        rows, columns = x.shape
+        down, along = (stride // x.dtype.itemsize for stride in x.strides)
+        if (along == 1 or columns == 1) and (down >= columns or rows == 1):
+            return x, 0, max(down, columns)
+        if (down == 1 or rows == 1) and (along >= rows or columns == 1):
+            return x, 1, max(along, rows)
+        return self._cupy.ascontiguousarray(x), 0, columns
+
+    def _call(self, name: str, *args: Any) -> None:
+        status = getattr(self._library, name)(*args)
+        if status:
+            raise KernelError(f"{name} failed with cublasStatus {status}")
+
+    def close(self) -> None:
+        """Give the handle back. Graphs that these products are in may not run any more."""
+        if self._handle:
+            self._call("cublasDestroy_v2", self._handle)
+            self._handle = ctypes.c_void_p()
+
+
+def load() -> Any:
+    """cuBLAS as CuPy uses it. Raises: DeviceError if it cannot be loaded."""
+    import cupy  # noqa: PLC0415 - only where a GPU was asked for
+
+    cupy.cuda.device.get_cublas_handle()                        # CuPy loads it now, if it has not
+    name = f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
+    try:
+        return ctypes.CDLL(name)
+    except OSError as error:
+        raise DeviceError(f"{name}, which a captured step multiplies by, cannot be loaded: {error}; train without "
+                          f"--graph") from error

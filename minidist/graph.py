@@ -1,0 +1,275 @@
+"""A training step as one CUDA graph: what the GPU is asked for is written down once, and then asked for as a whole.
+
+    step = CapturedStep(trainer)
+    losses = [step.start_step(batch) for batch in batches]      # as trainer.start_step, the same numbers
+
+A step is a walk of the host over the model, with a launch or several for each op. While a stream is captured nothing
+runs: each launch becomes a node of a graph, with its arguments as they are. Launching the graph runs them all, and the
+host has done a step's work in one call:
+
+    step 1, 2    run as they are        kernels are compiled, tables sent, the pool of memory filled
+    step 3       captured, launched     the host walks the model for the last time
+    step 4, …    launched
+
+So what differs from step to step may not be an argument. It lies in fixed places on the device (Given), and one copy
+from pinned memory refills them all before each launch: ids and targets, where each id stands (the embedding's gradient
+adds in that order), the learning rate, and the dropout layers' keys. What the update counts, the norm and the clip
+factor are on the device anyway. The loss stays in a fixed place too, and is read late. Gradients keep their places, so
+that the optimizer's tables of pointers stay right. Intermediate results lie in a pool of the graph's own, as long as it
+lives; matrices are multiplied by a cuBLAS of its own (cublas.py).
+
+A host that reads a number, or decides by one, cannot be written down: fp16's loss scale and experts' loads are such,
+and what ranks send each other. They are refused, and so is a batch of another shape than the first.
+
+Not yet run on a GPU, and its speed not yet measured.
+Source: the CUDA C++ Programming Guide's chapter on graphs and stream capture.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minidist import account
+from minidist.backend import Array, device_of
+from minidist.cublas import Products
+from minidist.dispatch import launcher
+from minidist.errors import ConfigError, KernelError, MinidistError, ShapeError
+from minidist.nn.dropout import Dropout, DropoutKey
+from minidist.ops.gather import SortedIds, check_positions
+from minidist.ops.random import dropout_key
+from minidist.optim import Adam
+from minidist.parallel.accumulation import micro_parts
+from minidist.parallel.common.late_loss import LateLoss
+from minidist.parallel.common.update import Batch, Part, zero_unused
+from minidist.parallel.hybrid import Trainer
+from minidist.parallel.single import Single
+from minidist.tensor import Tensor
+
+WARM_UP = 2         # steps that run as they are
+_ALIGN = 256        # bytes; where CUDA's own allocations begin
+
+
+class Given:
+    """Arrays that a step is given: in fixed places on the device, sent there in one copy from pinned memory.
+
+    Args:    like: by name, arrays as they will be sent.
+    Attributes: there: by name, where they are on the device.
+    """
+
+    def __init__(self, like: Mapping[str, np.ndarray]) -> None:
+        import cupy  # noqa: PLC0415 - only where a GPU was asked for
+        import cupyx  # noqa: PLC0415
+
+        self._cuda, total = cupy.cuda, 0
+        self._places: dict[str, tuple[int, int, np.ndarray]] = {}
+        for name, array in like.items():
+            self._places[name] = total, total + array.nbytes, np.empty(array.shape, array.dtype)
+            total += -(-array.nbytes // _ALIGN) * _ALIGN
+        self._device = account.current().hold(cupy.zeros((total,), np.uint8), "workspace")
+        self.there = self._views(self._device)
+        self._hosts = [cupyx.empty_pinned((total,), np.uint8) for _ in range(2)]    # one is filled, one may be read yet
+        self._read: list[Any] = [None, None]        # the event behind the copy of each
+
+    def _views(self, octets: Array) -> dict[str, Array]:
+        return {name: octets[start:stop].view(like.dtype).reshape(like.shape)
+                for name, (start, stop, like) in self._places.items()}
+
+    def send(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Put these numbers there, in the current stream. The host waits only if it is two steps ahead of the copies.
+
+        Raises:  ShapeError if one is not as the first were.
+        """
+        self._hosts.reverse()
+        self._read.reverse()
+        if self._read[0] is not None and not self._read[0].done:
+            self._read[0].synchronize()
+        for name, view in self._views(self._hosts[0]).items():
+            array = arrays[name]
+            if array.shape != view.shape or array.dtype != view.dtype:
+                raise ShapeError(f"captured step: {name} is {array.dtype} {array.shape}, and was {view.dtype} "
+                                 f"{view.shape} when the step was captured; a graph takes batches of one shape")
+            view[...] = array
+        self._device.set(self._hosts[0], stream=self._cuda.get_current_stream())
+        self._read[0] = self._cuda.Event(disable_timing=True)
+        self._read[0].record()
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass of a step on the device: rows of the batch, and who they are for dropout."""
+
+    inputs: SortedIds
+    targets: Array
+    key: DropoutKey | None
+
+
+class CapturedStep:
+    """A trainer's step, captured when it has run twice; step and start_step as the trainer's.
+
+    Args:    warm_up: steps that run as they are before.
+    Attributes: pool: the memory of intermediate results; launches: of the graph, so far.
+    Raises:  ConfigError for a trainer whose step cannot be captured.
+    """
+
+    def __init__(self, trainer: Trainer, *, warm_up: int = WARM_UP) -> None:
+        refuse(trainer)
+        import cupy  # noqa: PLC0415 - the trainer's weights are on a GPU
+
+        self.trainer, self._cupy, self._warm_up, self.launches = trainer, cupy, warm_up, 0
+        self._layers = [m for m in trainer.model.modules() if isinstance(m, Dropout) and m.rate]
+        self._stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+        self._products, self._steps = Products(), 0
+        self._graph: Any = None
+        self._given: Given | None = None
+        self._late: list[LateLoss] = []
+
+    def step(self, batch: Batch) -> float:
+        """One optimizer step; its mean loss."""
+        return self.start_step(batch).wait()
+
+    def start_step(self, batch: Batch) -> LateLoss:
+        """The same, and the loss may be waited for later.
+
+        Raises:  ShapeError for a batch of another shape than the first; KernelError if the step cannot be captured.
+        """
+        trainer, late = self.trainer, LateLoss()
+        self._late = [each for each in self._late if not each.done()] + [late]
+        trainer.world.tell_step(trainer.steps_done)
+        with (trainer.world.ledger.during("step"), trainer.recorder.span("step", step=trainer.steps_done),
+              self._in_own_stream()):
+            arrays = self._arrays(batch)
+            if self._given is None:
+                self._settle(arrays, batch)
+            assert self._given is not None
+            self._given.send(arrays)
+            self._run()
+            for number in range(len(self._passes)):
+                late.add(Tensor(self._losses[number:number + 1].reshape(())))
+        trainer.steps_done += 1
+        return late
+
+    def _run(self) -> None:
+        """The step's work, one way or the other."""
+        self._steps += 1
+        if self._steps <= self._warm_up:
+            self._work()
+            return
+        if self._graph is None:
+            self._graph = self._capture()
+        else:
+            self._optimizer().count_update()
+        self._graph.launch()
+        self.launches += 1
+
+    def _capture(self) -> Any:
+        self._stream.begin_capture()
+        try:
+            self._work()
+        except BaseException as error:
+            with suppress(RuntimeError):
+                self._stream.end_capture()      # which has failed already, and would fail here too
+            if isinstance(error, RuntimeError) and not isinstance(error, MinidistError):
+                raise KernelError(f"captured step: something in it cannot be captured: {error}; train without "
+                                  f"--graph") from error
+            raise
+        return self._stream.end_capture()
+
+    # -------------------------------------------------------------------------------------------- what is captured
+
+    def _work(self) -> None:
+        """What Single.start_step asks the GPU for, of what lies in fixed places; nothing of it comes from the host."""
+        trainer, optimizer = self.trainer, self._optimizer()
+        optimizer.zero_grad()
+        for number, part in enumerate(self._passes):
+            loss = trainer.model.loss(part.inputs, part.targets, self._tokens, positions=self._positions, key=part.key)
+            trainer.precision.backward(loss)
+            self._losses[number:number + 1] = loss.data.reshape(1)
+        zero_unused(self._weights)
+        trainer.precision.update(optimizer, lambda: launcher("sum_of_squares")(self._gradients),
+                                 lr=self._given.there["rate"], clip=trainer.clip)  # type: ignore[union-attr, arg-type]
+
+    # ------------------------------------------------------------------------------------------------ fixed places
+
+    def _settle(self, arrays: Mapping[str, np.ndarray], batch: Batch) -> None:
+        """Give everything that a step reads or leaves its place, at the first batch."""
+        cupy, trainer, hold = self._cupy, self.trainer, account.current().hold
+        self._given = Given(arrays)
+        there, parts = self._given.there, self._parts(batch)
+        streams = {layer.path: there["keys"][i:i + 1] for i, layer in enumerate(self._layers)}
+        self._passes = [_Pass(SortedIds(there[f"inputs {i}"], there[f"order {i}"], there[f"starts {i}"]),
+                              there[f"targets {i}"], self._key(part, streams)) for i, part in enumerate(parts)]
+        self._tokens, length = batch[1].size, np.arange(batch[0].shape[1])
+        found = launcher("embedding_runs")(length, trainer.config.context)
+        self._positions = SortedIds(*map(cupy.asarray, (length, *found)))
+        self._losses = cupy.zeros((len(parts),), np.float32)
+        strategy: Any = trainer.strategy
+        self._weights = strategy.weights
+        views = [hold(cupy.zeros(weights.shape, weights.dtype), "gradients") for weights in self._weights]
+        for weights, view in zip(self._weights, views, strict=True):
+            weights.bind_gradient(view)
+        self._gradients = launcher("gradients")(views)
+        assert self._gradients.table.addresses is not None      # they are sent now
+
+    def _key(self, part: Part, streams: Mapping[str, Array]) -> DropoutKey | None:
+        if not self._layers:
+            return None
+        key = DropoutKey.of_sequences(self.trainer.seed, 0, part.first, *part.inputs.shape)
+        return DropoutKey(key.seed, key.step, self._cupy.asarray(key.tokens), streams)
+
+    # ---------------------------------------------------------------------------------------------- what is given
+
+    def _parts(self, batch: Batch) -> list[Part]:
+        parts = micro_parts(Part(*batch, first=0), self.trainer.plan.accumulate)
+        return [part for part in parts if len(part.inputs)]
+
+    def _arrays(self, batch: Batch) -> dict[str, np.ndarray]:
+        """This step's, by name. Raises: ShapeError for ids that the vocabulary has not."""
+        trainer, count = self.trainer, self.trainer.config.vocabulary
+        arrays = {"rate": np.array([trainer.learning_rate(trainer.updates_done)])}
+        if self._layers:
+            arrays["keys"] = np.array([dropout_key(layer.path, trainer.seed, trainer.steps_done)
+                                       for layer in self._layers], np.uint64)
+        for i, part in enumerate(self._parts(batch)):
+            for name, ids in (("inputs", part.inputs), ("targets", part.targets)):
+                check_positions(f"captured step: {name}", ids, count)
+                arrays[f"{name} {i}"] = ids.astype(np.int64, copy=False)
+            arrays[f"order {i}"], arrays[f"starts {i}"] = launcher("embedding_runs")(part.inputs.reshape(-1), count)
+        return arrays
+
+    def _optimizer(self) -> Adam:
+        optimizer = self.trainer.optimizer
+        assert isinstance(optimizer, Adam)
+        return optimizer
+
+    @contextmanager
+    def _in_own_stream(self) -> Iterator[None]:
+        """The block's work is in the step's own stream and memory, behind the caller's; the caller's next behind it."""
+        cuda = self._cupy.cuda
+        caller, before, after = cuda.get_current_stream(), *(cuda.Event(disable_timing=True) for _ in range(2))
+        before.record(caller)
+        self._stream.wait_event(before)
+        with self._stream, cuda.using_allocator(self.pool.malloc), self._products.instead():
+            yield
+            after.record(self._stream)
+        caller.wait_event(after)
+
+
+def refuse(trainer: Trainer) -> None:
+    """Raise ConfigError for a trainer whose step cannot be captured, and say why."""
+    plan, config = trainer.plan, trainer.config
+    reasons = {
+        "its arrays are on the cpu": device_of(next(trainer.model.parameters()).data) == "cpu",
+        "what ranks send each other, and state that is divided or kept elsewhere, is the host's to order":
+            not isinstance(trainer.strategy, Single),
+        f"precision {plan.precision}: fp16's loss scale is the host's to decide, and fp32 has attention's products, "
+        f"of more than two dims": plan.precision != "bf16",
+        "experts: the host reads who goes to which": config.mixture is not None,
+        "the optimizer counts its steps on the host; take adamw or adam": not isinstance(trainer.optimizer, Adam),
+        f"heads of {config.head_width} columns: the attention kernel takes at most 128": config.head_width > 128}
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(f"--graph: this step cannot be captured: {reason}; it takes one process on a GPU "
+                              f"(--device cuda) with --precision bf16")
