@@ -154,7 +154,7 @@ def _step(args: argparse.Namespace, progress: Progress) -> Result:
     named = bench_step.MODELS[args.model] if args.model else bench_step.Model()
     model = bench_step.Model(**{name: getattr(args, name) or value for name, value in vars(named).items()})
     model.config()  # a model that cannot be is refused before anything starts
-    if args.model or args.device or args.precision:
+    if args.model or args.device or args.precision or args.graph:
         return bench_step_device.measure_asked(args, model, progress)
     plans = _plans(args, model)
     result = {"what": "step", "model": vars(model), "transport": args.transport, "zero": args.zero, "plans": [*plans],

@@ -59,6 +59,8 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="time one process on it, beside PyTorch eager and "
                         "torch.compile, under the measured roofline (with --model: cpu)")
     parser.add_argument("--precision", choices=list(bench_step_device.PRECISIONS), help="of one process (fp32)")
+    parser.add_argument("--graph", action="store_true", help="beside it ours again, the step captured as one CUDA "
+                        "graph (with --device cuda --precision bf16)")
     _add_model(parser, bench_step.Model())
     parser.set_defaults(**dict.fromkeys(vars(bench_step.Model())))      # None: the named model's, or the default one's
 

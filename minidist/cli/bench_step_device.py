@@ -7,7 +7,8 @@ and take turns round by round; a turn is several steps, timed from first to last
 The rate of matrix products and the bandwidth of a copy are measured first, on the same device. Utilisation is the
 model's operations (bench_step_floor.py: products, and a causal attention's half of the scores) over the time, over that
 rate. The floor is what the step would take if each of its parts did. Nothing here is divided: several ranks, ZeRO
-stages and plans are `bench step` without --device.
+stages and plans are `bench step` without --device. With --graph our step stands there twice, the second time captured
+as one CUDA graph (graph.py).
 """
 
 import argparse
@@ -29,7 +30,7 @@ from minidist.errors import ConfigError, LaunchError, PeerLostError
 from minidist.launch.membership import limit_blas_threads
 
 MODULE = "minidist.cli.bench_step_device"
-EAGER, COMPILED, CEILINGS = "PyTorch eager", "torch.compile", "ceilings"
+EAGER, COMPILED, CEILINGS, CAPTURED = "PyTorch eager", "torch.compile", "ceilings", "minidist, one graph"
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 WARM_UP = 3                         # steps before the first turn
 COPIED, SIDE, ROUNDS = 64 << 20, 1024, 10       # of a CPU's ceilings: bytes, a matrix' side, runs
@@ -63,25 +64,31 @@ def measure_asked(args: argparse.Namespace, model: Model, progress: Progress) ->
     if args.ranks not in (None, [1]) or args.plan or args.zero or args.schedule or args.microbatches:
         raise ConfigError("bench step: --model, --device and --precision time one process on one device; leave -n, "
                           "--plan and --zero out")
-    found = measure(model, args.device or "cpu", args.precision or "fp32", args.rounds, args.steps, progress)
+    if args.graph and (args.device, args.precision) != ("cuda", "bf16"):
+        raise ConfigError("bench step: --graph captures a step on a GPU in bf16; add --device cuda --precision bf16, "
+                          "or leave it out")
+    found = measure(model, args.device or "cpu", args.precision or "fp32", args.rounds, args.steps, progress,
+                    graph=args.graph)
     return {"what": "step", "model": vars(model), "zero": None, "plans": [], **found}
 
 
-def measure(model: Model, device: str, precision: str, rounds: int, steps: int, progress: Progress) -> dict[str, Any]:
+def measure(model: Model, device: str, precision: str, rounds: int, steps: int, progress: Progress, *,
+            graph: bool = False) -> dict[str, Any]:
     """What the table and the JSON show. Raises: DeviceError where the device is not here."""
     module_for(device)
     progress("the ceilings: a large copy, and matrix products")
     ceilings = ceilings_of(device, precision)
-    names = [OURS, EAGER, COMPILED] if importlib.util.find_spec("torch") else [OURS]
+    mine = [OURS, CAPTURED] if graph else [OURS]
+    names = [*mine, EAGER, COMPILED] if importlib.util.find_spec("torch") else mine
     jobs: list[Job] = []
-    left_out = [] if len(names) > 1 else ['PyTorch was left out: it is not installed; pip install -e ".[bench]"']
+    left_out = [] if EAGER in names else ['PyTorch was left out: it is not installed; pip install -e ".[bench]"']
     try:
         for name in names:
             progress(f"starting {name}")
             try:
                 jobs.append(_start(name, model, device, precision))
             except LaunchError as error:
-                if name == OURS:
+                if name in mine:
                     raise
                 left_out.append(f"{name} was left out: {str(error).splitlines()[-1]}")
         turns, lost = _take_turns(jobs, rounds, steps, progress)
@@ -127,7 +134,7 @@ def _take_turns(jobs: list[Job], rounds: int, steps: int,
             try:
                 turns[job.name] += job.ask(steps=steps)
             except PeerLostError as error:
-                if job.name == OURS:
+                if job.name in (OURS, CAPTURED):
                     raise
                 del turns[job.name]
                 lost.append(f"{job.name} was left out: {str(error).splitlines()[-1]}")
@@ -168,18 +175,22 @@ def timed(start_step: Callable[[], Any], finish: Callable[[Any], float], memory:
     return turn
 
 
-def ours(model: Model, device: str, precision: str) -> Turn:
-    """minidist: one rank, bf16 with float32 master weights."""
+def ours(model: Model, device: str, precision: str, *, captured: bool = False) -> Turn:
+    """minidist: one rank, bf16 with float32 master weights; its step as it is, or as one graph."""
     import minidist as md
+    from minidist.graph import CapturedStep
 
     limit_blas_threads(1, local_size=1)
     floor, xp = resident_peak(), module_for(device)
     trainer = md.Trainer(md.Plan(precision=precision), model.config(tied=True), md.init(threads=1), clip=CLIP,
                          device=device)
     batch = random_batch(model.vocab, model.batch, model.context)
+    graph = CapturedStep(trainer) if captured else None
+    start_step = trainer.start_step if graph is None else graph.start_step
 
     def memory() -> dict[str, Any]:
         peak = resident_peak() - floor if xp is np else xp.get_default_memory_pool().total_bytes()
+        peak += 0 if graph is None else graph.pool.total_bytes()
         return {"peak_bytes": int(peak), "memory": account.current().peak}
 
     def finish(loss: Any) -> float:
@@ -188,7 +199,7 @@ def ours(model: Model, device: str, precision: str) -> Turn:
             xp.cuda.get_current_stream().synchronize()      # the update comes after the loss
         return number
 
-    return timed(lambda: trainer.start_step(batch), finish, memory)
+    return timed(lambda: start_step(batch), finish, memory)
 
 
 def measured_ceilings(device: str, precision: str) -> dict[str, Any]:
@@ -256,8 +267,8 @@ def turn_of(options: argparse.Namespace, model: Model) -> Turn:
     """What answers for the contender."""
     if options.contender == CEILINGS:
         return lambda: measured_ceilings(options.device, options.precision)
-    if options.contender == OURS:
-        return ours(model, options.device, options.precision)
+    if options.contender in (OURS, CAPTURED):
+        return ours(model, options.device, options.precision, captured=options.contender == CAPTURED)
     return theirs(model, options.device, options.precision, compiled=options.contender == COMPILED)
 
 

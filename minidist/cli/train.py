@@ -29,6 +29,7 @@ from minidist.cli.train_progress import Report, Silence, make_console, make_repo
 from minidist.cli.train_sample import sample
 from minidist.cli.train_verify import STEPS, Weights, verify
 from minidist.comm.group import Group
+from minidist.graph import CapturedStep
 from minidist.launch import detect, init, spawn
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPT
@@ -176,12 +177,13 @@ def train_steps(trainer: Trainer, settings: train_options.Settings,
     """
     losses, seconds, early = [], [], None
     args, ledger = settings.args, trainer.world.ledger
+    start_step = CapturedStep(trainer).start_step if args.graph else trainer.start_step
     tokens, last, on_their_way = args.batch * args.context, 0.0, deque[tuple[LateLoss, float]]()
     try:
         for step in range(args.steps):
             batch = settings.training_batch(step)
             start = time.perf_counter()
-            on_their_way.append((trainer.start_step(batch), start))
+            on_their_way.append((start_step(batch), start))
             while on_their_way and (len(on_their_way) > 1 or on_their_way[0][0].done() or step + 1 == args.steps):
                 late, start = on_their_way.popleft()
                 losses.append(late.wait())

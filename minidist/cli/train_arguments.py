@@ -24,6 +24,9 @@ def _job(parser: argparse.ArgumentParser) -> None:
     add("--transport", choices=PROCESSES,
         help="how ranks exchange bytes (default: mpi under mpirun, else sockets)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
+    add("--graph", action="store_true",
+        help="capture the step as one CUDA graph after two, and launch that from then on (one process, with --device "
+             "cuda --precision bf16)")
     add("--threads", type=positive, metavar="N",
         help="BLAS threads a rank or replica (default: this machine's cores // how many there are on it)")
 

@@ -103,6 +103,9 @@ def check(args: argparse.Namespace) -> Settings:
     """
     if args.plan:
         Plan.parse(args.plan)
+    if args.graph and ((args.device, args.precision) != ("cuda", "bf16") or (args.ranks or 1) > 1):
+        fail("--graph: a step is captured on a GPU, in bf16, by one process; add --device cuda --precision bf16 and "
+             "leave -n out, or leave out --graph")
     module_for(args.device)
     data = text.load(args.data)
     data.check(context=args.context, vocabulary=args.vocab)

@@ -13,7 +13,7 @@ from rich.console import Console
 from minidist import account
 from minidist.cli import bench_step_device, main
 from minidist.cli.bench_step import MODELS, OURS, Model
-from minidist.cli.bench_step_device import COMPILED, EAGER, row_of, timed
+from minidist.cli.bench_step_device import CAPTURED, COMPILED, EAGER, row_of, timed
 from minidist.cli.bench_step_floor import Part, floor, operations, parameters, step_parts
 from minidist.cli.bench_step_tables import show_device
 from minidist.errors import LaunchError, PeerLostError
@@ -95,7 +95,8 @@ class FakeJob:
             return [CEILINGS]
         if self.name == self.fails:
             raise PeerLostError(f"bench: rank 0 of {self.name} ended: Traceback\nRuntimeError: no triton")
-        return [{"seconds": {OURS: 1.0, EAGER: 2.0, COMPILED: 0.5}[self.name], "loss": 1.0, "peak_bytes": 1 << 20,
+        seconds = {OURS: 1.0, EAGER: 2.0, COMPILED: 0.5, CAPTURED: 0.8}
+        return [{"seconds": seconds[self.name], "loss": 1.0, "peak_bytes": 1 << 20,
                  "memory": {"parameters": 3 << 20, "total": 3 << 20} if self.name == OURS else None}]
 
     def close(self):
@@ -110,8 +111,8 @@ def jobs(monkeypatch):
     return FakeJob
 
 
-def measure():
-    return bench_step_device.measure(TINY, "cpu", "bf16", 2, 3, lambda line: None)
+def measure(graph=False):
+    return bench_step_device.measure(TINY, "cpu", "bf16", 2, 3, lambda line: None, graph=graph)
 
 
 def test_contenders_stand_beside_each_other(jobs, tmp_path):
@@ -125,6 +126,14 @@ def test_contenders_stand_beside_each_other(jobs, tmp_path):
     assert cells[1:5] == ["1,000.00", "16", "2.00×", "0.50×"] and "parameters 3.0, total 3.0" in text
     draw_device(tmp_path / "step.png", result)
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_captured_step_stands_behind_ours(jobs, monkeypatch):
+    """And is ours: the bench ends if it fails."""
+    assert [row["name"] for row in measure(graph=True)["rows"]] == [OURS, CAPTURED, EAGER, COMPILED]
+    monkeypatch.setattr(jobs, "fails", CAPTURED)
+    with pytest.raises(PeerLostError, match="no triton"):
+        measure(graph=True)
 
 
 @pytest.mark.parametrize(("what", "reason"), [("absent", "ImportError: no luck"), ("fails", "RuntimeError: no triton")])
@@ -156,18 +165,20 @@ def test_ours_on_the_cpu(tmp_path, monkeypatch, capsys):
 
 
 @needs_compiler
-def test_ours_over_the_stand_in_for_cupy(monkeypatch):
-    """The way a GPU takes: steps are queued, waited for at the end; its pool says what was held."""
+@pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_ours_over_the_stand_in_for_cupy(captured, monkeypatch):
+    """The way a GPU takes: steps are queued, waited for at the end; its pools say what was held."""
     cupy = fake_gpu.install(monkeypatch)
     monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: SimpleNamespace(total_bytes=lambda: 77), raising=False)
     monkeypatch.setattr(bench_step_device, "limit_blas_threads", lambda *threads, **local: 1)
     monkeypatch.setattr(bench_step_device, "WARM_UP", 1)
+    monkeypatch.setattr(fake_gpu.MemoryPool, "total_bytes", lambda pool: 5)
     with account.use(account.MemoryAccount()):
-        turn = bench_step_device.ours(TINY, "cuda", "bf16")
+        turn = bench_step_device.ours(TINY, "cuda", "bf16", captured=captured)
         answers = [turn(steps=1)]
         fake_gpu.waits.clear()
         answers.append(turn(steps=2))
-    assert answers[0]["peak_bytes"] == 77 and answers[1]["loss"] < answers[0]["loss"] < 3.0
+    assert answers[0]["peak_bytes"] == 77 + 5 * captured and answers[1]["loss"] < answers[0]["loss"] < 3.0
     assert answers[1]["memory"]["optimizer"] >= 12 * parameters(TINY)
     assert [wait.partition(" at ")[0] for wait in fake_gpu.waits] == ["an event", "a stream"]
 
@@ -177,6 +188,8 @@ def test_ours_over_the_stand_in_for_cupy(monkeypatch):
     (["--device", "cpu", "--zero", "1"], "leave -n, --plan and --zero out"),
     (["--model", "gpt3"], "invalid choice"),
     (["--precision", "fp16"], "invalid choice"),
+    (["--graph"], "--graph captures a step on a GPU in bf16; add --device cuda --precision bf16"),
+    (["--graph", "--device", "cuda"], "add --device cuda --precision bf16, or leave it out"),
     (["--device", "cpu", "--heads", "7"], "heads")])
 def test_bad_input_is_one_line(options, expected, capsys):
     assert main(["bench", "step", *options]) == 2
@@ -194,7 +207,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 def test_a_named_model_and_sizes_that_change_it(monkeypatch):
     asked = []
 
-    def record(model, *rest):
+    def record(model, *rest, graph):
         asked.append((model, *rest[:4]))
         raise KeyboardInterrupt
 
@@ -235,6 +248,6 @@ def test_the_peer_starts_and_learns_like_ours():
 def test_on_a_gpu(tmp_path):
     file, picture = tmp_path / "step.json", tmp_path / "step.png"
     assert main(["bench", "step", "--model", "gpt2-124m", "--device", "cuda", "--precision", "bf16", "--layers", "2",
-                 "--rounds", "2", "--steps", "3", "--json", str(file), "--figure", str(picture)]) == 0
+                 "--graph", "--rounds", "2", "--steps", "3", "--json", str(file), "--figure", str(picture)]) == 0
     result = json.loads(file.read_text())
     assert all(0 < row["utilisation"] <= row["of_floor"] < 1 for row in result["rows"])
