@@ -22,6 +22,7 @@ import numpy as np
 
 from minidist import cublas
 
+PRODUCTS = {"matmul", "dot", "tensordot", "einsum", "inner", "vdot"}        # by CuPy's cuBLAS
 WAITING = {"nonzero", "flatnonzero", "argwhere", "unique", "bincount", "sort", "argsort", "compress", "extract"}
 waits = []
 _owners = weakref.WeakValueDictionary()     # id of a host array that owns its memory -> the device array of it
@@ -112,6 +113,8 @@ def computed(function, args, options):
     """function(*args), on the device; low precision multiplies matrices in float32 and rounds once."""
     if function.__name__ in WAITING:
         wait(function.__name__)
+    if function.__name__ in PRODUCTS:
+        outside("CuPy's cuBLAS")
     if function is np.take:
         options = {**options, "mode": "wrap"}       # CuPy looks at no index
     out = options.pop("out", None)
@@ -327,14 +330,14 @@ class Cublas:
     DTYPES = {0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}
 
     def __init__(self):
-        self.calls, self.workspace = [], None
+        self.calls, self.workspace, self.has_stream = [], None, False
 
     def cublasCreate_v2(self, handle):
         handle._obj.value = 7
         return 0
 
     def cublasSetStream_v2(self, handle, stream):
-        self.workspace = None
+        self.workspace, self.has_stream = None, True
         return 0
 
     def cublasSetWorkspace_v2(self, handle, address, size):
@@ -348,13 +351,14 @@ class Cublas:
     def cublasGemmEx(self, handle, turn_x, turn_y, m, n, k, alpha, x, x_kind, x_step, y, y_kind, y_step, beta,
                      z, z_kind, z_step, compute, algorithm):
         """z (m, n) = alpha x y + beta z, of matrices whose columns lie one after the other, turned or not."""
-        assert handle.value == 7 and self.workspace and (compute, algorithm) == (68, -1)
+        assert handle.value == 7 and self.has_stream and self.workspace and (compute, algorithm) == (68, -1)
         assert (alpha._obj.value, beta._obj.value) == (1.0, 0.0)
         if x_step < (k if turn_x else m) or y_step < (n if turn_y else k) or z_step < m:
             return 7            # CUBLAS_STATUS_INVALID_VALUE
         one, two = _matrix(x, x_kind, (m, k), turn_x, x_step), _matrix(y, y_kind, (k, n), turn_y, y_step)
         result = _matrix(z, z_kind, (m, n), 0, z_step)
         self.calls.append((turn_x, turn_y, m, n, k))
+        self.has_stream = False             # the next product may be in another
 
         def run():
             wide = np.matmul(two.T.astype(np.float32), one.T.astype(np.float32))     # as `computed` does

@@ -323,6 +323,8 @@ def refusals() -> list[tuple[list[str], str]]:
         (["--strategy", "parameter-server"], "start 2 or more"),
         (["-n", "2", "--strategy", "parameter-server", "--servers", "2"], "start 3 or more"),
         (["-n", "2", "--strategy", "parameter-server", "--staleness", "3"], "add --asynchronous"),
+        (["--graph"], "add --device cuda --precision bf16"),
+        (["-n", "2", "--graph", "--device", "cuda", "--precision", "bf16"], "leave -n out"),
         (["-n", "2", "--strategy", "parameter-server", "--zero", "1"], "are for strategy ddp"),
         (["-n", "4", "--strategy", "data-parallel"], "take replicas=4"),
         (["--replicas", "2"], "are for strategy data-parallel"),
@@ -450,7 +452,7 @@ def test_a_loss_is_waited_for_when_the_next_step_is_on_its_way(late: bool) -> No
 
     trainer: Any = SimpleNamespace(start_step=start_step, world=SimpleNamespace(ledger=SimpleNamespace(
         sent_bytes=lambda phase: {"dp": {"all_reduce": 3}, "control": {"all_gather": 8}})))
-    settings: Any = SimpleNamespace(args=SimpleNamespace(steps=3, batch=2, context=4, verify=False),
+    settings: Any = SimpleNamespace(args=SimpleNamespace(steps=3, batch=2, context=4, verify=False, graph=False),
                                     training_batch=lambda step: step)
     report: Any = SimpleNamespace(step=lambda number, loss, speed, sent: told.append(f"report {number} {loss} {sent}"),
                                   close=lambda: told.append("closed"))
