@@ -208,7 +208,7 @@ def limit_ends_a_wait(world: Group) -> None:
     start = time.monotonic()
     try:
         if world.rank == world.size - 1:  # if all waited, that were a deadlock
-            time.sleep(0.35)
+            time.sleep(1.0)
         else:
             handle.wait()
             raise AssertionError("the wait did not end")
@@ -217,7 +217,7 @@ def limit_ends_a_wait(world: Group) -> None:
         assert f"rank {peer}" in str(error)
     finally:
         world.transport.limit = limit
-    assert 0.2 < time.monotonic() - start < 3
+    assert 0.2 < time.monotonic() - start < limit / 2
     world.barrier()
     send(world, (world.rank - 1) % world.size, 10, np.zeros(1)).wait()
     handle.wait()
@@ -282,17 +282,19 @@ def calls_in_one_job(world: Group, cases: list[dict[str, Any]]) -> tuple[list[li
 
 
 def aborted(world: Group) -> bool:
-    """A wait that another thread of the rank aborts (before it is seen that all wait); and every wait after it."""
+    """A wait of rank 0 that another thread aborts while rank 1 does not wait; and every wait of both after it."""
     caught = []
     timer = threading.Timer(0.05, world.transport.abort, (CommError("enough"),))
     timer.start()
+    if world.rank == 1:
+        timer.join()
+        time.sleep(0.5)         # its end, as a wait for the other, would make that one's a deadlock
     for _ in range(2):
         try:
             recv(world, (world.rank + 1) % world.size, 12, np.zeros(1)).wait()
         except CommError as error:
             caught.append(str(error))
     timer.join()
-    time.sleep(0.3)  # whoever leaves at once ends the other's wait in another way
     return all("enough" in text for text in caught) and len(caught) == 2
 
 

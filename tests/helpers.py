@@ -1,6 +1,9 @@
 """What several test modules need: running ranks on any transport."""
 
-from collections.abc import Callable
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from minidist.comm.transports.threads import run_threads
@@ -9,6 +12,31 @@ THREADS = ("threads", "threads-unbuffered")
 MIXED = "sockets, two nodes"
 """Transport sockets as jobs have it: shared memory inside a node, TCP between nodes; odd ranks play the second."""
 LIMIT = 20.0  # seconds; a test that waits longer hangs
+SOON = LIMIT / 2  # seconds; what ends sooner, on however busy a machine, did not wait for its limit; how soon it is, is
+                  # for tests/comm/test_kills.py, which knows how late threads wake, and for the soak tests
+
+
+@contextlib.contextmanager
+def lateness() -> Iterator[list[float]]:
+    """Gives a list: how late a thread woke that only slept, time and again, in the block.
+
+    Any thread may wait as long for a core, where ranks and whatever else runs outnumber cores.
+    """
+    over, late = threading.Event(), [0.0]
+
+    def watch() -> None:
+        while not over.is_set():
+            slept = time.monotonic()
+            time.sleep(0.002)
+            late.append(time.monotonic() - slept - 0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield late
+    finally:
+        over.set()
+        thread.join()
 
 
 def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads", limit: float = LIMIT) -> list[Any]:

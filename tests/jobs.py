@@ -1,8 +1,11 @@
 """Running tests/launch/job.py under each launcher."""
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from minidist.launch.launchers import clean_environment
@@ -21,6 +24,24 @@ def finish(process, limit=60):
         process.communicate()
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def met(process, size=3):
+    """Wait until the ranks have said hello, or as many as will; returns when that was."""
+    for _ in range(size):
+        if not process.stdout.readline():
+            break
+    return time.monotonic()
+
+
+def free_port():
+    """A port that nobody listens on, nor on the next, where torchrun's monitor is; none that the kernel hands out, and
+    another one in each process."""
+    for port in range(20000 + 4 * os.getpid() % 10000, 32000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)), \
+                socket.create_server(("127.0.0.1", port + 1)):
+            return str(port)
+    raise OSError("no port is free")
 
 
 def start(command, environment, **variables):

@@ -39,7 +39,7 @@ def _segments() -> set[str]:
 
 
 @contextlib.contextmanager
-def nothing_left(limit: float = 3.0) -> Iterator[dict[str, str]]:
+def nothing_left(limit: float = 10.0) -> Iterator[dict[str, str]]:
     """Gives an environment for subprocesses; afterwards asserts that, within `limit` s, none of it is left."""
     mark = uuid.uuid4().hex
     threads, children, segments = set(threading.enumerate()), set(_children()), _segments()

@@ -98,8 +98,16 @@ def test_overlap_measures_each_alone_and_both(tmp_path):
     row, = json.loads(file.read_text())["rows"]
     assert row["communicate"] > 2 * (0.05 + (32 << 10) / 10e6)
     assert row["of_longer"] == pytest.approx(row["both"] / max(row["communicate"], row["compute"]))
-    assert row["both"] < 0.9 * (row["communicate"] + row["compute"])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.soak
+def test_overlap_hides_some(tmp_path):
+    file = tmp_path / "overlap.json"
+    assert main(["bench", "overlap", "--only", "delayed", "--bytes", "64KiB", "--alpha", "0.05", "--bandwidth", "10MB",
+                 "--rounds", "3", "--json", str(file)]) == 0
+    row, = json.loads(file.read_text())["rows"]
+    assert row["both"] < 0.9 * (row["communicate"] + row["compute"])
 
 
 def test_what_is_hidden():

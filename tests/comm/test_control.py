@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from helpers import SOON, lateness
 
 from minidist.comm import door, wire
 from minidist.comm.control import ControlLink, Loss, Monitor
@@ -38,7 +39,7 @@ def job(size, *, present=None, grace=60.0, end=None, how=None):
         for link in links:
             link.close()
         monitor.close()
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + SOON
     while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left
@@ -52,7 +53,7 @@ def losses(links):
     return noted
 
 
-def wait_for(condition, limit=2.0):
+def wait_for(condition, limit=SOON):
     deadline = time.monotonic() + limit
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -80,18 +81,19 @@ def test_goodbye_of_all_is_a_good_end():
             link.goodbye()
         assert not monitor.wait(0.05)
         links[2].goodbye()
-        assert monitor.wait(2.0)
+        assert monitor.wait(SOON)
         assert monitor.loss is None
 
 
 def test_a_lost_connection_is_told_to_every_other_rank_within_milliseconds():
-    with job(8, how=lambda seat: "was killed by SIGKILL") as (monitor, links):
+    with lateness() as late, job(8, how=lambda seat: "was killed by SIGKILL") as (monitor, links):
         noted = losses(links)
         started = time.monotonic()
         links[5]._sock.shutdown(socket.SHUT_RDWR)          # what the kernel does when the process dies
         links[5]._closed = True
         wait_for(lambda: all(notes for rank, notes in enumerate(noted) if rank != 5))
-        assert max(when for rank, notes in enumerate(noted) if rank != 5 for _, when in notes) - started < 0.25
+        last = max(when for rank, notes in enumerate(noted) if rank != 5 for _, when in notes)
+        assert last - started < 0.25 + 3 * max(late)
         for rank, notes in enumerate(noted):
             if rank != 5:
                 [(error, _)] = notes
@@ -111,7 +113,7 @@ def test_the_first_of_two_deaths_is_the_jobs():
             for rank in (2, 0, 1):
                 links[rank]._closed = True
                 links[rank]._sock.shutdown(socket.SHUT_RDWR)
-            assert links[3].wait_for_loss(2.0).world_rank == 2
+            assert links[3].wait_for_loss(SOON).world_rank == 2
 
 
 def raised(error):
@@ -207,7 +209,7 @@ def test_a_loss_ends_a_meeting():
         time.sleep(0.05)
         links[2].report(ValueError("not today"))
         for future in meeting:
-            assert "not today" in str(future.exception(2.0))
+            assert "not today" in str(future.exception(SOON))
 
 
 def test_the_monitor_itself_may_die():
@@ -220,13 +222,13 @@ def test_the_monitor_itself_may_die():
 
 def test_who_does_not_end_is_ended():
     ended = []
-    with job(3, grace=0.1, end=ended.append) as (_, links):
+    with job(3, grace=0.5, end=ended.append) as (_, links):
         links[1].report(ValueError("mine"))
         links[2].goodbye()                                 # in time, and left alone
         wait_for(lambda: len(ended) == 2)
         time.sleep(0.1)
         assert sorted(message.split(" s after ")[0] for message in ended) == [
-            f"minidist: rank {rank} was still busy 0.1" for rank in (0, 1)]
+            f"minidist: rank {rank} was still busy 0.5" for rank in (0, 1)]
         assert "ValueError: mine" in max(ended, key=len)
 
 
@@ -234,7 +236,7 @@ def test_who_does_not_end_is_ended():
 def test_a_wrong_rank_is_refused_and_the_job_goes_on(rank, size, why, caplog):
     with job(2) as (_, links), ThreadPoolExecutor(2) as pool:
         with pytest.raises(HandshakeError, match=why):
-            ControlLink.connect(links[0]._sock.getpeername(), TOKEN, rank, size, limit=2)
+            ControlLink.connect(links[0]._sock.getpeername(), TOKEN, rank, size, limit=SOON)
         assert list(pool.map(lambda link: link.meet({}), links)) == [[{}, {}]] * 2
     assert why in caplog.text
     assert "127.0.0.1:" in caplog.text
@@ -243,7 +245,7 @@ def test_a_wrong_rank_is_refused_and_the_job_goes_on(rank, size, why, caplog):
 def test_a_wrong_token_is_refused_and_logged_with_the_address(caplog):
     with job(2) as (monitor, links), ThreadPoolExecutor(2) as pool:
         with pytest.raises(HandshakeError, match="token"):
-            ControlLink.connect(monitor.address, wire.new_token(), 1, 2, limit=2)
+            ControlLink.connect(monitor.address, wire.new_token(), 1, 2, limit=SOON)
         assert list(pool.map(lambda link: link.meet({}), links)) == [[{}, {}]] * 2
     assert "127.0.0.1:" in caplog.text
     assert TOKEN.decode() not in caplog.text

@@ -14,7 +14,7 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import THREADS, run
+from helpers import SOON, THREADS, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leftovers import nothing_left
@@ -592,7 +592,7 @@ def test_one_failure_ends_every_rank_with_its_name(transport, size):
     start = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="^rank 1: division on purpose$"):
         run(ranks, size=size, transport=transport)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < SOON
     assert set(seen) == set(range(size)) - {1}
     for error in seen.values():
         assert error.world_rank == 1
@@ -602,13 +602,19 @@ def test_one_failure_ends_every_rank_with_its_name(transport, size):
 
 @pytest.mark.parametrize(("late", "error", "names"), [
     (False, DeadlockError, r"0 waits for 2 at \S*test_group.py:\d+, rank 2 has ended\n"),
-    (True, TimeoutError, r"rank 2 waits for nobody, at \S*test_group.py:\d+; late by 0.[34] s")])
+    (True, TimeoutError, r"rank 2 waits for nobody, at \S*test_group.py:\d+; late by \d\.\d s")])
 def test_a_rank_that_never_calls_is_named(late, error, names):
+    over = threading.Event()
+
     def ranks(world):
-        if world.rank != 2:
+        while late and world.rank == 2 and not over.is_set():
+            time.sleep(0.01)
+        if world.rank == 2:
+            return
+        try:
             world.all_reduce(np.ones(3), algorithm="ring")
-        elif late:
-            time.sleep(0.6)
+        finally:
+            over.set()
 
     with pytest.raises(error, match=names) as caught:
         run(ranks, size=3, limit=0.4)

@@ -3,7 +3,6 @@
 CI kills a few ranks, `-m soak` a hundred.
 """
 
-import contextlib
 import itertools
 import os
 import random
@@ -14,7 +13,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import run
+from helpers import lateness, run
 from leftovers import nothing_left
 
 from minidist.errors import PeerLostError
@@ -32,30 +31,7 @@ ENDS = {"kill": "was killed", "exit": "exited with status 7|was killed, or ended
 
 
 WITHIN = 0.25   # seconds until the last survivor of eight knows
-HOPS = 4    # news of a death goes to the monitor, to a rank's listener, to who leads its waits, to the program
-
-
-@contextlib.contextmanager
-def lateness():
-    """Gives a list: how late a thread woke that only slept, time and again, in the block.
-
-    Each of the HOPS threads may wait as long for a core, where ranks and whatever else runs outnumber cores.
-    """
-    over, late = threading.Event(), [0.0]
-
-    def watch():
-        while not over.is_set():
-            slept = time.monotonic()
-            time.sleep(0.002)
-            late.append(time.monotonic() - slept - 0.002)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield late
-    finally:
-        over.set()
-        thread.join()
+HOPS = 4    # news of a death goes to the monitor, to a rank's listener, to who leads its waits, to the program: threads
 
 
 def die(how, folder):
@@ -94,7 +70,7 @@ def until_one_dies(world, folder, victim, how, verb, length, calls, delay):
 def check_one_kill(folder, *, transport, size, victim, how, verb, length, calls, delay):
     """Run it, and look at what everybody learnt. Returns the slowest survivor's seconds."""
     expected = ArithmeticError if how == "raise" else PeerLostError
-    with nothing_left(6.0), lateness() as late, pytest.raises(expected) as caught:
+    with nothing_left(), lateness() as late, pytest.raises(expected) as caught:
         run(until_one_dies, str(folder), victim, how, verb, length, calls, delay, size=size, transport=transport)
     assert f"rank {victim}" in str(caught.value)
     died, pid = (folder / "death").read_text().split()

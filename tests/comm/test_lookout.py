@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import SOON
 from leftovers import nothing_left
 
 from minidist.comm import door, wire
@@ -62,7 +63,7 @@ def job(lookout, *, pid=None):
         yield monitor, links
 
 
-def wait_for(condition, limit=2.0):
+def wait_for(condition, limit=SOON):
     deadline = time.monotonic() + limit
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -84,7 +85,7 @@ def test_a_frozen_rank_alone_on_its_host_is_found_and_ended(far, process):
         wait_for(lambda: links[0].loss and links[1].loss and lookout.loss)
         assert str(links[0].loss) == str(lookout.loss) == f"rank 2 (process {process.pid} on far) is frozen (stopped)"
         monitor.end_frozen()
-        assert process.wait(2.0) == -signal.SIGKILL
+        assert process.wait(SOON) == -signal.SIGKILL
 
 
 def test_how_a_far_rank_ended_is_known_everywhere(far):
@@ -139,15 +140,15 @@ def test_the_death_of_an_expendable_rank_is_told_as_such(far):
 
 
 def test_a_host_of_which_nothing_is_heard_is_lost_with_its_ranks(far, monkeypatch):
-    monkeypatch.setattr("minidist.comm.watch.SILENCE", 0.3)
+    monkeypatch.setattr("minidist.comm.watch.SILENCE", 1.0)
     lookout, pid = Lookout([1, 2]), os.getpid()
     with job(lookout) as (_, links):
-        time.sleep(0.5)
+        time.sleep(1.3)
         assert links[0].loss is None, "it answers"
         lookout._take = lambda frame: None
         wait_for(lambda: links[0].loss)
         assert str(links[0].loss) == (f"rank 1 (process {pid} on far) is out of reach with its whole host "
-                                      "(ranks 1, 2): nothing was heard of it for 0.3 s")
+                                      "(ranks 1, 2): nothing was heard of it for 1 s")
 
 
 def test_a_lookout_that_is_gone_takes_its_ranks_along_unless_it_said_goodbye(far):
@@ -192,7 +193,7 @@ def test_a_lookout_as_a_process_ends_with_the_monitor():
         monitor = Monitor(1, TOKEN)
         monitor.start()
         child = LookoutProcess(monitor.address, TOKEN)
-        wait_for(monitor._watch.posts, 10.0)
+        wait_for(monitor._watch.posts)
         [post] = monitor._watch.posts()
         assert (post.host, post.pid, post.ranks) == (platform.node(), child._process.pid, ())
         assert TOKEN not in Path(f"/proc/{post.pid}/cmdline").read_bytes()

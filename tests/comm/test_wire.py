@@ -130,7 +130,7 @@ def test_a_slow_client_is_dropped_at_the_limit_however_it_dribbles():
                 client.send(b"x")
                 time.sleep(0.02)
         assert isinstance(admission.exception(), TimeoutError)
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 4.0
 
 
 def test_something_else_on_the_port_is_named():

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import by_hand, by_mpirun, finish, slurm, start, torchrun
+from helpers import SOON
+from jobs import by_hand, by_mpirun, finish, free_port, met, slurm, start, torchrun
 from leftovers import nothing_left
 
 import minidist as md
@@ -48,7 +49,7 @@ def test_importing_minidist_loads_neither_mpi_nor_cupy():
     ("md.init()", {"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK is missing"),
     ("md.init()", {"PMI_RANK": "3", "PMI_SIZE": "2"}, "PMI_RANK is set, as mpich does, but MPI_LOCALRANKID is missing"),
     ("md.init()", {**torchrun(1), "MINIDIST_TOKEN": "short"}, "fewer than 16 characters"),
-    ("md.init(limit=0.3)", {**torchrun(1, port="29480"), "MINIDIST_TOKEN": "x" * 20}, "could not reach the job's"),
+    ("md.init(limit=0.3)", {**torchrun(1, port="1"), "MINIDIST_TOKEN": "x" * 20}, "could not reach the job's"),
 ])
 def test_what_cannot_work_is_a_launch_error(code, variables, says):
     with nothing_left() as environment:
@@ -89,9 +90,10 @@ def test_mpirun_starts_a_job(transport):
 @pytest.mark.parametrize("transport", ["mpi", pytest.param("sockets", marks=pytest.mark.soak)])
 def test_an_exception_under_mpirun_ends_the_job_everywhere(transport):
     with nothing_left() as environment:
-        started = time.monotonic()
-        done = finish(by_mpirun(environment, "raise", transport))
-    assert time.monotonic() - started < 8
+        process = by_mpirun(environment, "raise", transport)
+        failed = met(process)
+        done = finish(process)
+    assert time.monotonic() - failed < 8
     assert done.returncode == 1
     assert re.search(r"^minidist: rank 2 of 3 \(process \d+ on \S+\) failed:\nTraceback", done.stderr, re.M)
     assert done.stderr.count("Traceback") == done.stderr.count("ValueError: boom\n") - 2 == 1
@@ -118,9 +120,10 @@ def test_a_busy_rank_does_not_hold_up_the_end_under_mpirun():
     pytest.param("_exit", "exited|ended", marks=pytest.mark.soak)])
 def test_a_death_under_mpirun_ends_the_job_and_is_named(transport, mode, how):
     with nothing_left() as environment:
-        started = time.monotonic()
-        done = finish(by_mpirun(environment, mode, transport))
-    assert time.monotonic() - started < 8
+        process = by_mpirun(environment, mode, transport)
+        died = met(process)
+        done = finish(process)
+    assert time.monotonic() - died < 8
     assert done.returncode == 3 if mode == "exit" else done.returncode > 0
     assert re.search(f"^minidist: {WHO} .*({how}).*; the job ends$", done.stderr, re.M)
 
@@ -193,8 +196,18 @@ def test_mpich_leaves_no_shared_memory_when_it_is_killed(early):
             assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         else:
             finish(by_mpirun(environment, "kill"))
-    used = "".join(maps_of(folder) for folder in Path("/proc").glob("[0-9]*"))     # by other jobs of this machine
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if "mpich" in name and name not in used]
+    deadline = time.monotonic() + SOON
+    while (left := unused_segments() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+def unused_segments():
+    """MPICH's that no process has mapped. Another job of this machine may just have made its own, or be about to unlink
+    it."""
+    names = {name for name in os.listdir("/dev/shm") if "mpich" in name}
+    used = "".join(maps_of(folder) for folder in Path("/proc").glob("[0-9]*"))
+    return {name for name in names if name not in used}
 
 
 def maps_of(folder):
@@ -250,9 +263,10 @@ def test_the_job_ends_when_rank_0_is_killed():
     code = ("import os, minidist as md; w = md.init(limit=20); w.barrier()\n"
             "if w.rank == 0: os.kill(os.getpid(), 9)\n"
             "w.recv(src=1 - w.rank if w.rank else 1)")
+    port = free_port()
     with nothing_left() as environment:
         processes = [start([sys.executable, "-c", code], environment, MINIDIST_TOKEN="x" * 20,
-                           **torchrun(rank, 2, "29420")) for rank in range(2)]
+                           **torchrun(rank, 2, port)) for rank in range(2)]
         done = [finish(process) for process in processes]
     assert [process.returncode for process in done] == [-9, 1]
     assert re.search(r"rank 1 stops: PeerLostError: rank 0 \(process \d+ on \S+\) .*killed", done[1].stderr)
@@ -282,9 +296,7 @@ def test_bad_input_before_init_is_one_line_and_nobody_waits(data):
             f"data = {data!r}[rank]\n"
             "sys.exit(main(['train', '--steps', '1000', '--quiet', '--data', data]))")
     with nothing_left() as environment:
-        started = time.monotonic()
         done = finish(start([*find_mpirun().command(3), sys.executable, "-c", code], environment))
-    assert time.monotonic() - started < 10
     assert done.returncode == 2
     assert re.fullmatch("minidist train: .*missing.*\n", done.stderr)
 
@@ -299,8 +311,6 @@ def test_a_wrong_command_line_under_mpirun_is_one_line():
 def test_mpi_init_has_a_limit():
     code = ("import os, sys, minidist as md\nif os.environ['PMI_RANK'] == '1': sys.exit(3)\nmd.init(limit=1.5)")
     with nothing_left() as environment:
-        started = time.monotonic()
         done = finish(start([*find_mpirun().command(2), sys.executable, "-c", code], environment))
-    assert time.monotonic() - started < 10
     assert done.returncode != 0
     assert "in mpi_world" in done.stderr

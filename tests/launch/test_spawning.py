@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import JOB, by_launch, by_mpirun, finish, start
+from jobs import JOB, by_launch, by_mpirun, finish, free_port, met, start
 from leftovers import nothing_left
 
 from minidist.errors import LaunchError
@@ -57,9 +57,10 @@ def test_a_child_that_a_rank_forks_ends_without_a_word(by):
     pytest.param("term", 143, "was killed by SIGTERM", marks=pytest.mark.soak)])
 def test_a_rank_that_dies_is_named_once_and_by_each_survivor(mode, status, how):
     with nothing_left() as environment:
-        started = time.monotonic()
-        done = finish(by_launch(environment, mode))
-    assert time.monotonic() - started < 8
+        process = by_launch(environment, mode)
+        died = met(process)
+        done = finish(process)
+    assert time.monotonic() - died < 8
     assert done.returncode == status
     assert len(re.findall(f"^minidist: {WHO} {how}; the job ends$", done.stderr, re.M)) == 1
     for rank in (0, 1):
@@ -96,9 +97,10 @@ def test_ranks_that_chose_different_transports():
 
 def test_a_rank_that_neither_waits_nor_ends_is_ended():
     with nothing_left() as environment:
-        started = time.monotonic()
-        done = finish(by_launch(environment, "stubborn"))
-    assert time.monotonic() - started < 8
+        process = by_launch(environment, "stubborn")
+        died = met(process)
+        done = finish(process)
+    assert time.monotonic() - died < 8
     assert done.returncode == 137
     assert "rank 1 was still busy 0.5 s after rank 2" in done.stderr
 
@@ -125,7 +127,7 @@ def test_a_launcher_that_is_told_to_stop_stops_its_ranks_and_says_one_line(numbe
             process.stdout.readline()                   # both have met
         for each in [process, *ranks_of(process)] if everybody else [process]:
             each.send_signal(number)
-        done = finish(process, 10)
+        done = finish(process, 20)
     assert done.returncode == 128 + number
     assert re.fullmatch(TOLD.format(pid=process.pid, name=number.name, ranks="2 ranks were"), done.stderr)
 
@@ -135,7 +137,7 @@ def test_a_launcher_stops_ranks_that_know_nothing_of_it():
         process = start([sys.executable, "-m", "minidist", "launch", "sleep", "60"], environment)
         assert ranks_of(process)
         process.send_signal(signal.SIGTERM)
-        done = finish(process, 10)
+        done = finish(process, 20)
     assert done.returncode == 143
     assert re.fullmatch(TOLD.format(pid=process.pid, name="SIGTERM", ranks="1 rank was"), done.stderr)
 
@@ -150,7 +152,7 @@ def test_a_launcher_that_is_told_twice_waits_for_nobody():
         for number in (signal.SIGTERM, signal.SIGINT):
             process.send_signal(number)
             time.sleep(0.1)
-        done = finish(process, 10)
+        done = finish(process, 20)
     assert done.returncode == 143
     assert re.fullmatch(TOLD.format(pid=process.pid, name="SIGTERM", ranks="1 rank was"), done.stderr)
 
@@ -161,23 +163,18 @@ def test_a_rank_that_is_interrupted_alone_is_named_by_the_launcher():
         for _ in range(2):
             process.stdout.readline()
         ranks_of(process)[1].send_signal(signal.SIGINT)
-        done = finish(process, 10)
+        done = finish(process, 20)
     assert done.returncode == 130
     assert re.search(r"^minidist: rank 1 \(process \d+ on \S+\) was interrupted; the job ends$", done.stderr, re.M)
 
 
 def test_ranks_end_when_their_launcher_is_killed():
-    with nothing_left(5.0) as environment:
+    with nothing_left() as environment:
         process = by_launch(environment, "sleep", size=2)
         for _ in range(2):
             process.stdout.readline()
         process.kill()
-        finish(process, 12)
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
+        finish(process, 20)
 
 
 def test_two_nodes_meet_over_address_port_and_secret():
@@ -233,5 +230,5 @@ def test_the_token_is_on_no_command_line():
         lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
         assert not any(b"do not show" in line for line in lines)
         process.send_signal(signal.SIGINT)
-        done = finish(process, 10)
+        done = finish(process, 20)
     assert "do not show" not in done.stdout + done.stderr

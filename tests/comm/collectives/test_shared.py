@@ -108,14 +108,15 @@ def test_pieces(size, length, lends):
     examine(Drawn("all_to_all", "shared", size, table, "int8"), way)
 
 
-def changed_at_once(world, verb, seconds):
-    """A call, after which this rank overwrites what it brought and what it got; rank 1 reads `seconds` late."""
+def changed_at_once(world, verb, changed, wait):
+    """A call, after which this rank overwrites what it brought and what it got, and joins `changed`; rank 1 reads late:
+    after wait()."""
     x = np.full((world.size, 300), world.rank + 1.0)
     if world.rank == 1:
         lend = world.board.read
 
         def late(*arguments):
-            time.sleep(seconds)
+            wait()
             lend(*arguments)
 
         world.board.read = late
@@ -123,13 +124,14 @@ def changed_at_once(world, verb, seconds):
     told = [float(part[0]) for part in got]
     for part in (x, *got):
         part[...] = -1.0
+    changed.append(world.rank)
     return told
 
 
 @pytest.mark.parametrize("verb", LENDING)
 def test_what_is_lent_does_not_change_before_all_have_read_it(verb):
     with pieces_of(512):
-        assert run_shm(changed_at_once, verb, 0.02, size=3) == [[1.0, 2.0, 3.0]] * 3
+        assert run_shm(changed_at_once, verb, [], lambda: time.sleep(0.02), size=3) == [[1.0, 2.0, 3.0]] * 3
 
 
 def one_rank_is_not_read(read, call, src, address, into):
@@ -161,9 +163,16 @@ def test_mutant_that_does_not_wait_for_the_readers_is_caught(verb, monkeypatch):
     def hasty(call, *arrays, lent=()):
         return [] if arrays[0] is shared._NOTHING else show(call, *arrays, lent=lent)
 
+    changed = []
+
+    def wait():
+        deadline = time.monotonic() + 10
+        while len(changed) < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+
     monkeypatch.setattr(Call, "show", hasty)
     with pieces_of(512):
-        assert run_shm(changed_at_once, verb, 0.05, size=3)[1] != [1.0, 2.0, 3.0]
+        assert run_shm(changed_at_once, verb, changed, wait, size=3)[1] == [-1.0, 2.0, -1.0]
 
 
 def unreadable(count):

@@ -86,7 +86,7 @@ def test_ranks_that_come_late_wake_those_who_sleep():
         for thread, raised in threads:
             thread.join()
             assert not raised
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 9, "nobody slept until the limit"
         assert sorted(seen) == sorted([[10 * turn, 10 * turn + 1, 10 * turn + 2] for turn in range(30)] * 3)
         close(transports)
 
@@ -108,10 +108,10 @@ def test_fences_stand_where_a_processor_could_change_the_order(monkeypatch):
 
 
 def test_a_wait_in_vain_names_who_is_missing():
-    transports = shm_transports(3, limit=0.3)
+    transports = shm_transports(3, limit=0.5)
     boards = opened(transports)
     thread, raised = in_thread(lambda: show(boards[1], 1))
-    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.3 s for ranks \[2\]"):
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.5 s for ranks \[2\]"):
         show(boards[0], 0)
     thread.join()
     assert isinstance(raised[0], TimeoutError)
@@ -124,7 +124,7 @@ def test_abort_ends_the_wait():
     thread, raised = in_thread(lambda: show(boards[0], 0))
     time.sleep(0.05)
     transports[0].abort(CommError("enough"))
-    thread.join(5)
+    thread.join(20)
     assert [str(error) for error in raised] == ["enough"]
     close(transports)
 
@@ -138,7 +138,7 @@ def test_a_rank_that_goes_is_lost_but_what_it_showed_is_seen():
     thread, raised = in_thread(lambda: show(boards[0], 2))
     time.sleep(0.05)
     transports[1].close()
-    thread.join(5)
+    thread.join(20)
     assert isinstance(raised[0], PeerLostError) and raised[0].world_rank == 1
     close(transports)
 
@@ -163,7 +163,7 @@ def test_a_place_serves_another_board_only_after_all_have_closed_the_first():
     """Rank 0 has not looked yet at what rank 1 showed last, when that closes the board and reserves the next."""
     transports = shm_transports(2)
     boards = opened(transports)
-    boards[0]._wait = lambda: late.wait(5)
+    boards[0]._wait = lambda: late.wait(20)
     late = threading.Event()
     seen: list[list[int]] = []
     thread, _ = in_thread(lambda: seen.append(show(boards[0], 3)))
@@ -172,7 +172,7 @@ def test_a_place_serves_another_board_only_after_all_have_closed_the_first():
     other = transports[1].reserve_board()
     assert boards[0].missing() == []
     late.set()
-    thread.join(5)
+    thread.join(20)
     assert seen == [[3, 4]]
     boards[0].close()
     assert other % BOARDS != transports[1].reserve_board() % BOARDS == 0

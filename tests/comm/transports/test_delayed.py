@@ -69,7 +69,7 @@ def test_a_started_call_runs_while_the_caller_computes():
 
     for processor, wall, done in run(body, size=2):
         assert done
-        assert 0.09 < wall < 0.5
+        assert wall > 0.09
         assert processor < 0.08             # of all threads of both ranks: nobody spins for 0.1 s
 
 

@@ -138,9 +138,9 @@ def test_a_sleeper_is_woken_by_either_kind_of_link(order):
             sent = time.monotonic()
             transports[peer].start_send(0, tag(1), np.full(1, float(peer))).wait()
             thread, outcome = waits[peer]
-            thread.join(5)
+            thread.join(20)
             assert outcome[0] == peer
-            assert outcome[1] - sent < 1
+            assert outcome[1] - sent < 5
             time.sleep(0.02)
 
 
@@ -151,12 +151,12 @@ def test_a_peer_that_goes_is_lost_on_either_kind_of_link(lost):
         time.sleep(0.05)
         transports[lost].close()
         thread, outcome = waits[lost]
-        thread.join(5)
+        thread.join(20)
         assert isinstance(outcome[0], PeerLostError)
         assert outcome[0].world_rank == lost
         other = 3 - lost
         transports[other].start_send(0, tag(1), np.full(1, 7.0)).wait()
-        waits[other][0].join(5)
+        waits[other][0].join(20)
         assert waits[other][1][0] == 7
 
 
@@ -176,7 +176,7 @@ def test_who_waits_before_a_board_moves_messages_of_connections_on():
         sent.wait()
         assert [octets.view(np.int64).tolist() for _, octets in boards[1].show(b"", [np.arange(2)])] == [[0, 1, 2],
                                                                                                          [0, 1]]
-        thread.join(5)
+        thread.join(20)
         assert len(shown) == 2
 
 

@@ -95,8 +95,10 @@ def test_every_two_ranks_are_connected(listen, dial):
     assert all(sock.gettimeout() is None for rank in links for sock in rank.values())
     for sock in [sock for rank in links for sock in rank.values()]:
         sock.close()
-    time.sleep(0.05)
-    gc.collect()
+    deadline = time.monotonic() + 5
+    while len(os.listdir("/proc/self/fd")) != files and time.monotonic() < deadline:
+        time.sleep(0.01)
+        gc.collect()
     assert len(os.listdir("/proc/self/fd")) == files
 
 
@@ -112,7 +114,7 @@ def test_strangers_keep_nobody_waiting_and_are_logged(caplog):
     start = time.monotonic()
     with caplog.at_level(logging.WARNING, "minidist.comm"):
         links = join_all(3, listeners, tcp)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 4.5, "no silent stranger's limit of 5 s was waited for"
         assert [set(rank) for rank in links] == [{1, 2}, {0, 2}, {0, 1}]
         for sock in [*silent, *noisy, impostor, *(sock for rank in links for sock in rank.values())]:
             sock.close()
@@ -126,10 +128,10 @@ def test_strangers_keep_nobody_waiting_and_are_logged(caplog):
 
 def test_a_rank_with_another_token_is_refused_and_those_who_wait_for_it_say_so():
     listeners = [mesh.listen_tcp("127.0.0.1", 1 << 16) for _ in range(2)]
-    zero, one = join_all(2, listeners, tcp, {1: b"another"}, limit=0.5)
+    zero, one = join_all(2, listeners, tcp, {1: b"another"}, limit=1.0)
     assert isinstance(one, HandshakeError)
     assert isinstance(zero, TimeoutError)
-    assert "rank 0 waited 0.5 s for ranks [1] to connect" in str(zero)
+    assert "rank 0 waited 1 s for ranks [1] to connect" in str(zero)
 
 
 def test_a_rank_that_is_not_expected_is_refused(caplog):
@@ -169,4 +171,4 @@ def test_a_rank_lost_while_connecting_ends_the_wait_for_it():
     start = time.monotonic()
     with pytest.raises(PeerLostError, match="rank 1 was killed"):
         mesh.join(link, {}, listener, tcp, TOKEN, 10.0)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 9

