@@ -109,17 +109,23 @@ def test_strangers_keep_nobody_waiting_and_are_logged(caplog):
     for number, sock in enumerate(noisy):
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * (number + 1) * 10)
     impostor = call(listeners[0])
-    threading.Thread(target=lambda: pytest.raises(HandshakeError, wire.greet, impostor, b"guess", {"world_rank": 1}, 5),
-                     daemon=True).start()
+    guess = threading.Thread(target=lambda: pytest.raises(HandshakeError, wire.greet, impostor, b"guess",
+                                                          {"world_rank": 1}, 5), daemon=True)
+    guess.start()
+
+    def after_the_guess(info: dict[str, Any]) -> socket.socket:
+        guess.join(5)
+        return tcp(info)
+
     start = time.monotonic()
     with caplog.at_level(logging.WARNING, "minidist.comm"):
-        links = join_all(3, listeners, tcp)
+        links = join_all(3, listeners, after_the_guess)
         assert time.monotonic() - start < 4.5, "no silent stranger's limit of 5 s was waited for"
         assert [set(rank) for rank in links] == [{1, 2}, {0, 2}, {0, 1}]
         for sock in [*silent, *noisy, impostor, *(sock for rank in links for sock in rank.values())]:
             sock.close()
         deadline = time.monotonic() + 5
-        while len(caplog.records) < 6 and time.monotonic() < deadline:
+        while (len(caplog.records) < 6 or "token" not in caplog.text) and time.monotonic() < deadline:
             time.sleep(0.01)
     assert "127.0.0.1" in caplog.text
     assert "token" in caplog.text
@@ -141,13 +147,19 @@ def test_a_rank_that_is_not_expected_is_refused(caplog):
     def greet(sock: socket.socket, rank: object) -> None:
         wire.greet(sock, TOKEN, {"world_rank": rank}, 5)
 
+    def come_last() -> None:
+        deadline = time.monotonic() + 10
+        while caplog.text.count("said it is rank") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        greet(callers[2], 1)
+
     threads = [threading.Thread(target=greet, args=pair) for pair in zip(callers, (7, "1"), strict=False)]
     with caplog.at_level(logging.WARNING, "minidist.comm"):
         for thread in threads:
             thread.start()
-        late = threading.Timer(0.2, greet, (callers[2], 1))
+        late = threading.Thread(target=come_last)
         late.start()
-        links = mesh.join(alone(0, [{}, {}]), {}, listener, tcp, TOKEN, 5.0)
+        links = mesh.join(alone(0, [{}, {}]), {}, listener, tcp, TOKEN, 20.0)
         late.join()
     assert set(links) == {1}
     assert "said it is rank 7" in caplog.text
