@@ -36,17 +36,23 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
                   [*kinds.values(), "second stage's forward", "its backward"], frameon=False,
                   fontsize=10, ncols=5,
                   loc="upper left", bbox_to_anchor=(0.02, 0.925), labelcolor=look.INK, handlelength=1.3)
+    longest = max(_length(spans) for name, spans in recorded.items() if name != "naive")
     for number, name in enumerate(lab.NAMES):
-        _timeline(figure.add_axes((0.06, 0.745 - 0.174 * number, 0.92, 0.115)), name, recorded[name])
+        _timeline(figure.add_axes((0.06, 0.745 - 0.174 * number, 0.92, 0.115)), name, recorded[name],
+                  max(36.0, 1.01 * longest) if name != "naive" else 1.01 * _length(recorded[name]))
     look.save(figure, folder)
     (Path(folder) / "figure.mmd").write_text(gantt(), encoding="utf-8")
 
 
-def _timeline(ax: Any, name: str, spans: list[Any]) -> None:
-    """One schedule: a row for each rank, in units of a forward."""
+def _length(spans: list[Any]) -> float:
+    """How long a schedule took, in forwards."""
+    return Clock(RANKS, tuple(spans)).length / UNIT
+
+
+def _timeline(ax: Any, name: str, spans: list[Any], shown: float) -> None:
+    """One schedule: a row for each rank, in units of a forward, of which `shown` are shown."""
     assert not broken(spans)
     clock, begin = Clock(RANKS, tuple(spans)), min(span.start for span in spans)
-    shown = 36.0 if name != "naive" else 1.01 * clock.length / UNIT
     for span in spans:
         left, width = (span.start - begin) / UNIT, (span.stop - span.start) / UNIT
         color = COLORS[span.instruction.word]
