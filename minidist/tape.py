@@ -97,6 +97,10 @@ class Node:
             self._shared[compute] = compute(self, dy)
         return self._shared[compute]
 
+    def forget(self) -> None:
+        """Drop what was saved: `once` has computed all that the node's gradients, some perhaps put off, will ask."""
+        self._saved = {}
+
     def room(self, argument: str) -> Array | None:
         """A buffer that may receive the gradient of `argument` directly (`out=`), or None: then allocate.
 

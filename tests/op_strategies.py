@@ -95,11 +95,17 @@ def _unary(name: str, values: Callable[..., np.ndarray] = normal) -> None:
     case(name)(lambda draw: Case(getattr(ops, name), [values(draw, draw(shapes))]))
 
 
-for _name in ("neg", "exp", "tanh", "gelu", "silu"):
+for _name in ("neg", "exp", "tanh", "silu"):
     _unary(_name)
 for _name in ("log", "sqrt"):
     _unary(_name, positive)
 _unary("relu", apart)
+
+
+@case("gelu")
+def _(draw: Any) -> Case:
+    shape = (*draw(shapes), draw(sizes))
+    return Case(ops.gelu, [normal(draw, shape), normal(draw, shape[-1:])][:draw(st.integers(1, 2))])
 
 
 @case("swiglu")

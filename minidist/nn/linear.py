@@ -22,5 +22,6 @@ class Linear(Module):
         self.weight = Weight((inputs, outputs), Init("normal", inputs ** -0.5 if std is None else std), dtype=dtype)
         self.bias = Weight((outputs,), ZEROS, dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight, self.bias)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
+        """bias=False: x W alone, for an op behind this that adds the bias itself."""
+        return self.product(x, self.weight, self.bias if bias else None)  # type: ignore[no-any-return]

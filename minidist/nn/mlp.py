@@ -26,5 +26,6 @@ class MLP(Module):
 
     def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
         """The key is for what may stand here instead (moe.py)."""
-        inner = ops.gelu(self.up(x)) if self.gate is None else ops.swiglu(self.gate(x), self.up(x))
-        return self.down(inner)
+        if self.gate is None:
+            return self.down(ops.gelu(self.up(x, bias=False), self.up.bias))
+        return self.down(ops.swiglu(self.gate(x), self.up(x)))

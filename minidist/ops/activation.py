@@ -8,6 +8,7 @@ from minidist.backend import Array, array_module, narrow, widen
 from minidist.dispatch import kernel, launcher
 from minidist.errors import ShapeError
 from minidist.ops.blocks import row_blocks
+from minidist.ops.linear import column_sums, rows
 from minidist.tape import Node, Saved, op, saved
 
 _GELU_IN = 0.7978845608028654      # sqrt(2 / pi)
@@ -45,35 +46,52 @@ def _silu_block(xp, x, y, slope, s, t):
     slope += t
 
 
-def _value_and_slope(block, x: Array) -> tuple[Array, Array]:
-    """Run a block function over all of x; both results in x's dtype, computed in float32 or better."""
+def _value_and_slope(block, x: Array, bias: Array | None = None) -> tuple[Array, Array]:
+    """Run a block function over all of x, or x + bias; both results in x's dtype, computed in float32 or better."""
     xp = array_module(x)
-    wide = xp.ascontiguousarray(widen(x)).reshape(-1)
-    y, slope = xp.empty_like(wide), xp.empty_like(wide)
+    wide = xp.ascontiguousarray(widen(x) if bias is None else widen(x) + widen(bias)).reshape(-1)
+    y = xp.empty_like(wide) if bias is None else wide           # a block reads x last as it writes y
+    slope = xp.empty_like(wide)
     for where, (s, t) in row_blocks(xp, wide, scratch=2):
         block(xp, wide[where], y[where], slope[where], s, t)
     return narrow(y.reshape(x.shape), x.dtype), narrow(slope.reshape(x.shape), x.dtype)
 
 
 @op
-def gelu(x: Array) -> tuple[Array, Saved]:
+def gelu(x: Array, bias: Array | None = None) -> tuple[Array, Saved]:
     """x Φ(x) in its tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))). Source: Hendrycks & Gimpel 2016.
 
+    With a bias (columns,), of x + bias: the sum is rounded nowhere, and stands nowhere by itself.
     A kernel's backward reads x itself: on a GPU the slope costs less to compute again than to keep.
     """
-    fast = kernel("gelu", x)
+    if bias is not None and bias.shape != x.shape[-1:]:
+        raise ShapeError(f"gelu: a bias of shape {bias.shape} does not fit x {x.shape}; it needs {x.shape[-1:]}")
+    fast = kernel("gelu", *((x,) if bias is None else (x, bias)))
     if fast is not None:
-        return fast(x), saved(x=x, slope=None)
-    y, slope = _value_and_slope(_gelu_block, x)
+        return fast(x, bias), saved(x=x, bias=bias, slope=None)
+    y, slope = _value_and_slope(_gelu_block, x, bias)
     return y, saved(slope=slope)
+
+
+def _gelu_gradients(node: Node, dy: Array) -> tuple[Array, Array | None]:
+    """Of x and of the bias, which is the sum of x's over all rows."""
+    if node.slope is None:
+        dx, dbias = launcher("gelu_gradient")(node.x, node.bias, array_module(dy).ascontiguousarray(dy))
+    else:
+        dx = narrow(widen(dy) * widen(node.slope), dy.dtype)
+        dbias = column_sums(rows(dx)) if node.needs("bias") else None
+    node.forget()
+    return dx, dbias
 
 
 @gelu.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    if node.slope is None:
-        dx, _ = launcher("gelu_gradient")(node.x, None, array_module(dy).ascontiguousarray(dy))
-        return dx
-    return narrow(widen(dy) * widen(node.slope), dy.dtype)
+    return node.once(_gelu_gradients, dy)[0]
+
+
+@gelu.gradient("bias")
+def _(node: Node, dy: Array) -> Array:
+    return node.once(_gelu_gradients, dy)[1]
 
 
 @op

@@ -156,6 +156,7 @@ def test_arrays_here_and_there_are_refused(cupy):
 OPS = {
     "softmax": (ops.softmax, ["softmax", "softmax_gradient"]),
     "gelu": (ops.gelu, ["gelu", "gelu_gradient"]),
+    "bias and gelu": (lambda x: ops.gelu(x, _row(x)), ["gelu", "gelu_gradient"]),
     "swiglu": (lambda x: ops.swiglu(x, _beside(x, X[::-1].copy())), ["swiglu", "swiglu_gradient"]),
     "dropout": (lambda x: ops.dropout(x, rate=0.5, name="layer", seed=1, step=2), ["dropout", "dropout", "dropout"]),
     "residual and dropout": (lambda x: ops.dropout(x, _beside(x, X[::-1].copy()), rate=0.5, name="layer", seed=1,

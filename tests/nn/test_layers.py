@@ -53,7 +53,9 @@ def test_mlp() -> None:
     plain, gated = (MLP(4, 8, activation=activation, std=0.5, dtype="float64") for activation in ("gelu", "silu"))
     plain.initialize(0)
     gated.initialize(0)
-    u = x @ plain.up.weight.data
+    assert plain.up.bias is not None
+    plain.up.bias.data[...] = normal(8)
+    u = x @ plain.up.weight.data + plain.up.bias.data
     gelu = u / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u ** 3)))
     np.testing.assert_allclose(plain(tensor(x)).data, gelu @ plain.down.weight.data, rtol=1e-12)
     gate = x @ gated.gate.weight.data  # type: ignore[union-attr]

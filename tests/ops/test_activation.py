@@ -1,16 +1,17 @@
 """Activations and softmax against their formulas, at the edges of what floats hold."""
 
 import math
+import weakref
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist import backend, ops
+from minidist import account, backend, ops
 from minidist.errors import ShapeError
 from minidist.ops import blocks
-from minidist.tensor import tensor
+from minidist.tensor import Parameter, tensor
 
 X = np.array([-1e30, -1e4, -30.0, -3.0, -1.0, -1e-8, 0.0, 1e-8, 1.0, 3.0, 30.0, 1e4, 1e30])
 
@@ -21,6 +22,36 @@ def test_gelu_is_its_tanh_form():
     np.testing.assert_allclose(ops.gelu(x).data, formula, rtol=1e-13, atol=1e-15)
     exact = np.array([v * 0.5 * (1 + math.erf(v / math.sqrt(2))) for v in x])
     np.testing.assert_allclose(formula, exact, atol=5e-4)
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32", "bfloat16"])
+def test_a_bias_of_gelu_is_added_first_and_rounded_nowhere(kind):
+    rng, dtype = np.random.default_rng(4), backend.dtype(kind)
+    x, bias, dy = (rng.normal(size=shape).astype(dtype) for shape in ((5, 3, 9), (9,), (5, 3, 9)))
+    wide = tensor(backend.widen(x) + backend.widen(bias), requires_grad=True)
+    ops.gelu(wide).backward(backend.widen(dy))
+    leaves = [tensor(array, requires_grad=True) for array in (x, bias)]
+    y = ops.gelu(*leaves)
+    y.backward(dy)
+    np.testing.assert_array_equal(y.data, ops.gelu(wide.data).data.astype(dtype))
+    near = {"float64": 1e-14, "float32": 1e-6, "bfloat16": 2.0 ** -7}[kind]
+    np.testing.assert_allclose(leaves[0].grad.astype(float), wide.grad.astype(float), rtol=near, atol=near)
+    np.testing.assert_allclose(leaves[1].grad.astype(float), wide.grad.sum(axis=(0, 1)), rtol=9 * near, atol=9 * near)
+    with pytest.raises(ShapeError, match=r"a bias of shape \(5,\) does not fit x \(5, 3, 9\); it needs \(9,\)"):
+        ops.gelu(x, bias[:5])
+
+
+def test_what_gelu_with_a_bias_keeps():
+    """One array of x's size, the slope; where the bias' gradient is put off, none but x's own gradient."""
+    x, bias = tensor(np.ones((50, 8)), requires_grad=True), Parameter(np.ones(8))
+    with account.use(account.MemoryAccount()) as memory:
+        y = ops.gelu(x, bias)
+        assert memory.now["activations"] == 2 * x.data.nbytes           # the result, and the slope
+        slope = weakref.ref(y.node.slope)
+        later = y.backward(np.ones((50, 8)), defer_weights=True)
+        assert slope() is None
+        later[0]()
+        np.testing.assert_allclose(bias.grad, x.grad.sum(axis=0))
 
 
 @pytest.mark.parametrize("kind", ["float64", "float32"])

@@ -71,9 +71,9 @@ class ColumnLinear(Module):
         self.bias = None if linear.bias is None else WeightShard(
             linear.bias, [(part,) for part in chosen], group.rank, sharers=sharers, word=word)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
         return self.product(x if self.region is None else self.region.enter(x), self.weight,    # type: ignore
-                            self.bias)
+                            self.bias if bias else None)
 
 
 class SharedKeysLinear(Module):
