@@ -109,7 +109,7 @@ class _Pass:
 class CapturedStep:
     """A trainer's step, captured when it has run twice; step and start_step as the trainer's.
 
-    Args:    warm_up: steps that run as they are before.
+    Args:    warm_up: steps that run as they are before, at least one.
     Attributes: pool: the memory of intermediate results; launches: of the graph, so far.
     Raises:  ConfigError for a trainer whose step cannot be captured.
     """
@@ -160,7 +160,7 @@ class CapturedStep:
         if self._graph is None:
             self._graph = self._capture()
         else:
-            self._optimizer().count_update()
+            self._optimizer().again()
         self._graph.launch()
         self.launches += 1
 
@@ -211,7 +211,6 @@ class CapturedStep:
         for weights, view in zip(self._weights, views, strict=True):
             weights.bind_gradient(view)
         self._gradients = launcher("gradients")(views)
-        assert self._gradients.table.addresses is not None      # they are sent now
 
     def _key(self, part: Part, streams: Mapping[str, Array]) -> DropoutKey | None:
         if not self._layers:

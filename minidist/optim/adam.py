@@ -45,9 +45,9 @@ class Adam(Optimizer):
                                   f"float32 weights there, each with a gradient; pass the rate as a number")
             super().step(lr, scale, roundings=roundings)
 
-    def count_update(self) -> None:
-        """The last update has been asked for again, as it was captured: count it."""
-        self._many.count(self.slots)
+    def again(self) -> None:
+        """The last update is about to run again, as it was captured (graph.py): count it."""
+        self._many.again(self.slots)
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
         scale = step.scale

@@ -64,6 +64,11 @@ class Many:
                 narrow(master, weights.dtype, weights)
         return True
 
+    def again(self, slots: Sequence[Slot]) -> None:
+        """The last update is about to run again, as it was captured (graph.py), on the same arrays: count it."""
+        self._tell_count(slots)
+        self.count(slots)
+
     def count(self, slots: Sequence[Slot]) -> None:
         """The device makes an update, and counts it: count it here too."""
         for slot in slots:
@@ -72,12 +77,16 @@ class Many:
 
     def _place(self, slots: Sequence[Slot], data: list[Array], moments: list[list[Array]], copies: list[Array] | None,
                weight_decay: float) -> None:
-        """Tables of these arrays, and the count of the slots' updates, where those of the last step do not do."""
+        """Tables of these arrays, where those of the last step do not do."""
         arrays = [*data, *moments[0], *moments[1], *(copies or ())]
         if len(arrays) != len(self._arrays) or any(a is not b for a, b in zip(arrays, self._arrays, strict=True)):
             decays = [weight_decay if slot.decays else 0.0 for slot in slots]
             self._tensors = launcher("adam_tensors")(data, decays=decays, copies=copies, moments=moments)
             self._arrays, self._chunks, self._count = arrays, None, -1
+        self._tell_count(slots)
+
+    def _tell_count(self, slots: Sequence[Slot]) -> None:
+        """Tell the device how many updates there were, if it has counted others: a state was loaded."""
         if self._count != slots[0].steps:
             self._count = slots[0].steps
             self._tensors.count[...] = self._count
