@@ -190,9 +190,9 @@ class ControlLink:
             except (CommError, OSError, ValueError):       # ValueError: the socket was closed under us
                 if not (self._leaving or self._closed):
                     self._lost(monitor_gone(self.world_rank))
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+            with self._sending, self._changed:             # nobody is in the middle of sending when the socket goes
+                self._closed = True
+                self._changed.notify_all()
 
     def _take(self, frame: dict[str, Any]) -> None:
         match frame["kind"]:

@@ -18,7 +18,7 @@ from helpers import SOON, lateness
 from minidist.comm import door, wire
 from minidist.comm.control import ControlLink, Loss, Monitor
 from minidist.comm.link import how_it_ended
-from minidist.errors import ConfigError, HandshakeError, LaunchError, PeerLostError, TimeoutError
+from minidist.errors import CommError, ConfigError, HandshakeError, LaunchError, PeerLostError, TimeoutError
 
 TOKEN = wire.new_token()
 
@@ -168,6 +168,17 @@ def test_without_a_monitor_rank_0_says_what_all_ranks_say(cut, monkeypatch):
             monitor._take = lambda seat, frame: None
         assert [link.report(ConfigError("no such file")) for link in links] == [True, False, False]
         assert [link.report(ValueError("mine alone")) for link in links] == [True] * 3
+
+
+def test_who_sends_while_the_connection_ends_hears_of_a_lost_peer():
+    """Not of a socket that the listener has closed meanwhile."""
+    for _ in range(20):
+        with job(1) as (monitor, [link]), ThreadPoolExecutor(1) as pool:
+            ending = pool.submit(monitor.close)
+            with pytest.raises(CommError):
+                while True:
+                    link._send({"kind": "missing", "round": 0})
+            ending.result()
 
 
 def test_a_monitor_that_hangs_up_on_who_has_failed_is_no_news():
