@@ -160,7 +160,8 @@ def test_a_rank_that_is_not_expected_is_refused(caplog):
         late = threading.Thread(target=come_last)
         late.start()
         links = mesh.join(alone(0, [{}, {}]), {}, listener, tcp, TOKEN, 20.0)
-        late.join()
+        for thread in (*threads, late):
+            thread.join()
     assert set(links) == {1}
     assert "said it is rank 7" in caplog.text
     assert "said it is rank '1'" in caplog.text
