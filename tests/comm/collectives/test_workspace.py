@@ -1,5 +1,10 @@
 """The workspace that docstrings state is what the memory account sees: the worst rank's peak of communication."""
 
+import gc
+import sys
+import tracemalloc
+
+import numpy as np
 import pytest
 from collective_checker import Drawn, bring, call
 from helpers import run
@@ -35,3 +40,37 @@ def test_workspace_is_as_stated(verb, algorithm):
             return told.peak["communication"]
 
     assert max(run(ranks, size=4)) == WORKSPACE[verb, algorithm]
+
+
+def allocated(world, length, calls):
+    """What calls of several kinds leave allocated, in blocks, and the most that they hold, in bytes."""
+    x, part = np.ones(length), np.ones(length // world.size)
+    whole = np.empty(len(part) * world.size)
+
+    def several(count):
+        for _ in range(count):
+            world.all_reduce(x, out=x, op="max", algorithm="ring")
+            world.all_gather(part, out=whole)
+            world.broadcast(x, out=x)
+            world.start_all_reduce(x, out=x, op="max").wait()
+
+    several(100)                        # tables and buffers that grow to their bounds, and stay
+    world.barrier()
+    gc.collect()
+    gc.disable()                        # nothing may wait for the collector either
+    before = sys.getallocatedblocks()
+    several(calls)
+    left = sys.getallocatedblocks() - before
+    tracemalloc.start()
+    several(10)
+    return left, tracemalloc.get_traced_memory()[1]
+
+
+@pytest.mark.parametrize("transport", ["sockets", pytest.param("shm", marks=pytest.mark.soak)])
+def test_what_a_call_allocates_is_constant(transport):
+    """Call after call nothing is left, and a call on an array a hundred times as long allocates no more."""
+    short, long = (run(allocated, length, 300, size=2, transport=transport) for length in (1000, 100_000))
+    for rank in range(2):
+        for left, _ in (short[rank], long[rank]):
+            assert left < 600                                       # of 1200 calls: not one block in two
+        assert abs(long[rank][1] - short[rank][1]) < 200_000        # a copy of the array were 800,000
