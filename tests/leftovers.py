@@ -1,4 +1,4 @@
-"""Whether a job left anything behind: processes (also grandchildren), threads, files in /dev/shm."""
+"""Whether a job left anything behind: processes (also grandchildren), threads, sockets, files in /dev/shm."""
 
 import contextlib
 import os
@@ -33,6 +33,15 @@ def _parent(folder: Path) -> int:
     return 0
 
 
+def _sockets() -> set[str]:
+    """What this process has open, by number; those of its ranks end with them."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(path))
+    return {name for name in found if name.startswith("socket:")}
+
+
 def _segments() -> set[str]:
     """Shared memory of minidist; other jobs of this machine may be running MPI."""
     return {name for name in os.listdir("/dev/shm") if "minidist" in name}
@@ -43,12 +52,13 @@ def nothing_left(limit: float = 10.0) -> Iterator[dict[str, str]]:
     """Gives an environment for subprocesses; afterwards asserts that, within `limit` s, none of it is left."""
     mark = uuid.uuid4().hex
     threads, children, segments = set(threading.enumerate()), set(_children()), _segments()
+    sockets = _sockets()
     yield {**os.environ, MARK: mark}
     deadline = time.monotonic() + limit
 
     def left() -> list[object]:
         return [*_processes(mark), *(set(threading.enumerate()) - threads), *(set(_children()) - children),
-                *(_segments() - segments)]
+                *(_segments() - segments), *(_sockets() - sockets)]
 
     while left() and time.monotonic() < deadline:
         time.sleep(0.02)

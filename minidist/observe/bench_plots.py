@@ -159,7 +159,7 @@ def draw_calibration(path: Path, result: dict[str, Any]) -> None:
 
     links = result["links"]
     counts = sorted({link["ranks"] for link in links})
-    figure = Figure(figsize=(5.2 * len(counts), 4.2), layout="constrained")
+    figure = Figure(figsize=(max(7.4, 5.2 * len(counts)), 4.2), layout="constrained")
     panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)[0]
     for panel, count in zip(panels, counts, strict=True):
         for link, samples in zip(links, result["samples"], strict=True):

@@ -32,8 +32,8 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     Returns: the parts for this rank, by source; its own among them as it was given.
     Cost:    ceil(log2 P) messages per rank. The part from r for d is in as many messages as (d - r) mod P has binary
              ones, and each time its label with it: 8 bytes that say how many dims it has, and 8 for each dim (a header
-             has no room for P/2 shapes). Workspace: the bundle sent and the one received, in each step; a part is
-             copied once a jump, and once at its end.
+             has no room for P/2 shapes). Workspace: the bundle sent, and those received so far: ceil(log2 P) + 1 of
+             them at the end, each of at most P/2 parts. A part is copied once a jump, and once at its end.
     """
     slots = [parts[(call.rank + far) % call.size] for far in range(call.size)]
     for step in range((call.size - 1).bit_length()):

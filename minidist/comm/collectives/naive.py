@@ -144,7 +144,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     Args:    parts: P arrays, part d for rank d; place(rank): where the part from `rank` is received.
     Returns: the parts for this rank, by source; its own among them as it was given.
     Cost:    2(P-1)^2 messages; each part twice, but once if it comes from rank 0 or is for it, and never if it stays.
-             Workspace: rank 0 holds all parts that pass through.
+             Workspace: rank 0 holds all parts that pass through, (P-1)(P-2) of them.
     """
     call.agree()
     if call.rank == 0:

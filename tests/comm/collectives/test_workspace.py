@@ -13,24 +13,26 @@ from minidist import account
 
 N = 48 * 8          # bytes of the array, or of all blocks together; 4 ranks, so a chunk, or a block, is N/4
 WORKSPACE = {
-    ("broadcast", "tree"): 0, ("broadcast", "ring"): 0, ("broadcast", "hierarchical"): 0,
+    ("broadcast", "naive"): 0, ("broadcast", "tree"): 0, ("broadcast", "ring"): 0, ("broadcast", "hierarchical"): 0,
     ("reduce", "naive"): 0, ("reduce", "tree"): N, ("reduce", "hierarchical"): N,
     ("all_reduce", "naive"): 0, ("all_reduce", "tree"): 0, ("all_reduce", "ring"): 0, ("all_reduce", "pairwise"): 0,
     ("all_reduce", "direct"): 3 * N, ("all_reduce", "doubling"): N, ("all_reduce", "halving-doubling"): 0,
     ("all_reduce", "hierarchical"): N, ("all_reduce", "torus"): 0,
     ("gather", "naive"): 0, ("gather", "tree"): 3 * N // 4,
     ("scatter", "naive"): 0, ("scatter", "tree"): N // 2,
-    ("all_gather", "ring"): 0, ("all_gather", "halving-doubling"): 0, ("all_gather", "torus"): 0,
-    ("all_gather", "hierarchical"): 0,
+    ("all_gather", "naive"): 0, ("all_gather", "ring"): 0, ("all_gather", "halving-doubling"): 0,
+    ("all_gather", "torus"): 0, ("all_gather", "hierarchical"): 0,
     ("reduce_scatter", "naive"): N, ("reduce_scatter", "ring"): N // 2, ("reduce_scatter", "pairwise"): 0,
     ("reduce_scatter", "halving-doubling"): N, ("reduce_scatter", "torus"): N // 2,
     ("reduce_scatter", "hierarchical"): N,
+    ("all_to_all", "naive"): 6 * N // 4, ("all_to_all", "pairwise"): 0, ("all_to_all", "bruck"): 3 * (N // 2 + 2 * 16),
 }
 
 
 @pytest.mark.parametrize(("verb", "algorithm"), WORKSPACE)
 def test_workspace_is_as_stated(verb, algorithm):
-    lengths = {"gather": [6] * 4, "all_gather": [6] * 4, "scatter": [24] * 4}.get(verb, [48] * 4)
+    blocks = {"gather": [6] * 4, "all_gather": [6] * 4, "scatter": [24] * 4, "all_to_all": [[12] * 4] * 4}
+    lengths = blocks.get(verb, [48] * 4)
     case = Drawn(verb, algorithm, 4, lengths, "float64")
 
     def ranks(world):
