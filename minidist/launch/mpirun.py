@@ -40,8 +40,8 @@ class Mpirun:
     def command(self, size: int, *, patient: bool = False) -> list[str]:
         """Start `size` ranks here, also where that is more than cores.
 
-        `patient`: who calls ends the job. Else MPICH's mpirun kills every rank moments after one was killed, before
-        they can say what they heard of it; so it mostly leaves that to us.
+        `patient`: who calls ends the job. Else MPICH's mpirun kills every rank moments after one has ended without
+        MPI_Finalize, before they can say what they heard of it. It does so in any case (5.0) where a signal ended one.
         """
         options = {"openmpi": ["--oversubscribe"], "mpich": ["-disable-auto-cleanup"] if patient else []}
         return [self.path, *options.get(self.flavour, []), "-n", str(size)]

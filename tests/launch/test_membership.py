@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import SOON
-from jobs import by_hand, by_mpirun, finish, free_port, met, slurm, start, torchrun
+from jobs import JOB, by_hand, by_mpirun, finish, free_port, met, slurm, start, torchrun
 from leftovers import nothing_left
 
 import minidist as md
@@ -141,6 +141,21 @@ def test_of_thirty_killed_under_mpirun_each_is_named_once():
         assert len(re.findall(line, done.stderr, re.M)) == 1, done
         survivors += len(re.findall(rf"stops: PeerLostError: rank {victim} ", done.stderr))
     print(f"{survivors} of 60 survivors said so, too")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["mpi", "shm"])
+def test_behind_a_shell_the_survivors_of_a_kill_speak_under_mpirun(transport):
+    """As lesson 01 says: without the option, or the shell, mpirun kills them first."""
+    text = Path(__file__).parents[2].joinpath("lessons/01_launching/README.md").read_text(encoding="utf-8")
+    [behind] = re.findall(r"^mpirun -disable-auto-cleanup -n 4 sh -c '(.*)'$", text, re.M)
+    program = behind.replace("python lessons/01_launching/lesson.py", f"{sys.executable} {JOB} kill {transport}")
+    assert JOB in program
+    with nothing_left() as environment:
+        done = finish(start([*find_mpirun().command(4, patient=True), "sh", "-c", program], environment))
+    assert done.returncode == 1
+    for rank in (0, 1, 3):
+        assert re.search(f"^minidist: rank {rank} stops: PeerLostError: {WHO} (was killed|ended)", done.stderr, re.M)
 
 
 def test_what_a_stopping_rank_says_of_the_lost_one():
