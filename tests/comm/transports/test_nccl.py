@@ -464,8 +464,10 @@ def test_a_failed_job_ends_without_those_who_say_nothing_but_not_at_once(cupy, m
 
     def ranks(world):
         slow[world.rank] = Slow(world)
+        world.barrier()
         world.transport.limit = 3600
         if world.rank == 0:
+            world.transport.device.finish()
             threading.Timer(0.05, world.transport.abort, [PeerLostError("rank 7 was killed", 7)]).start()
             world.close()
             assert [moment for thread, moment in slept if thread == threading.get_ident()] == [cuda_ipc.MOMENT]
@@ -496,8 +498,10 @@ def test_who_computes_on_is_not_waited_for_longer_than_the_limit(cupy):
         world.all_reduce(cupy.asarray(np.ones(4)))
         if world.rank == 1:
             assert ended.wait(fake_cupy.PATIENCE)
+            world.transport.device.finish()
             world.transport.abort(PeerLostError("rank 0 has left", 0))
             return
+        world.transport.device.finish()
         world.transport.limit = 0.2
         world.close()
         world.close()                                       # again: there is nothing left to do
