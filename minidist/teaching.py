@@ -26,6 +26,8 @@ from threadpoolctl import threadpool_limits
 from minidist.errors import ConfigError, MinidistError, TimeoutError
 from minidist.observe.page import Page
 
+LIMIT = 600.0       # seconds for a lesson or the recording of a figure: of a busy machine
+
 
 class HoleError(MinidistError):
     """A hole of an exercise that nobody has filled yet."""
@@ -193,7 +195,7 @@ def run_lesson(options: argparse.Namespace, tour: Callable[[Any, Page], None], b
         body(world)
     else:
         with threadpool_limits(1, user_api="blas"):  # the ranks share this process's BLAS threads: one each
-            run(body, size=alone, transport="threads", limit=120.0)
+            run(body, size=alone, transport="threads", limit=LIMIT)
 
 
 def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None], home: Path, *, size: int,
@@ -205,7 +207,7 @@ def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None],
     parser.add_argument("--out", metavar="DIR", type=folder_to_write, default=str(home), help="where the figure goes")
     folder = parser.parse_args().out
     try:
-        recorded = run(record, size=size, transport=transport, limit=120.0)[0]
+        recorded = run(record, size=size, transport=transport, limit=LIMIT)[0]
     except MinidistError as error:
         raise SystemExit(f"figure: {error}") from None
     draw(recorded, folder)

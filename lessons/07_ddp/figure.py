@@ -55,6 +55,7 @@ def _gantt(ax: Any, steps: list[list[dict[str, Any]]]) -> None:
     stop = max(span["stop"] for spans in steps for span in spans if span["name"] == "optimizer")
     look.quiet(ax, grid="x")
     for rank, spans in enumerate(steps):
+        free = 0.0      # where the last number below a narrow bucket ends
         for span in spans:
             left, width = 1e3 * (span["start"] - begin), 1e3 * (span["stop"] - span["start"])
             if span["name"] in COLORS:
@@ -64,7 +65,9 @@ def _gantt(ax: Any, steps: list[list[dict[str, Any]]]) -> None:
                 ax.barh(rank + 0.19, width, 0.28, left, color=look.PHASES["all_reduce"], edgecolor="white",
                         linewidth=0.8)
                 wide = width > 0.022e3 * (stop - begin)
-                ax.text(left + width / 2, rank + (0.19 if wide else 0.385), number, ha="center", va="center_baseline",
+                middle = left + width / 2 if wide else max(left + width / 2, free)
+                free = free if wide else middle + 0.016e3 * (stop - begin)
+                ax.text(middle, rank + (0.19 if wide else 0.385), number, ha="center", va="center_baseline",
                         fontsize=9 if wide else 8, color="white" if wide else look.PHASES["all_reduce"])
     ax.legend([look.patch(look.PHASES[kind]) for kind in LEGEND], list(LEGEND.values()), frameon=False, fontsize=10,
               ncols=5, loc="upper left", bbox_to_anchor=(-0.09, 1.115), labelcolor=look.INK, handlelength=1.3,
