@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 from collective_checker import Drawn, expected, on_rank, same
 
+from minidist.comm.collectives.choose import ALGORITHMS
 from minidist.comm.group import Group
 from minidist.comm.transport import META_LIMIT, Handle, Tag, Transport
 from minidist.errors import CommError, MismatchError, PeerLostError, TimeoutError
@@ -262,6 +263,38 @@ def verbs(world: Group, cases: list[dict[str, Any]]) -> list[list[Any]]:
         rows = world.ledger.rows()
         counted.append([sum(row["messages"] for row in rows), sum(row["nbytes"] for row in rows)])
     return counted
+
+
+def as_mpi_has_it(world: Group) -> int:
+    """Every verb by every algorithm beside what mpi4py's own collectives give; returns how many were compared."""
+    from mpi4py import MPI
+    mpi, compared = MPI.COMM_WORLD, 0
+    ops = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
+    counts = [len(part) for part in np.array_split(np.empty(7), world.size)]
+    for dtype in ("float64", "float32", "int64", "uint8"):
+        x = ((np.arange(7) * 5 + 3 * world.rank) % 4 + 1).astype(dtype)
+        whole, chunk = np.empty(7 * world.size, dtype), np.empty(counts[world.rank], dtype)
+        mpi.Allgather(x, whole)
+        parts = mpi.alltoall(list(np.array_split(x, world.size)))
+        for verb, algorithms in ALGORITHMS.items():
+            for algorithm in filter(lambda name: name != "shared", algorithms):
+                for op, root in zip(ops, range(world.size), strict=False) if verb != "barrier" else ():
+                    full, total, summed = x.copy(), np.empty_like(x), np.empty_like(x)
+                    mpi.Bcast(full, root)
+                    mpi.Reduce(x, total, ops[op], root)
+                    mpi.Allreduce(x, summed, ops[op])
+                    mpi.Reduce_scatter(x, chunk, counts, ops[op])
+                    want, more = {"reduce": (total if world.rank == root else None, {"op": op, "root": root}),
+                                  "broadcast": (full, {"root": root}), "all_reduce": (summed, {"op": op}),
+                                  "reduce_scatter": (chunk, {"op": op}), "all_gather": (whole, {}),
+                                  "gather": (whole if world.rank == root else None, {"root": root}),
+                                  "scatter": (np.array_split(full, world.size)[world.rank], {"root": root}),
+                                  "all_to_all": (parts, {})}[verb]
+                    own = list(np.array_split(x, world.size)) if verb == "all_to_all" else x
+                    got = getattr(world, verb)(own, algorithm=algorithm, **more)
+                    assert same(got, want), f"{verb} {algorithm} {op} {dtype}: got {got}, MPI {want}"
+                    compared += 1
+    return compared
 
 
 BITS = ("ring", "tree", "direct", "naive", "doubling", "halving-doubling", "hierarchical", "torus")

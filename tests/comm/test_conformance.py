@@ -72,6 +72,12 @@ def test_every_verb_by_every_algorithm(transport, size):
         assert (messages, nbytes) == (formula.messages_of(cost_case(case)), formula.bytes_of(cost_case(case))), case
 
 
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.soak)])
+def test_mpi_itself_gives_the_same(size):
+    pairs = [pair for pair in ALL_PAIRS if pair[1] != "shared" and pair[0] != "barrier"]
+    assert run(conformance.as_mpi_has_it, size=size, transport="mpi") == [len(pairs) * size * 4] * size
+
+
 @on_every_transport
 def test_abort_ends_every_wait(transport):
     assert all(run(conformance.aborted, size=2, transport=transport))
