@@ -63,7 +63,10 @@ def frames() -> dict[int, FrameType]:
 
 def doing(thread: int | None) -> str:
     """What a rank's thread is in the middle of: "all_reduce at train.py:40", or "train.py:40" outside minidist/comm."""
-    innermost = frames().get(thread) if thread is not None else None
+    return "its last line" if thread is None else _told(frames().get(thread))   # no name for a frame that may be ours
+
+
+def _told(innermost: FrameType | None) -> str:
     if innermost is None:
         return "its last line"
     frame, verb = _within(innermost), ""

@@ -246,7 +246,11 @@ def _nothing() -> tuple[dict[int, int], dict[int, int]]:
 def _program() -> set[int | None]:
     """Threads of this process that are the program's: not ours, which are daemons, nor those of an idle pool."""
     frames = source.frames()
-    return {thread.ident for thread in threading.enumerate() if not thread.daemon and not _idles(frames, thread.ident)}
+    try:
+        return {thread.ident for thread in threading.enumerate()
+                if not thread.daemon and not _idles(frames, thread.ident)}
+    finally:
+        frames.clear()      # it holds this function's own frame, and so itself: a cycle that keeps all stacks' arrays
 
 
 def _idles(frames: Mapping[int, FrameType], thread: int | None) -> bool:

@@ -4,11 +4,14 @@ import gc
 import sys
 import threading
 import timeit
+import weakref
 
+import numpy as np
 import pytest
 from helpers import run
 
 from minidist.comm import source
+from minidist.comm.waits import Waits
 
 
 def test_the_caller_is_the_line_outside():
@@ -53,6 +56,45 @@ def test_what_a_thread_is_doing():
     go.set()
     runner.join()
     assert source.doing(None) == "its last line"
+
+
+@pytest.mark.parametrize("look", [lambda thread: Waits().state(), source.doing])
+def test_who_looks_at_threads_keeps_nothing_of_theirs(look):
+    """Their stacks hold arrays, which must be free once they return, without waiting for the garbage collector."""
+    started, go, held = threading.Event(), threading.Event(), []
+
+    def work():
+        mine = np.zeros(3)
+        held.append(weakref.ref(mine))
+        started.set()
+        go.wait()
+
+    thread = threading.Thread(target=work)
+    gc.collect()
+    gc.disable()
+    try:
+        thread.start()
+        started.wait()
+        look(thread.ident)
+        go.set()
+        thread.join()
+        assert held[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_who_looks_at_itself_keeps_nothing_either():
+    def look():
+        mine = np.zeros(3)
+        source.doing(threading.get_ident())
+        return weakref.ref(mine)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert look()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("collects", [True, False])
