@@ -11,6 +11,7 @@
 //
 // dx may be the logits' own memory, or null: then the loss alone. factor, one number that lies on the GPU already (the
 // gradient of the loss), multiplies scale; it may be null. A target outside the row makes loss and dx NaN.
+// Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
 #include "common.cuh"
 
 // Every thread brings a part and gets the whole row's; block of full warps; tops, totals: 32 floats each.

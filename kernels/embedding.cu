@@ -11,6 +11,7 @@
 //
 // With v3 the walk of a token that stands everywhere is tokens / 8 rows.
 // Sorting is the launcher's: some 8-byte numbers a token, little beside rows of hundreds of bytes.
+// Source: Blelloch 1990, "Prefix sums and their applications" (sums of segments).
 #include "common.cuh"
 
 template <typename T>

@@ -10,6 +10,7 @@
 //
 // No atomics: each chunk's sum has a place of its own, and one block adds them up in double, always in the same order.
 // A chunk's sum is float32: it overflows, and counts as an overflow of the step, from elements of about 3e17 on.
+// Source: Pascanu, Mikolov and Bengio 2013 (clipping by the norm of all gradients).
 #include "common.cuh"
 
 // The sum of a chunk's squares, the same for all threads of the block.

@@ -12,6 +12,7 @@
 //
 //   v1  a block a row, a thread an element
 //   v2  16-byte loads and stores              a quarter (float) or an eighth of the requests
+// Source: Shazeer et al. 2017, "Outrageously large neural networks"; Gale et al. 2022, "MegaBlocks".
 #include "common.cuh"
 
 template <typename T>

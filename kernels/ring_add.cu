@@ -9,6 +9,7 @@
 //   v1  a thread an element
 //   v2  16 bytes of T a load, own and total in packs of 4 floats: with half types a thread takes two neighbouring packs,
 //       so that a warp's load fills half of each sector and the next one finds the other half in a cache
+// Source: Patarasuk and Yuan 2009 (ring all-reduce).
 #include "common.cuh"
 
 template <typename T>
