@@ -77,6 +77,7 @@ def restore(y: Array, target: str, scale: Array | None = None, *, kind: str = "f
         raise DtypeError(f"restore: {dtype_name(y.dtype)} as {target}; it takes uint8 as one of {list(EXPONENT_BITS)}")
     if kind not in ("float32", "bfloat16"):
         raise DtypeError(f"restore: into {kind}; choose float32 or bfloat16")
+    check_number("restore", "scale", scale)
     x = array_module(y).empty(y.shape, np.dtype(kind))
     if y.size:
         launch(SOURCE, f"restore_fp8<{EXPONENT_BITS[target]}, {_NAMES[kind]}>", grid=-(-y.size // BLOCK), block=BLOCK,

@@ -1,7 +1,6 @@
 """`minidist bench`: time collectives and training steps beside their peers, all contenders in one run.
 
-    minidist bench all-reduce --sizes 1KiB:64MiB -n 2,4     our transports beside gloo and MPI; also all-gather,
-                                                            reduce-scatter, all-to-all
+    minidist bench all-reduce --sizes 1KiB:64MiB -n 2,4     our transports beside gloo and MPI; and three verbs more
     minidist bench step                                     our training step beside PyTorch eager
     minidist bench step --zero 0,1,2,3 -n 2,4               each ZeRO stage beside what PyTorch has for it
     minidist bench step --plan pp=2 --plan dp=2,tp=2        each plan beside what PyTorch has for it
@@ -11,8 +10,7 @@
     minidist bench calibrate                                what messages cost on this machine; auto goes by it
     minidist bench kernels                                  each rung of each kernel beside PyTorch; or --count
 
-A peer that is not installed is left out, and the table says so. Contenders take turns, rounds are repeated, medians are
-shown: machines are shared and noisy, so read the ratios.
+A peer that is not installed is left out, and the table says so. Contenders take turns; medians over rounds are shown.
 """
 
 import argparse

@@ -23,7 +23,7 @@ from minidist.comm.device import Side
 from minidist.comm.ledger import Event
 from minidist.comm.native import Native
 from minidist.comm.signature import Block, Shape, Signature, block_behind, dtype_code, mismatch, pack_block, unpack
-from minidist.comm.transport import Handle, Reduce, Tag, Transport
+from minidist.comm.transport import Handle, Reduce, Tag
 from minidist.comm.waits import Purpose
 from minidist.errors import MismatchError
 
@@ -62,8 +62,7 @@ class Call(Purpose):
         self.axis = "control" if group.ledger.in_control else group.axis
         self.signature = Signature(group.id, group.next_sequence(), verb, algorithm, op, root,
                                    None if dtype is None else dtype_code(dtype), shape, source.caller())
-        self._transport: Transport = group.transport
-        self.board = group.board
+        self._transport, self.board = group.transport, group.board
         self.world_ranks, self._tag = group.world_ranks, Tag(group.id, COLLECTIVE)
         self.side, self.origin, self._done = side, device, None
         self._begun = None if side is None else side.begin()

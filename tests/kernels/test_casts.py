@@ -89,3 +89,5 @@ def test_bytes_moved_and_errors():
         restore(x, "float8_e5m2")
     with pytest.raises(DtypeError, match="choose float32 or bfloat16"):
         restore(x.view(np.uint8), "float8_e5m2", kind="float16")
+    with pytest.raises(ShapeError, match=r"restore: scale has shape \(2,\)"):
+        restore(x.view(np.uint8), "float8_e5m2", np.ones(2, np.float32))
