@@ -48,8 +48,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 SAMPLED = {
     # lessons
     "test_a_wrong_filling_fails_under_its_name": 4, "test_break_it": 3, "test_break_it_in_processes": 3,
-    "test_the_figure_is_drawn_from_a_run": 2, "test_under_mpirun": 3,
+    "test_the_figure_is_drawn_from_a_run": 2, "test_under_mpirun": 5,
     # launchers and transports
+    "test_a_child_that_a_rank_forks_ends_without_a_word": 2,
     "test_a_death_under_mpirun_ends_the_job_and_is_named": 2, "test_a_killed_rank_is_named_everywhere_at_once": 2,
     "test_a_launcher_that_is_told_to_stop_stops_its_ranks": 2, "test_a_long_array_goes_round_the_ring_in_stretches": 2,
     "test_a_rank_that_dies_is_named_once_and_by_each_survivor": 2, "test_a_rank_that_dies_is_named_with_how_it_went": 2,

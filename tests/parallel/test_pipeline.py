@@ -310,6 +310,7 @@ def nearest_bubble(schedule: Schedule, ideal: float, *, unit: float, bound: floa
     return nearest
 
 
+@pytest.mark.soak   # of seconds: by default test_the_measured_timeline_is_the_schedule holds the order
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_measured_bubble_is_the_ideal_one(name: str) -> None:
     schedule = make_schedule(name, 3, 3)
