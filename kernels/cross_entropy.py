@@ -18,7 +18,15 @@ from minidist.errors import ShapeError
 VERSIONS = (1, 2, 3)
 SOURCE = Source("cross_entropy.cu", [f"cross_entropy_v{version}<{kind}>" for version in VERSIONS for kind in FLOATS])
 BLOCK = {1: 128, 2: 256, 3: 256}        # threads
-MOST_KEPT = MOST_SHARED - 256           # bytes of a row that version 3 can keep
+MOST_KEPT = MOST_SHARED - 256           # bytes of a row that version 3 can keep, where a block may have as much
+
+
+def is_kept(logits: Array) -> bool:
+    """Whether version 3 can keep a row where these logits are: sm_80 has 163 KiB, sm_89 and others 99."""
+    row = logits.shape[-1] * logits.dtype.itemsize
+    if isinstance(logits, np.ndarray) or row <= 48 << 10:       # as every GPU has; asking takes a while
+        return row <= MOST_KEPT
+    return row <= min(MOST_KEPT, logits.device.attributes["MaxSharedMemoryPerBlockOptin"] - 256)
 
 
 def cross_entropy_reference(logits: np.ndarray, targets: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -52,7 +60,7 @@ def cross_entropy(logits: Array, targets: Array, *, scale: float, factor: Array 
         return losses, dx
     rows, kept = logits.size // columns, columns * logits.dtype.itemsize
     checked = [logits] if dx is None else [logits, dx]
-    if version is None and kept > MOST_KEPT:
+    if version is None and not is_kept(logits):
         version = 2
     version = version_for("cross_entropy", version, *checked, packed=3)
     launch(SOURCE, f"cross_entropy_v{version}<{c_type(logits)}>", grid=-(-rows // BLOCK[1]) if version == 1 else rows,

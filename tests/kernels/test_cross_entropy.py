@@ -1,12 +1,14 @@
 """Cross-entropy in one pass: the reference against differences and ops, every version against it in float64."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_checks import KINDS, check_gradient, close, needs_compiler
 from minidist.kernels import on_cpu
-from minidist.kernels.cross_entropy import MOST_KEPT, VERSIONS, cross_entropy, cross_entropy_reference
+from minidist.kernels.cross_entropy import MOST_KEPT, VERSIONS, cross_entropy, cross_entropy_reference, is_kept
 
 from minidist import ops
 from minidist.errors import KernelError, ShapeError
@@ -83,6 +85,9 @@ def test_the_version_that_fits():
         with on_cpu.watch() as seen:
             cross_entropy(x, np.zeros(1, np.int64), scale=1.0)
         assert seen[0].kernel == f"cross_entropy_v{version}<float>"
+    a100 = SimpleNamespace(attributes={"MaxSharedMemoryPerBlockOptin": 163 << 10})
+    for nbytes, fits in ((48 << 10, True), ((163 << 10) - 256, True), (163 << 10, False)):
+        assert is_kept(SimpleNamespace(shape=(1, nbytes // 4), dtype=np.dtype(np.float32), device=a100)) == fits
     with pytest.raises(KernelError, match="take version 2"):
         cross_entropy(np.zeros((2, 3), np.float32), np.zeros(2, np.int64), scale=1.0, version=3)
     with pytest.raises(ShapeError, match=r"need shape \(2,\)"):
