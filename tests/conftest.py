@@ -82,9 +82,12 @@ SAMPLED = {
 there is, and the cases of a test resemble each other."""
 
 
+SOAK_SECONDS = 1800  # a hundred plans of up to 16 ranks, 20 steps each, take a quarter of an hour
+
+
 @pytest.hookimpl(tryfirst=True)  # before marks decide
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The cases that are not in the sample are soak tests."""
+    """The cases that are not in the sample are soak tests; a soak test has SOAK_SECONDS."""
     seen: Counter[str] = Counter()
     for item in items:
         test = item.nodeid.split("[")[0]
@@ -93,6 +96,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if seen[test] % step:
                 item.add_marker(pytest.mark.soak)
             seen[test] += 1
+        if item.get_closest_marker("soak") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SOAK_SECONDS))
 
 
 @pytest.fixture(scope="session", autouse=True)
