@@ -162,7 +162,7 @@ def test_bytes_moved_and_errors():
 MISTAKES = {
     "the halves of a byte change places": ("quantise_v2", 4, ("(low & 15) | (high & 15) << 4",
                                                               "(high & 15) | (low & 15) << 4", 1), None),
-    "ties go up": ("quantise_v1", 8, ("rintf(__fdiv_rn(x, scale))", "floorf(__fdiv_rn(x, scale) + 0.5f)", 1), None),
+    "ties go up": ("quantise_v1", 8, ("rintf(quotient(x, scale))", "floorf(quotient(x, scale) + 0.5f)", 1), None),
     "the end is not watched": ("quantise_v3", 8, ("whole = i + 4 <= count;", "whole = i < count;", 1),
                                "out of bounds: .* x"),
     "four bits without a sign": ("quantise_v1", 4, ("& 15) ^ 8) - 8", "& 15) ^ 8) ^ 8", 1), None),
