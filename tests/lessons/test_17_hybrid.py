@@ -87,8 +87,8 @@ def test_the_same_with_experts_divided(lab: Any) -> None:
 
 @pytest.mark.soak
 def test_the_storys_table_of_state_and_calls(lab: Any) -> None:
-    rows = re.findall(r"^\| ([\w=,]+|the same, ZeRO-\d) \| (\d+) KiB \| (\d+) \|", lessons.find("17").part("README.md")
-                      .read_text(encoding="utf-8"), re.MULTILINE)
+    story = lessons.find("17").part("README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w=,]+|the same, ZeRO-\d) \| ([\d.]+) KiB \| (\d+) \|", story, re.MULTILINE)
     assert len(rows) == 6
     shape: dict[str, int] = {}
     for name, state, calls in rows:
@@ -97,7 +97,8 @@ def test_the_storys_table_of_state_and_calls(lab: Any) -> None:
         plan = lab.plan_of(shape, zero=0 if "=" in name else int(name[-1]))
         ranks = md.run(lambda world, plan=plan: lab.train(world, plan, steps=1), size=8)
         held = max(sum(rank["memory"][category]["now"] for category in STATE) for rank in ranks)
-        assert (round(held / 1024), max(rank["calls"] for rank in ranks)) == (int(state), int(calls))
+        assert held / 1024 == pytest.approx(float(state), abs=0.25)
+        assert max(rank["calls"] for rank in ranks) == int(calls)
 
 
 def test_the_axis_that_is_inside_a_machine_sends_nothing_between_machines(lab: Any) -> None:
