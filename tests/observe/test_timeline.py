@@ -112,18 +112,18 @@ def test_clocks_that_differ_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None
     """Rank 1's clock is ahead by 1000 s, as another host's may be; rank 2's is the same as rank 0's."""
     import threading
 
-    ahead: set[int] = set()
+    clock = threading.local()  # not the thread's number: a rank that starts late is given that of one that has ended
 
     class Clock:
         @staticmethod
         def perf_counter() -> float:
-            return time.perf_counter() + (1000.0 if threading.get_ident() in ahead else 0.0)
+            return time.perf_counter() + getattr(clock, "ahead", 0.0)
 
     monkeypatch.setattr(timeline_module, "time", Clock)
 
     def job(world: Any) -> float:
         if world.rank == 1:
-            ahead.add(threading.get_ident())
+            clock.ahead = 1000.0
         return clock_offset(world)
 
     offsets = md.run(job, size=3)
