@@ -18,7 +18,7 @@ def show_collective(result: dict[str, Any], console: Console) -> None:
     for ranks, times in result["seconds"].items():
         table = new_table(f"{verb.title}, {verb.about}, {ranks} ranks (time µs · bus bandwidth GB/s)")
         ratios = [name for name in times if _peer_of(verb, name) in times]
-        for name in ("message", *times, *(f"{_peer_of(verb, name)} / {name}" for name in ratios)):
+        for name in ("message", *times, *(f"{_peer_of(verb, name).partition('_')[0]} / {name}" for name in ratios)):
             table.add_column(name, justify="right")
         for size in result["sizes"]:
             row = [f"{seconds[size] * 1e6:,.0f} · {verb.bus_bandwidth(size, seconds[size], ranks) / 1e9:5.2f}"
@@ -26,13 +26,16 @@ def show_collective(result: dict[str, Any], console: Console) -> None:
             row += [f"{times[_peer_of(verb, name)][size] / times[name][size]:.2f}×" for name in ratios]
             table.add_row(bytes_text(size), *row)
         console.print(table)
+    if bench_collectives.COPIES in result["contenders"]:
+        console.print("copies: nothing is communicated; what each rank must copy and add in any algorithm, all at once",
+                      style="dim")
     for line in result["left_out"]:
         console.print(line, style="dim", markup=False)
 
 
 def _peer_of(verb: bench_collectives.Verb, contender: str) -> str:
-    """The peer that a contender of ours is held against; "" for a peer."""
-    peers = {"sockets": bench_collectives.GLOO, "shm": verb.mpi, "mpi": verb.mpi}
+    """The peer that a contender is held against; "" for a peer."""
+    peers = {"sockets": bench_collectives.GLOO, "shm": verb.mpi, "mpi": verb.mpi, bench_collectives.COPIES: verb.mpi}
     return peers.get(bench_collectives.base(contender), "")
 
 

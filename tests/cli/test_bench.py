@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from helpers import run
 
 import minidist as md
 from minidist.cli import bench_collectives, bench_step, main
-from minidist.cli.bench_collectives import VERBS, our_call, timed
+from minidist.cli.bench_collectives import VERBS, copies_call, our_call, timed
 from minidist.cli.bench_jobs import Job
 from minidist.cli.bench_overlap import Row
 from minidist.cli.machine import machine
@@ -19,18 +20,19 @@ from minidist.errors import LaunchError, PeerLostError
 
 @pytest.mark.parametrize("title", ["all-reduce", "all-to-all"])
 def test_table_figure_and_json(title, tmp_path, capsys):
-    """Ours over sockets and shm at two sizes: every contender has a time for every size, and a picture is drawn."""
+    """Ours and the copies at two sizes: every contender has a time for every size, and a picture is drawn."""
     file, picture = tmp_path / "bench.json", tmp_path / "bench.png"
-    status = main(["bench", title, "--only", "sockets,shm", "-n", "2", "--sizes", "1KiB,8KiB", "--rounds", "1",
-                   "--json", str(file), "--figure", str(picture)])
+    status = main(["bench", title, "--only", "sockets,shm,copies", "-n", "2", "--sizes", "1KiB,8KiB", "--rounds",
+                   "1", "--json", str(file), "--figure", str(picture)])
     assert status == 0
     result = json.loads(file.read_text())
-    assert set(result["seconds"]["2"]) == {"sockets", "shm"}
+    assert set(result["seconds"]["2"]) == {"sockets", "shm", "copies"}
     assert all(set(times) == {"1024", "8192"} for times in result["seconds"]["2"].values())
     assert all(seconds > 0 for times in result["seconds"]["2"].values() for seconds in times.values())
     assert result["machine"]["command"].startswith("minidist") and result["machine"]["date"]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "bus bandwidth" in " ".join(capsys.readouterr().out.split())     # the title is broken to the table's width
+    printed = " ".join(capsys.readouterr().out.split())     # the title is broken to the table's width
+    assert "bus bandwidth" in printed and "copies: nothing is communicated" in printed
 
 
 def measured(world, verb, run, nbytes=60):
@@ -187,6 +189,21 @@ def test_bus_bandwidth_is_what_a_link_carries(title, crossings):
 def test_bus_bandwidth_counts_only_what_was_moved():
     """64 B over 3 ranks are blocks of five numbers: 60 B."""
     assert VERBS["all-gather"].bus_bandwidth(64, 1.0, 3) == pytest.approx(60 * 2 / 3)
+
+
+@pytest.mark.parametrize(("title", "brought", "got", "expected"), [
+    ("all-reduce", 6, 6, [6, 6, 6, 6, 6, 6]),               # chunk 0 of three is summed, and copied over the others
+    ("reduce-scatter", 6, 2, [6, 6]),
+    ("all-gather", 2, 6, [1, 1, 1, 1, 1, 1]),
+    ("all-to-all", 6, 6, [1, 1, 2, 2, 3, 3]),
+])
+def test_copies_touch_every_number_that_a_rank_must(title, brought, got, expected, monkeypatch):
+    """Where every rank brings what this one does, the sums are right."""
+    monkeypatch.setattr(bench_collectives, "CACHED", 1)
+    send = np.repeat(np.arange(1, brought // 2 + 1), 2).astype(np.float32)
+    recv = send if title == "all-reduce" else np.zeros(got, np.float32)
+    copies_call(VERBS[title], 3)(send, recv)
+    assert recv.tolist() == expected
 
 
 def test_a_peer_that_cannot_is_left_out_unless_asked_for(monkeypatch):
