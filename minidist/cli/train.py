@@ -87,7 +87,7 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
     losses, seconds, early = train_steps(trainer, settings, report)
     world = trainer.survivors()
     trainer.check_replicas()
-    validation_loss = trainer.evaluate(settings.validation_batches())
+    validation_loss = trainer.evaluate(report.validating(settings.validation_batches()))
     records = train_report.rank_records(trainer, world)
     weights = trainer.state_dict()
     timelines = timeline.collect(world)

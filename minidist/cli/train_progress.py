@@ -3,20 +3,21 @@
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import psutil
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
 from minidist.observe.page import size_text
+from minidist.parallel.common.update import Batch
 
 LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "srun", "orterun", "prterun")
 
 
 class Report(Protocol):
-    """Is told of each step."""
+    """Is told of each step, and then of each batch of held-out text."""
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
         """Step `number` (from 1) ended with `loss`; `sent_bytes` is what this rank has sent so far."""
@@ -24,6 +25,10 @@ class Report(Protocol):
 
     def close(self) -> None:
         """The last step is done."""
+        ...
+
+    def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        """The batches, one by one: how many of them are done is shown."""
         ...
 
 
@@ -35,6 +40,10 @@ class Silence:
 
     def close(self) -> None:
         """Say nothing."""
+
+    def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        """Say nothing."""
+        yield from batches
 
 
 class Lines:
@@ -56,6 +65,15 @@ class Lines:
     def close(self) -> None:
         """Nothing is left to print."""
 
+    def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        """Print a line at most every `seconds`."""
+        self._last = time.monotonic()
+        for number, batch in enumerate(batches):
+            if time.monotonic() - self._last >= self.seconds:
+                self._last = time.monotonic()
+                self.print_line(f"held-out text: batch {number:>{len(str(len(batches)))}} of {len(batches)}")
+            yield batch
+
 
 class Bar:
     """A progress bar that stays where it is."""
@@ -76,6 +94,10 @@ class Bar:
     def close(self) -> None:
         """Leave the finished bar on the screen."""
         self.progress.stop()
+
+    def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        """A bar of its own, which goes when it is full."""
+        yield from track(batches, "held-out text", console=self.progress.console, transient=True)
 
 
 def launcher_terminal() -> str | None:
