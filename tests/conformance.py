@@ -4,8 +4,12 @@ They stand in a module of their own so that ranks started by mpirun can import t
 was and run one after the other in one job; each of the others ends its job.
 """
 
+import os
+import shutil
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,27 @@ def send(world: Group, peer: int, sequence: int, array: np.ndarray, meta: bytes 
 
 def recv(world: Group, peer: int, sequence: int, array: np.ndarray, reduce: Any = None) -> Handle:
     return world.transport.start_recv(peer, Tag(GROUP, sequence), into(array), reduce)
+
+
+def meeting(world: Group) -> Callable[[], None]:
+    """What every rank calls once: the last rank's call returns when all others have called it.
+
+    It waits for files, and in no call of the group: for whoever judges waits, that rank computes.
+    """
+    last = world.size - 1
+    made = np.frombuffer(os.fsencode(tempfile.mkdtemp()), np.uint8) if world.rank == last else None
+    folder, limit = os.fsdecode(world.broadcast(made, root=last).tobytes()), world.transport.limit
+
+    def meet() -> None:
+        if world.rank != last:
+            return Path(folder, str(world.rank)).touch()
+        deadline = time.monotonic() + limit
+        while len(os.listdir(folder)) < last:
+            assert time.monotonic() < deadline, f"after {limit:g} s only ranks {os.listdir(folder)} have come"
+            time.sleep(0.01)
+        return shutil.rmtree(folder)
+
+    return meet
 
 
 def neighbours(world: Group) -> tuple[int, int]:
@@ -202,23 +227,23 @@ def refused_message_leaves_the_link_whole(world: Group) -> None:
 
 
 def limit_ends_a_wait(world: Group) -> None:
-    peer, limit = (world.rank + 1) % world.size, world.transport.limit
+    peer, limit, meet = (world.rank + 1) % world.size, world.transport.limit, meeting(world)
     handle = recv(world, peer, 10, np.zeros(1))
     assert not handle.done()
-    world.transport.limit = 0.3
-    start = time.monotonic()
-    try:
-        if world.rank == world.size - 1:  # if all waited, that were a deadlock
-            time.sleep(1.0)
-        else:
+    if world.rank != world.size - 1:  # if all waited, that were a deadlock
+        world.transport.limit = 0.3
+        start = time.monotonic()
+        try:
             handle.wait()
+        except TimeoutError as error:
+            assert f"rank {world.rank}" in str(error)
+            assert f"rank {peer}" in str(error)
+        else:
             raise AssertionError("the wait did not end")
-    except TimeoutError as error:
-        assert f"rank {world.rank}" in str(error)
-        assert f"rank {peer}" in str(error)
-    finally:
-        world.transport.limit = limit
-    assert 0.2 < time.monotonic() - start < limit / 2
+        finally:
+            world.transport.limit = limit
+        assert 0.2 < time.monotonic() - start < limit / 2
+    meet()
     world.barrier()
     send(world, (world.rank - 1) % world.size, 10, np.zeros(1)).wait()
     handle.wait()
@@ -229,9 +254,10 @@ def waiting_burns_no_core(world: Group) -> None:
         time.sleep(0.4)
         send(world, 0, 11, np.ones(1)).wait()
     if world.rank == 0:
-        start = time.thread_time()
+        start, burnt = time.monotonic(), time.thread_time()
         recv(world, 1, 11, np.zeros(1)).wait()
-        assert time.thread_time() - start < 0.1, f"{time.thread_time() - start:.2f} s of processor time to wait 0.4 s"
+        waited, burnt = time.monotonic() - start, time.thread_time() - burnt
+        assert burnt < 0.25 * max(waited, 0.4), f"{burnt:.2f} s of processor time to wait {waited:.2f} s"
 
 
 PEACEFUL = (attributes, order_within_a_tag_and_none_between_tags, header_arrives_whole, everyone_sends_much_at_once,
@@ -316,18 +342,20 @@ def calls_in_one_job(world: Group, cases: list[dict[str, Any]]) -> tuple[list[li
 
 def aborted(world: Group) -> bool:
     """A wait of rank 0 that another thread aborts while rank 1 does not wait; and every wait of both after it."""
-    caught = []
+    caught, meet = [], meeting(world)
     timer = threading.Timer(0.05, world.transport.abort, (CommError("enough"),))
     timer.start()
     if world.rank == 1:
         timer.join()
-        time.sleep(0.5)         # its end, as a wait for the other, would make that one's a deadlock
+        meet()                  # its end, as a wait for the other, would make that one's a deadlock
     for _ in range(2):
         try:
             recv(world, (world.rank + 1) % world.size, 12, np.zeros(1)).wait()
         except CommError as error:
             caught.append(str(error))
     timer.join()
+    if world.rank == 0:
+        meet()
     return all("enough" in text for text in caught) and len(caught) == 2
 
 
