@@ -29,20 +29,38 @@ def place(stem: str, suffix: str, *parts: str) -> Path:
 def missing(path: Path) -> Iterator[Path | None]:
     """A file to write if `path` is not there; it then takes its place. One process builds, others wait for it.
 
-    Raises: KernelError if that one has not ended after LIMIT seconds.
+    Raises: KernelError if that one has not ended after LIMIT seconds, or if nothing can be written there.
     """
     if path.exists():
         yield None
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
+    with _lock(path) as lock:
         _take(lock)
-        if path.exists():
-            yield None
-            return
-        new = path.with_suffix(".new" + path.suffix)
+        try:
+            yield from _new(path)
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)    # also of a child's copy: a process may fork meanwhile
+
+
+def _new(path: Path) -> Iterator[Path | None]:
+    if path.exists():
+        yield None
+        return
+    new = path.with_suffix(f".{os.getpid()}{path.suffix}")      # else a compiler that outlives its process would write
+    try:                                                        # into the next one's
         yield new
         new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _lock(path: Path) -> IO[str]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path.with_suffix(".lock"), "w")
+    except OSError as error:
+        raise KernelError(f"what compilers build is kept in {path.parent}, and nothing can be written there: "
+                          f"{error.strerror}; set XDG_CACHE_HOME to a folder of yours") from error
 
 
 def _take(lock: IO[str]) -> None:

@@ -100,6 +100,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SOAK_SECONDS))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Workers build all kernels before a test's time runs, each from another one on, if any test asks for them.
+
+    Else a job of ranks, whose time is limited, might wait for g++ on a machine whose cache is empty and that is busy.
+    """
+    worker = getattr(session.config, "workerinput", {}).get("workerid")
+    if worker is not None and "kernel_checks" in sys.modules:
+        sys.modules["kernel_checks"].build_all(6 * int(worker.removeprefix("gw")))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_profile(tmp_path_factory):
     """The communication profile of whoever runs the tests must not change what `auto` means in them."""

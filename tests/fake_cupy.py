@@ -31,15 +31,15 @@ _pinned, _pinned_lock = weakref.WeakValueDictionary(), threading.Lock()    # hos
 
 class Stream:
     def __init__(self, null=False, non_blocking=False):
-        self.ptr, self._queue, self._thread = next(_numbers), queue.SimpleQueue(), None
+        self.ptr, self._queue, self._puts = next(_numbers), queue.SimpleQueue(), itertools.count()
         self.device_id = _device()
         _streams[self.ptr] = self
 
     def put(self, work):
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="fake stream")
-            self._thread.start()
+        """From any thread, also as an array dies in the middle of another put."""
         self._queue.put(work)
+        if next(self._puts) == 0:
+            threading.Thread(target=self._run, daemon=True, name="fake stream").start()
 
     def _run(self):
         while True:
@@ -500,6 +500,10 @@ class RawModule:
         vars(self._source)["text"] = code
 
     def get_function(self, name):
+        """Built now, as CuPy compiles, and not in the stream, which nobody waits for as long as g++ may take."""
+        from minidist.kernels import on_cpu  # noqa: PLC0415
+
+        on_cpu.build(self._source)
         return self._functions.setdefault(name, self.Kernel(self._source, name))
 
 

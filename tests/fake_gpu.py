@@ -103,10 +103,11 @@ def on_device(result):
     if not isinstance(result, np.ndarray):
         return result
     owner = _owner(result)
-    if id(owner) not in _owners:
+    first = _owners.get(id(owner))
+    if first is None:
         _owners[id(owner)] = first = ndarray(owner)
         return first if owner is result else ndarray(result, first)
-    return ndarray(result, _owners[id(owner)])
+    return ndarray(result, first)
 
 
 def computed(function, args, options):

@@ -1,5 +1,6 @@
 """What tests of kernels share: dtypes and what one rounding loses, differences, and the one allowed skip."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from minidist.kernels import on_cpu
+from minidist.kernels.compile import sources
 from minidist.kernels.loader import Source
 
 from minidist.backend import to_device, to_host
+from minidist.errors import KernelError
 
 needs_compiler = pytest.mark.skipif(on_cpu.compiler() is None, reason="no C++ compiler (g++) on this machine")
 
@@ -20,6 +23,14 @@ on_each_device = pytest.mark.parametrize("device", [pytest.param("cpu", marks=ne
 
 # Half a unit in the last place, and for float32 several: its sums and exp round too.
 KINDS = {"float32": (np.float32, 1e-6), "float16": (np.float16, 5e-4), "bfloat16": (ml_dtypes.bfloat16, 4e-3)}
+
+
+def build_all(first: int) -> None:
+    """Every kernel of the CPU build, from the `first` on; one that does not compile is for its own tests to tell."""
+    every = sources()
+    for number in range(len(every)):
+        with contextlib.suppress(KernelError):
+            on_cpu.build(every[(first + number) % len(every)])
 
 
 def close(got: Any, want: np.ndarray, bound: float, scale: float | None = None) -> None:
