@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
@@ -28,9 +27,9 @@ MINIDIST = [sys.executable, "-m", "minidist"]
 
 
 def execute(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in `folder` within a minute."""
+    """Run a command in `folder`; a busy machine has a hundred seconds."""
     environment = {**os.environ, "MPLBACKEND": "Agg"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 def on_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path,
@@ -243,19 +242,33 @@ def test_one_place_that_everything_passes(options: list[str], who: list[str], bo
     assert weights_digest(weights) == metrics["weights_sha256"] and np.isfinite(metrics["validation_loss"])
 
 
-def test_a_worker_that_is_killed_is_missed_by_nobody(book: Path, tmp_path: Path) -> None:
-    """An asynchronous run goes on without it, evaluates, and writes its folder; the launcher says who it was."""
-    command = [*MINIDIST, "train", *TINY, "--steps", "60", "-n", "3", "--strategy", "parameter-server",
-               "--asynchronous", "--data", str(book), "--out", "run"]
-    run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    printed = next(line for line in run.stdout if line.startswith("step "))
-    victim = next(child for child in psutil.Process(run.pid).children() if child.environ().get("RANK") == "1")
-    victim.kill()
-    out, error = run.communicate(timeout=60)
-    assert run.returncode == 0, error
-    assert printed and "step 60 of 60" in out
-    assert "rank 1" in error and "was killed by SIGKILL; the job goes on without it" in error
+MORTAL = """import os
+if os.environ.get("RANK") == "1":
+    import signal
+    from minidist.parallel.parameter_server import ParameterServer
+
+    def step(self, *args, at=ParameterServer.step, **options):
+        if self._steps == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return at(self, *args, **options)
+
+    ParameterServer.step = step
+"""
+"""A sitecustomize.py: Python runs it when it starts. By rank 1 itself, for who kills it from outside may come late."""
+
+
+def test_a_worker_that_is_killed_is_missed_by_nobody(book: Path, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its 21st step. An asynchronous run goes on without it, evaluates, and writes its folder; the launcher says
+    who it was."""
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "sitecustomize.py").write_text(MORTAL)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "start"), prepend=os.pathsep)
+    run = execute([*MINIDIST, "train", *TINY, "--steps", "60", "-n", "3", "--strategy", "parameter-server",
+                   "--asynchronous", "--data", str(book), "--out", "run"], tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "step 60 of 60" in run.stdout
+    assert "rank 1" in run.stderr and "was killed by SIGKILL; the job goes on without it" in run.stderr
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["formula"]["lost"] == [1] and [rank["rank"] for rank in metrics["ranks"]] == [0, 2]
     assert len(metrics["losses"]) == 60 and metrics["validation_loss"] < 4
