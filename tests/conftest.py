@@ -71,7 +71,7 @@ SAMPLED = {
     "test_mixed_precision": 2, "test_ranks_equal_each_other_and_nearly_one_process": 5, "test_same_bits_as_without": 3,
     "test_the_peak_is_known_beforehand": 2, "test_traffic": 3,
     "test_a_step_returns_while_weights_travel_and_a_reader_waits": 2, "test_by_a_kernel": 2,
-    "test_equals_one_process_after_twenty_steps": 2, "test_four_fifths_of_communication_are_hidden": 2,
+    "test_equals_one_process_after_twenty_steps": 2,
     "test_low_precision_is_float32_rounded_once": 5, "test_within_five_percent_of_tracemalloc": 2,
     # kernels
     "test_bits": 5, "test_each_version_is_the_reference": 2, "test_three_steps_are_the_references": 5,

@@ -1,21 +1,26 @@
-"""DDP, ZeRO-2 and 3 over links that take their time: most of communication is hidden; without prefetch, or in one
-bucket, little.
+"""DDP and ZeRO hide most of communication; without prefetch, or in one bucket, little.
 
-Each block sleeps on its way forward and back: computing that no other program slows down.
+By order: between the start of a collective and the wait for it a block begins to compute, which no other program
+changes. And, in the soak tests, by seconds, over links that take their time: each block sleeps on its way forward and
+back.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from training import global_batch, tiny
 
 import minidist as md
+from minidist.comm.pending import PendingCall, Worker
 from minidist.comm.transports.delayed import delayed
 from minidist.nn import GPT
 from minidist.observe.overlap import measure
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD
+from minidist.parallel.common.arrivals import Arrivals
+from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.ddp import DDP
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
@@ -26,6 +31,85 @@ CONFIG = tiny(layers=LAYERS, width=16)
 BLOCK = 8 * (12 * 16 * 16 + 13 * 16)              # bytes
 BYTE = 0.003 / BLOCK                              # seconds: half of a block's weights, on each of 2 ranks, take 1.5 ms
 
+
+STRATEGIES = [(DDP, {"bucket_bytes": BLOCK}), (Zero1, {"bucket_bytes": BLOCK}), (Zero2, {"bucket_bytes": BLOCK}),
+              (Zero3, {}), (Zero3, {"ahead": 2})]
+
+
+# ------------------------------------------------------------------------------------------------------------ by order
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, dict[str, Any]], list[float]]:
+    """A function of strategy and options: of the bytes of each rank's second step, the share that hides by order."""
+    lines: list[list[Any]] = [[], []]         # of each rank: collectives begun and waited for, and None for a block
+    submit, wait = Worker.submit, PendingCall.wait
+
+    def submitted(self: Worker, call: Any) -> PendingCall:
+        pending = submit(self, call)
+        lines[call.rank].append(("begun", pending))
+        return pending
+
+    def waited(self: PendingCall) -> Any:
+        lines[self.call.rank].append(("waited", self))
+        return wait(self)
+
+    monkeypatch.setattr(Worker, "submit", submitted)
+    monkeypatch.setattr(PendingCall, "wait", waited)
+
+    def job(world: Any, stage: Any, options: dict[str, Any]) -> float:
+        model, mine = GPT(CONFIG), lines[world.rank]
+        model.initialize(0)
+        strategy = stage(model, world, **options)
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda module, args: mine.append(None))
+            block.register_backward_pre_hook(lambda module: mine.append(None))
+        optimizer = SGD(strategy.parameters, 0.1)
+        mine.clear()
+        for step in range(2):
+            second = len(mine)
+            strategy.step(global_batch(step, 2, CONFIG), optimizer)
+        nbytes = {line[1]: line[1].call._nbytes for line in mine[second:] if line and line[0] == "waited"
+                  and line[1].call.axis == "world"}
+        return sum(nbytes[call] for call in nbytes
+                   if None in mine[mine.index(("begun", call)):mine.index(("waited", call))]) / sum(nbytes.values())
+
+    return lambda stage, options: md.run(job, stage, options, size=2)
+
+
+@pytest.mark.parametrize(("stage", "options"), STRATEGIES)
+def test_a_block_computes_while_four_fifths_of_bytes_are_under_way(stage: Any, options: dict[str, Any],
+                                                                   order: Any) -> None:
+    assert min(order(stage, options)) >= 0.8
+
+
+def test_without_prefetch_no_block_computes_while_weights_come(order: Any) -> None:
+    """Only sums of gradients are under way then."""
+    assert max(order(Zero3, {"ahead": 0})) < 0.5
+
+
+@pytest.mark.parametrize("stage", [DDP, Zero2])
+def test_no_block_computes_while_one_bucket_is_under_way(stage: Any, order: Any) -> None:
+    assert max(order(stage, {"bucket_bytes": 1 << 30})) < 0.2
+
+
+@pytest.mark.parametrize(("stage", "chapter", "name"), [
+    (DDP, DDP, "_start_reduce"), (Zero2, Scattered, "start"), (Zero2, Arrivals, "start"), (Zero3, Scattered, "start")])
+def test_who_waits_for_what_it_starts_is_seen(stage: Any, chapter: Any, name: str, order: Any,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    start = getattr(chapter, name)
+
+    def and_waits(self: Any, *args: Any) -> None:
+        start(self, *args)
+        if chapter is DDP:
+            self._pending[-1].wait()
+        else:
+            self.settle()
+
+    monkeypatch.setattr(chapter, name, and_waits)
+    assert max(order(stage, {} if stage is Zero3 else {"bucket_bytes": BLOCK})) < 0.8
+
+
+# ---------------------------------------------------------------------------------------------------------- by seconds
 
 def share(world: Any, stage: Any, options: dict[str, Any]) -> float:
     """The hidden share of the second step on this rank."""
@@ -44,11 +128,8 @@ def share(world: Any, stage: Any, options: dict[str, Any]) -> float:
     return measure(timeline, steps=[1]).share
 
 
-@pytest.mark.parametrize(("stage", "options"), [
-    (DDP, {"bucket_bytes": BLOCK}),
-    pytest.param(Zero1, {"bucket_bytes": BLOCK}, marks=pytest.mark.soak),
-    (Zero2, {"bucket_bytes": BLOCK}), (Zero3, {}),
-    pytest.param(Zero3, {"ahead": 2}, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("stage", "options"), STRATEGIES)
 def test_four_fifths_of_communication_are_hidden(stage: Any, options: dict[str, Any]) -> None:
     """In the best of five runs: other programs can only take from it."""
     hidden = 0.0
@@ -59,6 +140,7 @@ def test_four_fifths_of_communication_are_hidden(stage: Any, options: dict[str, 
     assert hidden >= 0.8
 
 
+@pytest.mark.soak
 def test_without_prefetch_the_gathers_are_not() -> None:
     """Only sums of gradients can hide then, and each gather stands in their way."""
     for hidden in md.run(share, Zero3, {"ahead": 0}, size=2):

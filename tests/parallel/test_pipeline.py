@@ -1,5 +1,6 @@
 """The pipeline: equal to one process under every schedule, at the cost and with the memory its docstring states."""
 
+import threading
 import time
 from typing import Any
 
@@ -318,6 +319,55 @@ def test_the_measured_bubble_is_the_ideal_one(name: str) -> None:
     assert abs(nearest_bubble(schedule, ideal, unit=0.006, bound=0.05) - ideal) < 0.05
 
 
+class Together(Sleeper):
+    """Two stages; who receives is at work on a message until the other works on the next but one. `alone`: on which
+    nobody was within `limit` seconds.
+    """
+
+    def __init__(self, microbatches: int, limit: float) -> None:
+        super().__init__(2, 0.0)
+        self.microbatches, self.limit = microbatches, limit
+        self.begun: set[tuple[str, int, int]] = set()
+        self.alone: list[tuple[str, int]] = []
+        self.changed = threading.Condition()
+
+    def at_work(self, what: str, stage: int, microbatch: int, other: tuple[str, int, int] | None) -> None:
+        with self.changed:
+            self.begun.add((what, stage, microbatch))
+            self.changed.notify_all()
+            if other is not None and not self.changed.wait_for(lambda: other in self.begun, self.limit):
+                self.alone.append((what, microbatch))
+
+    def forward(self, stage: int, microbatch: int, x: Any) -> Any:
+        last = stage == 0 or microbatch + 2 >= self.microbatches
+        self.at_work("forward", stage, microbatch, None if last else ("forward", 0, microbatch + 2))
+        return super().forward(stage, microbatch, x)
+
+    def backward(self, stage: int, microbatch: int, dy: Any, *, whole: bool) -> Any:
+        last = stage == 1 or microbatch < 2
+        self.at_work("backward", stage, microbatch, None if last else ("backward", 1, microbatch - 2))
+        return super().backward(stage, microbatch, dy, whole=whole)
+
+
+def wait_for_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mistake that both tests below must see."""
+    start = Worker._start_send
+    monkeypatch.setattr(Worker, "_start_send", lambda self, send: (start(self, send), self._let_go(wait=True)))
+
+
+@pytest.mark.parametrize("sends", ["on the side", "waiting"])
+def test_a_rank_works_on_while_nobody_takes_what_it_sent(sends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over links on which a message has left when it is taken, and who computes takes none."""
+    if sends == "waiting":
+        wait_for_what_is_sent(monkeypatch)
+    stages, schedule = Together(5, 20.0 if sends == "on the side" else 0.1), make_schedule("gpipe", 2, 5)
+    md.run(lambda world: Worker(schedule, world).run(stages), size=2, transport="threads-unbuffered")
+    alone = [] if sends == "on the side" else [*(("forward", m) for m in (0, 1, 2)),
+                                               *(("backward", m) for m in (4, 3, 2))]
+    assert stages.alone == alone
+
+
+@pytest.mark.soak   # of seconds
 @pytest.mark.parametrize("sends", ["on the side", "waiting"])
 def test_activations_travel_while_the_next_microbatch_is_computed(sends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message is on its way as long as a forward takes: in the clock's time; or, if a rank waited for what it sends,
@@ -325,8 +375,7 @@ def test_activations_travel_while_the_next_microbatch_is_computed(sends: str, mo
     """
     unit, schedule = 0.02, make_schedule("gpipe", 2, 5)
     if sends == "waiting":
-        start = Worker._start_send
-        monkeypatch.setattr(Worker, "_start_send", lambda self, send: (start(self, send), self._let_go(wait=True)))
+        wait_for_what_is_sent(monkeypatch)
 
     def job(world: Any) -> float:
         with delayed(world, alpha=0.0, beta=unit / np.zeros(3, int).nbytes) as slow:
