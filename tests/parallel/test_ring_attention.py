@@ -1,5 +1,6 @@
 """Ring attention: equal to one process, its bytes, its balance, and memory that is that of a shard."""
 
+import threading
 import time
 import tracemalloc
 from typing import Any
@@ -203,6 +204,45 @@ def test_nobody_makes_all_scores() -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_blocks_are_computed_with_while_pieces_are_on_their_way(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and back, between the start of each piece and the wait for it, but for the gradients that come home; not
+    where a rank waits for what it starts."""
+    own = threading.local()
+    start, absorb, add = chapter.pass_on, online_attention.Running.absorb, online_attention.Backward.add
+
+    class Piece:
+        def __init__(self, pending: Any) -> None:
+            self.pending, self.blocks = pending, own.blocks
+            if waits:
+                self.wait()
+
+        def wait(self) -> Any:
+            own.beside.setdefault(self, own.blocks - self.blocks)
+            return self.pending.wait()
+
+    def counted(work: Any) -> Any:
+        def block(*args: Any, **options: Any) -> None:
+            own.blocks += 1
+            work(*args, **options)
+        return block
+
+    monkeypatch.setattr(chapter, "pass_on", lambda *args: Piece(start(*args)))
+    monkeypatch.setattr(chapter.Running, "absorb", counted(absorb))
+    monkeypatch.setattr(chapter.Backward, "add", counted(add))
+
+    def job(world: Any) -> list[int]:
+        own.blocks, own.beside = 0, {}
+        q, k = (tensor(numbers(name, 2, 2, 4, 4), requires_grad=True) for name in "qk")
+        y = ring_attention(q, k, k, group=world, length=12)
+        y.backward(np.ones(y.shape))
+        return list(own.beside.values())
+
+    for beside in md.run(job, size=3):
+        assert beside == [0] * 7 if waits else [3, 2, 3, 2, 2, 2, 0]
+
+
+@pytest.mark.soak   # of seconds
 def test_pieces_travel_while_others_are_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece takes 40 ms on its way and 20 ms of work for each of two pairs of blocks: both at once."""
     original = online_attention.Running.absorb
