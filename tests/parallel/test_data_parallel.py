@@ -248,7 +248,7 @@ def test_a_replica_that_fails_ends_the_step_with_its_own_error(rank: int) -> Non
             raise ArithmeticError("on purpose")
         return replica(inputs)
 
-    strategy = DataParallel(model, 4, forward=forward, limit=5.0)
+    strategy = DataParallel(model, 4, forward=forward, limit=20.0)
     with pytest.raises(ArithmeticError, match="on purpose") as caught:
         strategy.step(global_batch(0, 8, tiny()), SGD(strategy.parameters, 0.1))
     assert isinstance(caught.value.__cause__, CommError) and f"replica {rank} of 4" in str(caught.value.__cause__)

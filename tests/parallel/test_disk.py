@@ -70,7 +70,7 @@ def test_buffers_are_bounded_and_one_is_left_for_who_must_have_it() -> None:
     time.sleep(0.02)
     assert second is not None and not waited
     second.end()
-    thread.join(5)
+    thread.join(20)
     assert waited
     first.end()
     place.close()

@@ -1,7 +1,7 @@
 """A step on a GPU (its stand-in) waits for nothing; the loss is what `step` returns, read when somebody asks."""
 
 import sys
-import time
+import threading
 from typing import Any
 
 import fake_cupy
@@ -101,17 +101,19 @@ def test_shares_are_added_in_order() -> None:
 
 
 def test_the_copy_is_behind_the_loss_in_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a stream that takes its time, and goes on to write over the number."""
+    """On a stream that is held up, and goes on to write over the number."""
+    over = threading.Event()
     for name, module in fake_cupy.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     number = fake_cupy.asarray(np.zeros((), np.float32))
     late, stream = LateLoss(), fake_cupy.get_current_stream()
     for value in (1.5, 2.0):
-        stream.put(lambda: time.sleep(0.05))
+        stream.put(lambda: over.wait(20))
         number[...] = value
         late.add(tensor(number))
     number[...] = 9.0
     assert not late.done()
+    over.set()
     assert late.wait() == 3.5
     assert late.done()
 
