@@ -21,6 +21,7 @@ from minidist.errors import LaunchError, PeerLostError
 
 START_LIMIT = 60.0  # seconds until every rank of a job must have connected: PyTorch alone takes a few to import
 ANSWER_LIMIT = 300.0  # seconds one measurement may take
+LAST_WORDS = 10.0  # seconds a rank that has hung up gets to say why, and to end
 
 
 class Job:
@@ -84,7 +85,7 @@ class Job:
         for rank in range(self.size):
             line = self._ranks[rank].readline()
             if not line:
-                self._wait(2.0)  # for its last words
+                self._wait(LAST_WORDS)
                 raise PeerLostError(f"bench: rank {rank} of {self.name} ended: {self.output()}", rank)
             answers.append(json.loads(line))
         return answers

@@ -12,6 +12,12 @@ from minidist.errors import LaunchError, MinidistError
 from minidist.launch import mpirun
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A busy machine may take longer than a user would wait."""
+    monkeypatch.setattr(doctor, "TRY_LIMIT", 100.0)
+
+
 def test_the_table_and_its_json_agree(tmp_path, capsys):
     file = tmp_path / "doctor.json"
     assert main(["doctor", "--json", str(file)]) == 0
