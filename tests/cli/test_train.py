@@ -29,7 +29,8 @@ MINIDIST = [sys.executable, "-m", "minidist"]
 def execute(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command in `folder`; a busy machine has a hundred seconds."""
     environment = {**os.environ, "MPLBACKEND": "Agg"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100,
+                          check=False)
 
 
 def on_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path,
