@@ -43,10 +43,10 @@ class _Transfer(Handle):
 class _Send(_Transfer):
     def __init__(self, home: "Mailbox", peer: int, tag: Tag, view: np.ndarray, meta: bytes) -> None:
         super().__init__(home, peer, tag)
-        self.view, self.meta = view, meta
+        self.view, self.nbytes, self.meta = view, view.nbytes, meta
 
     def __str__(self) -> str:
-        return f"rank {self.peer} to take {self.view.nbytes} bytes"
+        return f"rank {self.peer} to take {self.nbytes} bytes"
 
 
 class _Recv(_Transfer):
@@ -58,7 +58,10 @@ class _Recv(_Transfer):
         return f"a message from rank {self.peer}"
 
     def take(self, send: _Send) -> None:
-        """Move the payload to where `accept` says; what it raises belongs to this handle."""
+        """Move the payload to where `accept` says; what it raises belongs to this handle.
+
+        Both arrays are let go here, not when the thread does that carries this out, perhaps for another.
+        """
         try:
             target = self.accept(send.meta, send.view.nbytes)
             piece = send.view.view(target.dtype)
@@ -68,6 +71,8 @@ class _Recv(_Transfer):
                 self.reduce(target, 0, piece)
         except Exception as error:  # raised again by wait()
             self.error = error
+        finally:
+            del self.accept, self.reduce, send.view
 
 
 class Mailbox(Transport):

@@ -1,5 +1,9 @@
 """The mailbox: what sets the two kinds of link apart (what they share is test_conformance.py)."""
 
+import threading
+import time
+import weakref
+
 import numpy as np
 import pytest
 
@@ -54,3 +58,24 @@ def test_loopback_is_a_link_to_oneself():
     got = np.zeros(2)
     link.start_recv(5, TAG, lambda meta, nbytes: got).wait()
     assert got.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_who_carries_a_message_out_for_another_thread_keeps_nothing_of_it(unbuffered):
+    """As a group's worker, that goes on to wait for its own."""
+    a, b = connect(2, limit=20.0, unbuffered=unbuffered)
+    mine, x, got = np.zeros(1), np.ones(4), np.zeros(4)
+    seen = [weakref.ref(x), weakref.ref(got)]
+    waits = b.start_recv(0, TAG, lambda meta, nbytes: mine)
+    waiter = threading.Thread(target=waits.wait)
+    waiter.start()
+    received = b.start_recv(0, Tag(1, 3), lambda meta, nbytes, got=got: got)
+    sent = a.start_send(1, Tag(1, 3), x)
+    until = time.monotonic() + 10
+    while not (received.done() and sent.done()) and time.monotonic() < until:
+        time.sleep(0.001)
+    del x, got
+    assert [ref() for ref in seen] == [None, None]
+    a.start_send(1, TAG, np.ones(1))
+    waiter.join(20)
+    assert mine.tolist() == [1.0]
