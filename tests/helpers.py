@@ -1,6 +1,7 @@
 """What several test modules need: running ranks on any transport."""
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,14 @@ def lateness() -> Iterator[list[float]]:
     finally:
         over.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def nobodys_port() -> Iterator[tuple[str, int]]:
+    """An address at which nobody listens, nor will: a socket has its port that only holds it."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()
 
 
 def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads", limit: float = LIMIT) -> list[Any]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
@@ -20,6 +21,11 @@ from minidist.comm.transports.shm import ARENA_BYTES, ShmLink, ShmTransport
 from minidist.comm.transports.sockets import SocketLink
 
 KINDS = ("sockets", "shm")
+
+
+def nobody_tells(patch: pytest.MonkeyPatch) -> None:
+    """There is no monitor here that will say more about a lost peer: nobody waits for that."""
+    patch.setattr("minidist.comm.transports.engine._HEARSAY", 0.0)
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:

@@ -7,8 +7,8 @@
 
 Two rounds, the second begun after the first has ended, at whose ends no wait and no count has changed, show all ranks
 as they were at one moment in between: nothing is missed, and nothing in flight is taken for lost. A disagreement in a
-call needs no confirmation. Whoever moved on meanwhile ends the suspicion; another begins with the next state that is
-told, or after RETRY.
+call needs no confirmation. Where waits are hopeless in both rounds but not the same, the second is the first of two
+again. Whoever moved on meanwhile ends the suspicion; another begins with the next state that is told, or after RETRY.
 """
 
 import time
@@ -40,15 +40,22 @@ class Arbiter:
         self._answers: dict[int, State] = {}
         self._before: dict[int, State] | None = None        # what the first round brought
         self._next: float | None = None                     # when to begin a round, or to give this one up
+        self._news = False                                  # whether a state was told since the first round began
 
     def heard(self, rank: int, state: State, number: int = 0) -> None:
-        """A rank's state: told of its own accord, or (`number`) in answer to a round."""
+        """A rank's state: told of its own accord, or (`number`) in answer to a round.
+
+        An answer that comes behind the rank's last word says nothing.
+        """
+        if rank in self.ended:
+            return
         self.states[rank] = state
         if number and number == self._round and rank in self._asked:
             self._answers[rank] = state
             if len(self._answers) == len(self._asked):
                 self._weigh()
         elif not number:
+            self._news = True
             self._look()
 
     def disagreed(self, found: Verdict) -> None:
@@ -60,6 +67,8 @@ class Arbiter:
         """A rank has ended well, and said this at last."""
         self.states.pop(rank, None)
         self.ended[rank] = state
+        if rank in self._asked or rank in (self._before or ()):     # it will not answer
+            self._asked, self._before = set(), None
         self._look()
 
     def due(self) -> float | None:
@@ -75,6 +84,7 @@ class Arbiter:
         elif self._before is not None:
             self._begin(self._before)
         elif suspects := self._suspects():
+            self._news = False
             self._begin(suspects)
         else:
             self._next = None
@@ -87,10 +97,8 @@ class Arbiter:
         if found is not None:
             self._decide(found)
         elif not self._asked and self._before is None:
-            if not self._suspects():
-                self._next = None
-            elif self._next is None:
-                self._next = time.monotonic() + PAUSE
+            soon = time.monotonic() + PAUSE
+            self._next = min(self._next or soon, soon) if self._suspects() else None
 
     def _suspects(self) -> set[int]:
         return {node.rank for node in deadlock.hopeless(self.states, self.ended, strict=False)}
@@ -107,16 +115,16 @@ class Arbiter:
         answers, before = self._answers, self._before
         self._asked = set()
         nodes = deadlock.hopeless(answers, self.ended, strict=True)
-        if not nodes or (before is not None and not all(before[rank].same(answers[rank]) for rank in answers)):
+        if not nodes:
             self._give_up()
-        elif before is None:
+        elif before is None or not all(before[rank].same(answers[rank]) for rank in answers):
             self._before, self._next = dict(answers), time.monotonic() + PAUSE
         else:
             self._decide(deadlock.verdict(nodes, answers, self.ended))
 
     def _give_up(self) -> None:
         self._asked, self._before = set(), None
-        self._next = time.monotonic() + RETRY
+        self._next = time.monotonic() + (PAUSE if self._news else RETRY)
 
     def _decide(self, found: Verdict) -> None:
         self.told, self._asked, self._before, self._next = True, set(), None, None

@@ -285,7 +285,7 @@ class Group:
 
     def _run(self, call: Call) -> Any:
         """Carry the call out: here, if no started call is before it."""
-        if self._worker is not None and self._worker.unfinished:
+        if self._worker is not None and self._worker.busy():
             return self._worker.submit(call).wait()
         with self.usage:
             return call.settle(call.run())

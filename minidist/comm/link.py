@@ -53,7 +53,7 @@ class ControlLink:
         self.local_host: str = sock.getsockname()[0]
         self.loss: Loss | None = None
         self._sock, self._grace, self._end = sock, grace, end or end_process
-        self._sending = threading.Lock()
+        self._sending, self._telling = threading.Lock(), threading.Lock()
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
         self._transport: Transport | None = None
@@ -212,8 +212,11 @@ class ControlLink:
                     self._changed.notify_all()
 
     def _tell(self, number: int = 0) -> None:
-        """What this rank waits for: of its own accord, or in answer to the monitor's question `number`."""
-        with contextlib.suppress(CommError, OSError):      # without a monitor the job ends anyway
+        """What this rank waits for: of its own accord, or in answer to the monitor's question `number`.
+
+        Two threads that tell at once do so one after the other, lest the older state arrive last.
+        """
+        with self._telling, contextlib.suppress(CommError, OSError):    # without a monitor the job ends anyway
             self._send({"kind": "waits", "round": number, "state": self._state()})
 
     def _state(self) -> list[Any]:

@@ -107,6 +107,11 @@ class Worker:
             self._changed.notify()
         return pending
 
+    def busy(self) -> bool:
+        """Whether a call is queued or carried out: a later one must wait its turn."""
+        with self._changed:
+            return self.unfinished > 0
+
     def alive(self) -> bool:
         return self._thread.is_alive()
 
@@ -133,7 +138,9 @@ class Worker:
                 finished = pending.finished
                 self._carry_out(pending)
                 del pending     # before anybody learns of it, so that whoever waited holds the last of its arrays
-                finished.set()
+                with self._changed:     # who finds us idle finds the call done, and who has waited for it finds us idle
+                    self.unfinished -= 1
+                    finished.set()
 
     def _next(self) -> PendingCall | None:
         with self._changed:
@@ -151,5 +158,3 @@ class Worker:
             pending.error = self.error = error
             self.transport.abort(error if isinstance(error, CommError) else CommError(
                 f"{pending.call.signature.describe()} failed: {type(error).__name__}: {error}"))
-        with self._changed:
-            self.unfinished -= 1

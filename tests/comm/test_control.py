@@ -13,11 +13,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers import SOON, lateness
+from helpers import SOON, lateness, nobodys_port
 
 from minidist.comm import door, wire
 from minidist.comm.control import ControlLink, Loss, Monitor
 from minidist.comm.link import how_it_ended
+from minidist.comm.waits import State
 from minidist.errors import CommError, ConfigError, HandshakeError, LaunchError, PeerLostError, TimeoutError
 
 TOKEN = wire.new_token()
@@ -68,11 +69,11 @@ def test_ranks_meet_in_world_rank_order_as_often_as_they_like():
 
 
 def test_who_did_not_come_is_named():
-    with job(4, present=[0, 2]) as (_, links), ThreadPoolExecutor(2) as pool:
-        for link in links:
+    with job(4, present=[0, 2]) as (_, links):
+        for link, missing in zip(links, ("1, 2, 3", "1, 3"), strict=True):     # one has come when the other does
             link.limit = 0.2
-        for error in pool.map(lambda link: pytest.raises(TimeoutError, link.meet, {}).value, links):
-            assert "ranks 1, 3 did not come" in str(error)
+            with pytest.raises(TimeoutError, match=f"ranks {missing} did not come"):
+                link.meet({})
 
 
 def test_goodbye_of_all_is_a_good_end():
@@ -86,12 +87,13 @@ def test_goodbye_of_all_is_a_good_end():
 
 
 def test_a_lost_connection_is_told_to_every_other_rank_within_milliseconds():
-    with lateness() as late, job(8, how=lambda seat: "was killed by SIGKILL") as (monitor, links):
+    with job(8, how=lambda seat: "was killed by SIGKILL") as (monitor, links):
         noted = losses(links)
-        started = time.monotonic()
-        links[5]._sock.shutdown(socket.SHUT_RDWR)          # what the kernel does when the process dies
-        links[5]._closed = True
-        wait_for(lambda: all(notes for rank, notes in enumerate(noted) if rank != 5))
+        with lateness() as late:
+            started = time.monotonic()
+            links[5]._sock.shutdown(socket.SHUT_RDWR)      # what the kernel does when the process dies
+            links[5]._closed = True
+            wait_for(lambda: all(notes for rank, notes in enumerate(noted) if rank != 5))
         last = max(when for rank, notes in enumerate(noted) if rank != 5 for _, when in notes)
         assert last - started < 0.25 + 3 * max(late)
         for rank, notes in enumerate(noted):
@@ -198,8 +200,9 @@ def test_bad_input_asks_for_status_2():
         assert links[1].loss.status == monitor.loss.status == 2
 
 
-def test_whoever_saw_a_peer_go_is_not_blamed_for_it():
+def test_whoever_saw_a_peer_go_is_not_blamed_for_it(monkeypatch):
     """Rank 0's data connection to rank 1 breaks a moment before the monitor hears of rank 1's own failure."""
+    monkeypatch.setattr("minidist.comm.control.BLAME_WAIT", SOON)
     with job(2) as (monitor, links), ThreadPoolExecutor(1) as pool:
         second = pool.submit(links[0].report, PeerLostError("rank 1 closed the connection", world_rank=1))
         time.sleep(0.05)
@@ -237,13 +240,38 @@ def test_the_monitor_itself_may_die():
         assert "monitor" in str(noted[0][0][0])
 
 
+def test_the_state_that_is_told_last_is_the_later_one():
+    """Two threads of a rank tell at once what it waits for; the first takes its time."""
+    states, heard, begun = [State(doing="first"), State(doing="then")], [], threading.Event()
+
+    def state():
+        own = states.pop(0)
+        if states:
+            begun.set()
+            time.sleep(0.05)
+        return own.packed()
+
+    with job(1) as (monitor, [link]):
+        monitor._watch.heard = lambda seat, state, number: heard.append(state.doing)
+        link._state = state
+        first = threading.Thread(target=link._tell)
+        first.start()
+        begun.wait()
+        link._tell()
+        first.join()
+        wait_for(lambda: len(heard) == 2)
+    assert heard == ["first", "then"]
+
+
 def test_who_does_not_end_is_ended():
     ended = []
     with job(3, grace=0.5, end=ended.append) as (_, links):
+        links[2]._grace = 60.0
         links[1].report(ValueError("mine"))
+        wait_for(lambda: links[2]._watch)
         links[2].goodbye()                                 # in time, and left alone
+        assert links[2]._watch.finished.is_set()
         wait_for(lambda: len(ended) == 2)
-        time.sleep(0.1)
         assert sorted(message.split(" s after ")[0] for message in ended) == [
             f"minidist: rank {rank} was still busy 0.5" for rank in (0, 1)]
         assert "ValueError: mine" in max(ended, key=len)
@@ -275,7 +303,7 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out(caplog, monkeypatch):
     with job(2, present=[]) as (monitor, links), contextlib.ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(socket.create_connection(monitor.address))
-        links += [ControlLink.connect(monitor.address, TOKEN, rank, 2, limit=5) for rank in range(2)]
+        links += [ControlLink.connect(monitor.address, TOKEN, rank, 2, limit=SOON) for rank in range(2)]
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(lambda link: link.meet({}), links)) == [[{}, {}]] * 2
         assert len(monitor._door.strangers) <= 8
@@ -306,9 +334,7 @@ def test_a_taken_port_is_one_line():
 
 
 def test_nobody_listens():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-    with pytest.raises(TimeoutError, match="could not reach"):
+    with nobodys_port() as address, pytest.raises(TimeoutError, match="could not reach"):
         ControlLink.connect(address, TOKEN, 0, 1, limit=0.2)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from minidist.comm import deadlock, wire
-from minidist.comm.arbiter import Arbiter
+from minidist.comm.arbiter import PAUSE, RETRY, Arbiter
 from minidist.comm.signature import Signature
 from minidist.comm.waits import State, Wait
 
@@ -241,4 +241,62 @@ def test_a_rank_that_ends_leaves_the_others_stuck(court):
     court.arbiter.left(1, State())
     court.round(said)
     court.round(said)
+    assert "rank 1 has ended" in court.told[0].text
+
+
+def test_waits_that_are_hopeless_in_another_way_are_looked_at_again_at_once(court):
+    """A rank that learns that its peer is gone waits on, now to hear why: that is another wait."""
+    said, later = (states(wait(RECV, 1), wait(RECV, 0)) for _ in range(2))
+    court.hear(said)
+    court.round(said)
+    court.round(later)
+    assert not court.told
+    assert court.arbiter.due() <= PAUSE
+    court.round(later)
+    assert court.told
+
+
+@pytest.mark.parametrize("told", ["while it is asked", "afterwards"])
+def test_a_state_that_is_told_is_looked_at_soon(court, told):
+    """Between two hopeless waits a rank answers that it is in none; of the second it tells by itself."""
+    said = states(wait(RECV, 1), wait(RECV, 0))
+    court.hear(said)
+    court.tick()
+    court.hear({0: State(settled=True)}, court.asked[-1][1])
+    if told == "while it is asked":
+        court.hear({0: said[0]})
+    court.hear({1: said[1]}, court.asked[-1][1])
+    if told == "afterwards":
+        assert court.arbiter.due() == RETRY
+        court.hear({0: said[0]})
+    assert court.arbiter.due() <= PAUSE
+    court.round(said)
+    court.round(said)
+    assert court.told
+
+
+def test_an_answer_that_comes_behind_the_last_word_says_nothing(court):
+    """Else a rank that has gone would be asked for ever what it waits for."""
+    said = states(wait(RECV, 1), wait(RECV, 2), wait(RECV, 1))
+    court.hear({rank: said[rank] for rank in (0, 1)})
+    court.arbiter.left(2, State())
+    court.hear({2: said[2]}, 1)
+    for _ in range(2):
+        court.tick()
+        assert court.asked[-1][0] == [0, 1]
+        court.hear({rank: said[rank] for rank in (0, 1)}, court.asked[-1][1])
+    assert "rank 2 has ended" in court.told[0].text
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_who_ends_while_it_is_asked_is_not_waited_for(court, rounds):
+    said = states(wait(RECV, 1), wait(RECV, 0))
+    court.hear(said)
+    for _ in range(rounds):
+        court.round(said)
+    court.tick()
+    court.arbiter.left(1, State())
+    assert court.arbiter.due() <= PAUSE
+    court.round({0: said[0]})
+    court.round({0: said[0]})
     assert "rank 1 has ended" in court.told[0].text

@@ -22,6 +22,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from minidist import account
 from minidist.comm.group import Group
+from minidist.comm.pending import PendingCall
 from minidist.errors import (
     CommError,
     ConfigError,
@@ -320,6 +321,31 @@ def test_many_started_calls_in_flight_keep_their_order(transport):
         return int(last)
 
     assert run(ranks, size=3, transport=transport) == [300] * 3
+
+
+def test_a_call_of_the_caller_comes_after_all_that_were_started(monkeypatch):
+    """Also where the worker takes its time between the last of them and saying so."""
+    class Slow(threading.Event):
+        def set(self):
+            time.sleep(0.05)
+            super().set()
+
+    start = PendingCall.__init__
+
+    def slowly(pending, *args):
+        start(pending, *args)
+        pending.finished = Slow()
+
+    monkeypatch.setattr(PendingCall, "__init__", slowly)
+
+    def ranks(world):
+        pending = world.start_all_reduce(1)
+        while world._worker.unfinished and not pending.finished.is_set():
+            time.sleep(0.001)
+        world.barrier()
+        return pending.done()
+
+    assert run(ranks, size=2) == [True, True]
 
 
 @on_both

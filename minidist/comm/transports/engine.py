@@ -23,7 +23,8 @@ from minidist.comm.waits import QUIET, Waits
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 _QUICK, _SLOW = 0.0002, 0.005   # seconds between the helper's passes: while bytes move, while none do
-_HEARSAY = 0.5                  # seconds that a rank waits to hear why it lost a peer
+_HEARSAY = 2.0                  # seconds that a rank waits to hear why it lost a peer: milliseconds, if none is busy
+_LOOK = 0.02                    # seconds between its looks at whether it was told that the job goes on without that one
 _PATIENCE = 20                  # slow passes without new transfers after which the helper goes to sleep
 
 yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -192,7 +193,7 @@ class Engine(Transport):
         if not self._aborted.is_set() and lost is not None:
             deadline = time.monotonic() + _HEARSAY
             with self.waits.lasting(what, lambda: (lost,)):
-                while lost not in self.lost and time.monotonic() < deadline and not self._aborted.wait(_HEARSAY / 25):
+                while lost not in self.lost and time.monotonic() < deadline and not self._aborted.wait(_LOOK):
                     pass
         error = self.error or self.lost.get(lost if lost is not None else self.world_rank) or error
         return self.waits.located(error, self.world_rank) if isinstance(error, PeerLostError) else error

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from leftovers import nothing_left
-from linked import shm_transports
+from linked import nobody_tells, shm_transports
 
 import minidist as md
 from minidist.comm.group import Group
@@ -111,6 +111,8 @@ def test_a_wait_in_vain_names_who_is_missing():
     transports = shm_transports(3, limit=0.5)
     boards = opened(transports)
     thread, raised = in_thread(lambda: show(boards[1], 1))
+    while not boards[1]._own.words[_POSTED]:
+        time.sleep(0.001)
     with pytest.raises(TimeoutError, match=r"rank 0 waited 0.5 s for ranks \[2\]"):
         show(boards[0], 0)
     thread.join()
@@ -129,7 +131,8 @@ def test_abort_ends_the_wait():
     close(transports)
 
 
-def test_a_rank_that_goes_is_lost_but_what_it_showed_is_seen():
+def test_a_rank_that_goes_is_lost_but_what_it_showed_is_seen(monkeypatch):
+    nobody_tells(monkeypatch)
     transports = shm_transports(2)
     boards = opened(transports)
     first, _ = in_thread(lambda: show(boards[1], 7))

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from helpers import SOON, run
-from linked import shm_transports
+from linked import nobody_tells, shm_transports
 
 from minidist.comm.collectives import shared
 from minidist.comm.transports import cross_memory
@@ -140,6 +140,7 @@ def test_a_rank_that_ends_while_starting_is_named():
 
 def test_reading_ends_with_what_ended_the_job(monkeypatch):
     monkeypatch.setattr("minidist.comm.transports.shm.STRETCH_BYTES", 40)
+    nobody_tells(monkeypatch)
     zero, one = transports = shm_transports(2)
     x, target = np.arange(100, dtype=np.uint8), octets(100)
     zero.read(1, address(x), target)

@@ -1,7 +1,6 @@
 """Both kinds of links in one transport: who shares memory with whom, and waits that end by either kind."""
 
 import mmap
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -9,8 +8,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from helpers import nobodys_port
 from leftovers import nothing_left
-from linked import into, shm_links, socket_links, tag
+from linked import into, nobody_tells, shm_links, socket_links, tag
 
 import minidist as md
 from minidist.comm.transports import hosts
@@ -145,7 +145,8 @@ def test_a_sleeper_is_woken_by_either_kind_of_link(order):
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_peer_that_goes_is_lost_on_either_kind_of_link(lost):
+def test_a_peer_that_goes_is_lost_on_either_kind_of_link(lost, monkeypatch):
+    nobody_tells(monkeypatch)
     with three() as transports:
         waits = {peer: received(transports[0], peer) for peer in (1, 2)}
         time.sleep(0.05)
@@ -186,11 +187,11 @@ def test_a_network_that_is_not_reached_is_one_line():
         world_rank = 1
 
         def meet(self, info):
-            with socket.create_server(("127.0.0.1", 0)) as gone:
-                return [{**info, "memory": "elsewhere", "port": gone.getsockname()[1]}, info]
+            return [{**info, "memory": "elsewhere", "port": port}, info]
 
         def on_loss(self, callback):
             pass
 
-    with nothing_left(), pytest.raises(md.errors.CommError, match="rank 1 cannot connect to rank 0: .*refused"):
+    says = "rank 1 cannot connect to rank 0: .*refused"
+    with nothing_left(), nobodys_port() as (_, port), pytest.raises(md.errors.CommError, match=says):
         hosts.connect(Meeting(), b"a token for tests", 2.0, host="127.0.0.1", node=0)

@@ -1,8 +1,6 @@
 """Connections between all ranks: made also while strangers call; nobody else is let in; nothing is left open."""
 
-import gc
 import logging
-import os
 import socket
 import threading
 import time
@@ -10,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from helpers import SOON, nobodys_port
+from leftovers import open_files
 
 from minidist.comm import wire
 from minidist.comm.transports import mesh
@@ -84,9 +84,7 @@ def call(listener: socket.socket) -> socket.socket:
 @pytest.mark.parametrize(("listen", "dial"), [(lambda: mesh.listen_tcp("127.0.0.1", 1 << 16), tcp),
                                               (mesh.listen_unix, unix)], ids=["tcp", "unix"])
 def test_every_two_ranks_are_connected(listen, dial):
-    gc.collect()
-    files = len(os.listdir("/proc/self/fd"))
-    size = 5
+    before, size = open_files(), 5
     links = join_all(size, [listen() for _ in range(size)], dial)
     for low in range(size):
         for high in range(low + 1, size):
@@ -95,11 +93,10 @@ def test_every_two_ranks_are_connected(listen, dial):
     assert all(sock.gettimeout() is None for rank in links for sock in rank.values())
     for sock in [sock for rank in links for sock in rank.values()]:
         sock.close()
-    deadline = time.monotonic() + 5
-    while len(os.listdir("/proc/self/fd")) != files and time.monotonic() < deadline:
+    deadline = time.monotonic() + SOON
+    while open_files() - before and time.monotonic() < deadline:
         time.sleep(0.01)
-        gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert not open_files() - before
 
 
 def test_strangers_keep_nobody_waiting_and_are_logged(caplog):
@@ -170,11 +167,9 @@ def test_a_rank_that_is_not_expected_is_refused(caplog):
 
 
 def test_nobody_listens():
-    listeners = [mesh.listen_tcp("127.0.0.1", 1 << 16) for _ in range(2)]
-    gone = {"address": listeners[0].getsockname()}
-    listeners[0].close()
-    with pytest.raises(CommError, match="rank 1 cannot connect to rank 0: .*refused"):
-        mesh.join(alone(1, [gone, {}]), {}, listeners[1], tcp, TOKEN, 2.0)
+    listener = mesh.listen_tcp("127.0.0.1", 1 << 16)
+    with nobodys_port() as address, pytest.raises(CommError, match="rank 1 cannot connect to rank 0: .*refused"):
+        mesh.join(alone(1, [{"address": address}, {}]), {}, listener, tcp, TOKEN, 2.0)
 
 
 def test_a_rank_lost_while_connecting_ends_the_wait_for_it():

@@ -10,7 +10,8 @@ import weakref
 
 import numpy as np
 import pytest
-from linked import KINDS, MAKERS, add, into, linked, tag
+from leftovers import open_files
+from linked import KINDS, MAKERS, add, into, linked, nobody_tells, tag
 
 from minidist.comm.transports import frames, stream
 from minidist.comm.transports.polled import PolledTransport
@@ -82,10 +83,12 @@ def test_a_receive_may_claim_a_message_that_is_being_buffered(kind):
     with linked(kind) as (zero, one):
         last, first = np.empty(1), np.zeros(BIG, np.float32)
         sent = zero.start_send(1, tag(1), np.ones(BIG, np.float32))
+        until(zero._step_up)        # from here on nobody moves what the link does not hold
         waiting = one.start_recv(0, tag(2), into(last))
         until(lambda: pass_once(one) or one._peers[0].frame is not None)    # its header was read, not all of it
         claimed = one.start_recv(0, tag(1), into(first), add)
         assert not claimed.done()
+        zero._step_down()
         receiving = in_thread(claimed.wait)
         sent.wait()
         receiving.join()
@@ -102,7 +105,7 @@ def test_too_much_unasked_for_is_an_error_that_says_what_to_do(kind, monkeypatch
         for k in range(3):
             zero.start_send(1, tag(k), np.zeros(50_000))
         zero.start_send(1, tag(9), np.zeros(1))
-        monkeypatch.setattr("minidist.comm.transports.engine._HEARSAY", 0.0)
+        nobody_tells(monkeypatch)
         asked_for = one.start_recv(0, tag(9), into(np.empty(1)))
         with pytest.raises(CommError, match="400000 bytes .*7/2.* no receive asks for.*800000 bytes are buffered"):
             asked_for.wait()
@@ -129,9 +132,14 @@ def test_the_helper_sleeps_when_there_is_nothing_to_move(kind):
             arriving.wait()
             until(lambda: not one._helper_awake and not zero._helper_awake)
         gc.collect()
-        before = time.process_time()
-        time.sleep(0.2)
-        assert time.process_time() - before < 0.02
+        assert any(burnt(0.2) < 0.02 for _ in range(5)), "a helper that is awake is so each time"
+
+
+def burnt(seconds):
+    """Processor time of all threads while this one sleeps."""
+    before = time.process_time()
+    time.sleep(seconds)
+    return time.process_time() - before
 
 
 # --- waking and ending -----------------------------------------------------------------------------------------------
@@ -257,8 +265,7 @@ def test_arrays_are_let_go_without_the_garbage_collector(kind):
 
 @on_every_link
 def test_nothing_is_left_when_closed(kind):
-    gc.collect()
-    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, files = set(threading.enumerate()), open_files()
     for _ in range(3):
         with linked(kind) as (zero, one):
             arriving = one.start_recv(0, tag(1), into(np.empty(1)))
@@ -268,17 +275,15 @@ def test_nothing_is_left_when_closed(kind):
             until(lambda: zero._leading)
         waiter.join(20)
         assert not waiter.is_alive()
-    gc.collect()
-    assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert not set(threading.enumerate()) - threads
+    assert not open_files() - files
 
 
 # --- lost and lying peers --------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """No monitor here will say more about a lost peer."""
-    monkeypatch.setattr("minidist.comm.transports.engine._HEARSAY", 0.0)
+    nobody_tells(monkeypatch)
 
 
 @on_every_link
