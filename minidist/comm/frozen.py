@@ -22,6 +22,7 @@ from pathlib import Path
 from minidist.comm.loss import how_it_ended
 
 LOOK = 0.4      # seconds between two looks
+REAP_LIMIT = 0.4    # seconds between a connection's end and the end of its process, on a machine that is busy
 _LATE = 3       # times LOOK: so long between two looks that this process did not run either
 
 
@@ -73,15 +74,17 @@ def kill_stopped(pid: int) -> None:
 
 def exit_of(pid: int) -> str | None:
     """How a process of this host that is not our child ended, if its parent has not cleared it away yet."""
-    for _ in range(50):
+    deadline = time.monotonic() + REAP_LIMIT
+    while True:
         try:
             state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return "was killed, or ended without goodbye"
         if state == "Z":
             return how_it_ended(os.waitstatus_to_exitcode(int(rest[-1])))
+        if time.monotonic() > deadline:
+            return None
         time.sleep(0.002)
-    return None
 
 
 @lru_cache(maxsize=1)

@@ -10,10 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn, Protocol
 
 from minidist.comm.control import Seat
-from minidist.comm.frozen import kill_stopped
+from minidist.comm.frozen import REAP_LIMIT, kill_stopped
 from minidist.comm.link import how_it_ended
-
-REAP_LIMIT = 0.4    # seconds between a connection's end and the end of its process, on a machine that is busy
 
 
 class Process(Protocol):

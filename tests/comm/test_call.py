@@ -34,17 +34,19 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mismatch_shows_both_calls(kind, transport, size):
     usual, odd = KINDS[kind]
+    hear = {1, 2 % size} if kind == "root" else set(range(size))    # others may have what the root sent by then
     returned = {}
 
     def ranks(world):
         returned[world.rank] = (odd if world.rank == 1 else usual)(world)
 
     with pytest.raises(MismatchError) as caught:
-        run(ranks, size=size, transport=transport, limit=5)
+        run(ranks, size=size, transport=transport)
     text = str(caught.value)
     assert len(re.findall(r"rank \d calls \w+\(.*\), its call \d, at \S*test_call\.py:\d+", text)) == 2, text
     assert "rank 1 calls" in text, text
-    assert returned == {}
+    assert not returned.keys() & hear
+    assert all((result == ONES).all() for result in returned.values())
 
 
 @st.composite
@@ -95,10 +97,10 @@ def check_disagreement(transport, drawn):
             raise
 
     if kind == "dtype" and usual.verb in ("broadcast", "scatter"):
-        run(ranks, size=usual.size, transport=transport, limit=5)  # only the root says the dtype: no disagreement
+        run(ranks, size=usual.size, transport=transport)  # only the root says the dtype: no disagreement
         return
     with pytest.raises(MismatchError) as caught:
-        run(ranks, size=usual.size, transport=transport, limit=5)
+        run(ranks, size=usual.size, transport=transport)
     assert "test_call.py:" in str(caught.value) or "collective_checker.py:" in str(caught.value)
     for rank, (what, value) in outcomes.items():  # who returned before it was told did not depend on the odd rank
         if what == "returned" and rank != odd_rank:

@@ -3,6 +3,8 @@
 import os
 import time
 
+from helpers import SOON
+
 from minidist.comm import frozen
 
 
@@ -22,11 +24,24 @@ def test_frozen_at_two_looks_running_unless_we_did_not_run_either(monkeypatch):
     assert look(0.4, "R") == set()
 
 
-def test_ended_at_two_looks_running(monkeypatch):
-    """Between them, the goodbye of one that ended well is read, and nobody looks for it any more."""
-    looks, pid = frozen.Looks(), os.posix_spawn("/bin/sh", ["sh", "-c", "exit 3"], {})
+def ended(command):
+    """A process that has run this, and that nobody has cleared away."""
+    pid = os.posix_spawn("/bin/sh", ["sh", "-c", command], {})
     while not frozen.has_ended(pid):
         time.sleep(0.001)
+    return pid
+
+
+def test_a_process_may_end_a_moment_after_its_connection(monkeypatch):
+    monkeypatch.setattr(frozen, "REAP_LIMIT", SOON)
+    pid = os.posix_spawn("/bin/sh", ["sh", "-c", "sleep 0.2; exit 3"], {})
+    assert frozen.exit_of(pid) == "exited with status 3 without goodbye"
+    os.waitpid(pid, 0)
+
+
+def test_ended_at_two_looks_running(monkeypatch):
+    """Between them, the goodbye of one that ended well is read, and nobody looks for it any more."""
+    looks, pid = frozen.Looks(), ended("exit 3")
     assert looks.ended({pid, os.getpid()}) == {}
     assert looks.ended({os.getpid()}) == {}
     assert looks.ended({pid}) == {}
@@ -37,10 +52,11 @@ def test_ended_at_two_looks_running(monkeypatch):
     assert looks.ended({pid}) == {}, "a system without /proc"
 
 
-def test_how_a_process_ended_that_is_nobody_of_ours():
+def test_how_a_process_ended_that_is_nobody_of_ours(monkeypatch):
+    monkeypatch.setattr(frozen, "REAP_LIMIT", 0.0)      # at the first look
     assert frozen.exit_of(os.getpid()) is None
     assert "killed" in frozen.exit_of(2**22 + 1)
-    pid = os.posix_spawn("/bin/sh", ["sh", "-c", "kill -9 $$"], {})
+    pid = ended("kill -9 $$")
     assert frozen.exit_of(pid) == "was killed by SIGKILL"
     os.waitpid(pid, 0)
 

@@ -128,6 +128,6 @@ def test_a_rank_whose_child_holds_its_connections_is_missed_all_the_same(transpo
     with nothing_left():
         try:
             with pytest.raises(PeerLostError, match=r"rank 1 \(process \d+ on \S+\) was killed by SIGKILL"):
-                run(job, size=3, transport=transport, limit=10.0)
+                run(job, size=3, transport=transport)
         finally:
             (tmp_path / "over").touch()

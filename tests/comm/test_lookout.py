@@ -18,7 +18,7 @@ from leftovers import nothing_left
 
 from minidist.comm import door, wire
 from minidist.comm.control import ControlLink, Loss, Monitor
-from minidist.comm.frozen import this_system
+from minidist.comm.frozen import has_ended, this_system
 from minidist.comm.lookout import Lookout, LookoutProcess
 
 TOKEN = wire.new_token()
@@ -30,6 +30,9 @@ def far(monkeypatch):
     for module in ("link", "lookout"):
         monkeypatch.setattr(f"minidist.comm.{module}.this_system", lambda: "far")
     monkeypatch.setattr("minidist.comm.watch.LOOK", 0.05)
+    for patience in ("_TRY", "ANSWER_LIMIT"):   # this machine may be busy
+        monkeypatch.setattr(f"minidist.comm.lookout.{patience}", SOON)
+    monkeypatch.setattr("minidist.comm.watch.LOOKOUT_WAIT", SOON)
 
 
 @pytest.fixture
@@ -98,6 +101,7 @@ def test_how_a_far_rank_ended_is_known_everywhere(far):
 def test_a_lookout_of_a_whole_system_looks_for_the_process_itself(far, process):
     with job(Lookout(), pid=process.pid) as (_, links):
         process.kill()
+        wait_for(lambda: has_ended(process.pid))
         vanish(links[2])
         wait_for(lambda: links[0].loss)
         assert str(links[0].loss) == f"rank 2 (process {process.pid} on far) was killed by SIGKILL"
@@ -193,7 +197,7 @@ def test_a_lookout_as_a_process_ends_with_the_monitor():
         monitor = Monitor(1, TOKEN)
         monitor.start()
         child = LookoutProcess(monitor.address, TOKEN)
-        wait_for(monitor._watch.posts)
+        wait_for(monitor._watch.posts, 60.0)        # it starts Python
         [post] = monitor._watch.posts()
         assert (post.host, post.pid, post.ranks) == (platform.node(), child._process.pid, ())
         assert TOKEN not in Path(f"/proc/{post.pid}/cmdline").read_bytes()
