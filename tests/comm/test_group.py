@@ -14,7 +14,7 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import LIMIT, SOON, THREADS, run
+from helpers import SOON, THREADS, limit_comes, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leftovers import nothing_left
@@ -405,7 +405,7 @@ def test_a_job_leaves_no_thread_behind():
 
     with pytest.raises(ValueError, match="rank 1: on purpose"):
         run(fails, size=4)
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + SOON
     while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert set(threading.enumerate()) - before == set()
@@ -417,7 +417,7 @@ def test_a_worker_keeps_no_array_alive():
         world.start_all_reduce(x, out=x).wait()
         seen = weakref.ref(x)
         del x
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + SOON
         while seen() is not None and time.monotonic() < deadline:
             time.sleep(0.001)  # the worker lets go a moment after wait() returns
         return seen() is None
@@ -629,22 +629,30 @@ def test_one_failure_ends_every_rank_with_its_name(transport, size):
 @pytest.mark.parametrize(("late", "error", "names"), [
     (False, DeadlockError, r"0 waits for 2 at \S*test_group.py:\d+, rank 2 has ended\n"),
     (True, TimeoutError, r"rank 2 waits for nobody, at \S*test_group.py:\d+; late by \d\.\d s")])
-def test_a_rank_that_never_calls_is_named(late, error, names):
-    over = threading.Event()
+def test_a_rank_that_never_calls_is_named(late, error, names, monkeypatch):
+    """It ends, or the limit comes, when both others wait for long."""
+    together, waits, over = threading.Barrier(2), [], []
+
+    def both_wait():
+        return len(waits) == 2 and all([each._lasting for each in waits])
+
+    if late:
+        limit_comes(monkeypatch, both_wait)
 
     def ranks(world):
-        while late and world.rank == 2 and not over.is_set():
+        while world.rank == 2 and not (over or (not late and both_wait())):
             time.sleep(0.01)
         if world.rank == 2:
             return
-        time.sleep(0.2)         # else this wait, and the run, come to their limit at once
+        waits.append(world.transport.waits)
+        together.wait()
         try:
             world.all_reduce(np.ones(3), algorithm="ring")
         finally:
-            over.set()
+            over.append(True)
 
     with pytest.raises(error, match=names) as caught:
-        run(ranks, size=3, limit=0.6 if late else LIMIT)
+        run(ranks, size=3)
     assert re.search(r"rank 1 calls all_reduce\(.*\), its call 1, at \S*test_group.py:\d+", str(caught.value))
 
 

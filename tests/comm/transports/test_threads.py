@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from helpers import LIMIT, limit_comes
 
 from minidist import account
 from minidist.comm.transports.mailbox import Mailbox
@@ -112,21 +113,26 @@ def test_survivors_hear_of_the_failure_before_the_run_ends(monkeypatch):
 
 
 @pytest.mark.parametrize("unbuffered", [False, True])
-def test_who_hangs_and_where(unbuffered):
-    over = threading.Event()
+def test_who_hangs_and_where(unbuffered, monkeypatch):
+    threads, over, waits = {}, [], []
+    limit_comes(monkeypatch, lambda: any(each._lasting for each in waits))
 
     def ranks(world):
-        while world.rank == 1 and not over.is_set():
+        threads[world.rank] = threading.current_thread()
+        while world.rank == 1 and not over:
             time.sleep(0.01)
         if world.rank == 0:
-            time.sleep(0.2)     # else this wait, and the run, come to their limit at once
+            while len(threads) < 3:
+                time.sleep(0.001)
+            threads[2].join()
+            waits.append(world.transport.waits)
             try:
                 world.recv(src=1)
             finally:
-                over.set()
+                over.append(True)
 
-    with pytest.raises(TimeoutError) as caught:
-        run_threads(ranks, size=3, limit=0.6, unbuffered=unbuffered)
+    with pytest.raises(TimeoutError, match="2 of 3 ranks had not ended after 20 s") as caught:
+        run_threads(ranks, size=3, limit=LIMIT, unbuffered=unbuffered)
     text = str(caught.value)
     assert re.search(r"rank 0 calls recv\(\), its call 1, at \S*test_threads.py:\d+, and has waited \d.\d s", text)
     assert re.search(r"rank 1 waits for nobody, at \S*test_threads.py:\d+; late by \d.\d s", text)
@@ -135,16 +141,21 @@ def test_who_hangs_and_where(unbuffered):
 
 def test_a_rank_that_waits_for_nobody_is_named_too(monkeypatch):
     monkeypatch.setattr("minidist.comm.transports.threads._GRACE", 0.1)
-
-    over, before = threading.Event(), set(threading.enumerate())
+    over, threads, alone = threading.Event(), {}, []
+    limit_comes(monkeypatch, lambda: bool(alone))
 
     def ranks(world):
+        threads[world.rank] = threading.current_thread()
         if world.rank == 1:
-            over.wait(20)
+            while len(threads) < 2:
+                time.sleep(0.001)
+            threads[0].join()
+            alone.append(True)
+            world.transport.waits.tell()
+            over.wait(60)
 
-    late = r"1 of 2 ranks had not ended after 1 s:\n  rank 0 has ended\n  rank 1 waits .*py:\d+"
+    late = r"1 of 2 ranks had not ended after 20 s:\n  rank 0 has ended\n  rank 1 waits .*py:\d+"
     with pytest.raises(TimeoutError, match=late):
-        run_threads(ranks, size=2, limit=1.0)
+        run_threads(ranks, size=2, limit=LIMIT)
     over.set()
-    for thread in set(threading.enumerate()) - before:
-        thread.join()       # before the next test counts threads
+    threads[1].join()       # before the next test counts threads
