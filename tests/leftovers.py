@@ -63,7 +63,7 @@ def _segments() -> set[str]:
 
 
 @contextlib.contextmanager
-def nothing_left(limit: float = 10.0) -> Iterator[dict[str, str]]:
+def nothing_left(limit: float = 30.0) -> Iterator[dict[str, str]]:
     """Gives an environment for subprocesses; afterwards asserts that, within `limit` s, none of it is left."""
     mark = uuid.uuid4().hex
     threads, children, segments = set(threading.enumerate()), set(_children()), _segments()
@@ -75,6 +75,6 @@ def nothing_left(limit: float = 10.0) -> Iterator[dict[str, str]]:
         return [*_processes(mark), *(set(threading.enumerate()) - threads), *(set(_children()) - children),
                 *(_segments() - segments), *(_sockets() - sockets)]
 
-    while left() and time.monotonic() < deadline:
+    while (found := left()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert left() == []
+    assert found == []

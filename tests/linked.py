@@ -29,9 +29,15 @@ def nobody_tells(patch: pytest.MonkeyPatch) -> None:
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of one connection. Whoever else calls the port, which another job may have had before, is turned away.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         first = socket.create_connection(listener.getsockname())
-        return first, listener.accept()[0]
+        while True:
+            second, caller = listener.accept()
+            if caller == first.getsockname():
+                return first, second
+            second.close()
 
 
 def socket_links() -> tuple[PolledLink, PolledLink]:
