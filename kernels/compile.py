@@ -11,13 +11,13 @@ import importlib
 import importlib.util
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from minidist.kernels import tools
 from minidist.kernels.cache import missing, place
 from minidist.kernels.loader import HERE, STANDARD, Source, compile_error
 
@@ -25,7 +25,6 @@ from minidist.errors import KernelError
 
 OPTIONS = (STANDARD, "-ftz=true")                   # CuPy adds the second by itself
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")        # A100, H100 and H200, B200
-_LIMIT = 300.0                                      # seconds that nvcc may take
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def _compiler() -> str:
     if nvcc is None:
         raise KernelError("compiling kernels for a GPU needs NVRTC or nvcc, and this machine has neither; "
                           "pip install -e '.[test-kernels]'")
-    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=_LIMIT, check=True).stdout
+    return tools.run([nvcc, "--version"], check=True).stdout
 
 
 @cache
@@ -162,9 +161,8 @@ def _by_nvcc(source: Source, architecture: str, kernels: Sequence[str]) -> str:
         path = Path(folder) / source.path.name
         path.write_text(f"{source.text}\nvoid* used[] = {{{used}}};\n", encoding="utf-8")
         options = [option.replace("--", "-") for option in OPTIONS]
-        done = subprocess.run(["nvcc", *options, "-cubin", f"-arch={architecture}", "-Xptxas", "-v", str(path), "-o",
-                               str(path.with_suffix(".cubin"))], capture_output=True, text=True, timeout=_LIMIT,
-                              check=False)
+        done = tools.run(["nvcc", *options, "-cubin", f"-arch={architecture}", "-Xptxas", "-v", str(path), "-o",
+                          str(path.with_suffix(".cubin"))])
     if done.returncode:
         raise compile_error(source, f"nvcc, {architecture}", done.stderr)
     return done.stderr

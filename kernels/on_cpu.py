@@ -22,7 +22,6 @@ import contextlib
 import ctypes
 import re
 import shutil
-import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.kernels import tools
 from minidist.kernels.cache import missing, place
 from minidist.kernels.loader import HERE, Parameter, Source, Table, address_of, compile_error
 
@@ -46,7 +46,6 @@ _KERNEL_FLAGS = ("-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-f
 _GUARD = 4096            # bytes, at least, that belong to nobody before and after each array
 _ALIGN = 256             # of an array that cudaMalloc gave
 _MOST_STEPS = 2 ** 31    # of a launch, about a minute
-_LIMIT = 300.0           # seconds that g++ may take
 _one_at_a_time = threading.Lock()       # libraries loaded, and launches: a library's shared memory exists once
 
 
@@ -119,7 +118,7 @@ def compiler() -> str | None:
 
 @cache
 def _version(path: str) -> str:
-    return subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_LIMIT, check=True).stdout
+    return tools.run([path, "--version"], check=True).stdout
 
 
 def _built(stem: str, suffix: str, *parts: str) -> tuple[Path, str]:
@@ -132,7 +131,7 @@ def _built(stem: str, suffix: str, *parts: str) -> tuple[Path, str]:
 
 
 def _compile(source: Source, command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
+    done = tools.run(command)
     if done.returncode:
         raise compile_error(source, "g++", done.stderr)
 
@@ -140,7 +139,7 @@ def _compile(source: Source, command: Sequence[str]) -> None:
 def _runtime(source: Source) -> Path:
     """The object file of the scheduler and the checks, linked into each library."""
     files = sorted(HEADERS.glob("*.cpp"))
-    texts = [path.read_text() for path in (*files, *sorted(HEADERS.glob("*.h")))]
+    texts = [path.read_text(encoding="utf-8") for path in (*files, *sorted(HEADERS.glob("*.h")))]
     path, command = _built("runtime", ".o", *_RUNTIME_FLAGS, *texts)
     with missing(path) as new:
         if new is not None:
@@ -179,8 +178,7 @@ def build(source: Source) -> Path:
 
 def _symbols(path: Path) -> list[tuple[str, int, int]]:
     """A library's symbols: name, address, bytes."""
-    table = subprocess.run(["nm", "-C", "--format=sysv", str(path)], capture_output=True, text=True, timeout=_LIMIT,
-                           check=True).stdout
+    table = tools.run(["nm", "-C", "--format=sysv", str(path)], check=True).stdout
     rows = [[cell.strip() for cell in line.rsplit("|", 6)] for line in table.splitlines() if line.count("|") >= 6]
     return [(row[0], int(row[1], 16), int(row[4] or "0", 16)) for row in rows if row[1] and row[2] in "bBdDT"]
 
@@ -205,8 +203,7 @@ class _Library:
         tool = shutil.which("addr2line")
         if not offset or tool is None:
             return ""
-        found = subprocess.run([tool, "-i", "-e", str(self.path), hex(offset)], capture_output=True, text=True,
-                               timeout=_LIMIT, check=False).stdout.splitlines()
+        found = tools.run([tool, "-i", "-e", str(self.path), hex(offset)]).stdout.splitlines()
         places = [Path(place.split(" ")[0]).name for place in found if "?" not in place]
         own = [place for place in places if not place.startswith(("cuda_on_cpu.h", "the list"))] or places
         return f" at {', called from '.join(own)}" if own else ""

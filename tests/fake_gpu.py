@@ -11,6 +11,7 @@ one that it writes, which holds rubbish until the graph is launched. Arrays that
 as in a graph's pool. Whatever would wait, and any copy from the host, ends the capture with CUDA's error.
 """
 
+import os
 import traceback
 import weakref
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ import numpy as np
 
 from minidist import cublas
 
+HOME = os.path.dirname(cublas.__file__) + os.sep        # not any folder of this name: a checkout's may have it, too
 PRODUCTS = {"matmul", "dot", "tensordot", "einsum", "inner", "vdot"}        # by CuPy's cuBLAS
 WAITING = {"nonzero", "flatnonzero", "argwhere", "unique", "bincount", "sort", "argsort", "compress", "extract"}
 waits = []
@@ -31,8 +33,8 @@ _owners = weakref.WeakValueDictionary()     # id of a host array that owns its m
 def wait(what):
     """Note that the host waits."""
     outside(what)
-    frames = [frame for frame in traceback.extract_stack() if "/minidist/" in frame.filename]
-    where = f"{frames[-1].filename.rpartition('/minidist/')[2]}:{frames[-1].lineno}" if frames else "the test"
+    frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(HOME)]
+    where = f"{frames[-1].filename.removeprefix(HOME)}:{frames[-1].lineno}" if frames else "the test"
     waits.append(f"{what} at {where}")
 
 

@@ -65,8 +65,8 @@ def wide(array: Any) -> np.ndarray:
 
 def planted(folder: Path, source: Source, kernels: Sequence[str], change: tuple[str, str, int]) -> Source:
     """The source with a mistake in it: some words replaced by others, and how many times they stand there."""
-    text, (old, new, times) = source.path.read_text(), change
+    text, (old, new, times) = source.path.read_text(encoding="utf-8"), change
     assert text.count(old) == times, f"{old!r} stands {text.count(old)} times in {source.path.name}"
     path = folder / source.path.name
-    path.write_text(text.replace(old, new))
+    path.write_text(text.replace(old, new), encoding="utf-8")
     return Source(path, kernels)
