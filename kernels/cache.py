@@ -15,8 +15,12 @@ LIMIT = 100.0       # seconds that a process waits for another's build
 
 
 def folder() -> Path:
-    """Where it stays: minidist/kernels in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minidist" / "kernels"
+    """Where it stays: minidist/kernels in the user's cache folder. Raises: KernelError for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minidist" / "kernels"
+    except RuntimeError as error:
+        raise KernelError("what compilers build is kept in the user's home, and this user has none; set XDG_CACHE_HOME "
+                          "to a folder") from error
 
 
 def place(stem: str, suffix: str, *parts: str) -> Path:

@@ -16,6 +16,10 @@ from minidist import account
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# What is printed into a pipe is looked at, so nobody's taste in colours, nor the width of a terminal, may be in it.
+for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+    os.environ.pop(_name, None)
+
 sys.path.insert(0, str(Path(__file__).parent))  # `from helpers import ...`, `from strategies import ...`
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=15, database=None,

@@ -48,6 +48,15 @@ def test_where_nothing_can_be_written_it_says_what_to_do() -> None:
         pass
 
 
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user's number has no name."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2 ** 31 - 9)
+    with pytest.raises(KernelError, match="this user has none; set XDG_CACHE_HOME"):
+        cache.place("softmax", ".so")
+
+
 def test_a_build_that_does_not_end_is_not_waited_for_without_a_limit(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "LIMIT", 0.05)
