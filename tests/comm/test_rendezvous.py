@@ -38,7 +38,7 @@ def test_a_monitor_process_ends_with_the_last_goodbye():
     time.sleep(0.3)
     assert monitor._process.poll() is None
     links[1].goodbye()
-    monitor.close(5.0)
+    monitor.close(60.0)
     assert monitor._process.returncode == 0
 
 
@@ -48,7 +48,7 @@ def test_a_monitor_process_ends_when_rank_0_is_gone_and_says_so(capfd):
     connect(monitor, 0, 2).close()                  # no goodbye
     assert link.wait_for_loss(SOON).world_rank == 0
     link.close()
-    monitor.close(5.0)
+    monitor.close(60.0)
     assert "minidist: rank 0 (process" in capfd.readouterr().err
 
 
@@ -62,13 +62,13 @@ def test_a_rank_that_comes_after_the_first_has_failed_and_gone_hears_of_it():
     late = connect(monitor, 0, 2)
     assert not late.report(ConfigError("no such file"))
     late.close()
-    monitor.close(5.0)
+    monitor.close(60.0)
     assert monitor._process.returncode == 0
 
 
 def test_a_monitor_process_ends_when_nobody_ever_came():
     monitor = MonitorProcess(2, TOKEN)
-    monitor.close(5.0)
+    monitor.close(60.0)
     assert monitor._process.returncode == 0
 
 
@@ -79,7 +79,7 @@ def test_a_taken_port_is_one_line():
             MonitorProcess(1, TOKEN, port=monitor.place.port)
         assert "\n" not in str(caught.value)
     finally:
-        monitor.close(5.0)
+        monitor.close(60.0)
 
 
 def test_the_token_file_is_private_and_goes_away():
@@ -131,7 +131,7 @@ def test_a_stale_token_is_read_anew():
         link, token = joining.result()
     assert token == TOKEN
     link.goodbye()
-    monitor.close(5.0)
+    monitor.close(60.0)
 
 
 def test_no_token_in_time():
@@ -144,7 +144,7 @@ def test_a_wrong_token_in_time_is_what_is_told():
     file.write(wire.new_token())
     with pytest.raises(HandshakeError, match="token"):
         rendezvous.connect_by_file(file, monitor.place.address, 0, 1, 1.0)
-    monitor.close(5.0)
+    monitor.close(60.0)
 
 
 def test_places_in_the_environment(monkeypatch):

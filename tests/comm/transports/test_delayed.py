@@ -6,7 +6,7 @@ import time
 import conformance
 import numpy as np
 import pytest
-from helpers import run
+from helpers import lateness, run
 
 from minidist.comm.collectives.paths import PATHS
 from minidist.comm.profile import LinkCost
@@ -47,11 +47,13 @@ def test_an_algorithm_takes_as_long_as_its_path_says(algorithm, alpha, beta):
     """This holds paths.py against the clock: a call is never faster than its path, and at its best hardly slower."""
     nbytes = 1 << 14
     cost = LinkCost("threads", 4, alpha, 0.0, beta, 0.0, 0.0)
-    predicted = cost.seconds(PATHS["all_reduce", algorithm](4).work(nbytes))
+    path = PATHS["all_reduce", algorithm](4)
+    predicted = cost.seconds(path.work(nbytes))
     for _ in range(5):                                  # a busy machine holds up one call or another, not each
-        taken = max(run(seconds_of, algorithm, nbytes, alpha, beta, size=4))
+        with lateness() as late:
+            taken = max(run(seconds_of, algorithm, nbytes, alpha, beta, size=4))
         assert 0.98 * predicted <= taken
-        if taken < 1.5 * predicted + ALPHA:
+        if taken < 1.5 * predicted + ALPHA + 2 * path.messages * max(late):     # who sends, and who receives
             return
     pytest.fail(f"{taken:.3f} s for {predicted:.3f} s, five times")
 

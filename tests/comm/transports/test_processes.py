@@ -81,7 +81,7 @@ def test_no_file_stays_open_and_memory_has_no_name(transport):
             assert len(kept) == len([name for name in before if name.startswith("socket:")]) - 4, "2 links, 1 bell of 2"
 
 
-def a_wait_that_nobody_ends(world):
+def a_wait_that_nobody_ends(world, over):
     world.barrier()
     if world.rank == 0:
         start = time.monotonic()
@@ -90,14 +90,15 @@ def a_wait_that_nobody_ends(world):
             world.transport.start_recv(1, tag(1), into(np.empty(1))).wait()
         assert 0.2 <= time.monotonic() - start < SOON
         world.transport.limit = 20
-    else:
-        time.sleep(1.0)  # in the barrier already, it would be seen that both wait for each other
+        over.touch()
+    while not over.exists():    # in the barrier already, it would be seen that both wait for each other
+        time.sleep(0.01)
     world.barrier()
 
 
 @on_one_kind_of_link
-def test_a_limit_ends_a_wait_and_the_job_goes_on(transport):
-    run(a_wait_that_nobody_ends, size=2, transport=transport)
+def test_a_limit_ends_a_wait_and_the_job_goes_on(transport, tmp_path):
+    run(a_wait_that_nobody_ends, tmp_path / "over", size=2, transport=transport)
 
 
 def all_at_once(world):
