@@ -12,6 +12,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,11 @@ def two_machines(command: list[str], per_node: int = 4) -> int:
 
 
 def free_port() -> int:
-    """A port nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on just now; none of those above 32767, which the system hands out before we come back."""
+    while True:
+        port = 20000 + secrets.randbelow(12000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 # ------------------------------------------------------------------------------------------------------- Break it
