@@ -11,6 +11,7 @@ import threadpoolctl
 from hypothesis import HealthCheck, settings
 
 from minidist import account
+from minidist.launch.launchers import clean_environment
 
 # Where this is set, each of the hundreds of Pythons that tests start would compile all of minidist again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -19,6 +20,10 @@ sys.dont_write_bytecode = False
 # What is printed into a pipe is looked at, so nobody's taste in colours, nor the width of a terminal, may be in it.
 for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
     os.environ.pop(_name, None)
+
+# On a cluster's node a test is no rank of the job in which pytest was started.
+for _name in set(os.environ) - set(clean_environment(os.environ)):
+    del os.environ[_name]
 
 sys.path.insert(0, str(Path(__file__).parent))  # `from helpers import ...`, `from strategies import ...`
 
