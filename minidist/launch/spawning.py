@@ -29,6 +29,7 @@ from minidist.launch.launchers import clean_environment
 
 GRACE = 5.0         # seconds the other ranks get to end after one has failed, and again after SIGTERM
 STOP = 1.0          # the same when the launcher is told to stop
+LAST_LINES = 5.0    # seconds until what ranks printed last has been passed on: a grandchild may hold a pipe for ever
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,9 @@ class _Job:
         if self.monitor is not None:
             self.monitor.close()
         self.lookout.close()
+        deadline = time.monotonic() + LAST_LINES
         for helper in self.helpers:
-            helper.join(1.0)                                # a grandchild may hold the pipe: do not wait for that
+            helper.join(max(0.0, deadline - time.monotonic()))
 
 
 def _thread(target: Callable[..., None], *args: Any) -> threading.Thread:
