@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import numpy  # noqa: F401 - loads the BLAS that is limited below
 import pytest
 import threadpoolctl
 from hypothesis import HealthCheck, settings
+from minidist.kernels import cache
 
 from minidist import account
+from minidist.errors import KernelError
 from minidist.launch.launchers import clean_environment
 
 # Where this is set, each of the hundreds of Pythons that tests start would compile all of minidist again.
@@ -24,6 +27,15 @@ for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
 # On a cluster's node a test is no rank of the job in which pytest was started.
 for _name in set(os.environ) - set(clean_environment(os.environ)):
     del os.environ[_name]
+
+# Built kernels are the user's, so that nobody builds them twice; of a user who can keep none, a temporary folder's.
+try:
+    cache.folder().mkdir(parents=True, exist_ok=True)
+    _kept = os.access(cache.folder(), os.W_OK)
+except (OSError, KernelError):
+    _kept = False
+if not _kept:
+    os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir(), f"minidist-tests-{os.getuid()}"))
 
 sys.path.insert(0, str(Path(__file__).parent))  # `from helpers import ...`, `from strategies import ...`
 
