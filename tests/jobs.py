@@ -44,14 +44,16 @@ def free_port():
     raise OSError("no port is free")
 
 
-def start(command, environment, **variables):
+def start(command, environment, *, apart=False, **variables):
+    """`apart`: it and what it starts are a group of processes, as what a terminal starts is."""
     return subprocess.Popen(command, env={**clean_environment(environment), **variables}, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=apart)
 
 
-def by_launch(environment, *arguments, size=3, options=()):
+def by_launch(environment, *arguments, size=3, options=(), apart=False):
     """`minidist launch -n SIZE job.py …`."""
-    return start([sys.executable, "-m", "minidist", "launch", "-n", str(size), *options, JOB, *arguments], environment)
+    return start([sys.executable, "-m", "minidist", "launch", "-n", str(size), *options, JOB, *arguments], environment,
+                 apart=apart)
 
 
 def by_mpirun(environment, *arguments, size=3):

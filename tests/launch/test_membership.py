@@ -1,6 +1,7 @@
 """md.init under other launchers: mpirun, and the variables of torchrun and srun; nobody hangs, nobody stays."""
 
 import contextlib
+import functools
 import importlib.util
 import os
 import re
@@ -256,6 +257,8 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("variables", [torchrun, slurm], ids=["torchrun", "srun"])
 def test_ranks_meet_by_a_private_file(variables, cache):
+    if variables is torchrun:
+        variables = functools.partial(torchrun, port=free_port())
     with nothing_left() as environment:
         done = [finish(process) for process in by_hand(environment, "ok", size=3, variables=variables)]
     assert [process.returncode for process in done] == [0, 0, 0], done

@@ -1,5 +1,6 @@
 """minidist launch and its ranks: whatever one rank does, the job ends soon, says who it was, and leaves nothing."""
 
+import os
 import re
 import signal
 import socket
@@ -122,12 +123,14 @@ def ranks_of(process):
 def test_a_launcher_that_is_told_to_stop_stops_its_ranks_and_says_one_line(number, everybody):
     """One rank waits for the other, which is busy. Ctrl-C reaches all processes of a terminal."""
     with nothing_left() as environment:
-        process = by_launch(environment, "busy", size=2)
+        process = by_launch(environment, "busy", size=2, apart=True)
         for _ in range(2):
             process.stdout.readline()                   # both have met
-        for each in [process, *ranks_of(process)] if everybody else [process]:
-            each.send_signal(number)
-        done = finish(process, 20)
+        if everybody:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        done = finish(process)
     assert done.returncode == 128 + number
     assert re.fullmatch(TOLD.format(pid=process.pid, name=number.name, ranks="2 ranks were"), done.stderr)
 
@@ -137,7 +140,7 @@ def test_a_launcher_stops_ranks_that_know_nothing_of_it():
         process = start([sys.executable, "-m", "minidist", "launch", "sleep", "60"], environment)
         assert ranks_of(process)
         process.send_signal(signal.SIGTERM)
-        done = finish(process, 20)
+        done = finish(process)
     assert done.returncode == 143
     assert re.fullmatch(TOLD.format(pid=process.pid, name="SIGTERM", ranks="1 rank was"), done.stderr)
 
@@ -149,12 +152,12 @@ def test_a_launcher_that_is_told_twice_waits_for_nobody():
     with nothing_left() as environment:
         process = start([sys.executable, "-c", launch], environment)
         process.stdout.readline()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGINT, signal.SIGTERM):      # two that wait are taken in the order of their numbers
             process.send_signal(number)
             time.sleep(0.1)
-        done = finish(process, 20)
-    assert done.returncode == 143
-    assert re.fullmatch(TOLD.format(pid=process.pid, name="SIGTERM", ranks="1 rank was"), done.stderr)
+        done = finish(process)
+    assert done.returncode == 130
+    assert re.fullmatch(TOLD.format(pid=process.pid, name="SIGINT", ranks="1 rank was"), done.stderr)
 
 
 def test_a_rank_that_is_interrupted_alone_is_named_by_the_launcher():
@@ -162,8 +165,9 @@ def test_a_rank_that_is_interrupted_alone_is_named_by_the_launcher():
         process = by_launch(environment, "busy", size=2)
         for _ in range(2):
             process.stdout.readline()
-        ranks_of(process)[1].send_signal(signal.SIGINT)
-        done = finish(process, 20)
+        [rank] = [rank for rank in ranks_of(process) if rank.environ()["RANK"] == "1"]
+        rank.send_signal(signal.SIGINT)
+        done = finish(process)
     assert done.returncode == 130
     assert re.search(r"^minidist: rank 1 \(process \d+ on \S+\) was interrupted; the job ends$", done.stderr, re.M)
 
@@ -174,7 +178,7 @@ def test_ranks_end_when_their_launcher_is_killed():
         for _ in range(2):
             process.stdout.readline()
         process.kill()
-        finish(process, 20)
+        finish(process)
 
 
 def test_two_nodes_meet_over_address_port_and_secret():
@@ -201,7 +205,7 @@ def test_a_launcher_that_is_told_to_stop_ends_the_job_on_all_nodes():
             for _ in range(2):
                 node.stdout.readline()                  # all four have met
         nodes[1].send_signal(signal.SIGTERM)
-        done = [finish(node, 20) for node in nodes]
+        done = [finish(node) for node in nodes]
     assert [node.returncode for node in done] == [143, 143], done
     who = rf"minidist: the launcher \(process {nodes[1].pid} on \S+\) was told to stop by SIGTERM; "
     for node, end in zip(done, ("the job ends", "its 2 ranks were ended"), strict=True):
@@ -230,5 +234,5 @@ def test_the_token_is_on_no_command_line():
         lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
         assert not any(b"do not show" in line for line in lines)
         process.send_signal(signal.SIGINT)
-        done = finish(process, 20)
+        done = finish(process)
     assert "do not show" not in done.stdout + done.stderr
