@@ -175,8 +175,17 @@ def test_nobody_listens():
 def test_a_rank_lost_while_connecting_ends_the_wait_for_it():
     link, listener = alone(0, [{}, {}]), mesh.listen_tcp("127.0.0.1", 1 << 16)
     lost = PeerLostError("rank 1 was killed", 1)
-    threading.Timer(0.1, lambda: [callback(lost) for callback in link.callbacks]).start()
+
+    def tell() -> None:
+        while not link.callbacks:
+            time.sleep(0.001)
+        time.sleep(0.05)        # it waits by now, mostly
+        link.callbacks[0](lost)
+
+    telling = threading.Thread(target=tell)
+    telling.start()
     start = time.monotonic()
     with pytest.raises(PeerLostError, match="rank 1 was killed"):
-        mesh.join(link, {}, listener, tcp, TOKEN, 10.0)
-    assert time.monotonic() - start < 9
+        mesh.join(link, {}, listener, tcp, TOKEN, 20.0)
+    assert time.monotonic() - start < SOON
+    telling.join()
