@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import minidist as md
+from minidist.errors import LaunchError
 from minidist.launch import LAUNCHERS, detect
 from minidist.observe.page import Page
 from minidist.observe.records import gather_records
@@ -126,10 +127,10 @@ def two_machines(command: list[str], per_node: int = 4) -> int:
 
 def free_port() -> int:
     """A port nobody listens on just now; none of those above 32767, which the system hands out before we come back."""
-    while True:
-        port = 20000 + secrets.randbelow(12000)
+    for port in secrets.SystemRandom().sample(range(20000, 32000), 100):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
+    raise LaunchError("lesson 01: none of 100 ports of 127.0.0.1 can be listened at; is there a loopback interface?")
 
 
 # ------------------------------------------------------------------------------------------------------- Break it
