@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import linked
 import numpy as np
 import pytest
 from helpers import SOON
@@ -24,9 +25,7 @@ TOKEN = wire.new_token()
 @contextlib.contextmanager
 def tcp_pair():
     """Two ends of one loopback connection."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        left = socket.create_connection(server.getsockname())
-        right, _ = server.accept()
+    left, right = linked.tcp_pair()
     with left, right:
         yield left, right
 
