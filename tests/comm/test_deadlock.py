@@ -205,14 +205,6 @@ def test_what_moves_between_the_rounds_is_no_deadlock(court, change):
         assert court.told, "it is looked at again"
 
 
-def test_another_wait_of_the_same_call_is_not_the_same(court):
-    said, later = (states(wait(RECV, 1), wait(RECV, 0)) for _ in range(2))
-    court.hear(said)
-    court.round(said)
-    court.round(later)
-    assert not court.told
-
-
 def test_who_does_not_answer_is_asked_again_later(court):
     said = states(wait(RECV, 1), wait(RECV, 0))
     court.hear(said)
@@ -244,8 +236,8 @@ def test_a_rank_that_ends_leaves_the_others_stuck(court):
     assert "rank 1 has ended" in court.told[0].text
 
 
-def test_waits_that_are_hopeless_in_another_way_are_looked_at_again_at_once(court):
-    """A rank that learns that its peer is gone waits on, now to hear why: that is another wait."""
+def test_another_wait_of_the_same_call_is_not_the_same_and_is_looked_at_again_at_once(court):
+    """A rank that learns that its peer is gone waits on, now to hear why."""
     said, later = (states(wait(RECV, 1), wait(RECV, 0)) for _ in range(2))
     court.hear(said)
     court.round(said)
