@@ -71,7 +71,28 @@ def test_near_is_the_same_memory_for_each_turn_and_far_goes_round():
     behind = NEAR_BYTES + 4 * LONG_BYTES        # the trial's far writes
     assert write(writer, 9, SHOWN_BYTES - 5) == [   # each begins on a cache line of its own
         *range(behind, behind + 7 * SHOWN_BYTES, SHOWN_BYTES), NEAR_BYTES, NEAR_BYTES + SHOWN_BYTES]
-    assert writer.reached == 4 * LONG_BYTES + 7 * SHOWN_BYTES - 5
+
+
+def test_who_goes_far_has_room_for_all_of_it_and_keeps_what_was_written():
+    octets = memory()
+    writer = Writer(octets, Clock(near=2.0, far=1.0))
+    octets[NEAR_BYTES:] = 7     # stands for what nobody wrote to
+    write(writer, len(TRIAL) - 1)
+    assert writer.reached == 3 * LONG_BYTES
+    write(writer, 1)
+    assert writer.reached == FAR_BYTES
+    assert (octets[NEAR_BYTES:NEAR_BYTES + 4 * LONG_BYTES] == 1).all()
+    assert not octets[NEAR_BYTES + 4 * LONG_BYTES::4096].any()
+    untried = Writer(memory(), Clock(near=1.0, far=2.0))
+    write(untried, ROUND)
+    assert untried.reached == 4 * LONG_BYTES
+
+
+def test_far_has_to_be_clearly_quicker():
+    for far, goes in ((0.9, False), (0.7, True)):
+        writer = Writer(memory(), Clock(near=1.0, far=far))
+        write(writer, len(TRIAL))
+        assert writer.far == goes
 
 
 def test_short_writes_are_near_and_not_timed():
