@@ -29,11 +29,14 @@ def argument(verb: str, x: Any, device: str = "cpu") -> np.ndarray:
 
     Raises: DtypeError for a dtype that cannot travel, and for what is no plain array; ShapeError for uneven lists.
     """
-    array = x if backend.is_array(x) and backend.device_of(x) == "cuda" else as_array(verb, x)
+    plain = type(x) is np.ndarray
+    array = x if plain or (backend.is_array(x) and backend.device_of(x) == "cuda") else as_array(verb, x)
     try:
         dtype_code(array.dtype)
     except DtypeError as error:
         raise DtypeError(f"{verb}: x is a {type(x).__name__}; {error}") from None
+    if plain and device == "cpu" and array.flags.c_contiguous:
+        return array
     array = backend.to_host(array) if device == "cpu" else backend.to_device(array, device)
     if not array.flags.c_contiguous:
         array = array.copy()
@@ -70,6 +73,8 @@ def apart(array: np.ndarray, out: Any, part: np.ndarray | None = None) -> np.nda
 
 
 def _same_elements(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.size and not backend.array_module(a).may_share_memory(a, b):   # quicker than to ask both for their addresses
+        return False
     return a.shape == b.shape and a.strides == b.strides and address_of(a) == address_of(b)
 
 
@@ -118,14 +123,18 @@ class Result:
         self.verb, self.out, self.device = verb, out, device
         self.side: Side | None = None
         self._array: np.ndarray | None = None
-        if out is not None and (not backend.is_array(out) or isinstance(out, np.ma.MaskedArray)):
+        self.target: Any = out
+        if out is None or (type(out) is np.ndarray and out.flags.c_contiguous and out.flags.writeable):
+            return
+        if not backend.is_array(out) or isinstance(out, np.ma.MaskedArray):
             raise DtypeError(f"{verb}: out= must be an array, not {type(out).__name__}")
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise ShapeError(f"{verb}: out= is read-only; pass a writable array")
         if isinstance(out, np.ndarray) and _overlaps_itself(out):
             raise ShapeError(f"{verb}: out= has shape {out.shape} and strides {out.strides}: elements of it share "
                              "memory and cannot all be written; pass an array of its own memory")
-        self.target: Any = out.view(np.ndarray) if isinstance(out, np.ndarray) and type(out) is not np.ndarray else out
+        if isinstance(out, np.ndarray) and type(out) is not np.ndarray:
+            self.target = out.view(np.ndarray)
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """The array to fill: `out` itself where that is contiguous and on the algorithm's device.

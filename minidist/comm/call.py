@@ -12,6 +12,7 @@ would let both wait for ever.
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,18 @@ from minidist.comm.arrays import Place, address_of
 from minidist.comm.device import Side
 from minidist.comm.ledger import Event
 from minidist.comm.native import Native
-from minidist.comm.signature import Block, Shape, Signature, block_behind, dtype_code, mismatch, pack_block, unpack
+from minidist.comm.signature import (
+    Block,
+    Shape,
+    Signature,
+    block_behind,
+    dtype_code,
+    key_of,
+    mismatch,
+    pack_block,
+    unpack,
+    where_of,
+)
 from minidist.comm.transport import Handle, Reduce, Tag
 from minidist.comm.waits import Purpose
 from minidist.errors import MismatchError
@@ -42,7 +54,6 @@ class Call(Purpose):
 
     Attributes: rank, size, next_rank, prev_rank   within the group
                 nodes       the machine each rank is on, as a number
-                signature   what all ranks must agree on
                 world_ranks of the group
                 work        `work(call)` carries the call out and returns its result
                 board       memory that the group's ranks share, or None
@@ -60,15 +71,24 @@ class Call(Purpose):
         self.verb, self.algorithm, self.work, self.device = verb, algorithm, work, device
         self.ledger, self.phase = group.ledger, group.ledger.phase
         self.axis = "control" if group.ledger.in_control else group.axis
-        self.signature = Signature(group.id, group.next_sequence(), verb, algorithm, op, root,
-                                   None if dtype is None else dtype_code(dtype), shape, source.caller())
+        self._group, self._sequence, self._where = group.id, group.next_sequence(), source.caller()
+        self._said = (verb, algorithm, op, root, None if dtype is None else dtype_code(dtype), shape)
         self._transport, self.board = group.transport, group.board
-        self.world_ranks, self._tag = group.world_ranks, Tag(group.id, COLLECTIVE)
+        self.world_ranks = group.world_ranks
         self.side, self.origin, self._done = side, device, None
         self._begun = None if side is None else side.begin()
-        self._key, where = self.signature.pack()
-        self._meta = self._key + where
+        self._key = key_of(self._group, self._sequence, self._said)
+        self._meta = self._key + where_of(self._where)
         self._nbytes = self._messages = 0
+
+    @cached_property
+    def signature(self) -> Signature:   # type: ignore[override]
+        """What all ranks must agree on; made when it is first asked for, which mostly is never."""
+        return Signature(self._group, self._sequence, *self._said, self._where)
+
+    @cached_property
+    def _tag(self) -> Tag:
+        return Tag(self._group, COLLECTIVE)
 
     def run(self) -> Any:
         """Carry the call out, count what it sent, tell the ledger's subscribers."""

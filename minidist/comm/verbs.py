@@ -13,7 +13,7 @@ from minidist.backend import array_module, is_array
 from minidist.comm.arrays import Place, Result, Rows, apart, argument, as_array, device_of
 from minidist.comm.call import Call
 from minidist.comm.collectives.choose import ALGORITHMS, choose
-from minidist.comm.collectives.chunks import split
+from minidist.comm.collectives.chunks import bounds
 from minidist.comm.collectives.reduction import UFUNCS, Reduction, reduction
 from minidist.comm.device import Side
 from minidist.errors import ConfigError, DtypeError, ShapeError
@@ -89,8 +89,10 @@ def reduce_scatter(group: "Group", x: Any, op: str, out: Any, algorithm: str) ->
     array, result = argument("reduce_scatter", x, where), Result("reduce_scatter", out, where)
     how = _reduction("reduce_scatter", op, array, group)
     name = _choose(group, "reduce_scatter", algorithm, where, array, op)
-    mine = split(array.reshape(-1), group.size)[group.rank]
-    flat = apart(array.reshape(-1), out, mine)
+    flat = array.reshape(-1)
+    start, stop = bounds(len(flat), group.size)[group.rank:group.rank + 2]
+    mine = flat[start:stop]
+    flat = apart(flat, out, mine)
     chunk = result.array(mine.shape, array.dtype)
 
     def work(call: Call) -> Any:
@@ -284,6 +286,19 @@ def _parts(group: "Group", x: Sequence[Any], out: Sequence[Any] | None, where: s
     if len(dtypes) > 1:
         raise DtypeError(f"all_to_all: the arrays have dtypes {', '.join(sorted(map(str, dtypes)))}; cast them to one")
     theirs = [array for array in out or () if isinstance(array, type(parts[0]))]
-    share = array_module(parts[0]).may_share_memory
-    shared = any(share(part, array) for part in parts for array in theirs)
-    return [part.copy() for part in parts] if shared else parts
+    if theirs and _share(_whole(parts), _whole(theirs)) and _share(parts, theirs):
+        return [part.copy() for part in parts]
+    return parts
+
+
+def _whole(arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    """The one array of which all these are views, if they are of one; else they themselves. So few pairs are compared.
+    """
+    base = arrays[0].base
+    return [base] if isinstance(base, type(arrays[0])) and all(array.base is base for array in arrays) else arrays
+
+
+def _share(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
+    """Whether any of the first may share memory with any of the second."""
+    share = array_module(some[0]).may_share_memory
+    return any(share(one, other) for one in some for other in others)

@@ -10,6 +10,7 @@ notes: N3 §1 (all-to-all).    Source: Bruck, Ho, Kipnis & Weathersby 1994.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -59,8 +60,13 @@ def pack(call: Call, parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def labels_of(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """For each array its number of dims, then the dims."""
-    return np.array([number for part in parts for number in (part.ndim, *part.shape)], _LABEL)
+    """For each array its number of dims, then the dims; only to be read."""
+    return _labels(tuple([part.shape for part in parts]))
+
+
+@lru_cache(maxsize=256)
+def _labels(shapes: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    return np.array([number for shape in shapes for number in (len(shape), *shape)], _LABEL)
 
 
 def shapes_in(labels: np.ndarray, count: int) -> list[tuple[int, ...]]:

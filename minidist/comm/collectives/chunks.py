@@ -1,12 +1,15 @@
 """Cutting an array into one chunk a rank, as numpy.array_split does: the first n mod P chunks have one element more."""
 
+from functools import lru_cache
+
 import numpy as np
 
 
-def bounds(length: int, size: int) -> list[int]:
-    """Where the `size` chunks begin and the last one ends: size + 1 numbers."""
+@lru_cache(maxsize=256)
+def bounds(length: int, size: int) -> tuple[int, ...]:
+    """Where the `size` chunks begin and the last one ends: size + 1 numbers. Remembered, as calls come again."""
     short, longer = divmod(length, size)
-    return [rank * short + min(rank, longer) for rank in range(size + 1)]
+    return tuple(rank * short + min(rank, longer) for rank in range(size + 1))
 
 
 def split(array: np.ndarray, size: int) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ adds what, and so who would be warned, is the algorithm's affair. The results ar
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextvars import copy_context
 from functools import lru_cache
 from typing import NamedTuple
@@ -38,7 +38,17 @@ _silent = _Silent()
 
 
 def _apply(ufunc: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray, loop: np.dtype | None) -> None:
-    _silent.context.run(ufunc, a, b, out=out, dtype=loop, casting="same_kind")
+    _silent.context.run(_chain, ufunc, (a, b), out, loop)
+
+
+def _chain(ufunc: np.ufunc, values: Sequence[np.ndarray], out: np.ndarray, loop: np.dtype | None) -> None:
+    total = values[0]
+    for value in values[1:]:
+        if loop is None:
+            ufunc(total, value, out=out)
+        else:
+            ufunc(total, value, out=out, dtype=loop, casting="same_kind")
+        total = out
 
 
 class Reduction(NamedTuple):
@@ -57,6 +67,10 @@ class Reduction(NamedTuple):
     def combine(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
         """out = a (op) b, all of one length; `out` may be `a` or `b`. Rounds to out's dtype."""
         _apply(UFUNCS[self.op], a, b, out, self.loop)
+
+    def combine_all(self, values: Sequence[np.ndarray], out: np.ndarray) -> None:
+        """out = the values, two or more, combined in their order; `out` may be the first."""
+        _silent.context.run(_chain, UFUNCS[self.op], values, out, self.loop)
 
     def into(self, source: np.ndarray) -> Reduce:
         """The Reduce that writes target = source (op) what arrives; `source` may be the target itself."""

@@ -22,6 +22,7 @@ notes: N4 §3 (inside a node).    Source: Jain, Kaleem et al. 2018 (shared-memor
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -88,22 +89,22 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
         return rows.join([own])
     blocks, octets = {call.rank: own}, _octets(own)
     lent = [_lendable(call, own)] if call.lends and _is_long(own.nbytes) else []
-    told = call.show_block(own, *([] if lent else [octets[:SHOWN_BYTES]]), lent=lent)
-    for rank, (theirs, _) in enumerate(told):
-        if rank != call.rank and theirs is not None:
-            blocks[rank] = rows.place(rank)(theirs.shape, theirs.dtype)
-    shown, longest = [part for _, part in told], max(block.nbytes for block in blocks.values())
+    told, longest = call.show_block(own, *([] if lent else [octets[:SHOWN_BYTES]]), lent=lent), own.nbytes
     for rank in _others(call):
+        theirs, shown = told[rank]
+        assert theirs is not None, "every rank has a block"
+        blocks[rank] = rows.place(rank)(theirs.shape, theirs.dtype)
+        longest = max(longest, blocks[rank].nbytes)
         if call.lends and _is_long(blocks[rank].nbytes):
-            call.read(rank, _addresses(shown[rank])[0], blocks[rank])
+            call.read(rank, _addresses(shown)[0], blocks[rank])
         else:
-            _octets(blocks[rank])[:len(shown[rank])] = shown[rank]
+            _octets(blocks[rank])[:len(shown)] = shown
     if call.lends and _is_long(longest):
         call.show(_NOTHING)
     for start in range(SHOWN_BYTES, 0 if call.lends else longest, SHOWN_BYTES):
-        shown = call.show(octets[start:start + SHOWN_BYTES])
+        pieces = call.show(octets[start:start + SHOWN_BYTES])
         for rank in _others(call):
-            _octets(blocks[rank])[start:start + len(shown[rank])] = shown[rank]
+            _octets(blocks[rank])[start:start + len(pieces[rank])] = pieces[rank]
     return rows.join([blocks[rank] for rank in range(call.size)])
 
 
@@ -144,11 +145,11 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     received = {call.rank: parts[call.rank]}
     if call.size == 1:
         return [received[call.rank]]
-    octets = [_octets(part) for dst, part in enumerate(parts) if dst != call.rank]
-    labels = labels_of([part for dst, part in enumerate(parts) if dst != call.rank]).view(np.uint8)
+    others = [part for dst, part in enumerate(parts) if dst != call.rank]
+    octets, labels = [_octets(part) for part in others], labels_of(others).view(np.uint8)
     long = _is_long(len(labels) + sum(map(len, octets)))
     lent = [_lendable(call, part) for part in octets] if long and call.lends else []
-    bundles = [_Bundle(shown, call.size - 1, parts[0].itemsize)
+    bundles = [_Bundle(shown, call.size - 1, parts[0].itemsize, labels)
                for shown in call.show(labels, *([] if long else octets), lent=lent)]
     longest = max(max(bundle.lengths) if bundle.long else 0 for bundle in bundles)
     try:
@@ -211,9 +212,7 @@ def _of_chunk(call: Call, own: np.ndarray, others: Sequence[np.ndarray], edges: 
 def _add(call: Call, values: Sequence[np.ndarray], out: np.ndarray, op: Reduction) -> None:
     """out = the values combined in their order; `out` may be the first."""
     total = out if op.total == out.dtype else call.workspace(len(out), op.total)
-    op.combine(values[0], values[1], out=total)
-    for value in values[2:]:
-        op.combine(total, value, out=total)
+    op.combine_all(values, out=total)
     op.finish(total, out)
 
 
@@ -222,20 +221,38 @@ class _Bundle:
 
     Attributes: shapes, lengths   of the parts, in elements and in bytes
                 long              whether they are more than what is shown at a time
+    Args:       usual: the labels of this rank's own parts, which are mostly those of every rank.
     """
 
-    def __init__(self, shown: np.ndarray, count: int, itemsize: int) -> None:
-        self.shapes = shapes_in(shown[:len(shown) & -8].view(np.int64), count)
-        self.lengths = [math.prod(shape) * itemsize for shape in self.shapes]
-        self._rest = shown[8 * sum(1 + len(shape) for shape in self.shapes):]
-        self.long = _is_long(len(shown) - len(self._rest) + sum(self.lengths))
+    def __init__(self, shown: np.ndarray, count: int, itemsize: int, usual: np.ndarray) -> None:
+        self._shown, labels = shown, shown[:len(usual)].tobytes()
+        if labels != usual.tobytes():
+            labels = _labels_in(shown, count)
+        self.shapes, self.lengths, self._starts, self.long = _parts_in(labels, count, itemsize)
 
     def part(self, number: int) -> np.ndarray:
-        start = sum(self.lengths[:number])
-        return self._rest[start:start + self.lengths[number]]
+        start = self._starts[number]
+        return self._shown[start:start + self.lengths[number]]
 
     def address(self, number: int) -> int:
-        return _addresses(self._rest)[number]
+        return _addresses(self._shown[self._starts[0]:])[number]
+
+
+def _labels_in(shown: np.ndarray, count: int) -> bytes:
+    """The labels of `count` parts, from what begins with them."""
+    words, length = shown[:len(shown) & -8].view(np.int64), 0
+    for _ in range(count):
+        length += 1 + int(words[length])
+    return words[:length].tobytes()
+
+
+@lru_cache(maxsize=256)
+def _parts_in(labels: bytes, count: int, itemsize: int) -> tuple[list[tuple[int, ...]], list[int], list[int], bool]:
+    """Shapes and lengths of the parts behind `labels`, where each begins, and whether they are long. Remembered."""
+    shapes = shapes_in(np.frombuffer(labels, np.int64), count)
+    lengths = [math.prod(shape) * itemsize for shape in shapes]
+    starts = list(accumulate(lengths, initial=len(labels)))
+    return shapes, lengths, starts[:-1], _is_long(starts[-1])
 
 
 def _all_to_all_in_pieces(call: Call, octets: Sequence[np.ndarray], bundles: Sequence[_Bundle],

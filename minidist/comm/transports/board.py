@@ -22,6 +22,7 @@ The fences are those of ring.py, for the same reasons: bytes before `posted`; `p
 `asleep` before the look at `posted`, so that whichever comes second sees the other, and no wake-up is lost.
 """
 
+import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from minidist.comm.transports.shm import ShmTransport
 
 _PAGE = 4096
-_HEADER_BYTES = 2 * _PAGE   # three words, the length of meta, where the bytes begin, how many they are; and meta
+_HEADER = struct.Struct("3Q")   # the length of meta, where the bytes begin, how many they are
+_HEADER_BYTES = 2 * _PAGE   # these words, and meta
 _BYTES = _PAGE + TURNS * _HEADER_BYTES      # where those of all turns begin in a part
 PART_BYTES = _BYTES + NEAR_BYTES + FAR_BYTES
 
@@ -50,7 +52,7 @@ class Part:
     def __init__(self, memory: memoryview) -> None:
         self.words = memory[:_PAGE].cast("Q")
         starts = [_PAGE + turn * _HEADER_BYTES for turn in range(TURNS)]
-        self._headers = [memory[start:start + LINE].cast("Q") for start in starts]
+        self._headers = [memory[start:start + LINE] for start in starts]
         self._metas = [memory[start + LINE:start + LINE + META_LIMIT] for start in starts]
         self._octets = np.frombuffer(memory[_BYTES:PART_BYTES], np.uint8)
         self._writer = Writer(self._octets)
@@ -75,16 +77,14 @@ class Part:
 
     def write(self, turn: int, meta: bytes, arrays: Sequence[np.ndarray]) -> None:
         """Put arrays here, one after the other."""
-        header = self._headers[turn]
         if meta:
             self._metas[turn][:len(meta)] = meta
-        header[0], (header[1], header[2]) = len(meta), self._writer.write(turn, arrays)
+        _HEADER.pack_into(self._headers[turn], 0, len(meta), *self._writer.write(turn, arrays))
 
     def read(self, turn: int) -> tuple[bytes, np.ndarray]:
         """Meta, and the bytes where they lie."""
-        told, start, length = self._headers[turn][:3]
-        meta = bytes(self._metas[turn][:told]) if told else b""
-        return meta, self._octets[start:start + length]
+        told, start, length = _HEADER.unpack_from(self._headers[turn])
+        return self._metas[turn][:told].tobytes(), self._octets[start:start + length]
 
 
 class SharedBoard(Board):

@@ -12,7 +12,8 @@ itself, and far is quicker by half: an all-reduce of 8 MiB in 2.0 ms where near 
 A rank cannot know which it is, and on a virtual machine it changes within seconds. So it finds out, again and again: a
 few of many writes are made in both ways, and the way that took less time is that of the rest: near, unless far is
 clearly quicker. Each rank decides for itself, since a reader is told where to look. Who goes far has the system find
-room for all of it at once, which takes 14 to 58 ms, and else made hundreds of writes of 64 KiB slow by 0.06 to 0.6 ms each.
+room for all of it at once: that takes 14 to 58 ms, and else would make hundreds of writes slow, each of 64 KiB by 0.06
+to 0.6 ms.
 """
 
 import time

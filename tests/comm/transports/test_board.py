@@ -57,11 +57,11 @@ def test_what_is_shared_is_known():
     boards = opened(transports)
     near = 2 * RING_BYTES + PART_BYTES - FAR_BYTES
     assert [transport.shared_bytes for transport in transports] == [near] * 3
-    threads = [in_thread(lambda board=board: [board.show(b"", [np.ones(LONG_BYTES, np.uint8)]) for _ in TRIAL])[0]
+    threads = [in_thread(lambda board=board: [board.show(b"", [np.ones(LONG_BYTES, np.uint8)]) for _ in TRIAL[:-1]])[0]
                for board in boards]
     for thread in threads:
         thread.join()
-    assert [transport.shared_bytes for transport in transports] == [near + sum(TRIAL) * LONG_BYTES] * 3
+    assert [transport.shared_bytes for transport in transports] == [near + sum(TRIAL[:-1]) * LONG_BYTES] * 3
     for board in boards:
         board.close()
     assert transports[0].shared_bytes == 2 * RING_BYTES
