@@ -10,9 +10,11 @@ part of them that must cross a rank's link, so that it is comparable across P an
 
     all-reduce  2(P-1)/P        all-gather, reduce-scatter, all-to-all  (P-1)/P
 
-The contender `copies` communicates nothing: it copies and adds as many bytes as each rank must in any algorithm, in its
-own memory, all ranks at once. What a peer is slower than that is about all that could be won in shared memory: NumPy's
-copies are not the fastest there are.
+Of short messages a repetition is several calls in a row, as nccl-tests times them: how far apart the ranks leave the
+barrier before them is no part of a call.
+
+The contenders `copies` and `tcp` do but what each rank must in any algorithm (bench_floors.py). What a peer is slower
+than that is about all that could be won over shared memory, and over TCP.
 """
 
 import importlib.util
@@ -26,20 +28,19 @@ from typing import Any
 
 import numpy as np
 
+from minidist.cli.bench_floors import COPIES, FLOORS, Run, blocks, copies_call, tcp_call
 from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
 from minidist.comm.group import Group
 from minidist.errors import LaunchError
 
 OURS = ("sockets", "shm", "mpi")
 GLOO = "gloo"
-COPIES = "copies"
 MODULE = "minidist.cli.bench_collectives"
 ITEM = 4            # bytes of a float32
-CACHED = 32 << 10   # elements of a sum that stays in the processor's cache while it is added to
+IN_A_ROW = 10       # most calls of a repetition
+ROW_BYTES = 8 << 20     # and all their messages together, where they are more than one
 
 Measure = Callable[..., list[float]]
-Run = Callable[[np.ndarray, np.ndarray], Any]
-"""`run(send, recv)`: the call that is timed; `send is recv` where it is in place."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Verb:
     @property
     def peers(self) -> tuple[str, ...]:
         """Contenders that are not ours, and choose no algorithm of ours."""
-        return (GLOO, self.mpi, COPIES)
+        return (GLOO, self.mpi, *FLOORS)
 
     def block(self, nbytes: int, ranks: int) -> int:
         """Elements of a block, of which the larger buffer has one (all-reduce) or P."""
@@ -105,7 +106,7 @@ VERBS = {verb.title: verb for verb in (
 
 def contenders_here(verb: Verb) -> list[str]:
     """Every contender this machine can run: ours, gloo where PyTorch is installed, MPI where mpirun is."""
-    names = ["sockets", "shm", COPIES]
+    names = ["sockets", "shm", *FLOORS]
     if shutil.which("mpirun"):
         names += ["mpi", verb.mpi]
     if importlib.util.find_spec("torch"):
@@ -126,6 +127,11 @@ def start_job(verb: Verb, contender: str, size: int) -> Job:
     if base(contender) in ("mpi", verb.mpi):
         return Job(contender, size, ["mpirun", "-n", str(size), *command])
     return Job(contender, size, [sys.executable, "-m", "minidist", "launch", "-n", str(size), *command[1:]])
+
+
+def in_a_row(nbytes: int) -> int:
+    """How many calls with messages of so many bytes a repetition has."""
+    return max(1, min(IN_A_ROW, ROW_BYTES // nbytes))
 
 
 def measure_all(verb: Verb, sizes: list[int], ranks: int, rounds: int, contenders: Sequence[str], asked: bool,
@@ -152,7 +158,7 @@ def measure_all(verb: Verb, sizes: list[int], ranks: int, rounds: int, contender
         for round_number in range(rounds):
             for size in sizes:
                 progress(f"{verb.title}, {ranks} ranks, round {round_number + 1} of {rounds}, {size} B")
-                repeats = max(5, min(100, (16 << 20) // size))
+                repeats = max(5, min(100, (16 << 20) // size) // in_a_row(size))
                 for job in jobs:
                     slowest = [max(row) for row in zip(*job.ask(nbytes=size, repeats=repeats), strict=True)]
                     times[job.name][size].append(statistics.median(slowest))
@@ -179,49 +185,17 @@ def our_call(world: Group, verb: Verb, algorithm: str) -> Run:
     """The group's verb, as it is timed."""
     call = getattr(world, verb.name)
     if verb.name == "all_to_all":
-        return lambda send, recv: call(_blocks(send, world.size), out=_blocks(recv, world.size), algorithm=algorithm)
+        return lambda send, recv: call(blocks(send, world.size), out=blocks(recv, world.size), algorithm=algorithm)
     return lambda send, recv: call(send, out=recv, algorithm=algorithm)
 
 
-def _blocks(array: np.ndarray, count: int) -> list[np.ndarray]:
-    """Its equal blocks, as views; np.split takes as long as sending some KiB."""
-    block = len(array) // count
-    return [array[number * block:(number + 1) * block] for number in range(count)]
-
-
-def copies_rank(verb: Verb) -> tuple[int, Measure]:
-    """One rank that copies and adds as much as it must, and waits for the others only before it begins."""
+def floor_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
+    """One rank that does but what it must (bench_floors.py); it meets the others over shared memory."""
     import minidist as md
 
     world = md.init(transport="shm")
-    return world.rank, timed(verb, copies_call(verb, world.size), world.barrier, world.rank, world.size, check=False)
-
-
-def copies_call(verb: Verb, size: int) -> Run:
-    """What no algorithm spares a rank, as NumPy does it; the values are nobody's.
-
-    all-gather and all-to-all: n bytes copied. reduce-scatter: P blocks of n/P added. all-reduce: that, and the sum
-    copied P-1 times.
-    """
-    def gather(send: np.ndarray, recv: np.ndarray) -> None:
-        for block in _blocks(recv, len(recv) // len(send)):
-            block[...] = send
-
-    def add(send: np.ndarray, recv: np.ndarray) -> None:
-        first, second, *others = _blocks(send, size)
-        for start in range(0, len(first), CACHED):
-            piece = slice(start, start + CACHED)
-            total = np.add(first[piece], second[piece], out=recv[:len(first)][piece])
-            for other in others:
-                np.add(total, other[piece], out=total)
-
-    def add_and_gather(send: np.ndarray, recv: np.ndarray) -> None:
-        add(send, recv)
-        own, *others = _blocks(recv, size)
-        for block in others:
-            block[...] = own
-
-    return {"all_reduce": add_and_gather, "reduce_scatter": add}.get(verb.name, gather)
+    run = copies_call(verb, world.size) if contender == COPIES else tcp_call(verb, world)
+    return world.rank, timed(verb, run, world.barrier, world.rank, world.size, check=False)
 
 
 def mpi_rank(verb: Verb) -> tuple[int, Measure]:
@@ -262,7 +236,7 @@ def gloo_rank(verb: Verb, folder: str, rank: int, size: int) -> tuple[int, Measu
 
 
 def timed(verb: Verb, run: Run, barrier: Callable[[], Any], rank: int, size: int, check: bool = True) -> Measure:
-    """A function that checks the call once, then times it: seconds of each repetition on this rank."""
+    """A function that checks the call once, then times it: seconds of a call in each repetition on this rank."""
     def measure(nbytes: int, repeats: int) -> list[float]:
         block = verb.block(nbytes, size)
         brings = np.repeat(np.array(verb.brings(rank, size), np.float32), block)
@@ -274,14 +248,15 @@ def timed(verb: Verb, run: Run, barrier: Callable[[], Any], rank: int, size: int
             wrong = int(np.flatnonzero(recv != wanted)[0])
             raise ArithmeticError(f"{verb.title} of {nbytes} B over {size} ranks: rank {rank} has {recv[wrong]:g} at "
                                   f"{wrong}, and should have {wanted[wrong]:g}")
-        seconds = []
+        seconds, calls = [], in_a_row(nbytes)
         for _ in range(repeats + 2):  # two to warm up
             if verb.in_place:
                 send[...] = brings  # or the sums would grow beyond every bound
             barrier()
             start = time.perf_counter()
-            run(send, recv)
-            seconds.append(time.perf_counter() - start)
+            for _ in range(calls):
+                run(send, recv)
+            seconds.append((time.perf_counter() - start) / calls)
         return seconds[2:]
 
     return measure
@@ -297,8 +272,8 @@ def main() -> None:
         rank, measure = gloo_rank(verb, options.meet, options.rank, options.size)
     elif options.contender == verb.mpi:
         rank, measure = mpi_rank(verb)
-    elif options.contender == COPIES:
-        rank, measure = copies_rank(verb)
+    elif options.contender in FLOORS:
+        rank, measure = floor_rank(verb, options.contender)
     else:
         rank, measure = our_rank(verb, options.contender)
     answer(options.meet, rank, measure)

@@ -7,8 +7,11 @@ from rich.console import Console
 from rich.table import Table
 
 from minidist.cli import bench_collectives, bench_overlap, bench_step
+from minidist.cli.bench_floors import COPIES, TCP
 from minidist.observe.bench_plots import STAGES, bytes_text, plan_label
 
+FLOORS = {COPIES: "nothing is communicated; what each rank must copy and add in any algorithm, all at once",
+          TCP: "nothing is reduced or checked; what each rank must send and receive in any algorithm, by bare sockets"}
 INSTALL_GLOO = 'pip install -e ".[bench]"'
 
 
@@ -26,16 +29,17 @@ def show_collective(result: dict[str, Any], console: Console) -> None:
             row += [f"{times[_peer_of(verb, name)][size] / times[name][size]:.2f}×" for name in ratios]
             table.add_row(bytes_text(size), *row)
         console.print(table)
-    if bench_collectives.COPIES in result["contenders"]:
-        console.print("copies: nothing is communicated; what each rank must copy and add in any algorithm, all at once",
-                      style="dim")
+    for name, does in FLOORS.items():
+        if name in result["contenders"]:
+            console.print(f"{name}: {does}", style="dim")
     for line in result["left_out"]:
         console.print(line, style="dim", markup=False)
 
 
 def _peer_of(verb: bench_collectives.Verb, contender: str) -> str:
     """The peer that a contender is held against; "" for a peer."""
-    peers = {"sockets": bench_collectives.GLOO, "shm": verb.mpi, "mpi": verb.mpi, bench_collectives.COPIES: verb.mpi}
+    peers = {"sockets": bench_collectives.GLOO, "shm": verb.mpi, "mpi": verb.mpi, COPIES: verb.mpi,
+             TCP: bench_collectives.GLOO}
     return peers.get(bench_collectives.base(contender), "")
 
 

@@ -9,8 +9,9 @@ import pytest
 from helpers import run
 
 import minidist as md
-from minidist.cli import bench_collectives, bench_step, main
-from minidist.cli.bench_collectives import VERBS, copies_call, our_call, timed
+from minidist.cli import bench_collectives, bench_floors, bench_step, main
+from minidist.cli.bench_collectives import VERBS, in_a_row, our_call, timed
+from minidist.cli.bench_floors import copies_call, tcp_call
 from minidist.cli.bench_jobs import Job
 from minidist.cli.bench_overlap import Row
 from minidist.cli.machine import machine
@@ -20,19 +21,20 @@ from minidist.errors import LaunchError, PeerLostError
 
 @pytest.mark.parametrize("title", ["all-reduce", "all-to-all"])
 def test_table_figure_and_json(title, tmp_path, capsys):
-    """Ours and the copies at two sizes: every contender has a time for every size, and a picture is drawn."""
+    """Ours and the floors at two sizes: every contender has a time for every size, and a picture is drawn."""
     file, picture = tmp_path / "bench.json", tmp_path / "bench.png"
-    status = main(["bench", title, "--only", "sockets,shm,copies", "-n", "2", "--sizes", "1KiB,8KiB", "--rounds",
+    status = main(["bench", title, "--only", "sockets,shm,copies,tcp", "-n", "2", "--sizes", "1KiB,8KiB", "--rounds",
                    "1", "--json", str(file), "--figure", str(picture)])
     assert status == 0
     result = json.loads(file.read_text())
-    assert set(result["seconds"]["2"]) == {"sockets", "shm", "copies"}
+    assert set(result["seconds"]["2"]) == {"sockets", "shm", "copies", "tcp"}
     assert all(set(times) == {"1024", "8192"} for times in result["seconds"]["2"].values())
     assert all(seconds > 0 for times in result["seconds"]["2"].values() for seconds in times.values())
     assert result["machine"]["command"].startswith("minidist") and result["machine"]["date"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = " ".join(capsys.readouterr().out.split())     # the title is broken to the table's width
     assert "bus bandwidth" in printed and "copies: nothing is communicated" in printed
+    assert "tcp: nothing is reduced" in printed
 
 
 def measured(world, verb, run, nbytes=60):
@@ -199,11 +201,35 @@ def test_bus_bandwidth_counts_only_what_was_moved():
 ])
 def test_copies_touch_every_number_that_a_rank_must(title, brought, got, expected, monkeypatch):
     """Where every rank brings what this one does, the sums are right."""
-    monkeypatch.setattr(bench_collectives, "CACHED", 1)
+    monkeypatch.setattr(bench_floors, "CACHED", 1)
     send = np.repeat(np.arange(1, brought // 2 + 1), 2).astype(np.float32)
     recv = send if title == "all-reduce" else np.zeros(got, np.float32)
     copies_call(VERBS[title], 3)(send, recv)
     assert recv.tolist() == expected
+
+
+@pytest.mark.parametrize(("title", "brought", "got", "expected"), [
+    ("all-reduce", 6, 6, 4),            # of three blocks of two numbers: two come from each
+    ("reduce-scatter", 6, 2, 2), ("all-gather", 2, 6, 2), ("all-to-all", 6, 6, 2)])
+def test_tcp_carries_what_a_rank_must(title, brought, got, expected):
+    """Every rank sends its rank, and gets one of the others'."""
+    def rank(world):
+        send = np.full(brought, world.rank, np.float32)
+        recv = send.copy() if title == "all-reduce" else np.full(got, -1, np.float32)
+        tcp_call(VERBS[title], world)(send, recv)
+        others = [other for other in range(world.size) if other != world.rank]
+        return np.isin(recv[:expected], others).all() and not np.isin(recv[expected:], others).any()
+
+    assert all(run(rank, size=3))
+
+
+def test_short_messages_are_timed_several_in_a_row():
+    assert [in_a_row(nbytes) for nbytes in (1, 512 << 10, 1 << 20, 4 << 20, 64 << 20)] == [10, 10, 8, 2, 1]
+    done: list[str] = []
+    measure = timed(VERBS["all-gather"], lambda send, recv: done.append("call"), lambda: done.append("barrier"), 0, 1,
+                    check=False)
+    assert len(measure(nbytes=4 << 20, repeats=1)) == 1
+    assert done == ["call"] + ["barrier", "call", "call"] * 3   # one is checked, two repetitions warm up
 
 
 def test_a_peer_that_cannot_is_left_out_unless_asked_for(monkeypatch):

@@ -1,0 +1,110 @@
+"""What no algorithm spares a rank: contenders of `minidist bench all-reduce|...` that do but that. Values are nobody's.
+
+    copies   communicates nothing: copies and adds as many bytes as each rank must, in its own memory, all ranks at once
+    tcp      reduces nothing, and tells nobody what it sends: as many bytes as each rank must send and receive, to and
+             from all others at once, by bare sockets
+
+Neither is the quickest that can be: NumPy's copies are not, nor are Python's calls.
+"""
+
+import select
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minidist.comm.group import Group
+from minidist.errors import TimeoutError
+
+if TYPE_CHECKING:
+    from minidist.cli.bench_collectives import Verb
+
+COPIES, TCP = FLOORS = ("copies", "tcp")
+CACHED = 32 << 10   # elements of a sum that stays in the processor's cache while it is added to
+LIMIT = 60.0        # seconds that an exchange by tcp may stand still
+
+Run = Callable[[np.ndarray, np.ndarray], Any]
+"""`run(send, recv)`: the call that is timed; `send is recv` where it is in place."""
+
+
+def blocks(array: np.ndarray, count: int) -> list[np.ndarray]:
+    """Its equal blocks, as views; np.split takes as long as sending some KiB."""
+    block = len(array) // count
+    return [array[number * block:(number + 1) * block] for number in range(count)]
+
+
+def copies_call(verb: "Verb", size: int) -> Run:
+    """What no algorithm spares a rank, as NumPy does it; the values are nobody's.
+
+    all-gather and all-to-all: n bytes copied. reduce-scatter: P blocks of n/P added. all-reduce: that, and the sum
+    copied P-1 times.
+    """
+    def gather(send: np.ndarray, recv: np.ndarray) -> None:
+        for block in blocks(recv, len(recv) // len(send)):
+            block[...] = send
+
+    def add(send: np.ndarray, recv: np.ndarray) -> None:
+        first, second, *others = blocks(send, size)
+        for start in range(0, len(first), CACHED):
+            piece = slice(start, start + CACHED)
+            total = np.add(first[piece], second[piece], out=recv[:len(first)][piece])
+            for other in others:
+                np.add(total, other[piece], out=total)
+
+    def add_and_gather(send: np.ndarray, recv: np.ndarray) -> None:
+        add(send, recv)
+        own, *others = blocks(recv, size)
+        for block in others:
+            block[...] = own
+
+    return {"all_reduce": add_and_gather, "reduce_scatter": add}.get(verb.name, gather)
+
+
+def tcp_call(verb: "Verb", world: Group) -> Run:
+    """With each other rank: n/P bytes sent and received; for an all-reduce twice that."""
+    sockets = _connected(world)
+
+    def exchange(send: np.ndarray, recv: np.ndarray) -> None:
+        count = max(len(send), len(recv)) // world.size * (2 if verb.in_place else 1)
+        if count == 0:
+            return
+        outgoing, incoming = send[:count].view(np.uint8).data, recv[:count].view(np.uint8).data
+        unsent, awaited = dict.fromkeys(sockets, 0), dict.fromkeys(sockets, 0)     # where each has come to
+        while unsent or awaited:
+            moved = sum([_step(unsent, sock, lambda sock, at: sock.send(outgoing[at:]), len(outgoing))
+                         for sock in list(unsent)])
+            moved += sum([_step(awaited, sock, lambda sock, at: sock.recv_into(incoming[at:]), len(incoming))
+                          for sock in list(awaited)])
+            if not moved and not any(select.select(list(awaited), list(unsent), [], LIMIT)):
+                raise TimeoutError(f"bench: no byte of contender {TCP} came or went in {LIMIT:g} s")
+
+    return exchange
+
+
+def _step(reached: dict[socket.socket, int], sock: socket.socket, move: Callable[[socket.socket, int], int],
+          count: int) -> int:
+    """Move what can be moved now; how many bytes that were. Who has reached `count` is done."""
+    moved = 0
+    with suppress(BlockingIOError):
+        moved = move(sock, reached[sock])
+        if moved == 0:
+            raise ConnectionError(f"bench: a rank of the contender {TCP} has ended")
+    reached[sock] += moved
+    if reached[sock] == count:
+        del reached[sock]
+    return moved
+
+
+def _connected(world: Group) -> Sequence[socket.socket]:
+    """A connection over loopback to each other rank, which does not block."""
+    with socket.create_server(("127.0.0.1", 0), backlog=world.size) as listener:
+        listener.settimeout(LIMIT)
+        ports = world.all_gather(np.array([listener.getsockname()[1]]))
+        sockets = [socket.create_connection(("127.0.0.1", int(port))) for port in ports[:world.rank]]
+        sockets += [listener.accept()[0] for _ in range(world.rank + 1, world.size)]
+    for sock in sockets:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setblocking(False)
+    return sockets
