@@ -175,17 +175,20 @@ class Rows:
     The blocks' lengths are not known before they arrive. Where they are all like this rank's own, as they nearly always
     are, each is received straight into its place in the result; where they are not, into arrays of their own that are
     joined at the end (two copies more).
+
+    Attributes: whole   the result, if the blocks may all be like this rank's own; None if `out` says that they are not
     """
 
     def __init__(self, result: Result, own: np.ndarray, size: int) -> None:
-        self._result, self._own, self._whole = result, own, None
+        self._result, self._own = result, own
+        self.whole: np.ndarray | None = None
         shape = (size * len(own), *own.shape[1:])
         if result.out is None or result.out.shape == shape:
-            self._whole = result.array(shape, own.dtype)
+            self.whole = result.array(shape, own.dtype)
 
     def put_own(self, rank: int) -> np.ndarray:
         """This rank's block, copied to its place in the result if that is known; `own` is not read any more."""
-        if self._whole is None:
+        if self.whole is None:
             return self._own.copy()
         place = self.place(rank)(self._own.shape, self._own.dtype)
         if not _same_elements(place, self._own):
@@ -196,37 +199,37 @@ class Rows:
         """Where the block of `rank` is received, or those of `count` ranks from `rank` on, already joined."""
         def of_ranks(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
             rows = len(self._own)
-            if self._whole is None or shape != (count * rows, *self._own.shape[1:]):
+            if self.whole is None or shape != (count * rows, *self._own.shape[1:]):
                 return account.current().hold(np.empty(shape, dtype), "communication")
-            return self._whole[rank * rows:(rank + count) * rows]
+            return self.whole[rank * rows:(rank + count) * rows]
 
         return of_ranks
 
     def merge(self, rank: int, blocks: list[np.ndarray]) -> np.ndarray:
         """The blocks of `rank` and of those behind it, as one: a view of the result if all of them stand in it."""
-        if self._whole is not None:
+        if self.whole is not None:
             start = rank * len(self._own)
             edges = start + np.cumsum([0, *map(len, blocks)])
-            if all(_same_elements(self._whole[edges[i]:edges[i + 1]], block) for i, block in enumerate(blocks)):
-                return self._whole[start:edges[-1]]
+            if all(_same_elements(self.whole[edges[i]:edges[i + 1]], block) for i, block in enumerate(blocks)):
+                return self.whole[start:edges[-1]]
         return account.current().hold(np.concatenate(blocks), "communication")  # type: ignore[no-any-return]
 
     def place_whole(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Where all blocks at once are received."""
-        if self._whole is None or self._whole.shape != shape:
-            self._whole = self._result.array(shape, dtype)
-        return self._whole
+        if self.whole is None or self.whole.shape != shape:
+            self.whole = self._result.array(shape, dtype)
+        return self.whole
 
     def join(self, blocks: list[np.ndarray]) -> np.ndarray:
         """All blocks in rank order, as the array of the result."""
-        if self._whole is not None and all(block.shape == self._own.shape for block in blocks):
-            return self._whole
+        if self.whole is not None and all(block.shape == self._own.shape for block in blocks):
+            return self.whole
         return self.complete(np.concatenate(blocks))  # not into `out`: blocks may stand where equal ones would have
 
     def complete(self, joined: np.ndarray) -> np.ndarray:
         """The blocks of all ranks, as `merge` gave them, as the array of the result."""
-        if self._whole is not None and _same_elements(self._whole, joined):
-            return self._whole
+        if self.whole is not None and _same_elements(self.whole, joined):
+            return self.whole
         whole = self._result.array(joined.shape, self._own.dtype)
         whole[...] = joined
         return whole

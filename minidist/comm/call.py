@@ -228,9 +228,10 @@ class Call(Purpose):
     def show_block(self, block: np.ndarray | None, *arrays: np.ndarray,
                    lent: Arrays = ()) -> list[tuple[Block | None, np.ndarray]]:
         """The first show() of a call whose ranks do not know each other's shapes: of bytes of `block`, or lent."""
-        header = b"" if block is None else pack_block(block.dtype, block.shape, self.device or "cpu")
-        told = [(self._block_in(theirs, rank), shown)
-                for rank, (theirs, shown) in enumerate(self._show(self._meta + header, arrays, lent))]
+        meta = self._meta if block is None else self._meta + pack_block(block.dtype, block.shape, self.device or "cpu")
+        own = self._block_in(meta, self.rank)
+        told = [(own if theirs == meta else self._block_in(theirs, rank), shown)
+                for rank, (theirs, shown) in enumerate(self._show(meta, arrays, lent))]
         self.device = self.device or next((theirs.device for theirs, _ in told if theirs is not None), None)
         return told
 
@@ -248,7 +249,7 @@ class Call(Purpose):
         shown = self.board.show(meta, arrays)
         if meta:    # said once a call
             for rank, (theirs, _) in enumerate(shown):
-                if not theirs.startswith(self._key):
+                if theirs != meta and not theirs.startswith(self._key):
                     self._compare(theirs, rank)
         return shown
 

@@ -161,7 +161,7 @@ def barrier(group: "Group", algorithm: str) -> Call:
 
 def _where(group: "Group", algorithm: str, *arrays: Any, op: str | None = None) -> str:
     """Where the algorithm works: "cuda" if this rank's arrays are on the GPU and can be dealt with there."""
-    if algorithm not in ("auto", "native") or device_of(*arrays) != "cuda":
+    if device_of(*arrays) != "cuda" or algorithm not in ("auto", "native"):
         return "cpu"
     if group.size == 1:
         return "cuda"
@@ -179,8 +179,10 @@ def _refusal(group: "Group", op: str | None = None, dtype: np.dtype | None = Non
 
 def _side(group: "Group", where: str) -> Side | None:
     """What carries the call out on the GPU."""
+    if where == "cpu" or group.size == 1:
+        return None
     device = group.transport.device
-    return None if where == "cpu" or group.size == 1 or device is None else device.side(group.id)
+    return None if device is None else device.side(group.id)
 
 
 def _side_for_root(group: "Group", algorithm: str) -> Side | None:
