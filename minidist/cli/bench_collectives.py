@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.cli.bench_floors import COPIES, FLOORS, Run, blocks, copies_call, tcp_call
+from minidist.cli.bench_floors import COPIES, FLOORS, Run, blocks, connected, copies_call, tcp_call
 from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
 from minidist.comm.group import Group
 from minidist.errors import LaunchError
@@ -194,7 +194,7 @@ def floor_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
     import minidist as md
 
     world = md.init(transport="shm")
-    run = copies_call(verb, world.size) if contender == COPIES else tcp_call(verb, world)
+    run = copies_call(verb, world.size) if contender == COPIES else tcp_call(verb, connected(world))
     return world.rank, timed(verb, run, world.barrier, world.rank, world.size, check=False)
 
 

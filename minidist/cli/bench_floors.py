@@ -62,12 +62,13 @@ def copies_call(verb: "Verb", size: int) -> Run:
     return {"all_reduce": add_and_gather, "reduce_scatter": add}.get(verb.name, gather)
 
 
-def tcp_call(verb: "Verb", world: Group) -> Run:
-    """With each other rank: n/P bytes sent and received; for an all-reduce twice that."""
-    sockets = _connected(world)
+def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
+    """With each other rank, to whom there is one of the sockets: n/P bytes sent and received; for an all-reduce twice.
+    """
+    size = len(sockets) + 1
 
     def exchange(send: np.ndarray, recv: np.ndarray) -> None:
-        count = max(len(send), len(recv)) // world.size * (2 if verb.in_place else 1)
+        count = max(len(send), len(recv)) // size * (2 if verb.in_place else 1)
         if count == 0:
             return
         outgoing, incoming = send[:count].view(np.uint8).data, recv[:count].view(np.uint8).data
@@ -97,7 +98,7 @@ def _step(reached: dict[socket.socket, int], sock: socket.socket, move: Callable
     return moved
 
 
-def _connected(world: Group) -> Sequence[socket.socket]:
+def connected(world: Group) -> list[socket.socket]:
     """A connection over loopback to each other rank, which does not block."""
     with socket.create_server(("127.0.0.1", 0), backlog=world.size) as listener:
         listener.settimeout(LIMIT)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from helpers import run
 import minidist as md
 from minidist.cli import bench_collectives, bench_floors, bench_step, main
 from minidist.cli.bench_collectives import VERBS, in_a_row, our_call, timed
-from minidist.cli.bench_floors import copies_call, tcp_call
+from minidist.cli.bench_floors import connected, copies_call, tcp_call
 from minidist.cli.bench_jobs import Job
 from minidist.cli.bench_overlap import Row
 from minidist.cli.machine import machine
@@ -216,7 +217,8 @@ def test_tcp_carries_what_a_rank_must(title, brought, got, expected):
     def rank(world):
         send = np.full(brought, world.rank, np.float32)
         recv = send.copy() if title == "all-reduce" else np.full(got, -1, np.float32)
-        tcp_call(VERBS[title], world)(send, recv)
+        with ExitStack() as opened:
+            tcp_call(VERBS[title], [opened.enter_context(sock) for sock in connected(world)])(send, recv)
         others = [other for other in range(world.size) if other != world.rank]
         return np.isin(recv[:expected], others).all() and not np.isin(recv[expected:], others).any()
 
