@@ -14,7 +14,7 @@ from minidist.comm.group import Group
 from minidist.comm.transports.delayed import delayed
 
 ONES = np.ones(6, np.float32)
-HERE = r"\S*hanging\.py:\d+"
+HERE = r".*hanging\.py:\d+"
 
 
 class Way(NamedTuple):

@@ -36,7 +36,7 @@ def refused(world: Group) -> list[str]:
 
 
 ONES = np.ones(6, np.float32)
-HERE = r"\S*native_calls\.py:\d+"
+HERE = r".*native_calls\.py:\d+"
 
 
 def reduced(world: Group, x: np.ndarray = ONES, *, op: str = "sum", algorithm: str = "native") -> Any:

@@ -24,6 +24,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield from _blocks(exercise, ranks)
     yield from _pairs(exercise)
     yield from _update(exercise)
+    yield from _update(exercise, shift=1000.0)
     for ranks in RANKS:
         yield from _attention(exercise, ranks)
     yield from _positions(exercise)
@@ -58,24 +59,27 @@ def _numbers(name: str, *shape: int) -> np.ndarray:
     return (2 * random_uniform(f"check 13, {name}", 0, range(int(np.prod(shape))), "float64") - 1).reshape(shape)
 
 
-def _update(exercise: ModuleType) -> Iterator[Result]:
-    """A second piece: for some queries the maximum rises, for others it does not."""
-    scores, v, y = 3 * _numbers("scores", 6, 5), _numbers("v", 5, 3), _numbers("y", 6, 3)
-    top, total = np.array([[-1.0], [4.0], [0.0], [5.0], [-3.0], [3.5]]), 2.0 + _numbers("total", 6, 1)
+def _update(exercise: ModuleType, shift: float = 0.0) -> Iterator[Result]:
+    """A second piece: for some queries the maximum rises, for others it does not. A shift of all scores is no matter.
+    """
+    large = f", scores near {shift:g}" if shift else ""
+    scores, v, y = shift + 3 * _numbers("scores", 6, 5), _numbers("v", 5, 3), _numbers("y", 6, 3)
+    top, total = shift + np.array([[-1.0], [4.0], [0.0], [5.0], [-3.0], [3.5]]), 2.0 + _numbers("total", 6, 1)
     now = np.maximum(top, scores.max(axis=1, keepdims=True))
     p, shrink = np.exp(scores - now), np.exp(top - now)
     fresh, weighted = p.sum(axis=1, keepdims=True), p @ v
-    measured = exercise.update(top.copy(), total.copy(), y.copy(), scores.copy(), v.copy())
-    yield _compare("maximum", now, measured[0], {
+    with np.errstate(over="ignore", invalid="ignore"):
+        measured = exercise.update(top.copy(), total.copy(), y.copy(), scores.copy(), v.copy())
+    yield _compare(f"maximum{large}", now, measured[0], {
         "that of the new piece alone": scores.max(axis=1, keepdims=True), "the old one never rises": top,
         "one number for all queries; each has its own": np.full_like(now, now.max())}, "section 1 (hole 3)")
     inverse = np.exp(now - top)
-    yield _compare("sum", total * shrink + fresh, measured[1], {
+    yield _compare(f"sum{large}", total * shrink + fresh, measured[1], {
         "what was summed under the old maximum is left as it was": total + fresh,
         "the keys before are forgotten": fresh, "the new keys are forgotten": total * shrink,
         "the wrong way round: sums under a smaller maximum are too large": total * inverse + fresh,
         "p is under the new maximum already": (total + fresh) * shrink}, "section 1 (holes 4, 5)")
-    yield _compare("weighted sum", y * shrink + weighted, measured[2], {
+    yield _compare(f"weighted sum{large}", y * shrink + weighted, measured[2], {
         "what was summed under the old maximum is left as it was": y + weighted,
         "the keys before are forgotten": weighted, "the new keys are forgotten": y * shrink,
         "the wrong way round: sums under a smaller maximum are too large": y * inverse + weighted,
@@ -89,6 +93,8 @@ def _compare(what: str, target: np.ndarray, measured: Any, known: dict[str, np.n
         return Result(what, False, f"shape {target.shape}", f"shape {measured.shape}", "a number for each query",
                       advice)
     mistake = next((name for name, wrong in known.items() if np.allclose(wrong, measured)), "other numbers")
+    if not np.isfinite(measured).all():
+        mistake = "exp of a large score is infinite: subtract first"
     off = float(np.abs(measured - target).max())
     return Result(what, off < 1e-12, "off by 0", f"off by {off:.0e}", mistake, advice)
 

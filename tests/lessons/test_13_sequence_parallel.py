@@ -35,6 +35,7 @@ WRONG = {
     "one number for all queries": {3: "np.full_like(top, max(top.max(), scores.max()))"},
     "is left as it was": {4: "1.0"},
     "the wrong way round: sums under a smaller": {4: "np.exp(now - top)"},
+    "exp of a large score is infinite": {4: "np.exp(top) / np.exp(now)"},
     "a number for each query": {5: "total * shrink + p.sum(axis=1)"},
     "the keys before are forgotten: section 1 (holes 4, 5)": {5: "p.sum(axis=1, keepdims=True)"},
     "the new keys are forgotten": {5: "total * shrink"},
