@@ -10,8 +10,8 @@ part of them that must cross a rank's link, so that it is comparable across P an
 
     all-reduce  2(P-1)/P        all-gather, reduce-scatter, all-to-all  (P-1)/P
 
-Of short messages a repetition is several calls in a row, as nccl-tests times them: how far apart the ranks leave the
-barrier before them is no part of a call.
+Of messages up to 4 MiB a repetition is several calls in a row, as nccl-tests times them: how far apart the ranks leave
+the barrier before them hardly counts.
 
 The contenders `copies` and `tcp` do but what each rank must in any algorithm (bench_floors.py). What a peer is slower
 than that is about all that could be won over shared memory, and over TCP.

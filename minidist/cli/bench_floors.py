@@ -68,9 +68,7 @@ def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
     size = len(sockets) + 1
 
     def exchange(send: np.ndarray, recv: np.ndarray) -> None:
-        count = max(len(send), len(recv)) // size * (2 if verb.in_place else 1)
-        if count == 0:
-            return
+        count = -(-max(len(send), len(recv)) * (2 if verb.in_place else 1) // size)
         outgoing, incoming = send[:count].view(np.uint8).data, recv[:count].view(np.uint8).data
         unsent, awaited = dict.fromkeys(sockets, 0), dict.fromkeys(sockets, 0)     # where each has come to
         while unsent or awaited:

@@ -176,7 +176,8 @@ class Rows:
     are, each is received straight into its place in the result; where they are not, into arrays of their own that are
     joined at the end (two copies more).
 
-    Attributes: whole   the result, if the blocks may all be like this rank's own; None if `out` says that they are not
+    Attributes: whole   the result, made for blocks like this rank's own (after place_whole(), for those there are); or
+                        None, if `out` says that they are not
     """
 
     def __init__(self, result: Result, own: np.ndarray, size: int) -> None:

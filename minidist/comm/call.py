@@ -83,7 +83,7 @@ class Call(Purpose):
 
     @cached_property
     def signature(self) -> Signature:   # type: ignore[override]
-        """What all ranks must agree on; made when it is first asked for, which mostly is never."""
+        """What all ranks must agree on. Made when it is first asked for: of a call that is just carried out, never."""
         return Signature(self._group, self._sequence, *self._said, self._where)
 
     @cached_property
@@ -227,7 +227,10 @@ class Call(Purpose):
 
     def show_block(self, block: np.ndarray | None, *arrays: np.ndarray,
                    lent: Arrays = ()) -> list[tuple[Block | None, np.ndarray]]:
-        """The first show() of a call whose ranks do not know each other's shapes: of bytes of `block`, or lent."""
+        """The first show() of a call whose ranks do not know each other's shapes: of bytes of `block`, or lent.
+
+        Ranks with the same header (also called from the same line) get one Block, the same object.
+        """
         meta = self._meta if block is None else self._meta + pack_block(block.dtype, block.shape, self.device or "cpu")
         own = self._block_in(meta, self.rank)
         told = [(own if theirs == meta else self._block_in(theirs, rank), shown)

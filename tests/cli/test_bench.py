@@ -211,6 +211,7 @@ def test_copies_touch_every_number_that_a_rank_must(title, brought, got, expecte
 
 @pytest.mark.parametrize(("title", "brought", "got", "expected"), [
     ("all-reduce", 6, 6, 4),            # of three blocks of two numbers: two come from each
+    ("all-reduce", 1, 1, 1),            # no byte more than there is
     ("reduce-scatter", 6, 2, 2), ("all-gather", 2, 6, 2), ("all-to-all", 6, 6, 2)])
 def test_tcp_carries_what_a_rank_must(title, brought, got, expected):
     """Every rank sends its rank, and gets one of the others'."""

@@ -66,7 +66,9 @@ def labels_of(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def _labels(shapes: tuple[tuple[int, ...], ...]) -> np.ndarray:
-    return np.array([number for shape in shapes for number in (len(shape), *shape)], _LABEL)
+    labels = np.array([number for shape in shapes for number in (len(shape), *shape)], _LABEL)
+    labels.setflags(write=False)    # it is remembered
+    return labels
 
 
 def shapes_in(labels: np.ndarray, count: int) -> list[tuple[int, ...]]:

@@ -38,17 +38,10 @@ _silent = _Silent()
 
 
 def _apply(ufunc: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray, loop: np.dtype | None) -> None:
-    _silent.context.run(_chain, ufunc, (a, b), out, loop)
-
-
-def _chain(ufunc: np.ufunc, values: Sequence[np.ndarray], out: np.ndarray, loop: np.dtype | None) -> None:
-    total = values[0]
-    for value in values[1:]:
-        if loop is None:
-            ufunc(total, value, out=out)
-        else:
-            ufunc(total, value, out=out, dtype=loop, casting="same_kind")
-        total = out
+    if loop is None:
+        _silent.context.run(ufunc, a, b, out=out)   # what else is said costs as much as adding a KiB
+    else:
+        _silent.context.run(ufunc, a, b, out=out, dtype=loop, casting="same_kind")
 
 
 class Reduction(NamedTuple):
@@ -70,7 +63,10 @@ class Reduction(NamedTuple):
 
     def combine_all(self, values: Sequence[np.ndarray], out: np.ndarray) -> None:
         """out = the values, two or more, combined in their order; `out` may be the first."""
-        _silent.context.run(_chain, UFUNCS[self.op], values, out, self.loop)
+        ufunc, total = UFUNCS[self.op], values[0]
+        for value in values[1:]:
+            _apply(ufunc, total, value, out, self.loop)
+            total = out
 
     def into(self, source: np.ndarray) -> Reduce:
         """The Reduce that writes target = source (op) what arrives; `source` may be the target itself."""

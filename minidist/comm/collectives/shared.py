@@ -90,7 +90,8 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     blocks, octets = {call.rank: own}, _octets(own)
     lent = [_lendable(call, own)] if call.lends and _is_long(own.nbytes) else []
     told, longest = call.show_block(own, *([] if lent else [octets[:SHOWN_BYTES]]), lent=lent), own.nbytes
-    if rows.whole is not None and not _is_long(longest) and all([block is told[call.rank][0] for block, _ in told]):
+    alike = all([block is told[call.rank][0] for block, _ in told])     # of equal headers: show_block gives one for all
+    if alike and rows.whole is not None and not _is_long(longest):
         return _gather_alike(call, rows.whole, [shown for _, shown in told])
     for rank in _others(call):
         theirs, shown = told[rank]
@@ -111,7 +112,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
 
 
 def _gather_alike(call: Call, whole: np.ndarray, shown: Sequence[np.ndarray]) -> np.ndarray:
-    """What all_gather does where all blocks have one shape and are short: no block is looked at by itself."""
+    """What all_gather does where all blocks have one shape, and are short: no block is looked at by itself."""
     octets, length = _octets(whole), len(shown[0])
     for rank in _others(call):
         octets[rank * length:(rank + 1) * length] = shown[rank]

@@ -40,7 +40,7 @@ class Writer:
     """Writes to one rank's part of a board. One thread at a time.
 
     Attributes: far      whether long writes go far, until the next trial
-                reached  bytes of the far memory for which there is room: that were ever written to
+                reached  bytes of the far memory that were ever touched, so that the system has found room for them
     Args:       octets: NEAR_BYTES + FAR_BYTES of shared memory, uint8.
                 clock: seconds that this thread has worked, so that being interrupted does not count.
     """
