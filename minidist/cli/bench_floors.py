@@ -4,7 +4,8 @@
     tcp      reduces nothing, and tells nobody what it sends: as many bytes as each rank must send and receive, to and
              from all others at once, by bare sockets
 
-Neither is the quickest that can be: NumPy's copies are not, nor are Python's calls.
+Neither is the quickest that can be: NumPy's copies are not, and an all-reduce that goes by stretches which the caches
+hold can be quicker than tcp, which streams all at once.
 """
 
 import select
