@@ -102,7 +102,7 @@ def connected(world: Group) -> list[socket.socket]:
     with socket.create_server(("127.0.0.1", 0), backlog=world.size) as listener:
         listener.settimeout(LIMIT)
         ports = world.all_gather(np.array([listener.getsockname()[1]]))
-        sockets = [socket.create_connection(("127.0.0.1", int(port))) for port in ports[:world.rank]]
+        sockets = [socket.create_connection(("127.0.0.1", int(port)), LIMIT) for port in ports[:world.rank]]
         sockets += [listener.accept()[0] for _ in range(world.rank + 1, world.size)]
     for sock in sockets:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
