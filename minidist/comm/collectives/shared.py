@@ -239,7 +239,8 @@ class _Bundle:
         self._shown, labels = shown, shown[:len(usual)].tobytes()
         if labels != usual.tobytes():
             labels = _labels_in(shown, count)
-        self.shapes, self.lengths, self._starts, self.long = _parts_in(labels, count, itemsize)
+        self.shapes, self.lengths, self._starts = _parts_in(labels, count, itemsize)
+        self.long = _is_long(self._starts[-1])
 
     def part(self, number: int) -> np.ndarray:
         start = self._starts[number]
@@ -258,12 +259,11 @@ def _labels_in(shown: np.ndarray, count: int) -> bytes:
 
 
 @lru_cache(maxsize=256)
-def _parts_in(labels: bytes, count: int, itemsize: int) -> tuple[list[tuple[int, ...]], list[int], list[int], bool]:
-    """Shapes and lengths of the parts behind `labels`, where each begins, and whether they are long. Remembered."""
+def _parts_in(labels: bytes, count: int, itemsize: int) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+    """Shapes and lengths of the parts behind `labels`; where each begins, and the last one ends. Remembered."""
     shapes = shapes_in(np.frombuffer(labels, np.int64), count)
     lengths = [math.prod(shape) * itemsize for shape in shapes]
-    starts = list(accumulate(lengths, initial=len(labels)))
-    return shapes, lengths, starts[:-1], _is_long(starts[-1])
+    return shapes, lengths, list(accumulate(lengths, initial=len(labels)))
 
 
 def _all_to_all_in_pieces(call: Call, octets: Sequence[np.ndarray], bundles: Sequence[_Bundle],
