@@ -84,6 +84,7 @@ def test_bool_follows_numpys_ufuncs():
      r"out= has shape \(4,\), the result has \(3,\)"),
     ({"verb": "all_reduce", "x": np.ones(3), "out": np.ones(3, np.float32)}, DtypeError, "out= has dtype float32"),
     ({"verb": "all_reduce", "x": np.ones(3), "out": np.broadcast_to(0.0, (3,))}, ShapeError, "read-only"),
+    ({"verb": "all_reduce", "x": np.ones(3), "out": np.frombuffer(bytes(24))}, ShapeError, "read-only"),
     ({"verb": "all_reduce", "x": np.ones(3), "out": [0, 0, 0]}, DtypeError, "must be an array, not list"),
     ({"verb": "reduce_scatter", "x": np.ones(4), "out": np.ones(4)}, ShapeError, r"the result has \(2,\)"),
     ({"verb": "all_to_all", "x": [1]}, ShapeError, "x has 1 arrays; pass one for each of 2 ranks"),
@@ -136,6 +137,16 @@ def test_the_root_says_shape_and_dtype_and_a_template_must_fit():
         assert world.broadcast(x, root=1, out=template) is template
 
     run(ranks, size=3)
+
+
+def test_one_part_of_many_may_lie_where_another_is_received():
+    """The first parts are views of one array, and the last is not."""
+    def ranks(world):
+        whole, last = np.full(2, 10.0 * world.rank), np.full(1, 10.0 * world.rank)
+        got = world.all_to_all([whole[:1], whole[1:], last], out=[last, np.zeros(1), np.zeros(1)])
+        return [float(part[0]) for part in got]
+
+    assert run(ranks, size=3) == [[0.0, 10.0, 20.0]] * 3
 
 
 @on_both

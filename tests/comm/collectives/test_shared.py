@@ -108,6 +108,15 @@ def test_pieces(size, length, lends):
     examine(Drawn("all_to_all", "shared", size, table, "int8"), way)
 
 
+def test_parts_have_as_many_dims_as_their_rank_likes():
+    """Rank r brings parts of r dims, rank 0 numbers: their labels are of different lengths."""
+    def ranks(world):
+        got = world.all_to_all([np.full((2,) * world.rank, 10.0 * world.rank + dst) for dst in range(world.size)])
+        return [(part.shape, float(part.sum()) / part.size) for part in got]
+
+    assert run_shm(ranks, size=3) == [[((), dst), ((2,), 10.0 + dst), ((2, 2), 20.0 + dst)] for dst in range(3)]
+
+
 def changed_at_once(world, verb, changed, wait):
     """A call, after which this rank overwrites what it brought and what it got, and joins `changed`; rank 1
     reads late: after wait()."""
