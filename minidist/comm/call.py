@@ -29,11 +29,10 @@ from minidist.comm.signature import (
     Signature,
     block_behind,
     dtype_code,
-    key_of,
     mismatch,
     pack_block,
+    pack_call,
     unpack,
-    where_of,
 )
 from minidist.comm.transport import Handle, Reduce, Tag
 from minidist.comm.waits import Purpose
@@ -77,8 +76,8 @@ class Call(Purpose):
         self.world_ranks = group.world_ranks
         self.side, self.origin, self._done = side, device, None
         self._begun = None if side is None else side.begin()
-        self._key = key_of(self._group, self._sequence, self._said)
-        self._meta = self._key + where_of(self._where)
+        self._key, where = pack_call(self._group, self._sequence, self._said, self._where)
+        self._meta = self._key + where
         self._nbytes = self._messages = 0
 
     @cached_property

@@ -67,20 +67,15 @@ def pack_block(dtype: np.dtype, shape: tuple[int, ...], device: str) -> bytes:
 _packed = lru_cache(maxsize=256)(msgpack.packb)     # what a program calls, it calls again
 
 
-def key_of(group: int, sequence: int, said: tuple[Any, ...]) -> bytes:
-    """The key of a header, and so of a call; said: what is in a Signature from `verb` to `shape`."""
-    return _counted(group) + sequence.to_bytes(8, "big") + _packed(said)
+def pack_call(group: int, sequence: int, said: tuple[Any, ...], where: str) -> tuple[bytes, bytes]:
+    """(key, where) as they go into a header; said: what is in a Signature from `verb` to `shape`."""
+    return _counted(group) + sequence.to_bytes(8, "big") + _packed(said), _packed(where)
 
 
 @lru_cache(maxsize=256)
 def _counted(group: int) -> bytes:
     """What stands before a call's sequence: the array of two, the group, and that eight bytes follow."""
     return b"\x92" + msgpack.packb(group) + b"\xcf"
-
-
-def where_of(place: str) -> bytes:
-    """A header's `where`."""
-    return _packed(place)
 
 
 class Signature(NamedTuple):
@@ -98,7 +93,7 @@ class Signature(NamedTuple):
 
     def pack(self) -> tuple[bytes, bytes]:
         """(key, where) as they go into a header."""
-        return key_of(self.group, self.sequence, self[2:8]), where_of(self.where)
+        return pack_call(self.group, self.sequence, self[2:8], self.where)
 
     def describe(self) -> str:
         """ "all_reduce(float32 (3, 4), op=sum, algorithm=ring), its call 7, at train.py:40"."""

@@ -10,15 +10,13 @@ notes: N3 §1 (all-to-all).    Source: Bruck, Ho, Kipnis & Weathersby 1994.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 
 from minidist.comm.arrays import PlaceOf
 from minidist.comm.call import Call
+from minidist.comm.collectives.labels import labels_in, labels_of, parts_of
 from minidist.comm.collectives.naive import in_workspace
-
-_LABEL = np.dtype("<i8")
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
@@ -55,39 +53,12 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
 def pack(call: Call, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Arrays as one array of bytes: a label (number of dims, then the dims) for each, then their elements."""
-    pieces = [labels_of(parts).view(np.uint8), *(part.reshape(-1).view(np.uint8) for part in parts)]
+    pieces = [labels_of(parts), *(part.reshape(-1).view(np.uint8) for part in parts)]
     return np.concatenate(pieces, out=call.workspace(sum(map(len, pieces)), np.dtype(np.uint8)))
-
-
-def labels_of(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """For each array its number of dims, then the dims; only to be read."""
-    return _labels(tuple([part.shape for part in parts]))
-
-
-@lru_cache(maxsize=256)
-def _labels(shapes: tuple[tuple[int, ...], ...]) -> np.ndarray:
-    labels = np.array([number for shape in shapes for number in (len(shape), *shape)], _LABEL)
-    labels.setflags(write=False)    # it is remembered
-    return labels
-
-
-def shapes_in(labels: np.ndarray, count: int) -> list[tuple[int, ...]]:
-    """The shapes of `count` arrays, from their labels and whatever follows."""
-    shapes: list[tuple[int, ...]] = []
-    start = 0
-    for _ in range(count):
-        stop = start + 1 + int(labels[start])
-        shapes.append(tuple(labels[start + 1:stop].tolist()))
-        start = stop
-    return shapes
 
 
 def unpack(bundle: np.ndarray, count: int, dtype: np.dtype) -> list[np.ndarray]:
     """The `count` arrays that were packed, as views of the bundle."""
-    shapes = shapes_in(bundle[:len(bundle) & -_LABEL.itemsize].view(_LABEL), count)
-    start, parts = _LABEL.itemsize * sum(1 + len(shape) for shape in shapes), []
-    for shape in shapes:
-        stop = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        parts.append(bundle[start:stop].view(dtype).reshape(shape))
-        start = stop
-    return parts
+    parts = parts_of(labels_in(bundle, count), dtype.itemsize)
+    return [bundle[start:start + length].view(dtype).reshape(shape)
+            for shape, length, start in zip(parts.shapes, parts.lengths, parts.starts[:-1], strict=True)]

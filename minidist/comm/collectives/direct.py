@@ -35,7 +35,5 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     values[call.rank] = x
     spoils_x = call.rank > 1 and np.may_share_memory(x, out)  # before x has been added
     total = call.workspace(len(x), op.total) if spoils_x or op.total != out.dtype else out
-    op.combine(values[0], values[1], out=total)
-    for rank in range(2, call.size):
-        op.combine(total, values[rank], out=total)
+    op.combine_all([values[rank] for rank in range(call.size)], out=total)
     op.finish(total, out)

@@ -20,17 +20,15 @@ its bytes, and so does what is lent: it is there once, for P-1 readers. Addresse
 notes: N4 §3 (inside a node).    Source: Jain, Kaleem et al. 2018 (shared-memory collectives of MPICH).
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
 
 from minidist.comm.arrays import Place, PlaceOf, Rows
 from minidist.comm.call import Call
-from minidist.comm.collectives.bruck import labels_of, shapes_in
 from minidist.comm.collectives.chunks import bounds, split
+from minidist.comm.collectives.labels import labels_in, labels_of, parts_of
 from minidist.comm.collectives.reduction import Reduction
 from minidist.comm.transport import SHOWN_BYTES
 
@@ -157,7 +155,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     if call.size == 1:
         return [received[call.rank]]
     others = [part for dst, part in enumerate(parts) if dst != call.rank]
-    octets, labels = [_octets(part) for part in others], labels_of(others).view(np.uint8)
+    octets, labels = [_octets(part) for part in others], labels_of(others)
     long = _is_long(len(labels) + sum(map(len, octets)))
     lent = [_lendable(call, part) for part in octets] if long and call.lends else []
     bundles = [_Bundle(shown, call.size - 1, parts[0].itemsize, labels)
@@ -238,8 +236,8 @@ class _Bundle:
     def __init__(self, shown: np.ndarray, count: int, itemsize: int, usual: np.ndarray) -> None:
         self._shown, labels = shown, shown[:len(usual)].tobytes()
         if labels != usual.tobytes():
-            labels = _labels_in(shown, count)
-        self.shapes, self.lengths, self._starts = _parts_in(labels, count, itemsize)
+            labels = labels_in(shown, count)
+        self.shapes, self.lengths, self._starts = parts_of(labels, itemsize)
         self.long = _is_long(self._starts[-1])
 
     def part(self, number: int) -> np.ndarray:
@@ -248,22 +246,6 @@ class _Bundle:
 
     def address(self, number: int) -> int:
         return _addresses(self._shown[self._starts[0]:])[number]
-
-
-def _labels_in(shown: np.ndarray, count: int) -> bytes:
-    """The labels of `count` parts, from what begins with them."""
-    words, length = shown[:len(shown) & -8].view(np.int64), 0
-    for _ in range(count):
-        length += 1 + int(words[length])
-    return words[:length].tobytes()
-
-
-@lru_cache(maxsize=256)
-def _parts_in(labels: bytes, count: int, itemsize: int) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
-    """Shapes and lengths of the parts behind `labels`; where each begins, and the last one ends. Remembered."""
-    shapes = shapes_in(np.frombuffer(labels, np.int64), count)
-    lengths = [math.prod(shape) * itemsize for shape in shapes]
-    return shapes, lengths, list(accumulate(lengths, initial=len(labels)))
 
 
 def _all_to_all_in_pieces(call: Call, octets: Sequence[np.ndarray], bundles: Sequence[_Bundle],
