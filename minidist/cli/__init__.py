@@ -42,8 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(error, f"{prefix}: interrupted", 130, everywhere=True)
 
 
+MODULES = {"train": "minidist.cli.train", "bench": "minidist.cli.bench"}
+"""Where a command is that is more than a file minidist/cli/COMMAND.py."""
+
+
 def _module(command: str) -> ModuleType:
-    return importlib.import_module(f"minidist.cli.{command}")
+    return importlib.import_module(MODULES.get(command, f"minidist.cli.{command}"))
 
 
 def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
