@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from minidist import account
+from minidist.autograd.tensor import Tensor
 from minidist.backend import Array, device_of
 from minidist.cublas import Products
 from minidist.dispatch import launcher
@@ -46,7 +47,6 @@ from minidist.parallel.common.late_loss import LateLoss
 from minidist.parallel.common.update import Batch, Part, zero_unused
 from minidist.parallel.hybrid import Trainer
 from minidist.parallel.single import Single
-from minidist.tensor import Tensor
 
 WARM_UP = 2         # steps that run as they are
 _ALIGN = 256        # bytes; where CUDA's own allocations begin

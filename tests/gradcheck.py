@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from minidist import ops
-from minidist.tape import Node
-from minidist.tensor import Tensor, tensor
+from minidist.autograd.tape import Node
+from minidist.autograd.tensor import Tensor, tensor
 
 STEP = 1e-6
 

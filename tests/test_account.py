@@ -9,8 +9,8 @@ import pytest
 
 from minidist import account, ops
 from minidist.account import MemoryAccount
+from minidist.autograd.tensor import Parameter
 from minidist.errors import ConfigError, MemoryLimitError
-from minidist.tensor import Parameter
 
 
 def test_distinct_buffers_until_they_die():

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist import ops
+from minidist.autograd.tape import Node, op, saved
+from minidist.autograd.tensor import Parameter, grad_mode, no_grad, tensor
 from minidist.errors import GradientError, ShapeError
-from minidist.tape import Node, op, saved
-from minidist.tensor import Parameter, grad_mode, no_grad, tensor
 
 
 def weights(*shape, name="w", seed=0):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from minidist import account, ops
+from minidist.autograd.recompute import Stretch, recompute
+from minidist.autograd.tensor import Parameter, Tensor, no_grad, tensor
 from minidist.errors import GradientError
-from minidist.recompute import Stretch, recompute
-from minidist.tensor import Parameter, Tensor, no_grad, tensor
 
 
 def weights(*shape: int, name: str = "w", seed: int = 0) -> Parameter:

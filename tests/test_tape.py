@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from minidist import ops
+from minidist.autograd.tape import op, saved
+from minidist.autograd.tensor import Parameter, no_grad, tensor
 from minidist.errors import DtypeError, GradientError, ShapeError
-from minidist.tape import op, saved
-from minidist.tensor import Parameter, no_grad, tensor
 
 
 @op

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from minidist import account
+from minidist.autograd.tensor import Parameter, Tensor, tensor
 from minidist.errors import ConfigError, ShapeError
-from minidist.tensor import Parameter, Tensor, tensor
 
 
 def test_making_tensors():

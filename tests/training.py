@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from minidist import ops
+from minidist.autograd.tensor import Parameter
 from minidist.backend import random_bits
 from minidist.nn import GPTConfig, Module
 from minidist.parallel.hybrid import Plan, Trainer
-from minidist.tensor import Parameter
 
 SMALL_BUCKETS = 2048     # bytes: several buckets even in a tiny model
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from minidist import account
+from minidist.autograd.tensor import no_grad
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import size_text
 from minidist.optim import Adam
 from minidist.teaching import Result, expect
-from minidist.tensor import no_grad
 
 CONFIGS = (GPTConfig(vocabulary=50, context=8, layers=1, width=16, heads=2),
            GPTConfig(vocabulary=31, context=12, layers=3, width=24, heads=4),

@@ -5,8 +5,8 @@ Copy this file (`minidist lesson 00 --copy DIR`), replace each `hole(...)` by yo
 memory account counted.
 """
 
+from minidist.autograd.tensor import no_grad  # noqa: F401 - you will want it
 from minidist.teaching import hole
-from minidist.tensor import no_grad  # noqa: F401 - you will want it
 
 
 def parameter_count(vocabulary, context, layers, width):

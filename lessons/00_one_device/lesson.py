@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from minidist import account
+from minidist.autograd.tensor import no_grad
 from minidist.data import text
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import Page, size_text, verdict
@@ -22,7 +23,6 @@ from minidist.ops.attention import KEEP_UP_TO, QUERY_BLOCK
 from minidist.optim import Adam
 from minidist.parallel.common.memory import MIXED, SINGLE, STATE, state_bytes
 from minidist.teaching import arguments, run_lesson
-from minidist.tensor import no_grad
 
 CONFIG = GPTConfig(vocabulary=128, context=64, layers=4, width=96, heads=4)
 BATCH = 8

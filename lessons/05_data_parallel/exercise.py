@@ -12,9 +12,9 @@ What you may use:
 
 import numpy as np
 
+from minidist.autograd.tensor import tensor
 from minidist.parallel.data_parallel import cross_entropy
 from minidist.teaching import hole
-from minidist.tensor import tensor
 
 
 def parts(rows, replicas):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.autograd.tensor import no_grad
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
@@ -15,7 +16,6 @@ from minidist.parallel.common.stale import Update, replay
 from minidist.parallel.ddp import DDP
 from minidist.parallel.parameter_server import ParameterServer
 from minidist.parallel.single import Single
-from minidist.tensor import no_grad
 
 CONFIG = GPTConfig(vocabulary=31, context=8, layers=1, width=16, heads=2, dtype="float64")
 SEQUENCES, RATE = 12, 1e-2

@@ -18,13 +18,13 @@ import numpy as np
 
 import minidist as md
 from minidist import ops
+from minidist.autograd.tensor import Tensor, no_grad
 from minidist.comm.group import Group
 from minidist.data import DistributedSampler, ImageData, digits, mnist
 from minidist.nn import Linear, Module
 from minidist.optim import Adam
 from minidist.parallel.common.update import Part
 from minidist.parallel.ddp import DDP
-from minidist.tensor import Tensor, no_grad
 
 BATCH, EPOCHS, SEED = 64, 4, 0
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from minidist import account, ops
 from minidist.account import MemoryAccount
+from minidist.autograd.tensor import Parameter, tensor
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD, Adam
 from minidist.parallel.common.memory import MIXED, SINGLE, STATE, state_bytes
@@ -20,7 +21,6 @@ from minidist.parallel.hybrid import Plan, Trainer
 from minidist.parallel.mixed_precision import LossScale, MixedPrecision
 from minidist.parallel.single import Single
 from minidist.teaching import arguments, load_module, run_lesson
-from minidist.tensor import Parameter, tensor
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "09")
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from minidist import ops
+from minidist.autograd.tensor import Parameter, tensor
 from minidist.errors import CommError
 from minidist.launch import run
 from minidist.parallel.model_parallel import ModelParallel
 from minidist.teaching import Result, counted, expect, sent_since, totals
-from minidist.tensor import Parameter, tensor
 
 LAYERS, ROWS, WIDTH, LIMIT = 5, 3, 4, 60.0
 

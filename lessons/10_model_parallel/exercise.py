@@ -8,8 +8,8 @@ Copy this file (`minidist lesson 10 --copy DIR`), replace each `hole(...)` by yo
     y.backward(dy)                              backward from y, whose gradient is dy; a loss needs none
 """
 
+from minidist.autograd.tensor import tensor  # noqa: F401 - you will want it
 from minidist.teaching import hole
-from minidist.tensor import tensor  # noqa: F401 - you will want it
 
 
 def layers_of(rank, ranks, layers):

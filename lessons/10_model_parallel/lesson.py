@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.autograd.tensor import tensor
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
@@ -18,7 +19,6 @@ from minidist.parallel.common.stages import Stages
 from minidist.parallel.model_parallel import ModelParallel
 from minidist.parallel.single import Single
 from minidist.teaching import arguments, counted, load_module, run_lesson
-from minidist.tensor import tensor
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "10")
 STEPS = 3

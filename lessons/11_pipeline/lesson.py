@@ -13,6 +13,7 @@ import numpy as np
 
 import minidist as md
 from minidist import account
+from minidist.autograd.tensor import tensor
 from minidist.errors import ScheduleError
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict
@@ -23,7 +24,6 @@ from minidist.parallel.schedule_checker import Clock, broken, check, check_spans
 from minidist.parallel.schedules import Forward, RecvActivation, RecvGradient, Schedule, SendActivation, of_orders
 from minidist.parallel.single import Single
 from minidist.teaching import arguments, load_module, run_lesson
-from minidist.tensor import tensor
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "11")
 STEPS, MICROBATCHES, UNIT = 2, 4, 0.006      # UNIT: seconds that a sleeping stage takes for a forward

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from minidist import ops
+from minidist.autograd.tensor import tensor
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.parallel.common.split_gpt import head_columns, head_shares
 from minidist.parallel.tensor_parallel import elements_sent
 from minidist.teaching import Result, counted, expect
-from minidist.tensor import tensor
 
 ROWS, WIDTH, HIDDEN, VOCABULARY, LIMIT = 5, 4, 10, 11, 60.0
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from minidist import account, ops
+from minidist.autograd.tensor import tensor
 from minidist.observe.page import Page, size_text, verdict
 from minidist.ops.collectives import gather_copies
 from minidist.optim import Adam
@@ -24,7 +25,6 @@ from minidist.parallel.ddp import DDP
 from minidist.parallel.single import Single
 from minidist.parallel.tensor_parallel import TensorParallel, elements_sent
 from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
-from minidist.tensor import tensor
 
 HERE = Path(__file__).resolve()
 lab, broken = (load_module(HERE.with_name(name), "12") for name in ("experiments.py", "broken.py"))

@@ -9,11 +9,11 @@ import numpy as np
 
 import minidist as md
 from minidist import ops
+from minidist.autograd.tensor import tensor
 from minidist.backend import random_uniform
 from minidist.ops.online_attention import Running
 from minidist.parallel.ring_attention import own_blocks, ring_attention, zigzag
 from minidist.teaching import Result, counted, expect
-from minidist.tensor import tensor
 
 RANKS, LENGTHS = (1, 2, 3, 4), (24, 13)
 

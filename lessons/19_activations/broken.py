@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from minidist import account, ops
+from minidist.autograd.recompute import recompute
+from minidist.autograd.tensor import Parameter, tensor
 from minidist.observe.page import size_text
 from minidist.parallel.activations import checkpoint
-from minidist.recompute import recompute
 from minidist.teaching import load_module
-from minidist.tensor import Parameter, tensor
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "19")
 

@@ -7,9 +7,9 @@ from types import ModuleType
 import numpy as np
 
 from minidist import account, ops
+from minidist.autograd.tensor import Parameter, Tensor, tensor
 from minidist.observe.page import size_text
 from minidist.teaching import Result, expect
-from minidist.tensor import Parameter, Tensor, tensor
 
 LAYERS, ROWS, WIDTH = 6, 64, 32
 SIZES = (1, 2, 3)

@@ -4,8 +4,8 @@ Copy this file (`minidist lesson 19 --copy DIR`), replace each `hole(...)` by yo
 `minidist check 19 DIR/exercise_19.py`. Blocks run in segments of `size`; of a segment its input alone is kept.
 """
 
+from minidist.autograd.tensor import no_grad, tensor  # noqa: F401 - you will want them
 from minidist.teaching import hole
-from minidist.tensor import no_grad, tensor  # noqa: F401 - you will want them
 
 
 def peak(layers, size, x, a):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from minidist import account, ops
+from minidist.autograd.tensor import Tensor
 from minidist.backend import random_bits
 from minidist.nn import GPTConfig, Linear, Module
 from minidist.observe.overlap import Overlap, measure, moves
@@ -18,7 +19,6 @@ from minidist.parallel.common.replicas import weights_digest
 from minidist.parallel.hybrid import Plan, Trainer
 from minidist.parallel.offload import OnDisk
 from minidist.parallel.zero3 import Zero3
-from minidist.tensor import Tensor
 
 CONFIG = GPTConfig(vocabulary=64, context=8, layers=8, width=48, heads=4)
 SEQUENCES = 2

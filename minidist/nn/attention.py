@@ -1,11 +1,11 @@
 """Causal self-attention: each token gathers from itself and the tokens before it."""
 
 from minidist import ops
+from minidist.autograd.tensor import Tensor
 from minidist.backend import Array
 from minidist.nn.config import GPTConfig
 from minidist.nn.linear import Linear
 from minidist.nn.module import Module
-from minidist.tensor import Tensor
 
 
 class CausalSelfAttention(Module):

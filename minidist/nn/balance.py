@@ -8,10 +8,10 @@ gradient of what the layer made has come. An array of no elements ties the two t
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from minidist.autograd.tape import Node, Saved, op, saved
+from minidist.autograd.tensor import Tensor
 from minidist.backend import Array, array_module
 from minidist.nn.output import Output
-from minidist.tape import Node, Saved, op, saved
-from minidist.tensor import Tensor
 
 if TYPE_CHECKING:
     from minidist.nn.moe import Mixture

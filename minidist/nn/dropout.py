@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from minidist import ops
+from minidist.autograd.tensor import Tensor
 from minidist.backend import Array
 from minidist.errors import ConfigError
 from minidist.nn.module import Module
-from minidist.tensor import Tensor
 
 
 @dataclass(frozen=True)

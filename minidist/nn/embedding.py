@@ -3,10 +3,10 @@
 from typing import Any
 
 from minidist import ops
+from minidist.autograd.tensor import Tensor
 from minidist.backend import Array
 from minidist.nn.module import Module
 from minidist.nn.weights import Init, Weight
-from minidist.tensor import Tensor
 
 
 class Embedding(Module):

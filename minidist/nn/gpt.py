@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from minidist.autograd.tensor import Tensor, no_grad
 from minidist.backend import Array, beside, random_uniform, to_host
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn.attention import CausalSelfAttention
@@ -27,7 +28,6 @@ from minidist.nn.moe import Mixture, mixture
 from minidist.nn.norm import LayerNorm, RMSNorm
 from minidist.nn.output import Output
 from minidist.ops.gather import SortedIds
-from minidist.tensor import Tensor, no_grad
 
 
 class Block(Module):

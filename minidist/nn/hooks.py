@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from minidist import ops
+from minidist.autograd.tape import Node, Saved, op, saved
+from minidist.autograd.tensor import Tensor, is_grad_enabled
 from minidist.backend import Array, array_module
-from minidist.tape import Node, Saved, op, saved
-from minidist.tensor import Tensor, is_grad_enabled
 
 KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 

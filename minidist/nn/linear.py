@@ -3,9 +3,9 @@
 from typing import Any
 
 from minidist import ops
+from minidist.autograd.tensor import Tensor
 from minidist.nn.module import Module
 from minidist.nn.weights import ZEROS, Init, Weight
-from minidist.tensor import Tensor
 
 
 class Linear(Module):

@@ -3,11 +3,11 @@
 from typing import Any
 
 from minidist import ops
+from minidist.autograd.tensor import Tensor
 from minidist.errors import ConfigError
 from minidist.nn.dropout import DropoutKey
 from minidist.nn.linear import Linear
 from minidist.nn.module import Module
-from minidist.tensor import Tensor
 
 
 class MLP(Module):

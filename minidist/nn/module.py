@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from minidist.autograd.recompute import recompute
+from minidist.autograd.tensor import Parameter
 from minidist.backend import device_of, to_device, to_host
 from minidist.errors import DataError
 from minidist.nn import hooks
 from minidist.nn.hooks import Handle, Hooks
 from minidist.nn.weights import Weight
-from minidist.recompute import recompute
-from minidist.tensor import Parameter
 
 M = TypeVar("M", bound="Module")
 

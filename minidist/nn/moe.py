@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minidist import backend, ops
+from minidist.autograd.recompute import computed_again
+from minidist.autograd.tensor import Tensor, is_grad_enabled
 from minidist.backend import LOW_PRECISION, Array, array_module, random_normal, to_host
 from minidist.errors import ConfigError
 from minidist.nn.balance import BalancedOutput, begin_balance
@@ -34,8 +36,6 @@ from minidist.nn.mlp import MLP
 from minidist.nn.module import Module
 from minidist.nn.weights import ZEROS, Init, Weight
 from minidist.ops.experts import place_rows, places_in_runs, top_positions
-from minidist.recompute import computed_again
-from minidist.tensor import Tensor, is_grad_enabled
 
 if TYPE_CHECKING:
     from minidist.nn.gpt import GPT

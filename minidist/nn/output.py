@@ -1,8 +1,8 @@
 """What becomes of a model's last hidden states and logits."""
 
 from minidist import ops
+from minidist.autograd.tensor import Tensor
 from minidist.backend import Array
-from minidist.tensor import Tensor
 
 
 class Output:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.backend import Array, array_module, dtype, narrow, widen
 from minidist.errors import DtypeError
-from minidist.tape import Node, Saved, op, saved
 
 
 def _computed(a: Array, b: Array) -> tuple[Array, Array]:

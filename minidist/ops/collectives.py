@@ -38,11 +38,11 @@ Source:  Shoeybi et al. 2019, "Megatron-LM" (1909.08053), f and g; Korthikanti e
 from collections.abc import Sequence
 from typing import Any
 
+from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.backend import Array, array_module
 from minidist.comm.collectives.chunks import bounds, longest
 from minidist.comm.group import Group
 from minidist.errors import ShapeError
-from minidist.tape import Node, Saved, op, saved
 
 # -------------------------------------------------------------------------------------------- whole arrays in and out
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.backend import FLOATS, Array, array_module, beside, device_of, matmul, narrow, widen
 from minidist.dispatch import kernel, launcher
 from minidist.errors import DtypeError, ShapeError
-from minidist.tape import Node, Saved, op, saved
 
 _ONE_HOT_ROWS = 1024  # table rows summed by one matrix product on a GPU
 

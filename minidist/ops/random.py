@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.backend import Array, array_module, dtype_name, narrow, random_bits, stream_key, widen
 from minidist.dispatch import kernel, launcher
 from minidist.errors import ConfigError, ShapeError
-from minidist.tape import Node, Saved, op, saved
 
 
 def _positions(xp: Any, shape: tuple[int, ...], tokens: Any, columns: Any, width: int | None) -> Array:

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.backend import LOW_PRECISION, Array, array_module, narrow, widen
 from minidist.errors import ShapeError
-from minidist.tape import Node, Saved, op, saved
 
 Dims: TypeAlias = int | Sequence[int] | None
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.backend import Array, array_module, narrow, widen
 from minidist.dispatch import kernel
 from minidist.errors import ShapeError
-from minidist.tape import Node, Saved, op, saved
 
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from minidist.autograd.tape import Node, Saved, op, saved
+from minidist.autograd.tensor import Tensor
 from minidist.backend import Array, array_module
 from minidist.errors import ShapeError
-from minidist.tape import Node, Saved, op, saved
-from minidist.tensor import Tensor
 
 
 @op

@@ -56,6 +56,7 @@ import numpy as np
 
 from minidist import account, ops
 from minidist.account import MemoryAccount
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.backend import Array, array_module
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
@@ -69,7 +70,6 @@ from minidist.parallel.common.flat import Flat, empty_like
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.update import Batch, Part, clip_and_update, rows_of, zero_unused
-from minidist.tensor import Parameter, Tensor
 
 EVERYTHING = 1 << 62
 """Bytes of a bucket that holds all parameters of a dtype."""

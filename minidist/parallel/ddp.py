@@ -52,6 +52,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.backend import Array
 from minidist.comm.group import Group
 from minidist.comm.pending import Pending
@@ -65,7 +66,6 @@ from minidist.parallel.common.owners import Others, check_equal_owners, owners
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of, zero_unused
-from minidist.tensor import Parameter, Tensor
 
 
 class DDP:

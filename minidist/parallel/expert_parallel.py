@@ -46,6 +46,8 @@ from typing import Any
 import numpy as np
 
 from minidist import ops
+from minidist.autograd.recompute import computed_again
+from minidist.autograd.tensor import Tensor
 from minidist.backend import array_module
 from minidist.comm.group import Group
 from minidist.errors import ConfigError, PlanError
@@ -60,8 +62,6 @@ from minidist.parallel.common.shards import Place, WeightShard, add_up, squares_
 from minidist.parallel.common.split_model import SplitModel
 from minidist.parallel.common.tensor_layers import ranges
 from minidist.parallel.common.update import Batch, Loss, part_of, zero_unused
-from minidist.recompute import computed_again
-from minidist.tensor import Tensor
 
 # ------------------------------------------------------------------------------------------------------- partition
 

@@ -23,6 +23,7 @@ from minidist import backend
 from minidist.account import MemoryAccount
 from minidist.account import current as current_account
 from minidist.allocator import tune_allocator
+from minidist.autograd.tensor import Tensor, no_grad
 from minidist.backend import Array, device_of
 from minidist.comm.group import Group
 from minidist.errors import ConfigError
@@ -49,7 +50,6 @@ from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3
-from minidist.tensor import Tensor, no_grad
 
 __all__ = ["AXES", "OPTIMIZERS", "SCHEDULES", "Mesh", "Plan", "Trainer"]
 

@@ -27,8 +27,9 @@ from typing import Any
 
 import numpy as np
 
+from minidist.autograd.backward import WeightGradient
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.backend import Array
-from minidist.backward import WeightGradient
 from minidist.comm.group import Group
 from minidist.nn import GPT
 from minidist.parallel.common.precision import Precision
@@ -40,7 +41,6 @@ from minidist.parallel.schedules import BackwardWeights, Forward, Schedule
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3
-from minidist.tensor import Parameter, Tensor
 
 Data = DDP | Zero1 | Zero2 | Zero3
 """What trains the replicas of a part of a model: the data axis's strategy."""

@@ -53,6 +53,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.nn import GPT
 from minidist.nn.moe import biases
 from minidist.optim import Optimizer, sum_of_squares
@@ -75,7 +76,6 @@ from minidist.parallel.schedules import make_schedule
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3
-from minidist.tensor import Parameter, Tensor
 
 
 class Hybrid:

@@ -48,15 +48,15 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from minidist import account, backend
+from minidist.autograd.backward import Surveyed, WeightGradient
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.backend import LOW_PRECISION, Array, array_module, dtype_name, to_host
-from minidist.backward import Surveyed, WeightGradient
 from minidist.comm.group import Group
 from minidist.errors import ConfigError, GradientError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, clip_scale, norm_of
 from minidist.parallel.common.float8 import Float8
 from minidist.parallel.common.precision import Precision
-from minidist.tensor import Parameter, Tensor
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 """The dtype of weights and gradients under each name that a plan may give; fp8 rounds products' inputs further."""

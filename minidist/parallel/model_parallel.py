@@ -33,6 +33,7 @@ notes:   N0 Model Parallelism; N1 §2.2 says "model parallel" and means tensor p
 
 from collections.abc import Sequence
 
+from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
 from minidist.nn import GPT
 from minidist.optim import Optimizer
@@ -42,7 +43,6 @@ from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.stages import Arrived
 from minidist.parallel.common.update import Batch, Key, Part
-from minidist.tensor import Tensor
 
 
 class ModelParallel(Layered):

@@ -6,13 +6,13 @@ The formulas stand in offload.py; here they are numbers, for a rank's own shards
 from collections.abc import Sequence
 from pathlib import Path
 
+from minidist.autograd.tensor import Parameter
 from minidist.errors import MemoryLimitError
 from minidist.parallel.common.home import Home
 from minidist.parallel.common.memory import Each
 from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.units import Unit
 from minidist.parallel.offload import OnDisk, OnHost
-from minidist.tensor import Parameter
 
 
 def make_home(offload: str, folder: str | Path | None = None, *, device: str = "cpu",

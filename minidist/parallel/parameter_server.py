@@ -46,6 +46,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.backend import to_host
 from minidist.comm.group import Group
 from minidist.errors import ConfigError, PeerLostError
@@ -60,7 +61,6 @@ from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.serving import Service
 from minidist.parallel.common.stale import Update, key_shards, own_scale
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of, zero_unused
-from minidist.tensor import Parameter, Tensor
 
 NOBODY = -1.0
 """The step that a worker names in its last push: it has done all of them."""

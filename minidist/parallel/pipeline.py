@@ -48,8 +48,9 @@ Source:  Huang et al. 2019; Narayanan et al. 2019 (PipeDream), 2021; Qi et al. 2
 from collections.abc import Sequence
 
 from minidist import account, backend
+from minidist.autograd.backward import WeightGradient
+from minidist.autograd.tensor import Tensor, is_grad_enabled, no_grad
 from minidist.backend import Array
-from minidist.backward import WeightGradient
 from minidist.comm.group import Group
 from minidist.errors import PlanError
 from minidist.nn import GPT
@@ -63,7 +64,6 @@ from minidist.parallel.common.stages import Arrived, hollow
 from minidist.parallel.common.update import Batch, Key, Part, zero_unused
 from minidist.parallel.common.worker import Worker
 from minidist.parallel.schedules import BackwardInput, Instruction, RecvActivation, Schedule
-from minidist.tensor import Tensor, is_grad_enabled, no_grad
 
 
 class Pipeline(Layered):

@@ -51,6 +51,8 @@ from functools import partial
 import numpy as np
 
 from minidist import account, ops
+from minidist.autograd.tape import Node, Saved, op, saved
+from minidist.autograd.tensor import Tensor
 from minidist.backend import Array, array_module, narrow, widen
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.group import Group
@@ -61,8 +63,6 @@ from minidist.ops.attention import check_shapes
 from minidist.ops.online_attention import Backward, Running
 from minidist.parallel.common.context_parallel import ContextParallel
 from minidist.parallel.common.own_tokens import Own, keep_own_tokens, pick
-from minidist.tape import Node, Saved, op, saved
-from minidist.tensor import Tensor
 
 __all__ = ["ContextParallel", "RingSelfAttention", "around", "attend_by_ring", "context_parallel", "elements_sent",
            "own_blocks", "pass_on", "ring_attention", "visible", "zigzag"]

@@ -37,6 +37,7 @@ Source:  Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tr
 
 from functools import partial
 
+from minidist.autograd.tensor import Tensor
 from minidist.backend import Array
 from minidist.comm.group import Group
 from minidist.nn import GPT, GPTConfig
@@ -50,7 +51,6 @@ from minidist.parallel.common.split_gpt import set_output, shared_numbers, split
 from minidist.parallel.common.split_model import SplitModel
 from minidist.parallel.common.tensor_layers import Region, SplitOutput
 from minidist.parallel.common.update import Loss
-from minidist.tensor import Tensor
 
 
 class SequenceRegion(Region):

@@ -35,6 +35,7 @@ from functools import partial
 import numpy as np
 
 from minidist import ops
+from minidist.autograd.tensor import Tensor
 from minidist.backend import Array
 from minidist.comm.group import Group
 from minidist.errors import PlanError
@@ -45,7 +46,6 @@ from minidist.parallel.common.context_parallel import ContextParallel
 from minidist.parallel.common.own_tokens import Own, keep_own_tokens, pick
 from minidist.parallel.common.split_gpt import head_shares
 from minidist.parallel.common.tensor_layers import ranges
-from minidist.tensor import Tensor
 
 __all__ = ["ContextParallel", "UlyssesSelfAttention", "attend_by_heads", "elements_sent", "ulysses"]
 

@@ -43,6 +43,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.comm.pending import Pending
 from minidist.nn import Module
@@ -58,7 +59,6 @@ from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
-from minidist.tensor import Parameter, Tensor
 
 
 class Zero1:

@@ -42,6 +42,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.backend import Array
 from minidist.comm.group import Group
 from minidist.nn import Module
@@ -58,7 +59,6 @@ from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
-from minidist.tensor import Parameter, Tensor
 
 
 class Zero2:

@@ -49,8 +49,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from minidist.autograd.backward import WeightGradient
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.backend import Array
-from minidist.backward import WeightGradient
 from minidist.comm.group import Group
 from minidist.errors import GradientError
 from minidist.nn import Module
@@ -65,7 +66,6 @@ from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.units import Unit, make_units
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
-from minidist.tensor import Parameter, Tensor
 
 
 class Zero3:

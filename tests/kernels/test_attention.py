@@ -21,8 +21,8 @@ from minidist.kernels.attention import (
 )
 
 from minidist import ops
+from minidist.autograd.tensor import tensor
 from minidist.errors import DtypeError, KernelError, ShapeError
-from minidist.tensor import tensor
 
 # Rounding, in proportion to the terms of a sum: half types round y, p and ds, and the result.
 KINDS = {"float32": (np.float32, 2e-6), "float16": (np.float16, 2e-3), "bfloat16": (ml_dtypes.bfloat16, 1.6e-2)}

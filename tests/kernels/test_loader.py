@@ -10,8 +10,8 @@ from minidist.kernels.loader import Source, Table, c_type, launch
 from minidist.kernels.softmax import SOURCE, softmax, softmax_gradient, softmax_gradient_reference, softmax_reference
 
 from minidist import dispatch, ops
+from minidist.autograd.tensor import tensor
 from minidist.errors import DtypeError, KernelError, ShapeError
-from minidist.tensor import tensor
 
 needs_compiler = pytest.mark.skipif(on_cpu.compiler() is None, reason="no C++ compiler (g++) on this machine")
 KERNEL = "softmax_v1<float>"

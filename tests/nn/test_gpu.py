@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from minidist import optim
+from minidist.autograd.tensor import Parameter
 from minidist.backend import device_of, to_device, to_host
 from minidist.nn import GPT, GPTConfig
-from minidist.tensor import Parameter
 
 pytestmark = pytest.mark.gpu
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from minidist import ops
+from minidist.autograd.tensor import Tensor, no_grad, tensor
 from minidist.nn import GPT, Embedding, GPTConfig, Linear, Module
-from minidist.tensor import Tensor, no_grad, tensor
 
 
 class Chain(Module):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from minidist import account
+from minidist.autograd.tensor import tensor
 from minidist.errors import ConfigError
 from minidist.nn import MLP, CausalSelfAttention, Dropout, DropoutKey, Embedding, GPTConfig, LayerNorm, Linear, RMSNorm
-from minidist.tensor import tensor
 
 
 def test_what_is_not_drawn_yet_fills_no_memory() -> None:

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist import account
+from minidist.autograd.tensor import Parameter, Tensor, tensor
 from minidist.backend import random_normal
 from minidist.errors import ConfigError, DataError, ShapeError
 from minidist.nn import GPT, Dropout, GPTConfig, Init, LayerNorm, Linear, Module, Weight
-from minidist.tensor import Parameter, Tensor, tensor
 
 
 class Pair(Module):

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from training import global_batch, tiny
 
 from minidist import ops
+from minidist.autograd.tensor import no_grad, tensor
 from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig, Mixture, MixtureConfig, mixture
 from minidist.nn.moe import loads, mixtures, rebalance
 from minidist.parallel.activations import checkpoint_blocks
-from minidist.tensor import no_grad, tensor
 
 
 def layer_of(changes: dict[str, Any] | None = None, **moe: Any) -> Mixture:

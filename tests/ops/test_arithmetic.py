@@ -6,9 +6,9 @@ from hypothesis import given
 from op_strategies import CASES
 
 from minidist import backend, ops
+from minidist.autograd.tensor import tensor
 from minidist.errors import DtypeError
 from minidist.ops.arithmetic import unbroadcast
-from minidist.tensor import tensor
 
 
 @pytest.mark.parametrize("name, theirs", [("add", np.add), ("sub", np.subtract), ("mul", np.multiply),

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from kernel_checks import needs_compiler
 
 from minidist import ops
+from minidist.autograd.tensor import tensor
 from minidist.errors import ShapeError
 from minidist.ops import attention
-from minidist.tensor import tensor
 
 
 def plain(q, k, v):

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from kernel_checks import needs_compiler
 
 from minidist import ops
+from minidist.autograd.tensor import tensor
 from minidist.backend import dtype, to_host
 from minidist.errors import ShapeError
 from minidist.ops import experts
 from minidist.ops.experts import place_rows, places_in_runs, top_positions
-from minidist.tensor import tensor
 
 
 def test_the_largest_first_and_of_equals_the_first() -> None:

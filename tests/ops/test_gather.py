@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from kernel_checks import needs_compiler
 
 from minidist import backend, ops
+from minidist.autograd.tensor import tensor
 from minidist.backend import to_host
 from minidist.errors import DtypeError, ShapeError
 from minidist.ops.gather import sum_by_id
-from minidist.tensor import tensor
 
 
 def test_values():

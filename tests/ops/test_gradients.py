@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from op_strategies import CASES
 
 from minidist import backend, ops
-from minidist.tape import REGISTRY
-from minidist.tensor import tensor
+from minidist.autograd.tape import REGISTRY
+from minidist.autograd.tensor import tensor
 
 WITH_RANKS = ("minidist.ops.collectives", "minidist.ops.vocabulary")     # need a group: their own tests run on ranks
 OPS = sorted(name for name, op in REGISTRY.items()

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from minidist import backend, ops
+from minidist.autograd.tensor import Parameter
 from minidist.errors import ShapeError
-from minidist.tensor import Parameter
 
 RNG = np.random.default_rng(0)
 

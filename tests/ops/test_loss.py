@@ -6,9 +6,9 @@ import pytest
 from kernel_checks import needs_compiler
 
 from minidist import ops
+from minidist.autograd.tensor import tensor
 from minidist.backend import to_host
 from minidist.errors import DtypeError, ShapeError
-from minidist.tensor import tensor
 
 RNG = np.random.default_rng(0)
 LOGITS, TARGETS = RNG.normal(size=(2, 5, 7)), RNG.integers(0, 7, size=(2, 5))

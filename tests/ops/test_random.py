@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from minidist import account, backend, ops
+from minidist.autograd.tensor import tensor
 from minidist.errors import ConfigError, ShapeError
-from minidist.tensor import tensor
 
 KEY = dict(rate=0.25, name="blocks.0.drop", seed=3, step=7)
 X = np.random.default_rng(0).normal(size=(4, 6, 8)) + 10

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist import backend, ops
+from minidist.autograd.tensor import tensor
 from minidist.errors import ShapeError
-from minidist.tensor import tensor
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "max", "var"])

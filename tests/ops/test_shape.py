@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from minidist import ops
+from minidist.autograd.tensor import tensor
 from minidist.errors import ShapeError
-from minidist.tensor import tensor
 
 X = np.arange(24.0).reshape(2, 3, 4)
 

@@ -69,7 +69,7 @@ def test_clipping_scales_in_place_down_to_the_limit_and_never_up() -> None:
 
 
 def test_scale_on_the_optimizers_way_equals_clipping_first() -> None:
-    from minidist.tensor import Parameter
+    from minidist.autograd.tensor import Parameter
 
     results = []
     for clip_first in (True, False):

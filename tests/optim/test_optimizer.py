@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from minidist import account, optim
+from minidist.autograd.tensor import Parameter
 from minidist.errors import ConfigError, DataError, DtypeError, ShapeError
 from minidist.optim import optimizer as shared
-from minidist.tensor import Parameter
 
 KINDS = {
     "sgd": lambda p, **o: optim.SGD(p, 0.1, weight_decay=0.1, **o),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minidist import optim
-from minidist.tensor import Parameter
+from minidist.autograd.tensor import Parameter
 
 REFERENCE = json.loads(Path(__file__).with_name("torch_reference.json").read_text())
 CASES = {case["name"]: case for case in REFERENCE["cases"]}

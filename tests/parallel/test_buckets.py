@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist import ops
+from minidist.autograd.tensor import Parameter
 from minidist.errors import ConfigError
 from minidist.parallel.common.buckets import cut, make_buckets
-from minidist.tensor import Parameter
 
 
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12), bucket_bytes=st.integers(1, 400))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from training import CHOICES, Chooser, difference, global_batch, tiny
 
 from minidist import account
+from minidist.autograd.tensor import tensor
 from minidist.errors import CommError, ConfigError
 from minidist.nn import GPT, DropoutKey, Linear, Module
 from minidist.observe.timeline import Timeline
@@ -17,7 +18,6 @@ from minidist.parallel import data_parallel
 from minidist.parallel.common.update import Part
 from minidist.parallel.data_parallel import DataParallel
 from minidist.parallel.single import Single
-from minidist.tensor import tensor
 
 BOUND = 1e-10
 

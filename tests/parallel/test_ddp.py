@@ -11,6 +11,7 @@ from training import CHOICES, SMALL_BUCKETS, Chooser, difference, global_batch, 
 
 import minidist as md
 from minidist import ops
+from minidist.autograd.tensor import Parameter, tensor
 from minidist.errors import ConfigError, GradientError, MismatchError
 from minidist.nn import GPT, Module
 from minidist.optim import AdamW
@@ -18,7 +19,6 @@ from minidist.parallel import ddp as ddp_module
 from minidist.parallel.common import update
 from minidist.parallel.ddp import DDP
 from minidist.parallel.single import Single
-from minidist.tensor import Parameter, tensor
 
 BOUND = 1e-10
 

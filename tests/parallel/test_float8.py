@@ -11,6 +11,7 @@ from training import SMALL_BUCKETS, difference, global_batch, tiny
 
 import minidist as md
 from minidist import account, dispatch, ops
+from minidist.autograd.tensor import no_grad, tensor
 from minidist.backend import to_host
 from minidist.errors import ConfigError
 from minidist.nn import GPT
@@ -18,7 +19,6 @@ from minidist.parallel.common import float8
 from minidist.parallel.common.float8 import FORMATS, LARGEST, Float8, Scales, to_float8, to_float32
 from minidist.parallel.hybrid import Plan, Trainer
 from minidist.parallel.mixed_precision import MixedPrecision
-from minidist.tensor import no_grad, tensor
 
 CONFIG = tiny(dtype="float32", layers=1)
 

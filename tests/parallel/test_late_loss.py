@@ -13,10 +13,10 @@ from training import difference, global_batch, tiny
 
 import minidist as md
 from minidist import dispatch
+from minidist.autograd.tensor import tensor
 from minidist.nn.config import MixtureConfig
 from minidist.parallel.common.late_loss import LateLoss
 from minidist.parallel.hybrid import Plan, Trainer
-from minidist.tensor import tensor
 
 CHANGES: dict[str, dict[str, Any]] = {
     "gpt": {}, "dropout": {"dropout": 0.2, "tied": True},

@@ -14,6 +14,7 @@ from training import SMALL_BUCKETS, difference, global_batch, tiny
 
 import minidist as md
 from minidist import account, ops
+from minidist.autograd.tensor import Parameter
 from minidist.cli import train_arguments, train_options
 from minidist.errors import ConfigError, GradientError, PlanError
 from minidist.nn import GPT
@@ -21,7 +22,6 @@ from minidist.optim import SGD
 from minidist.parallel.common.update import part_of
 from minidist.parallel.hybrid import Plan, Trainer
 from minidist.parallel.mixed_precision import DTYPES, LossScale, MixedPrecision
-from minidist.tensor import Parameter
 
 CONFIG = tiny(dtype="float32", layers=1)
 

@@ -16,6 +16,7 @@ from zero import BOUND
 import minidist as md
 from minidist import account, ops
 from minidist.account import MemoryAccount
+from minidist.autograd.tensor import Tensor
 from minidist.errors import DiskError, MemoryLimitError, PlanError
 from minidist.nn import GPT, Linear, Module
 from minidist.observe.overlap import measure, moves
@@ -30,7 +31,6 @@ from minidist.parallel.offload import OnDisk, OnHost
 from minidist.parallel.offload_costs import moved_to_disk, moved_to_host
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3
-from minidist.tensor import Tensor
 
 HOMES = [{"offload": "optimizer"}, {"offload": "optimizer", "zero": 1}, {"offload": "optimizer", "zero": 2},
          {"offload": "optimizer", "zero": 3}, {"offload": "all", "zero": 3}]

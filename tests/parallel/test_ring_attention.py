@@ -24,6 +24,7 @@ from training import difference, global_batch, tiny
 
 import minidist as md
 from minidist import account, ops
+from minidist.autograd.tensor import tensor
 from minidist.backend import random_uniform
 from minidist.comm.transports.delayed import delayed
 from minidist.errors import MemoryLimitError, ShapeError
@@ -34,7 +35,6 @@ from minidist.parallel import ring_attention as chapter
 from minidist.parallel.activations import forget_scores
 from minidist.parallel.common import own_tokens, split_model
 from minidist.parallel.ring_attention import context_parallel, elements_sent, ring_attention, visible, zigzag
-from minidist.tensor import tensor
 
 # ------------------------------------------------------------------------------------------------------ attention
 

@@ -11,11 +11,11 @@ from training import global_batch, tiny
 
 import minidist as md
 from minidist import account
+from minidist.autograd.tensor import tensor
 from minidist.errors import ShardError
 from minidist.nn import GPT, MixtureConfig
 from minidist.parallel.common import stages as chapter
 from minidist.parallel.common.stages import Stages, balanced_layers, hollow, measured_costs, stage_layers
-from minidist.tensor import tensor
 
 
 @settings(max_examples=20)

@@ -23,6 +23,7 @@ from training import difference, global_batch, tiny
 
 import minidist as md
 from minidist import account, ops
+from minidist.autograd.tensor import tensor as leaf
 from minidist.errors import ConfigError, MismatchError, PlanError, ShapeError
 from minidist.nn import GPT, GPTConfig
 from minidist.ops import collectives, vocabulary
@@ -31,7 +32,6 @@ from minidist.parallel.common import shards, split_gpt, tensor_layers
 from minidist.parallel.common.shards import WeightShard
 from minidist.parallel.common.split_gpt import head_shares
 from minidist.parallel.tensor_parallel import TensorParallel, elements_sent, tensor_parallel
-from minidist.tensor import tensor as leaf
 
 
 @pytest.fixture(scope="module")

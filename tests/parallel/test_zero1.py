@@ -10,6 +10,7 @@ from training import SMALL_BUCKETS, difference, global_batch, tiny
 from zero import BOUND, any_job, check_equal, sent_for_training, train
 
 import minidist as md
+from minidist.autograd.tensor import Parameter
 from minidist.errors import ConfigError, GradientError, MismatchError
 from minidist.nn import GPT
 from minidist.parallel.accumulation import micro_parts
@@ -19,7 +20,6 @@ from minidist.parallel.common.buckets import cut
 from minidist.parallel.common.flat import Flat
 from minidist.parallel.common.update import Part
 from minidist.parallel.zero1 import Zero1
-from minidist.tensor import Parameter
 
 # ------------------------------------------------------------------------------------------- parallel equals serial
 

@@ -10,6 +10,7 @@ from zero import any_job, check_equal, sent_for_training, train
 
 import minidist as md
 from minidist import ops
+from minidist.autograd.tensor import Parameter
 from minidist.errors import GradientError
 from minidist.nn import GPT
 from minidist.optim import AdamW
@@ -18,7 +19,6 @@ from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
-from minidist.tensor import Parameter
 
 # ------------------------------------------------------------------------------------------- parallel equals serial
 

@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from minidist import account
+from minidist.autograd.tensor import Parameter
 from minidist.backend import Array, array_module
 from minidist.errors import ConfigError
-from minidist.tensor import Parameter
 
 BUCKET_BYTES = 2 << 20
 """A bucket's most bytes, unless told otherwise. For 13 MB of gradients on two ranks over sockets, reducing took each

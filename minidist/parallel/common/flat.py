@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from minidist import account
+from minidist.autograd.tensor import Parameter
 from minidist.backend import Array, array_module, to_host, widen
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.group import Group
@@ -19,7 +20,6 @@ from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.common.precision import Precision
-from minidist.tensor import Parameter
 
 
 class Piece:

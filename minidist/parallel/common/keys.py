@@ -11,10 +11,10 @@ whole vectors: one message each way.
 from collections.abc import Iterable, Sequence
 
 from minidist import account
+from minidist.autograd.tensor import Parameter
 from minidist.backend import Array, array_module
 from minidist.errors import ConfigError
 from minidist.parallel.common.flat import Piece, empty_like
-from minidist.tensor import Parameter
 
 
 def assign(sizes: Sequence[int], servers: int) -> list[list[int]]:

@@ -9,8 +9,8 @@ Not yet measured on a GPU.
 
 from typing import Any
 
+from minidist.autograd.tensor import Tensor
 from minidist.backend import Array, array_module, device_of
-from minidist.tensor import Tensor
 
 
 class LateLoss:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
+from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
 from minidist.errors import ConfigError, GradientError
 from minidist.parallel.common.update import zero_unused
-from minidist.tensor import Parameter
 
 UNUSED = ("zero", "error")
 

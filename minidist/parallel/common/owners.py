@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
 from minidist.parallel.common.replicas import check_equal_replicas
-from minidist.tensor import Parameter
 
 Others = Mapping[int, Group]
 """The group of each parameter that others share than those of the strategy's group: by id(parameter)."""

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from minidist.autograd.backward import Surveyed, WeightGradient
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.backend import Array
-from minidist.backward import Surveyed, WeightGradient
 from minidist.nn import Module
 from minidist.optim import Optimizer, clip_scale, norm_of
-from minidist.tensor import Parameter, Tensor
 
 
 class Precision:

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from minidist.autograd.tensor import Parameter
 from minidist.backend import to_host
 from minidist.comm.group import Group
 from minidist.errors import MismatchError
 from minidist.octets import wire_view
-from minidist.tensor import Parameter
 
 
 def check_equal_replicas(parameters: Iterable[Parameter], group: Group, *, when: str) -> None:

@@ -12,6 +12,7 @@ the device holds a third buffer, while its sum is on the way there.
 from collections.abc import Sequence
 from functools import partial
 
+from minidist.autograd.tensor import Parameter
 from minidist.backend import Array
 from minidist.comm.pending import Pending
 from minidist.parallel.common.flat import Flat, empty_like
@@ -19,7 +20,6 @@ from minidist.parallel.common.home import Home
 from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import zero_unused
-from minidist.tensor import Parameter
 
 
 class Scattered:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidist import account
+from minidist.autograd.tensor import Parameter
 from minidist.backend import Array, array_module
 from minidist.comm.group import Group
 from minidist.errors import GradientError, ShapeError
@@ -20,7 +21,6 @@ from minidist.nn import Module, Weight
 from minidist.nn.weights import Part, positions_of
 from minidist.optim import sum_of_squares
 from minidist.parallel.common.flat import Piece
-from minidist.tensor import Parameter
 
 Place = tuple[Any, ...]
 """A part of a tensor: a slice or an integer array for each leading dim."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from minidist import account, ops
+from minidist.autograd.tensor import Tensor
 from minidist.backend import Array, array_module, beside, dtype_name, module_for, random_bits, to_host
 from minidist.comm.group import Group
 from minidist.errors import ShardError
@@ -24,7 +25,6 @@ from minidist.nn import GPT, GPTConfig, Mixture
 from minidist.nn.balance import BalancedOutput
 from minidist.nn.dropout import DropoutKey
 from minidist.parallel.common.own_tokens import TOKENS, Own, everything, own_key, pick
-from minidist.tensor import Tensor
 
 
 class Stages:

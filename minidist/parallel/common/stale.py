@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minidist.autograd.tensor import Parameter
 from minidist.backend import Array
 from minidist.errors import CommError, TimeoutError
 from minidist.nn import Module
@@ -24,7 +25,6 @@ from minidist.optim import Optimizer, clip_scale, global_norm
 from minidist.parallel.common.flat import Piece
 from minidist.parallel.common.keys import Shard, assign
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of, zero_unused
-from minidist.tensor import Parameter
 
 
 class Update(NamedTuple):

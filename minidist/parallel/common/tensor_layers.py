@@ -12,6 +12,7 @@ in chapter 13. Layers, not whole models, are replaced: their weights keep their 
 from collections.abc import Sequence
 
 from minidist import ops
+from minidist.autograd.tensor import Tensor
 from minidist.backend import Array, array_module, beside
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.group import Group
@@ -21,7 +22,6 @@ from minidist.nn.output import Output
 from minidist.ops import collectives
 from minidist.ops.vocabulary import split_cross_entropy
 from minidist.parallel.common.shards import Place, WeightShard
-from minidist.tensor import Tensor
 
 
 class Region:

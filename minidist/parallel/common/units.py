@@ -7,6 +7,7 @@ unnoticed, and takes one element for all of them.
 from collections.abc import Collection, Sequence
 
 from minidist import account
+from minidist.autograd.tensor import Parameter
 from minidist.backend import Array, module_for
 from minidist.comm.group import Group
 from minidist.comm.pending import Pending
@@ -17,7 +18,6 @@ from minidist.parallel.common.flat import Flat
 from minidist.parallel.common.home import Home
 from minidist.parallel.common.owners import Others, owners
 from minidist.parallel.common.recorder import Recorder
-from minidist.tensor import Parameter
 
 
 class Unit:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.backend import Array, array_module
 from minidist.nn.dropout import DropoutKey
 from minidist.optim import Optimizer, squares_of
 from minidist.parallel.common.precision import Precision
-from minidist.tensor import Parameter, Tensor
 
 Batch = tuple[Array, Array]
 """(inputs, targets), each with one row a sequence (or a sample): (sequences, tokens) integers for a GPT."""

@@ -19,10 +19,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from minidist.autograd.tape import Edge, Node, Op, saved
+from minidist.autograd.tensor import Parameter, Tensor, grad_mode, is_grad_enabled
 from minidist.backend import array_module
 from minidist.errors import GradientError
-from minidist.tape import Edge, Node, Op, saved
-from minidist.tensor import Parameter, Tensor, grad_mode, is_grad_enabled
 
 _thread = threading.local()     # `again`: whether this thread is in a retrace; ranks may be threads
 

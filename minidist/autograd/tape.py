@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 
 from minidist import account
+from minidist.autograd.tensor import Parameter, Tensor, is_grad_enabled
 from minidist.backend import FLOATS, Array, array_module, dtype_name, is_array
 from minidist.errors import DtypeError, GradientError, MinidistError, ShapeError
-from minidist.tensor import Parameter, Tensor, is_grad_enabled
 
 _creation = itertools.count()  # orders nodes within a thread; next() is atomic, so rank threads may share it
 

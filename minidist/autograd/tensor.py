@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minidist import account, backend
+from minidist.autograd.recording import grad_mode, is_grad_enabled, no_grad
 from minidist.backend import Array
 from minidist.errors import DtypeError, GradientError, ShapeError
-from minidist.recording import grad_mode, is_grad_enabled, no_grad
 
 if TYPE_CHECKING:
-    from minidist.backward import Surveyed, WeightGradient
-    from minidist.tape import Node
+    from minidist.autograd.backward import Surveyed, WeightGradient
+    from minidist.autograd.tape import Node
 
 
 __all__ = ["Parameter", "Tensor", "grad_mode", "is_grad_enabled", "no_grad", "tensor"]
@@ -116,7 +116,7 @@ class Tensor:
                  surveyed: is told, before anything runs, the ids of the leaves that this backward will reach.
         Raises:  GradientError for a second backward through the same nodes, a missing dy, or nothing to differentiate.
         """
-        from minidist.backward import backward  # noqa: PLC0415 - it is built on this module
+        from minidist.autograd.backward import backward  # noqa: PLC0415 - it is built on this module
 
         return backward(self, dy, defer_weights=defer_weights, surveyed=surveyed)
 

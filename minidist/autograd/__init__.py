@@ -1,0 +1,1 @@
+"""Automatic differentiation: the tensor, the tape that records operators, backward, recomputation."""
