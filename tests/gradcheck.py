@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tape import Node
 from minidist.autograd.tensor import Tensor, tensor
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from minidist import ops
-from minidist.ops.experts import Placement, place_rows
+from minidist.autograd import ops
+from minidist.autograd.ops.experts import Placement, place_rows
 
 CASES: dict[str, st.SearchStrategy["Case"]] = {}
 

@@ -7,8 +7,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from minidist import account, ops
+from minidist import account
 from minidist.account import MemoryAccount
+from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
 from minidist.errors import ConfigError, MemoryLimitError
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tape import Node, op, saved
 from minidist.autograd.tensor import Parameter, grad_mode, no_grad, tensor
 from minidist.errors import GradientError, ShapeError

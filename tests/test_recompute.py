@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minidist import account, ops
+from minidist import account
+from minidist.autograd import ops
 from minidist.autograd.recompute import Stretch, recompute
 from minidist.autograd.tensor import Parameter, Tensor, no_grad, tensor
 from minidist.errors import GradientError

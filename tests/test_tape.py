@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tape import op, saved
 from minidist.autograd.tensor import Parameter, no_grad, tensor
 from minidist.errors import DtypeError, GradientError, ShapeError

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
 from minidist.backend import random_bits
 from minidist.nn import GPTConfig, Module

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from minidist import account
+from minidist.autograd.ops.attention import KEEP_UP_TO, QUERY_BLOCK
 from minidist.autograd.tensor import no_grad
 from minidist.data import text
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
-from minidist.ops.attention import KEEP_UP_TO, QUERY_BLOCK
 from minidist.optim import Adam
 from minidist.parallel.common.memory import MIXED, SINGLE, STATE, state_bytes
 from minidist.teaching import arguments, run_lesson

@@ -17,7 +17,7 @@ import argparse
 import numpy as np
 
 import minidist as md
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor, no_grad
 from minidist.comm.group import Group
 from minidist.data import DistributedSampler, ImageData, digits, mnist

@@ -11,8 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from minidist import account, ops
+from minidist import account
 from minidist.account import MemoryAccount
+from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD, Adam

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.errors import CommError
 from minidist.launch import run

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import minidist as md
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import size_text

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.launch import run
 from minidist.nn import GPTConfig

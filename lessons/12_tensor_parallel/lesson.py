@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account, ops
+from minidist import account
+from minidist.autograd import ops
+from minidist.autograd.ops.collectives import gather_copies
 from minidist.autograd.tensor import tensor
 from minidist.observe.page import Page, size_text, verdict
-from minidist.ops.collectives import gather_copies
 from minidist.optim import Adam
 from minidist.parallel.activations import checkpoint_blocks
 from minidist.parallel.common.shards import WeightShard

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 import minidist as md
-from minidist import ops
+from minidist.autograd import ops
+from minidist.autograd.ops.online_attention import Running
 from minidist.autograd.tensor import tensor
 from minidist.backend import random_uniform
-from minidist.ops.online_attention import Running
 from minidist.parallel.ring_attention import own_blocks, ring_attention, zigzag
 from minidist.teaching import Result, counted, expect
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account, ops
+from minidist import account
+from minidist.autograd import ops
 from minidist.autograd.recompute import recompute
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.observe.page import size_text

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, no_grad, tensor
 from minidist.nn import DropoutKey, GPTConfig
 from minidist.observe.page import Page, size_text, verdict

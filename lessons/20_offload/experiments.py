@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account, ops
+from minidist import account
+from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
 from minidist.backend import random_bits
 from minidist.nn import GPTConfig, Linear, Module

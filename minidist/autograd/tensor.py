@@ -28,7 +28,7 @@ __all__ = ["Parameter", "Tensor", "grad_mode", "is_grad_enabled", "no_grad", "te
 
 def _ops() -> Any:
     """The ops behind the operators; they are built on this module, so it can only name them when used."""
-    from minidist import ops  # noqa: PLC0415
+    from minidist.autograd import ops  # noqa: PLC0415
 
     return ops
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
+from minidist.autograd.ops.experts import Placement, place_rows
 from minidist.backend import random_bits, stream_key
 from minidist.cli.bench_kernels_case import Case, Draw, Inputs, wide
 from minidist.cli.bench_step import Model
 from minidist.kernels import activation, cross_entropy, dropout, embedding, norm, permute, rotary, softmax
-from minidist.ops.experts import Placement, place_rows
 
 EXPERTS, CHOICES = 8, 2             # of the mixture that tokens are sent to
 RATE, STREAM = 0.1, ("bench", 1)    # of dropout, and the stream it draws from

@@ -1,6 +1,6 @@
 """Causal self-attention: each token gathers from itself and the tokens before it."""
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
 from minidist.backend import Array
 from minidist.nn.config import GPTConfig

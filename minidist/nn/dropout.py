@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
 from minidist.backend import Array
 from minidist.errors import ConfigError

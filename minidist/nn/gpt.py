@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from minidist.autograd.ops.gather import SortedIds
 from minidist.autograd.tensor import Tensor, no_grad
 from minidist.backend import Array, beside, random_uniform, to_host
 from minidist.errors import ConfigError, ShapeError
@@ -27,7 +28,6 @@ from minidist.nn.module import Module
 from minidist.nn.moe import Mixture, mixture
 from minidist.nn.norm import LayerNorm, RMSNorm
 from minidist.nn.output import Output
-from minidist.ops.gather import SortedIds
 
 
 class Block(Module):
@@ -87,7 +87,7 @@ class GPT(Module):
         return x
 
     def embed(self, ids: Array, positions: Array, key: DropoutKey | None = None) -> Tensor:
-        """Ids (B, T), positions (T,), better on the host than on a GPU (ops/gather.py) -> (B, T, width).
+        """Ids (B, T), positions (T,), better on the host than on a GPU (autograd/ops/gather.py) -> (B, T, width).
 
         Raises:  ShapeError for more tokens than the context holds.
         """

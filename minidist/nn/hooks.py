@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor, is_grad_enabled
 from minidist.backend import Array, array_module

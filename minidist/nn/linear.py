@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
 from minidist.nn.module import Module
 from minidist.nn.weights import ZEROS, Init, Weight

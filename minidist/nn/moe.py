@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minidist import backend, ops
+from minidist import backend
+from minidist.autograd import ops
+from minidist.autograd.ops.experts import place_rows, places_in_runs, top_positions
 from minidist.autograd.recompute import computed_again
 from minidist.autograd.tensor import Tensor, is_grad_enabled
 from minidist.backend import LOW_PRECISION, Array, array_module, random_normal, to_host
@@ -35,7 +37,6 @@ from minidist.nn.linear import Linear
 from minidist.nn.mlp import MLP
 from minidist.nn.module import Module
 from minidist.nn.weights import ZEROS, Init, Weight
-from minidist.ops.experts import place_rows, places_in_runs, top_positions
 
 if TYPE_CHECKING:
     from minidist.nn.gpt import GPT

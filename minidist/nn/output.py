@@ -1,6 +1,6 @@
 """What becomes of a model's last hidden states and logits."""
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
 from minidist.backend import Array
 

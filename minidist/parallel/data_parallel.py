@@ -54,8 +54,9 @@ from contextlib import suppress
 
 import numpy as np
 
-from minidist import account, ops
+from minidist import account
 from minidist.account import MemoryAccount
+from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.backend import Array, array_module
 from minidist.comm.group import Group

@@ -45,7 +45,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist import ops
+from minidist.autograd import ops
+from minidist.autograd.ops import collectives
 from minidist.autograd.recompute import computed_again
 from minidist.autograd.tensor import Tensor
 from minidist.backend import array_module
@@ -53,7 +54,6 @@ from minidist.comm.group import Group
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, Weight
 from minidist.nn.moe import Experts, loads, mixtures, rebalance
-from minidist.ops import collectives
 from minidist.optim import Optimizer
 from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.precision import Precision

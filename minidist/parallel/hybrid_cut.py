@@ -3,10 +3,10 @@
 from functools import partial
 from typing import NamedTuple
 
+from minidist.autograd.ops.collectives import shard_of
 from minidist.comm.group import Group
 from minidist.nn import GPT
 from minidist.nn.moe import mixtures
-from minidist.ops.collectives import shard_of
 from minidist.parallel import ring_attention, ulysses
 from minidist.parallel.common.own_tokens import Own, everything, tell_own, within
 from minidist.parallel.expert_parallel import expert_parallel

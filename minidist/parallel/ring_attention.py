@@ -3,7 +3,7 @@
 The idea. Everything in a block but attention works token by token, so each rank can hold some of the tokens and all of
 the weights. In attention a rank's queries must see the keys of all ranks. They come in pieces: each rank passes the
 keys and values that it has just used on to the next and gets the previous rank's, and after P - 1 hops every query has
-met every key. Softmax over keys that come in pieces is what ops/online_attention.py is about: a running maximum, a
+met every key. Softmax over keys that come in pieces is what autograd/ops/online_attention.py is about: a running maximum, a
 running sum. While a rank computes with one piece, the next is on its way.
 
     P=3      r0 sees    r1 sees    r2 sees        r -> r+1 meanwhile
@@ -50,7 +50,10 @@ from functools import partial
 
 import numpy as np
 
-from minidist import account, ops
+from minidist import account
+from minidist.autograd import ops
+from minidist.autograd.ops.attention import check_shapes
+from minidist.autograd.ops.online_attention import Backward, Running
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor
 from minidist.backend import Array, array_module, narrow, widen
@@ -59,8 +62,6 @@ from minidist.comm.group import Group
 from minidist.comm.pending import Pending
 from minidist.errors import ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
-from minidist.ops.attention import check_shapes
-from minidist.ops.online_attention import Backward, Running
 from minidist.parallel.common.context_parallel import ContextParallel
 from minidist.parallel.common.own_tokens import Own, keep_own_tokens, pick
 

@@ -37,13 +37,13 @@ Source:  Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tr
 
 from functools import partial
 
+from minidist.autograd.ops import collectives
+from minidist.autograd.ops.collectives import shard_of
 from minidist.autograd.tensor import Tensor
 from minidist.backend import Array
 from minidist.comm.group import Group
 from minidist.nn import GPT, GPTConfig
 from minidist.nn.moe import Sequences
-from minidist.ops import collectives
-from minidist.ops.collectives import shard_of
 from minidist.parallel.common.own_tokens import TOKENS, keep_own_dropouts, pick
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder

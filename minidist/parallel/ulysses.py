@@ -34,14 +34,14 @@ from functools import partial
 
 import numpy as np
 
-from minidist import ops
+from minidist.autograd import ops
+from minidist.autograd.ops import collectives
+from minidist.autograd.ops.collectives import shard_of
 from minidist.autograd.tensor import Tensor
 from minidist.backend import Array
 from minidist.comm.group import Group
 from minidist.errors import PlanError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
-from minidist.ops import collectives
-from minidist.ops.collectives import shard_of
 from minidist.parallel.common.context_parallel import ContextParallel
 from minidist.parallel.common.own_tokens import Own, keep_own_tokens, pick
 from minidist.parallel.common.split_gpt import head_shares

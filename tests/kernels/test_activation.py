@@ -18,7 +18,7 @@ from minidist.kernels.activation import (
     swiglu_reference,
 )
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.errors import KernelError, ShapeError
 
 shapes = st.tuples(st.integers(1, 40), st.sampled_from([1, 8, 33, 128, 264, 257]))

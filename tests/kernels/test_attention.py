@@ -20,7 +20,7 @@ from minidist.kernels.attention import (
     seen,
 )
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.errors import DtypeError, KernelError, ShapeError
 

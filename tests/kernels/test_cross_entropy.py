@@ -10,7 +10,7 @@ from kernel_checks import KINDS, check_gradient, close, needs_compiler
 from minidist.kernels import on_cpu
 from minidist.kernels.cross_entropy import MOST_KEPT, VERSIONS, cross_entropy, cross_entropy_reference, is_kept
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.errors import KernelError, ShapeError
 
 

@@ -8,7 +8,7 @@ from kernel_checks import KINDS, check_gradient, close, needs_compiler, on_each_
 from minidist.kernels import on_cpu
 from minidist.kernels.dropout import VERSIONS, residual_dropout, residual_dropout_reference
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.backend import random_bits, stream_key, to_host
 from minidist.errors import ConfigError, KernelError, ShapeError
 

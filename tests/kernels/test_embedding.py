@@ -7,12 +7,12 @@ from minidist.kernels import embedding as family
 from minidist.kernels import on_cpu
 from minidist.kernels.embedding import SOURCE, VERSIONS, embedding_gradient, embedding_gradient_reference
 
-from minidist import ops
+from minidist.autograd import ops
+from minidist.autograd.ops import gather
 from minidist.autograd.tensor import tensor
 from minidist.backend import to_host
 from minidist.dispatch import launcher
 from minidist.errors import KernelError, ShapeError
-from minidist.ops import gather
 
 # tokens, rows of the table, width: one of each, rows without a token and long runs, more than a block of columns
 SIZES = [(1, 1, 1), (50, 7, 33), (9, 40, 5), (40, 3, 300)]

@@ -9,7 +9,8 @@ from minidist.kernels import on_cpu
 from minidist.kernels.loader import Source, Table, c_type, launch
 from minidist.kernels.softmax import SOURCE, softmax, softmax_gradient, softmax_gradient_reference, softmax_reference
 
-from minidist import dispatch, ops
+from minidist import dispatch
+from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.errors import DtypeError, KernelError, ShapeError
 
@@ -190,7 +191,7 @@ def test_ops_take_the_kernel_on_a_gpu_alone(name, cupy, monkeypatch):
     called, launcher = [], dispatch.launcher
     monkeypatch.setattr(dispatch, "launcher", lambda which: called.append(which) or launcher(which))
     for module in ("activation", "norm", "random"):
-        monkeypatch.setattr(f"minidist.ops.{module}.launcher", dispatch.launcher)
+        monkeypatch.setattr(f"minidist.autograd.ops.{module}.launcher", dispatch.launcher)
     want = tensor(X, requires_grad=True)
     y = op(want)
     dy = np.asarray(np.arange(1, 1 + y.size, dtype=np.float32).reshape(y.shape))

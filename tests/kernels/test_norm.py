@@ -16,7 +16,7 @@ from minidist.kernels.norm import (
     rms_norm_gradient,
 )
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.errors import KernelError, ShapeError
 
 

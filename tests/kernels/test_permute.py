@@ -16,11 +16,11 @@ from minidist.kernels.permute import (
     to_experts_reference,
 )
 
-from minidist import ops
+from minidist.autograd import ops
+from minidist.autograd.ops.experts import Placement, place_rows
 from minidist.autograd.tensor import tensor
 from minidist.backend import to_host
 from minidist.errors import KernelError, ShapeError
-from minidist.ops.experts import Placement, place_rows
 
 # tokens, experts, choices a token, width
 SIZES = [(1, 1, 1, 1), (23, 6, 3, 33), (7, 9, 2, 300)]

@@ -6,7 +6,7 @@ from kernel_checks import KINDS, check_gradient, close, needs_compiler, on_each_
 from minidist.kernels import on_cpu
 from minidist.kernels.rotary import VERSIONS, rotary, rotary_gradient, rotary_reference
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.errors import KernelError, ShapeError
 
 

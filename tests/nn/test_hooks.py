@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor, no_grad, tensor
 from minidist.nn import GPT, Embedding, GPTConfig, Linear, Module
 

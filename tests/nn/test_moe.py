@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training import global_batch, tiny
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import no_grad, tensor
 from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig, Mixture, MixtureConfig, mixture

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given
 from op_strategies import CASES
 
-from minidist import backend, ops
+from minidist import backend
+from minidist.autograd import ops
+from minidist.autograd.ops.arithmetic import unbroadcast
 from minidist.autograd.tensor import tensor
 from minidist.errors import DtypeError
-from minidist.ops.arithmetic import unbroadcast
 
 
 @pytest.mark.parametrize("name, theirs", [("add", np.add), ("sub", np.subtract), ("mul", np.multiply),

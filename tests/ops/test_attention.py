@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_checks import needs_compiler
 
-from minidist import ops
+from minidist.autograd import ops
+from minidist.autograd.ops import attention
 from minidist.autograd.tensor import tensor
 from minidist.errors import ShapeError
-from minidist.ops import attention
 
 
 def plain(q, k, v):

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minidist as md
-from minidist import ops
+from minidist.autograd import ops
+from minidist.autograd.ops import collectives
 from minidist.autograd.tensor import tensor
 from minidist.comm.collectives.chunks import bounds
 from minidist.errors import ShapeError
-from minidist.ops import collectives
 
 STEP = 1e-6
 ITEM = 8

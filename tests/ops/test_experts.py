@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_checks import needs_compiler
 
-from minidist import ops
+from minidist.autograd import ops
+from minidist.autograd.ops import experts
+from minidist.autograd.ops.experts import place_rows, places_in_runs, top_positions
 from minidist.autograd.tensor import tensor
 from minidist.backend import dtype, to_host
 from minidist.errors import ShapeError
-from minidist.ops import experts
-from minidist.ops.experts import place_rows, places_in_runs, top_positions
 
 
 def test_the_largest_first_and_of_equals_the_first() -> None:

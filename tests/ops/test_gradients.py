@@ -6,13 +6,14 @@ from gradcheck import check_gradients, nodes_behind, outputs_of, weigh
 from hypothesis import given, settings
 from op_strategies import CASES
 
-from minidist import backend, ops
+from minidist import backend
+from minidist.autograd import ops
 from minidist.autograd.tape import REGISTRY
 from minidist.autograd.tensor import tensor
 
-WITH_RANKS = ("minidist.ops.collectives", "minidist.ops.vocabulary")     # need a group: their own tests run on ranks
+WITH_RANKS = ("minidist.autograd.ops.collectives", "minidist.autograd.ops.vocabulary")     # need a group: their own tests run on ranks
 OPS = sorted(name for name, op in REGISTRY.items()
-             if op.__module__.startswith("minidist.ops.") and op.__module__ not in WITH_RANKS)
+             if op.__module__.startswith("minidist.autograd.ops.") and op.__module__ not in WITH_RANKS)
 
 
 def examples(usual):

@@ -4,7 +4,8 @@ import fake_gpu
 import numpy as np
 import pytest
 
-from minidist import backend, ops
+from minidist import backend
+from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
 from minidist.errors import ShapeError
 

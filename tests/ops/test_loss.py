@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from kernel_checks import needs_compiler
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.backend import to_host
 from minidist.errors import DtypeError, ShapeError

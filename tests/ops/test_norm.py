@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from minidist import ops
+from minidist.autograd import ops
+from minidist.autograd.ops import blocks
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.errors import ShapeError
-from minidist.ops import blocks
 
 RNG = np.random.default_rng(0)
 X, W, B = RNG.normal(size=(5, 7, 6)) * 3 + 1, RNG.normal(size=6), RNG.normal(size=6)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from minidist import account, backend, ops
+from minidist import account, backend
+from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.errors import ConfigError, ShapeError
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist import backend, ops
+from minidist import backend
+from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.errors import ShapeError
 

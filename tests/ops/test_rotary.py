@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.errors import ShapeError
 
 RNG = np.random.default_rng(0)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.errors import ShapeError
 

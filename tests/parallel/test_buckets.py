@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
 from minidist.errors import ConfigError
 from minidist.parallel.common.buckets import cut, make_buckets

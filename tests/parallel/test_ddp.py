@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from training import CHOICES, SMALL_BUCKETS, Chooser, difference, global_batch, tiny, train, train_tiny
 
 import minidist as md
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.errors import ConfigError, GradientError, MismatchError
 from minidist.nn import GPT, Module

@@ -11,9 +11,9 @@ from plans import BOUND, MOST, check, sent_by_axis, train
 from training import difference, tiny
 
 import minidist as md
+from minidist.autograd.ops.collectives import shard_of
 from minidist.errors import MinidistError, PlanError
 from minidist.nn import Embedding
-from minidist.ops.collectives import shard_of
 from minidist.parallel import hybrid_step, ring_attention
 from minidist.parallel.common import own_tokens
 from minidist.parallel.common.scattered import Scattered

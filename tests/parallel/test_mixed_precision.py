@@ -13,7 +13,8 @@ import pytest
 from training import SMALL_BUCKETS, difference, global_batch, tiny
 
 import minidist as md
-from minidist import account, ops
+from minidist import account
+from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
 from minidist.cli import train_arguments, train_options
 from minidist.errors import ConfigError, GradientError, PlanError

@@ -14,8 +14,9 @@ from training import difference, global_batch, tiny, train, train_tiny
 from zero import BOUND
 
 import minidist as md
-from minidist import account, ops
+from minidist import account
 from minidist.account import MemoryAccount
+from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
 from minidist.errors import DiskError, MemoryLimitError, PlanError
 from minidist.nn import GPT, Linear, Module

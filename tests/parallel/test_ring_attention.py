@@ -23,13 +23,14 @@ from split import (
 from training import difference, global_batch, tiny
 
 import minidist as md
-from minidist import account, ops
+from minidist import account
+from minidist.autograd import ops
+from minidist.autograd.ops import online_attention
 from minidist.autograd.tensor import tensor
 from minidist.backend import random_uniform
 from minidist.comm.transports.delayed import delayed
 from minidist.errors import MemoryLimitError, ShapeError
 from minidist.nn import GPT
-from minidist.ops import online_attention
 from minidist.optim import SGD
 from minidist.parallel import ring_attention as chapter
 from minidist.parallel.activations import forget_scores

@@ -22,11 +22,12 @@ from split import (
 from training import difference, global_batch, tiny
 
 import minidist as md
-from minidist import account, ops
+from minidist import account
+from minidist.autograd import ops
+from minidist.autograd.ops import collectives, vocabulary
 from minidist.autograd.tensor import tensor as leaf
 from minidist.errors import ConfigError, MismatchError, PlanError, ShapeError
 from minidist.nn import GPT, GPTConfig
-from minidist.ops import collectives, vocabulary
 from minidist.optim import SGD
 from minidist.parallel.common import shards, split_gpt, tensor_layers
 from minidist.parallel.common.shards import WeightShard

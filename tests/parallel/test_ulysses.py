@@ -18,9 +18,9 @@ from training import difference, tiny
 
 import minidist as md
 from minidist import account
+from minidist.autograd.ops import collectives
 from minidist.errors import PlanError
 from minidist.nn import GPT
-from minidist.ops import collectives
 from minidist.optim import SGD
 from minidist.parallel import ulysses as chapter
 from minidist.parallel.ulysses import elements_sent, ulysses

@@ -9,7 +9,7 @@ from training import CHOICES, SMALL_BUCKETS, Chooser, global_batch, tiny
 from zero import any_job, check_equal, sent_for_training, train
 
 import minidist as md
-from minidist import ops
+from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
 from minidist.errors import GradientError
 from minidist.nn import GPT

@@ -25,13 +25,13 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 
+from minidist.autograd.ops.linear import column_sums, product_and_bias, rows
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import is_grad_enabled
 from minidist.backend import Array, array_module, device_of, matmul, narrow, to_host, widen
 from minidist.comm.group import Group
 from minidist.dispatch import launcher
 from minidist.nn import GPT, Linear
-from minidist.ops.linear import column_sums, product_and_bias, rows
 
 HISTORY = 16
 FORMATS = {"x": np.dtype(ml_dtypes.float8_e4m3fn), "w": np.dtype(ml_dtypes.float8_e4m3fn),

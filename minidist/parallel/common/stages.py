@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account, ops
+from minidist import account
+from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
 from minidist.backend import Array, array_module, beside, dtype_name, module_for, random_bits, to_host
 from minidist.comm.group import Group

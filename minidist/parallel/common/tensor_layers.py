@@ -11,7 +11,9 @@ in chapter 13. Layers, not whole models, are replaced: their weights keep their 
 
 from collections.abc import Sequence
 
-from minidist import ops
+from minidist.autograd import ops
+from minidist.autograd.ops import collectives
+from minidist.autograd.ops.vocabulary import split_cross_entropy
 from minidist.autograd.tensor import Tensor
 from minidist.backend import Array, array_module, beside
 from minidist.comm.collectives.chunks import bounds
@@ -19,8 +21,6 @@ from minidist.comm.group import Group
 from minidist.nn import MLP, DropoutKey, Embedding, Linear, Mixture, Module, Weight
 from minidist.nn.moe import Sequences
 from minidist.nn.output import Output
-from minidist.ops import collectives
-from minidist.ops.vocabulary import split_cross_entropy
 from minidist.parallel.common.shards import Place, WeightShard
 
 

@@ -3,12 +3,12 @@
 On a GPU kernels/norm.cu does both; its backward computes the normalized rows again from x, mean and scale.
 """
 
+from minidist.autograd.ops.blocks import row_blocks
+from minidist.autograd.ops.linear import rows
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.backend import Array, array_module, narrow, widen
 from minidist.dispatch import kernel, launcher
 from minidist.errors import ShapeError
-from minidist.ops.blocks import row_blocks
-from minidist.ops.linear import rows
 
 
 def _check(name: str, x: Array, **weights: Array) -> None:

@@ -10,13 +10,13 @@ from functools import cached_property
 
 import numpy as np
 
+from minidist.autograd.ops.arithmetic import unbroadcast
+from minidist.autograd.ops.gather import sum_by_id
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.backend import Array, array_module, narrow, widen
 from minidist.backend import matmul as multiply
 from minidist.dispatch import kernel
 from minidist.errors import ShapeError
-from minidist.ops.arithmetic import unbroadcast
-from minidist.ops.gather import sum_by_id
 
 
 def top_positions(scores: Array, k: int) -> Array:

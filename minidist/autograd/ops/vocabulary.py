@@ -1,11 +1,11 @@
 """Cross-entropy where each rank has the logits of a slice of the vocabulary: the whole row of logits exists nowhere."""
 
+from minidist.autograd.ops.blocks import row_blocks
+from minidist.autograd.ops.linear import rows
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.backend import Array, array_module, beside, device_of, narrow, widen
 from minidist.comm.group import Group
 from minidist.errors import DtypeError, ShapeError
-from minidist.ops.blocks import row_blocks
-from minidist.ops.linear import rows
 
 
 def _check(logits: Array, targets: Array, vocabulary: int) -> None:

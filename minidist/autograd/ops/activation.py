@@ -4,12 +4,12 @@ GELU and SiLU compute their slope beside their value, while the block of rows th
 save it instead of x: backward is then one product, and nothing transcendental runs twice.
 """
 
+from minidist.autograd.ops.blocks import row_blocks
+from minidist.autograd.ops.linear import column_sums, rows
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.backend import Array, array_module, narrow, widen
 from minidist.dispatch import kernel, launcher
 from minidist.errors import ShapeError
-from minidist.ops.blocks import row_blocks
-from minidist.ops.linear import column_sums, rows
 
 _GELU_IN = 0.7978845608028654      # sqrt(2 / pi)
 _GELU_CUBE = 0.044715
