@@ -11,11 +11,12 @@ import pytest
 from helpers import run
 
 import minidist as md
-from minidist.cli import bench_collectives, bench_floors, bench_step, main
-from minidist.cli.bench_collectives import VERBS, in_a_row, our_call, timed
-from minidist.cli.bench_floors import connected, copies_call, tcp_call
-from minidist.cli.bench_jobs import Job
-from minidist.cli.bench_overlap import Row
+from minidist.bench import collectives, floors, step
+from minidist.bench.collectives import VERBS, in_a_row, our_call, timed
+from minidist.bench.floors import connected, copies_call, tcp_call
+from minidist.bench.jobs import Job
+from minidist.bench.overlap import Row
+from minidist.cli import main
 from minidist.cli.machine import machine
 from minidist.comm.profile import LinkCost, Profile, Work, load_profile, save_profile
 from minidist.errors import LaunchError, PeerLostError
@@ -69,7 +70,7 @@ def test_a_contender_whose_result_is_wrong_is_not_timed(verb, wrong):
 
 def test_step_measures_ours(tmp_path, monkeypatch):
     """A tiny model: tokens/s are batch × context × ranks over the median step. With PyTorch: the soak tests."""
-    monkeypatch.setattr(bench_step.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None)
     file = tmp_path / "step.json"
     tiny = ["--layers", "1", "--width", "8", "--heads", "2", "--context", "8", "--batch", "2", "--vocab", "16"]
     assert main(["bench", "step", "-n", "2", "--rounds", "1", "--steps", "2", *tiny, "--json", str(file)]) == 0
@@ -203,7 +204,7 @@ def test_bus_bandwidth_counts_only_what_was_moved():
 ])
 def test_copies_touch_every_number_that_a_rank_must(title, brought, got, expected, monkeypatch):
     """Where every rank brings what this one does, the sums are right."""
-    monkeypatch.setattr(bench_floors, "CACHED", 1)
+    monkeypatch.setattr(floors, "CACHED", 1)
     send = np.repeat(np.arange(1, brought // 2 + 1), 2).astype(np.float32)
     recv = send if title == "all-reduce" else np.zeros(got, np.float32)
     copies_call(VERBS[title], 3)(send, recv)
@@ -230,7 +231,7 @@ def test_tcp_carries_what_a_rank_must(title, brought, got, expected):
 def test_short_messages_are_timed_several_in_a_row(monkeypatch):
     assert [in_a_row(nbytes) for nbytes in (1, 512 << 10, 1 << 20, 4 << 20, 64 << 20)] == [10, 10, 8, 2, 1]
     done: list[str] = []
-    monkeypatch.setattr(bench_collectives, "time", SimpleNamespace(perf_counter=lambda: 3.0 * done.count("call")))
+    monkeypatch.setattr(collectives, "time", SimpleNamespace(perf_counter=lambda: 3.0 * done.count("call")))
     measure = timed(VERBS["all-gather"], lambda send, recv: done.append("call"), lambda: done.append("barrier"), 0, 1,
                     check=False)
     assert measure(nbytes=4 << 20, repeats=1) == [3.0]      # seconds of a call, not of a row
@@ -241,13 +242,13 @@ def test_a_peer_that_cannot_is_left_out_unless_asked_for(monkeypatch):
     def start(verb, name, size):
         raise LaunchError(f"bench: {name} started 0 of 2 ranks: gloo of PyTorch 1.0 has no all-to-all: never heard")
 
-    monkeypatch.setattr(bench_collectives, "start_job", start)
+    monkeypatch.setattr(collectives, "start_job", start)
     arguments = VERBS["all-to-all"], [64], 2, 1, ["gloo"]
-    times, left_out = bench_collectives.measure_all(*arguments, False, print)
+    times, left_out = collectives.measure_all(*arguments, False, print)
     assert times == {}
     assert "gloo of PyTorch 1.0 has no all-to-all" in left_out[0]
     with pytest.raises(LaunchError, match="has no all-to-all"):
-        bench_collectives.measure_all(*arguments, True, print)
+        collectives.measure_all(*arguments, True, print)
 
 
 def test_a_job_that_does_not_start_says_what_it_printed():
@@ -257,7 +258,7 @@ def test_a_job_that_does_not_start_says_what_it_printed():
 
 def test_a_rank_that_dies_is_named(tmp_path):
     program = tmp_path / "mortal.py"
-    program.write_text("import sys\nfrom minidist.cli.bench_jobs import answer\n"
+    program.write_text("import sys\nfrom minidist.bench.jobs import answer\n"
                        "answer(sys.argv[2], 0, lambda: sys.exit('struck by lightning'))\n")
     job = Job("mortal", 1, [sys.executable, str(program)])
     try:
@@ -273,7 +274,7 @@ TINY_STEP = ["--rounds", "1", "--steps", "1", "--layers", "1", "--width", "8", "
 
 def test_stages_are_measured_and_drawn(tmp_path, monkeypatch, capsys):
     """Ours alone, where PyTorch is not installed."""
-    monkeypatch.setattr(bench_step.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None)
     file, picture = tmp_path / "step.json", tmp_path / "step.png"
     assert main(["bench", "step", "--plan", "dp=2", "--zero", "1,3", *TINY_STEP, "--json", str(file), "--figure",
                  str(picture)]) == 0
@@ -292,10 +293,10 @@ def test_a_peer_that_pytorch_lacks_is_named_with_its_reason(monkeypatch):
             raise LaunchError(f"bench: {contender} started 0 of 2 ranks: Traceback\nImportError: no fully_shard")
         started.append(zero)
 
-    monkeypatch.setattr(bench_step.importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(bench_step, "start_job", start)
-    monkeypatch.setattr(bench_step, "measure_jobs", lambda *arguments: [])
-    _, left_out = bench_step.measure_stages(bench_step.Model(), [2], [0, 2], 1, 1, "sockets", print)
+    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(step, "start_job", start)
+    monkeypatch.setattr(step, "measure_jobs", lambda *arguments: [])
+    _, left_out = step.measure_stages(step.Model(), [2], [0, 2], 1, 1, "sockets", print)
     assert started == [0, 2] and left_out[-1] == "PyTorch FSDP2 keep on 2 ranks: ImportError: no fully_shard"
 
 
@@ -307,4 +308,4 @@ def test_every_peer_takes_a_step(tmp_path):
     result = json.loads(file.read_text())
     assert result["left_out"] == []
     assert [row["name"] for row in result["rows"] if row["name"] != "minidist"] == [
-        peer for zero in range(4) for peer in bench_step.PEERS[zero]]
+        peer for zero in range(4) for peer in step.PEERS[zero]]

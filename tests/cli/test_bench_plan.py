@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from minidist.cli import bench_plan, bench_step, main
-from minidist.cli.bench_plan import Plan, PlanRow, lacks, peer_of, words
-from minidist.cli.bench_step import Answers, Model
+from minidist.bench import plan as bench_plan
+from minidist.bench import step
+from minidist.bench.plan import Plan, PlanRow, lacks, peer_of, words
+from minidist.bench.step import Answers, Model
+from minidist.cli import main
 from minidist.errors import LaunchError, PeerLostError
 
 TINY = ["--rounds", "1", "--steps", "1", "--layers", "2", "--width", "8", "--heads", "2", "--context", "8", "--batch",
@@ -152,7 +154,7 @@ def test_a_peer_that_does_not_start_leaves_the_others(monkeypatch):
     job.name, job.size = "minidist", 2
     monkeypatch.setattr(bench_plan.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(bench_plan, "start_job", start)
-    monkeypatch.setattr(bench_step, "start_job", lambda *arguments: job)
+    monkeypatch.setattr(step, "start_job", lambda *arguments: job)
     monkeypatch.setattr(bench_plan, "take_turns", lambda jobs, *rest: [turn for _ in jobs])
     rows, left_out = bench_plan.measure_plan("pp=2", plan("pp=2"), Model(), 1, 1, "sockets", print)
     assert left_out == ["PyTorch 1F1B beside pp=2, 1f1b × 8: ImportError: no pipelining"]

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minidist.bench.peers import TorchBlock, torch_weights
 from minidist.cli import train_arguments, train_options
-from minidist.cli.bench_peers import TorchBlock, torch_weights
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import warmup_cosine
 

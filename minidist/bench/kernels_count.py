@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from minidist.backend import dtype_name
-from minidist.cli.bench_kernels import chosen
-from minidist.cli.bench_kernels_case import KIND, Case, Draw, error, every, place, sample
-from minidist.cli.bench_step import Model
+from minidist.bench.kernels import chosen
+from minidist.bench.kernels_case import KIND, Case, Draw, error, every, place, sample
+from minidist.bench.step import Model
 from minidist.errors import ConfigError, KernelError
 from minidist.kernels import on_cpu
 

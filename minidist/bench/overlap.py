@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
+from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
 from minidist.launch.membership import limit_blas_threads
 
 DELAYED, GLOO = "delayed", "gloo"
 CONTENDERS = (DELAYED, "sockets", "shm", GLOO)
-MODULE = "minidist.cli.bench_overlap"
+MODULE = "minidist.bench.overlap"
 WIDTH = 256         # of the square float32 matrices: a product takes a fraction of a millisecond
 TRIAL = 8           # products in the first look at how long one takes
 

@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
-from minidist.cli.bench_step import Model, random_batch
+from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
+from minidist.bench.step import Model, random_batch
 from minidist.launch.membership import limit_blas_threads
 from minidist.observe.overlap import Overlap, measure, together
 from minidist.observe.timeline import Timeline
 
-MODULE = "minidist.cli.bench_overlap_step"
+MODULE = "minidist.bench.overlap_step"
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 LINKS = ("delayed", "sockets")
 MODEL = Model(layers=8, width=128, heads=4, context=128, batch=8)

@@ -20,7 +20,7 @@ from minidist.comm.group import Group
 from minidist.errors import TimeoutError
 
 if TYPE_CHECKING:
-    from minidist.cli.bench_collectives import Verb
+    from minidist.bench.collectives import Verb
 
 COPIES, TCP = FLOORS = ("copies", "tcp")
 CACHED = 32 << 10   # elements of a sum that stays in the processor's cache while it is added to

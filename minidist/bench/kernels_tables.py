@@ -4,8 +4,8 @@ from typing import Any
 
 from rich.console import Console
 
-from minidist.cli.bench_kernels_case import COPY, EAGER
-from minidist.cli.bench_tables import new_table
+from minidist.bench.kernels_case import COPY, EAGER
+from minidist.bench.tables import new_table
 
 
 def show_kernels(result: dict[str, Any], console: Console) -> None:

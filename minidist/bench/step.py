@@ -21,18 +21,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
+from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
 from minidist.errors import LaunchError
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPTConfig
 from minidist.parallel.plan import ZERO_STAGES
 
 OURS, SEPARATE, PEER = "minidist", "separate", "PyTorch"
-MODULE = "minidist.cli.bench_step"
+MODULE = "minidist.bench.step"
 CLIP = 1.0
 PEERS = {0: ("DDP",), 1: ("ZeroRedundancyOptimizer",), 2: ("FSDP1 SHARD_GRAD_OP", "FSDP2 keep"),
          3: ("FSDP1 FULL_SHARD", "FSDP2 reshard")}
-"""What PyTorch has for each ZeRO stage (bench_peers.py); FSDP that keeps weights after forward divides as stage 2."""
+"""What PyTorch has for each ZeRO stage (peers.py); FSDP that keeps weights after forward divides as stage 2."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def torch_rank(model: Model, folder: str, rank: int, size: int,
     """One rank of PyTorch eager; over gloo where there are several."""
     import torch
 
-    from minidist.cli.bench_peers import torch_step
+    from minidist.bench.peers import torch_step
 
     torch.set_num_threads(1)
     if size > 1:

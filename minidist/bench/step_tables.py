@@ -4,9 +4,9 @@ from typing import Any
 
 from rich.console import Console
 
-from minidist.cli.bench_step import OURS
-from minidist.cli.bench_step_device import COMPILED, EAGER
-from minidist.cli.bench_tables import new_table
+from minidist.bench.step import OURS
+from minidist.bench.step_device import COMPILED, EAGER
+from minidist.bench.tables import new_table
 
 
 def show_device(result: dict[str, Any], console: Console) -> None:

@@ -6,8 +6,8 @@ import numpy as np
 
 from minidist.autograd.ops.experts import Placement, place_rows
 from minidist.backend import random_bits, stream_key
-from minidist.cli.bench_kernels_case import Case, Draw, Inputs, wide
-from minidist.cli.bench_step import Model
+from minidist.bench.kernels_case import Case, Draw, Inputs, wide
+from minidist.bench.step import Model
 from minidist.kernels import activation, cross_entropy, dropout, embedding, norm, permute, rotary, softmax
 
 EXPERTS, CHOICES = 8, 2             # of the mixture that tokens are sent to

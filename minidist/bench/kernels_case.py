@@ -4,7 +4,7 @@
     work = case.build({name: on the device}, version)           # what is timed
     wrong = error(case, inputs, work(), sample)                 # before it is
 
-The tables of cases stand in bench_kernels_rows.py, bench_kernels_flat.py and bench_kernels_products.py.
+The tables of cases stand in kernels_rows.py, kernels_flat.py and kernels_products.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,7 @@ import numpy as np
 
 from minidist import backend
 from minidist.backend import Array, dtype_name, is_array, to_device, to_host
-from minidist.cli.bench_step import Model
+from minidist.bench.step import Model
 
 KIND = "bfloat16"                       # of rungs that take it
 EAGER, COMPILED = "PyTorch eager", "torch.compile"

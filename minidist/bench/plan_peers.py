@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from minidist.cli.bench_peers import TorchGPT, torch_weights
-from minidist.cli.bench_plan import replicates
+from minidist.bench.peers import TorchGPT, torch_weights
+from minidist.bench.plan import replicates
 from minidist.nn import GPTConfig
 from minidist.parallel.common.stages import balanced_layers
 from minidist.parallel.plan import Plan

@@ -23,13 +23,13 @@ import numpy as np
 
 from minidist import account
 from minidist.backend import module_for
-from minidist.cli import bench_step_floor
-from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
-from minidist.cli.bench_step import CLIP, OURS, Model, random_batch, resident_peak
+from minidist.bench import step_floor
+from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
+from minidist.bench.step import CLIP, OURS, Model, random_batch, resident_peak
 from minidist.errors import ConfigError, LaunchError, PeerLostError
 from minidist.launch.membership import limit_blas_threads
 
-MODULE = "minidist.cli.bench_step_device"
+MODULE = "minidist.bench.step_device"
 EAGER, COMPILED, CEILINGS, CAPTURED = "PyTorch eager", "torch.compile", "ceilings", "minidist, one graph"
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 WARM_UP = 3                         # steps before the first turn
@@ -95,12 +95,12 @@ def measure(model: Model, device: str, precision: str, rounds: int, steps: int, 
     finally:
         for job in jobs:
             job.close()
-    parts = bench_step_floor.step_parts(model, itemsize(precision))
+    parts = step_floor.step_parts(model, itemsize(precision))
     rows = [row_of(name, answers, model, parts, ceilings) for name, answers in turns.items()]
     return {"device": device, "precision": precision, "ceilings": ceilings, "rounds": rounds, "steps": steps,
             "rows": [asdict(row) for row in rows], "left_out": left_out + lost,
             "parts": [{**asdict(part), "seconds": part.seconds(ceilings["copy"], ceilings["matrix"])}
-                      for part in parts], "parameters": bench_step_floor.parameters(model)}
+                      for part in parts], "parameters": step_floor.parameters(model)}
 
 
 def ceilings_of(device: str, precision: str) -> dict[str, Any]:
@@ -141,13 +141,13 @@ def _take_turns(jobs: list[Job], rounds: int, steps: int,
     return turns, lost
 
 
-def row_of(name: str, turns: list[dict[str, Any]], model: Model, parts: list[bench_step_floor.Part],
+def row_of(name: str, turns: list[dict[str, Any]], model: Model, parts: list[step_floor.Part],
            ceilings: dict[str, float]) -> Row:
     """Medians and fractions of what a contender answered."""
     seconds = statistics.median(turn["seconds"] for turn in turns)
-    least = bench_step_floor.floor(parts, copy=ceilings["copy"], matrix=ceilings["matrix"])
+    least = step_floor.floor(parts, copy=ceilings["copy"], matrix=ceilings["matrix"])
     return Row(name, seconds, model.batch * model.context / seconds,
-               bench_step_floor.operations(parts) / seconds / ceilings["matrix"], least / seconds,
+               step_floor.operations(parts) / seconds / ceilings["matrix"], least / seconds,
                turns[-1]["peak_bytes"], turns[-1]["memory"])
 
 
@@ -206,7 +206,7 @@ def measured_ceilings(device: str, precision: str) -> dict[str, Any]:
     """What ceilings_of gives. On a CPU products are float32's, which low precision is computed in there."""
     limit_blas_threads(1, local_size=1)
     if device == "cuda":
-        from minidist.cli.bench_kernels_gpu import CudaGpu
+        from minidist.bench.kernels_gpu import CudaGpu
 
         gpu, kind = CudaGpu(), PRECISIONS[precision]
         found = gpu.ceilings((kind,))
@@ -230,7 +230,7 @@ def theirs(model: Model, device: str, precision: str, *, compiled: bool) -> Turn
     """PyTorch, eager or compiled."""
     import torch
 
-    from minidist.cli.bench_peers import torch_device_step
+    from minidist.bench.peers import torch_device_step
 
     if device == "cuda" and not torch.cuda.is_available():
         raise LaunchError(f"PyTorch {torch.__version__} sees no GPU")

@@ -23,19 +23,23 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.status import Status
 
-from minidist.cli import (
-    bench_calibrate,
-    bench_collectives,
-    bench_kernels_tables,
-    bench_overlap,
-    bench_overlap_step,
-    bench_plan,
-    bench_step,
-    bench_step_device,
-    bench_step_tables,
-    bench_tables,
+from minidist.bench import (
+    calibrate,
+    collectives,
+    kernels_tables,
+    overlap,
+    overlap_step,
+    step,
+    step_device,
+    step_tables,
 )
-from minidist.cli.bench_arguments import add_arguments
+from minidist.bench import (
+    plan as bench_plan,
+)
+from minidist.bench import (
+    tables as bench_tables,
+)
+from minidist.bench.arguments import add_arguments
 from minidist.cli.common import meant, write_json
 from minidist.cli.machine import machine
 from minidist.comm.collectives.choose import choose
@@ -96,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _collective(args: argparse.Namespace, progress: Progress) -> Result:
-    verb = bench_collectives.VERBS[args.what]
+    verb = collectives.VERBS[args.what]
     contenders = _chosen(verb, args.only)
     if min(args.sizes) < 4 or any(size % 4 for size in args.sizes):
         raise ConfigError(f"bench {verb.title}: sizes are whole float32 numbers; choose multiples of 4 bytes")
@@ -107,21 +111,21 @@ def _collective(args: argparse.Namespace, progress: Progress) -> Result:
                           f"{max(args.ranks)} ranks; choose --sizes from {4 * max(args.ranks)} up")
     tables, left_out = {}, _missing(verb, contenders, args.only)
     for count in args.ranks:
-        tables[count], without = bench_collectives.measure_all(verb, args.sizes, count, args.rounds, contenders,
+        tables[count], without = collectives.measure_all(verb, args.sizes, count, args.rounds, contenders,
                                                                args.only is not None, progress)
         left_out += [line for line in without if line not in left_out]
     return {"what": verb.title, "seconds": tables, "contenders": contenders, "sizes": args.sizes, "left_out": left_out}
 
 
-def _chosen(verb: bench_collectives.Verb, only: str | None) -> list[str]:
+def _chosen(verb: collectives.Verb, only: str | None) -> list[str]:
     """The contenders asked for, or all that are here."""
-    here = bench_collectives.contenders_here(verb)
+    here = collectives.contenders_here(verb)
     if only is None:
         return here
     chosen = only.split(",")
     for name in chosen:
         base, _, algorithm = name.partition(":")
-        if base not in (*bench_collectives.OURS, *verb.peers):
+        if base not in (*collectives.OURS, *verb.peers):
             raise ConfigError(f"bench {verb.title}: no contender {name!r}; choose from {', '.join(here)}")
         if base not in here:
             raise ConfigError(f"bench {verb.title}: {name} is not installed here; {_install(base)}")
@@ -131,17 +135,17 @@ def _chosen(verb: bench_collectives.Verb, only: str | None) -> list[str]:
     return chosen
 
 
-def _missing(verb: bench_collectives.Verb, contenders: list[str], only: str | None) -> list[str]:
+def _missing(verb: collectives.Verb, contenders: list[str], only: str | None) -> list[str]:
     """A line for each peer that is not installed, where all that are here were to be measured."""
     return [f"{peer} was left out: {_install(peer)}" for peer in verb.peers if only is None and peer not in contenders]
 
 
 def _install(contender: str) -> str:
-    return bench_tables.INSTALL_GLOO if contender == bench_collectives.GLOO else "pip install mpich mpi4py"
+    return bench_tables.INSTALL_GLOO if contender == collectives.GLOO else "pip install mpich mpi4py"
 
 
 def _draw_collective(path: Path, result: Result) -> None:
-    verb = bench_collectives.VERBS[result["what"]]
+    verb = collectives.VERBS[result["what"]]
     bench_plots.draw_bus_bandwidth(path, f"{verb.title}, {verb.about}", result["seconds"], verb.bus_bandwidth)
 
 
@@ -149,11 +153,11 @@ def _draw_collective(path: Path, result: Result) -> None:
 
 
 def _step(args: argparse.Namespace, progress: Progress) -> Result:
-    named = bench_step.MODELS[args.model] if args.model else bench_step.Model()
-    model = bench_step.Model(**{name: getattr(args, name) or value for name, value in vars(named).items()})
+    named = step.MODELS[args.model] if args.model else step.Model()
+    model = step.Model(**{name: getattr(args, name) or value for name, value in vars(named).items()})
     model.config()  # a model that cannot be is refused before anything starts
     if args.model or args.device or args.precision or args.graph:
-        return bench_step_device.measure_asked(args, model, progress)
+        return step_device.measure_asked(args, model, progress)
     plans = _plans(args, model)
     result = {"what": "step", "model": vars(model), "transport": args.transport, "zero": args.zero, "plans": [*plans],
               "left_out": []}
@@ -169,14 +173,14 @@ def _step(args: argparse.Namespace, progress: Progress) -> Result:
         ranks = [plan.size for plan in plans.values()] or args.ranks or [2, 4]
         if min(ranks) < 2:
             raise ConfigError("bench step --zero: one rank divides nothing; choose -n of at least 2")
-        rows, result["left_out"] = bench_step.measure_stages(model, ranks, args.zero, args.rounds, args.steps,
+        rows, result["left_out"] = step.measure_stages(model, ranks, args.zero, args.rounds, args.steps,
                                                              args.transport, progress)
     else:
-        rows = bench_step.measure_all(model, args.ranks or [1, 2], args.rounds, args.steps, args.transport, progress)
+        rows = step.measure_all(model, args.ranks or [1, 2], args.rounds, args.steps, args.transport, progress)
     return {**result, "rows": [vars(row) for row in rows]}
 
 
-def _plans(args: argparse.Namespace, model: bench_step.Model) -> dict[str, Plan]:
+def _plans(args: argparse.Namespace, model: step.Model) -> dict[str, Plan]:
     """The plans asked for, by their axes, as far as they can be measured with this model."""
     plans = {}
     for axes in args.plan:
@@ -204,7 +208,7 @@ def _of_step(result: Result, plans: Any, stages: Any, plain: Any, device: Any) -
 
 def _show_step(result: Result, console: Console) -> None:
     _of_step(result, bench_tables.show_plans, bench_tables.show_stages, bench_tables.show_step,
-             bench_step_tables.show_device)(result, console)
+             step_tables.show_device)(result, console)
 
 
 def _draw_step(path: Path, result: Result) -> None:
@@ -216,10 +220,10 @@ def _draw_step(path: Path, result: Result) -> None:
 
 
 def _overlap(args: argparse.Namespace, progress: Progress) -> Result:
-    contenders = _known("overlap", args.only, bench_overlap.CONTENDERS, bench_overlap.contenders_here())
+    contenders = _known("overlap", args.only, overlap.CONTENDERS, overlap.contenders_here())
     if args.ranks < 2 or args.bytes < 4 or args.bytes % 4 or not args.bandwidth:
         raise ConfigError("bench overlap: choose -n of at least 2, --bytes of whole float32 numbers, a --bandwidth")
-    rows = bench_overlap.measure_all(contenders, args.ranks, args.bytes, args.rounds, args.alpha, 1 / args.bandwidth,
+    rows = overlap.measure_all(contenders, args.ranks, args.bytes, args.rounds, args.alpha, 1 / args.bandwidth,
                                      progress)
     return {"what": "overlap", "ranks": args.ranks, "nbytes": args.bytes, "alpha": args.alpha,
             "bandwidth": args.bandwidth, "rows": [row.as_json() for row in rows]}
@@ -229,14 +233,14 @@ def _overlap(args: argparse.Namespace, progress: Progress) -> Result:
 
 
 def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
-    known, links = bench_overlap_step.STRATEGIES, bench_overlap_step.LINKS
-    chosen = bench_overlap_step.contenders(_known("overlap-step", args.strategy, known, list(known)),
+    known, links = overlap_step.STRATEGIES, overlap_step.LINKS
+    chosen = overlap_step.contenders(_known("overlap-step", args.strategy, known, list(known)),
                                            _known("overlap-step", args.only, links, list(links)))
     if args.ranks < 2 or not args.bandwidth or not args.bucket:
         raise ConfigError("bench overlap-step: choose -n of at least 2, a --bandwidth and a --bucket above 0")
-    model = bench_step.Model(**{name: getattr(args, name) for name in vars(bench_step.Model())})
+    model = step.Model(**{name: getattr(args, name) for name in vars(step.Model())})
     model.config()
-    rows = bench_overlap_step.measure_all(chosen, model, args.ranks, args.rounds, args.steps, args.bucket, args.alpha,
+    rows = overlap_step.measure_all(chosen, model, args.ranks, args.rounds, args.steps, args.bucket, args.alpha,
                                           1 / args.bandwidth, progress)
     return {"what": "overlap-step", "ranks": args.ranks, "model": vars(model), "bucket": args.bucket,
             "alpha": args.alpha, "bandwidth": args.bandwidth, "rows": [asdict(row) for row in rows]}
@@ -247,15 +251,15 @@ def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
 
 def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
     """In a job that a launcher started, its own link; rank 0 has the result."""
-    links = _known("calibrate", args.only, bench_calibrate.LINKS, bench_calibrate.links_here())
+    links = _known("calibrate", args.only, calibrate.LINKS, calibrate.links_here())
     if min(args.ranks) < 2 or len(args.sizes) < 2 or min(args.sizes) < 4:
         raise ConfigError("bench calibrate: choose -n of at least 2, and two --sizes or more, of at least 4 bytes")
     out = Path(args.out) if args.out else profile_path()
     if detect().alone:
-        fitted = bench_calibrate.measure_all(links, args.ranks, args.sizes, args.rounds, progress)
+        fitted = calibrate.measure_all(links, args.ranks, args.sizes, args.rounds, progress)
     else:
         world = init()
-        fitted = bench_calibrate.measure_job(world, args.sizes, args.rounds, progress)
+        fitted = calibrate.measure_job(world, args.sizes, args.rounds, progress)
         if world.rank:
             return None
     profile = Profile([each.cost for each in fitted], machine()).beside(out)
@@ -284,17 +288,17 @@ def _known(what: str, only: str | None, known: tuple[str, ...], here: list[str])
 def _kernels(args: argparse.Namespace, progress: Progress) -> Result:
     """Timed, or counted. The kernels are imported here: nobody else needs them."""
     if args.count:
-        from minidist.cli.bench_kernels_count import counted
+        from minidist.bench.kernels_count import counted
         return counted(args.names, args.seed, progress)
-    from minidist.cli.bench_kernels import measured
+    from minidist.bench.kernels import measured
     return measured(args.names, args.peers, args.rounds, args.seed, progress)
 
 
 _BENCHES = {
-    **dict.fromkeys(bench_collectives.VERBS, Bench(_collective, bench_tables.show_collective, _draw_collective)),
+    **dict.fromkeys(collectives.VERBS, Bench(_collective, bench_tables.show_collective, _draw_collective)),
     "overlap": Bench(_overlap, bench_tables.show_overlap, bench_plots.draw_overlap),
     "overlap-step": Bench(_overlap_step, bench_tables.show_overlap_step, bench_plots.draw_overlap_step),
     "calibrate": Bench(_calibrate, bench_tables.show_calibration, bench_plots.draw_calibration),
     "step": Bench(_step, _show_step, _draw_step),
-    "kernels": Bench(_kernels, bench_kernels_tables.show_kernels, kernel_plots.draw_kernels),
+    "kernels": Bench(_kernels, kernels_tables.show_kernels, kernel_plots.draw_kernels),
 }

@@ -2,7 +2,7 @@
 
     minidist    the plan, over as many ranks; and one rank
     separate    as many processes of ours that train without each other: what this machine's cores give
-    PyTorch     the same cut with what PyTorch has for it, over gloo (bench_plan_peers.py); and one process
+    PyTorch     the same cut with what PyTorch has for it, over gloo (plan_peers.py); and one process
 
 Each takes `batch` sequences a rank, one BLAS thread a rank, and its turn in every round. PyTorch's ranks begin with our
 weights and take our rows in as many microbatches; it is timed only if its first losses are ours, for then both do the
@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from minidist.cli import bench_step
-from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
-from minidist.cli.bench_step import CLIP, OURS, PEER, SEPARATE, Model, random_batch, take_turns, timed
+from minidist.bench import step as bench_step
+from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
+from minidist.bench.step import CLIP, OURS, PEER, SEPARATE, Model, random_batch, take_turns, timed
 from minidist.errors import LaunchError, PeerLostError
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPT
 from minidist.parallel.plan import Plan
 
-MODULE = "minidist.cli.bench_plan"
+MODULE = "minidist.bench.plan"
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 """Pipeline schedules that PyTorch has too, with as many stages a rank."""
 TOLERANCE = 1e-5  # of a loss: float32, summed in another order
@@ -158,7 +158,7 @@ def torch_step(model: Model, plan: Plan, folder: str, rank: int) -> Callable[[],
     """The step of one rank of PyTorch's, from our weights."""
     import torch
 
-    from minidist.cli.bench_plan_peers import plan_step
+    from minidist.bench.plan_peers import plan_step
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=plan.size)

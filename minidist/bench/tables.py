@@ -6,8 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from minidist.cli import bench_collectives, bench_overlap, bench_step
-from minidist.cli.bench_floors import COPIES, TCP
+from minidist.bench import collectives, overlap
+from minidist.bench import step as bench_step
+from minidist.bench.floors import COPIES, TCP
 from minidist.observe.bench_plots import STAGES, bytes_text, plan_label
 
 FLOORS = {COPIES: "nothing is communicated; what each rank must copy and add in any algorithm, all at once",
@@ -17,7 +18,7 @@ INSTALL_GLOO = 'pip install -e ".[bench]"'
 
 def show_collective(result: dict[str, Any], console: Console) -> None:
     """One table a rank count: time and bus bandwidth of each contender, ours as multiples of its peer's speed."""
-    verb = bench_collectives.VERBS[result["what"]]
+    verb = collectives.VERBS[result["what"]]
     for ranks, times in result["seconds"].items():
         table = new_table(f"{verb.title}, {verb.about}, {ranks} ranks (time µs · bus bandwidth GB/s)")
         ratios = [name for name in times if _peer_of(verb, name) in times]
@@ -36,11 +37,11 @@ def show_collective(result: dict[str, Any], console: Console) -> None:
         console.print(line, style="dim", markup=False)
 
 
-def _peer_of(verb: bench_collectives.Verb, contender: str) -> str:
+def _peer_of(verb: collectives.Verb, contender: str) -> str:
     """The peer that a contender is held against; "" for a peer."""
-    peers = {"sockets": bench_collectives.GLOO, "shm": verb.mpi, "mpi": verb.mpi, COPIES: verb.mpi,
-             TCP: bench_collectives.GLOO}
-    return peers.get(bench_collectives.base(contender), "")
+    peers = {"sockets": collectives.GLOO, "shm": verb.mpi, "mpi": verb.mpi, COPIES: verb.mpi,
+             TCP: collectives.GLOO}
+    return peers.get(collectives.base(contender), "")
 
 
 def show_step(result: dict[str, Any], console: Console) -> None:
@@ -134,10 +135,10 @@ def show_overlap(result: dict[str, Any], console: Console) -> None:
                       f"{row['of_longer']:.2f}×", f"{row['hidden']:.0%}")
     console.print(table)
     names = [row["name"] for row in result["rows"]]
-    if bench_overlap.DELAYED in names:
+    if overlap.DELAYED in names:
         console.print(f"delayed: sockets, each message held back {result['alpha'] * 1e6:.0f} µs and 1 s for "
                       f"{result['bandwidth'] / 1e6:,.0f} MB; the others are this machine as it is", style="dim")
-    if bench_overlap.GLOO not in names:
+    if overlap.GLOO not in names:
         console.print(f"gloo was left out: {INSTALL_GLOO}", style="dim", markup=False)
 
 

@@ -2,14 +2,7 @@
 
 import argparse
 
-from minidist.cli import (
-    bench_calibrate,
-    bench_collectives,
-    bench_overlap,
-    bench_overlap_step,
-    bench_step,
-    bench_step_device,
-)
+from minidist.bench import calibrate, collectives, overlap, overlap_step, step, step_device
 from minidist.cli.common import counts, number_of_bytes, positive, seconds, sizes
 from minidist.comm.profile import profile_path
 from minidist.parallel.schedules import ORDERS
@@ -18,7 +11,7 @@ from minidist.parallel.schedules import ORDERS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist bench`."""
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    for verb in bench_collectives.VERBS.values():
+    for verb in collectives.VERBS.values():
         _add_collective(what.add_parser(verb.title, help="bus bandwidth over message size, as nccl-tests prints it"),
                         verb)
     _add_step(what.add_parser("step", help="tokens/s and peak memory of a training step"))
@@ -31,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--figure", metavar="FILE.png", help="draw the figures")
 
 
-def _add_collective(parser: argparse.ArgumentParser, verb: bench_collectives.Verb) -> None:
+def _add_collective(parser: argparse.ArgumentParser, verb: collectives.Verb) -> None:
     parser.add_argument("--sizes", type=sizes, default=sizes("1KiB:64MiB"), metavar="FROM:TO",
                         help="doubling; or a,b,c (1KiB:64MiB)")
     parser.add_argument("-n", "--ranks", type=counts, default=[2, 4], metavar="N,N", help="rank counts (2,4)")
     parser.add_argument("--only", metavar="NAME,NAME", help="contenders, of " + ", ".join(
-        (*bench_collectives.OURS, *verb.peers)) + "; shm:ring takes ours by that algorithm (else auto's)")
+        (*collectives.OURS, *verb.peers)) + "; shm:ring takes ours by that algorithm (else auto's)")
     parser.add_argument("--rounds", type=positive, default=5, metavar="K", help="turns each contender gets (5)")
 
 
@@ -48,42 +41,42 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
                              "beside PyTorch's: DDP, torch.distributed.pipelining, DTensor")
     parser.add_argument("--schedule", choices=list(ORDERS), help="of plans with pp (1f1b)")
     parser.add_argument("--microbatches", type=positive, metavar="M", help="of plans with pp (four a stage)")
-    parser.add_argument("--zero", type=bench_step.stages, metavar="S,S",
+    parser.add_argument("--zero", type=step.stages, metavar="S,S",
                         help="ZeRO stages, of 0 (DDP), 1, 2, 3, each beside PyTorch's: DDP, ZeroRedundancyOptimizer, "
                              "FSDP")
     parser.add_argument("--rounds", type=positive, default=4, metavar="K", help="turns each contender gets (4)")
     parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps a turn (5)")
     parser.add_argument("--transport", choices=("sockets", "shm"), default="sockets",
                         help="ours, between ranks (sockets)")
-    parser.add_argument("--model", choices=list(bench_step.MODELS), help="its sizes, but for those given; one process")
+    parser.add_argument("--model", choices=list(step.MODELS), help="its sizes, but for those given; one process")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="time one process on it, beside PyTorch eager and "
                         "torch.compile, under the measured roofline (with --model: cpu)")
-    parser.add_argument("--precision", choices=list(bench_step_device.PRECISIONS), help="of one process (fp32)")
+    parser.add_argument("--precision", choices=list(step_device.PRECISIONS), help="of one process (fp32)")
     parser.add_argument("--graph", action="store_true", help="beside it ours again, the step captured as one CUDA "
                         "graph (with --device cuda --precision bf16)")
-    _add_model(parser, bench_step.Model())
-    parser.set_defaults(**dict.fromkeys(vars(bench_step.Model())))      # None: the named model's, or the default one's
+    _add_model(parser, step.Model())
+    parser.set_defaults(**dict.fromkeys(vars(step.Model())))      # None: the named model's, or the default one's
 
 
 def _add_overlap(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
-    parser.add_argument("--only", metavar="NAME,NAME", help="contenders, of " + ", ".join(bench_overlap.CONTENDERS))
+    parser.add_argument("--only", metavar="NAME,NAME", help="contenders, of " + ", ".join(overlap.CONTENDERS))
     parser.add_argument("--bytes", type=number_of_bytes, default=4 << 20, metavar="SIZE", help="to all-reduce (4MiB)")
     _add_links(parser, bandwidth=125 * 10**6)       # a gigabit network
     parser.add_argument("--rounds", type=positive, default=5, metavar="K", help="turns each contender gets (5)")
 
 
 def _add_overlap_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--strategy", default=",".join(bench_overlap_step.STRATEGIES), metavar="NAME,NAME",
-                        help="of " + ", ".join(bench_overlap_step.STRATEGIES) + " (all)")
+    parser.add_argument("--strategy", default=",".join(overlap_step.STRATEGIES), metavar="NAME,NAME",
+                        help="of " + ", ".join(overlap_step.STRATEGIES) + " (all)")
     parser.add_argument("-n", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
-    parser.add_argument("--only", metavar="NAME,NAME", help="links, of " + ", ".join(bench_overlap_step.LINKS))
+    parser.add_argument("--only", metavar="NAME,NAME", help="links, of " + ", ".join(overlap_step.LINKS))
     parser.add_argument("--bucket", type=number_of_bytes, default=512 << 10, metavar="SIZE",
                         help="a bucket's most bytes (512KiB)")
     _add_links(parser, bandwidth=500 * 10**6)
     parser.add_argument("--rounds", type=positive, default=3, metavar="K", help="turns each contender gets (3)")
     parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps a turn (5)")
-    _add_model(parser, bench_overlap_step.MODEL)
+    _add_model(parser, overlap_step.MODEL)
 
 
 def _add_links(parser: argparse.ArgumentParser, *, bandwidth: int) -> None:
@@ -98,14 +91,14 @@ _MODEL = {"layers": "blocks", "width": "model width", "heads": "attention heads"
 """What each field of Model is."""
 
 
-def _add_model(parser: argparse.ArgumentParser, model: bench_step.Model) -> None:
+def _add_model(parser: argparse.ArgumentParser, model: step.Model) -> None:
     for name, value in vars(model).items():
         parser.add_argument(f"--{name}", type=positive, default=value, metavar="N", help=f"{_MODEL[name]} ({value})")
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--ranks", type=counts, default=[2, 4], metavar="N,N", help="rank counts (2,4)")
-    parser.add_argument("--only", metavar="NAME,NAME", help="link classes, of " + ", ".join(bench_calibrate.LINKS))
+    parser.add_argument("--only", metavar="NAME,NAME", help="link classes, of " + ", ".join(calibrate.LINKS))
     parser.add_argument("--sizes", type=sizes, default=sizes("256B:4MiB"), metavar="FROM:TO",
                         help="doubling; or a,b,c (256B:4MiB)")
     parser.add_argument("--rounds", type=positive, default=5, metavar="K", help="turns each link class gets (5)")

@@ -13,7 +13,7 @@ part of them that must cross a rank's link, so that it is comparable across P an
 Of messages up to 4 MiB a repetition is several calls in a row, as nccl-tests times them: how far apart the ranks leave
 the barrier before them hardly counts.
 
-The contenders `copies` and `tcp` do but what each rank must in any algorithm (bench_floors.py). What a peer is slower
+The contenders `copies` and `tcp` do but what each rank must in any algorithm (floors.py). What a peer is slower
 than that is about all that could be won over shared memory, and over TCP.
 """
 
@@ -28,14 +28,14 @@ from typing import Any
 
 import numpy as np
 
-from minidist.cli.bench_floors import COPIES, FLOORS, Run, blocks, connected, copies_call, tcp_call
-from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
+from minidist.bench.floors import COPIES, FLOORS, Run, blocks, connected, copies_call, tcp_call
+from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
 from minidist.comm.group import Group
 from minidist.errors import LaunchError
 
 OURS = ("sockets", "shm", "mpi")
 GLOO = "gloo"
-MODULE = "minidist.cli.bench_collectives"
+MODULE = "minidist.bench.collectives"
 ITEM = 4            # bytes of a float32
 IN_A_ROW = 10       # most calls of a repetition
 ROW_BYTES = 8 << 20     # and all their messages together, where they are more than one
@@ -190,7 +190,7 @@ def our_call(world: Group, verb: Verb, algorithm: str) -> Run:
 
 
 def floor_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
-    """One rank that does but what it must (bench_floors.py); it meets the others over shared memory."""
+    """One rank that does but what it must (floors.py); it meets the others over shared memory."""
     import minidist as md
 
     world = md.init(transport="shm")

@@ -27,14 +27,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidist.cli.bench_jobs import Job, answer, worker_arguments, worker_command
+from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
 from minidist.comm.call import Call
 from minidist.comm.collectives.chunks import split
 from minidist.comm.group import Group
 from minidist.comm.profile import NETWORK, LinkCost, Sample, Work, fit
 from minidist.comm.transport import Handle
 
-MODULE = "minidist.cli.bench_calibrate"
+MODULE = "minidist.bench.calibrate"
 LINKS = ("threads", "sockets", "shm", "mpi")
 BURST = 8                   # messages of a burst, to one neighbour
 STEPS = 4                   # exchanges in a row, so that starting the call counts little

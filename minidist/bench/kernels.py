@@ -24,8 +24,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from minidist.backend import dtype_name
-from minidist.cli import bench_kernels_flat, bench_kernels_products, bench_kernels_rows
-from minidist.cli.bench_kernels_case import (
+from minidist.bench import kernels_flat, kernels_products, kernels_rows
+from minidist.bench.kernels_case import (
     COPY,
     COPY_SHARE,
     EAGER,
@@ -39,13 +39,13 @@ from minidist.cli.bench_kernels_case import (
     place,
     sample,
 )
-from minidist.cli.bench_kernels_gpu import CudaGpu
-from minidist.cli.bench_kernels_peers import find, peers_of
-from minidist.cli.bench_step import MODELS, Model
+from minidist.bench.kernels_gpu import CudaGpu
+from minidist.bench.kernels_peers import find, peers_of
+from minidist.bench.step import MODELS, Model
 from minidist.cli.common import meant
 from minidist.errors import ConfigError, KernelError
 
-CASES = [*bench_kernels_rows.CASES, *bench_kernels_flat.CASES, *bench_kernels_products.CASES]
+CASES = [*kernels_rows.CASES, *kernels_flat.CASES, *kernels_products.CASES]
 STEP = MODELS["gpt2-124m"]
 
 Progress = Callable[[str], None]
@@ -53,7 +53,7 @@ Work = Callable[[], Any]
 
 
 class Gpu(Protocol):
-    """What measuring needs of a device (bench_kernels_gpu.py; tests bring their own)."""
+    """What measuring needs of a device (kernels_gpu.py; tests bring their own)."""
 
     device: str                         # as backend.to_device names it
 

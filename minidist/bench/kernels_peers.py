@@ -9,10 +9,10 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minidist.cli.bench_kernels_case import COMPILED, EAGER, Case, Inputs, every
-from minidist.cli.bench_kernels_flat import BETAS, DECAY, LR, TAKEN
-from minidist.cli.bench_kernels_gpu import as_torch
-from minidist.cli.bench_kernels_rows import RATE
+from minidist.bench.kernels_case import COMPILED, EAGER, Case, Inputs, every
+from minidist.bench.kernels_flat import BETAS, DECAY, LR, TAKEN
+from minidist.bench.kernels_gpu import as_torch
+from minidist.bench.kernels_rows import RATE
 
 Tensors = dict[str, Any]
 Work = Callable[[], Any]

@@ -1,0 +1,1 @@
+"""`minidist bench`: collectives, kernels and training steps timed beside other libraries."""
