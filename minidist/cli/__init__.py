@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(error, f"{prefix}: interrupted", 130, everywhere=True)
 
 
-MODULES = {"train": "minidist.cli.train", "bench": "minidist.bench.command"}
+MODULES = {"train": "minidist.cli.train.command", "bench": "minidist.bench.command"}
 """Where a command is that is more than a file minidist/cli/COMMAND.py."""
 
 

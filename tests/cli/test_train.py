@@ -16,8 +16,11 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import minidist as md
-from minidist.cli import main, train, train_arguments, train_options, train_progress, train_sample
+from minidist.cli import main
 from minidist.cli.common import Parser
+from minidist.cli.train import arguments, progress, sample
+from minidist.cli.train import command as train
+from minidist.cli.train import options as train_options
 from minidist.parallel.accumulation import elements_sent
 from minidist.parallel.common.replicas import weights_digest
 
@@ -388,7 +391,7 @@ def test_options_survive_the_way_to_the_ranks() -> None:
     from minidist.cli.common import Parser
 
     parser = Parser()
-    train_arguments.add_arguments(parser)
+    arguments.add_arguments(parser)
     args = parser.parse_args(["-n", "3", "--lr", "1e-4", "--tied", "--data", "a b.txt", "--plan", "dp=3"])
     again = parser.parse_args(train_options.as_arguments(args))
     assert {**vars(again), "ranks": 3} == vars(args)
@@ -397,14 +400,14 @@ def test_options_survive_the_way_to_the_ranks() -> None:
 def test_beginnings_are_lines_of_prose() -> None:
     from minidist.data import text
 
-    begun = train_sample.beginnings(text.from_string("x = 1\nIt was a bright cold day in April, and the\n" * 40), 3)
+    begun = sample.beginnings(text.from_string("x = 1\nIt was a bright cold day in April, and the\n" * 40), 3)
     assert begun == ["\nIt was a bright cold day in April"[:33]] * 3
-    assert train_sample.beginnings(text.from_string("0123456789" * 50), 3) == ["0123456789" * 3 + "01"]
+    assert sample.beginnings(text.from_string("0123456789" * 50), 3) == ["0123456789" * 3 + "01"]
 
 
 def test_lines_are_few_and_the_last_is_there() -> None:
     lines: list[str] = []
-    report = train_progress.Lines(1000, lines.append, seconds=3600)
+    report = progress.Lines(1000, lines.append, seconds=3600)
     for step in range(1, 1001):
         report.step(step, 1.0, 2.0, 3 << 20)
     report.close()
@@ -417,9 +420,9 @@ def test_held_out_text_that_takes_long_shows_how_far_it_is() -> None:
     batches = [(np.array([number]), np.array([number])) for number in range(12)]
     for seconds, shown in ((0.0, 12), (3600.0, 0)):
         lines.clear()
-        assert list(train_progress.Lines(1, lines.append, seconds=seconds).validating(batches)) == batches
+        assert list(progress.Lines(1, lines.append, seconds=seconds).validating(batches)) == batches
         assert lines == [f"held-out text: batch {number:>2} of 12" for number in range(shown)]
-    assert list(train_progress.Silence().validating(batches)) == batches
+    assert list(progress.Silence().validating(batches)) == batches
 
 
 def test_a_terminal_gets_a_bar() -> None:
@@ -428,7 +431,7 @@ def test_a_terminal_gets_a_bar() -> None:
     from rich.console import Console
 
     screen = io.StringIO()
-    report = train_progress.make_report(3, Console(file=screen, force_terminal=True, width=120), on_terminal=True)
+    report = progress.make_report(3, Console(file=screen, force_terminal=True, width=120), on_terminal=True)
     for step in range(1, 4):
         report.step(step, 2.5, 1234.0, 1 << 20)
     report.close()

@@ -16,7 +16,8 @@ import minidist as md
 from minidist import account
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
-from minidist.cli import train_arguments, train_options
+from minidist.cli.train import arguments
+from minidist.cli.train import options as train_options
 from minidist.errors import ConfigError, GradientError, PlanError
 from minidist.nn import GPT
 from minidist.optim import SGD
@@ -283,7 +284,7 @@ def test_refuses() -> None:
 def settings_of(*options: str) -> train_options.Settings:
     """Of `minidist train --steps 200` with these options."""
     parser = argparse.ArgumentParser()
-    train_arguments.add_arguments(parser)
+    arguments.add_arguments(parser)
     return train_options.check(parser.parse_args(["--steps", "200", "--out", "unused", *options]))
 
 

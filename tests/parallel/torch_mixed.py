@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from minidist.bench.peers import TorchBlock, torch_weights
-from minidist.cli import train_arguments, train_options
+from minidist.cli.train import arguments
+from minidist.cli.train import options as train_options
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import warmup_cosine
 
@@ -96,5 +97,5 @@ def train(settings: train_options.Settings, precision: str) -> float:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser()
-    train_arguments.add_arguments(parser)
+    arguments.add_arguments(parser)
     print(train(train_options.check(parser.parse_args(sys.argv[2:])), sys.argv[1]))

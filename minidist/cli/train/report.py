@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 import minidist
-from minidist.cli import train_central, train_experts, train_hybrid
 from minidist.cli.common import write_json
-from minidist.cli.train_offload import offload_record, on_device, print_offload
+from minidist.cli.train import central, hybrid
+from minidist.cli.train import experts as train_experts
+from minidist.cli.train.offload import offload_record, on_device, print_offload
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.costs import FORMULAS, Case
 from minidist.comm.group import Group
@@ -53,7 +54,7 @@ def rank_record(trainer: Trainer, world: Group) -> dict[str, Any]:
 def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
     """Every rank's record on rank 0, or, of one process that drives several devices, every device's."""
     if isinstance(trainer.strategy, DataParallel):
-        return train_central.device_records(trainer.strategy)
+        return central.device_records(trainer.strategy)
     return gather_records(world, rank_record(trainer, world))
 
 
@@ -63,12 +64,12 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     """
     strategy = trainer.strategy
     if isinstance(strategy, (DataParallel, ParameterServer)):
-        return train_central.formula(trainer, strategy, batch)
+        return central.formula(trainer, strategy, batch)
     if isinstance(strategy, Single):
         return {"sent_bytes": 0, "messages": 0, "buckets": 0}
     if isinstance(strategy, Hybrid):
-        calls = train_hybrid.collectives(strategy, trainer.plan.accumulate)
-        return train_hybrid.formula(trainer, strategy, data_formula(trainer, strategy.data, calls), batch)
+        calls = hybrid.collectives(strategy, trainer.plan.accumulate)
+        return hybrid.formula(trainer, strategy, data_formula(trainer, strategy.data, calls), batch)
     return {key: value for key, value in data_formula(trainer, strategy).items() if key != "axes"}
 
 
@@ -189,11 +190,11 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
     if metrics["plan"]["strategy"] != "ddp":
         console.rule("what each sent in a step, in bytes and messages, measured and by formula", style="dim",
                      align="left")
-        console.print(train_central.traffic_table(metrics))
+        console.print(central.traffic_table(metrics))
     elif "axes" in metrics["formula"]:
         console.rule("what all ranks sent in a step along each axis, in bytes, measured and by formula", style="dim",
                      align="left")
-        console.print(train_hybrid.traffic_table(metrics))
+        console.print(hybrid.traffic_table(metrics))
     elif metrics["size"] > 1:
         what = "gradients and weights" if metrics["plan"]["zero"] else "gradients"
         console.rule(f"what each rank sent for {what} in a step, in bytes and messages, measured and by formula",
@@ -245,7 +246,7 @@ def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, f
     ranks = plan["dp"] * plan["cp"] * (1 if experts else plan["ep"])
     held = state_bytes(1, each, zero=plan["zero"], ranks=ranks, shard=None if experts else plan["shard"])
     held = on_device(held, plan["offload"], plan["zero"])
-    held["optimizer"] *= train_central.optimizer_share(plan)
+    held["optimizer"] *= central.optimizer_share(plan)
     return {category: held[category] for category in STATE}
 
 

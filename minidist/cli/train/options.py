@@ -1,4 +1,4 @@
-"""What the options of `minidist train` (train_arguments.py) mean, once they are checked."""
+"""What the options of `minidist train` (arguments.py) mean, once they are checked."""
 
 import argparse
 import os

@@ -23,11 +23,12 @@ from typing import Any
 from rich.console import Console
 
 from minidist import account
-from minidist.cli import train_arguments, train_experts, train_hybrid, train_options, train_report
 from minidist.cli.common import fail, write_json
-from minidist.cli.train_progress import Report, Silence, make_console, make_report
-from minidist.cli.train_sample import sample
-from minidist.cli.train_verify import STEPS, Weights, verify
+from minidist.cli.train import arguments, experts, hybrid, options
+from minidist.cli.train import report as train_report
+from minidist.cli.train.progress import Report, Silence, make_console, make_report
+from minidist.cli.train.sample import sample
+from minidist.cli.train.verify import STEPS, Weights, verify
 from minidist.comm.group import Group
 from minidist.graph import CapturedStep
 from minidist.launch import detect, init, spawn
@@ -42,7 +43,7 @@ from minidist.parallel.hybrid_step import Hybrid
 TRACE_SPANS = 5000
 """Spans of a rank that trace.json keeps: about the first 150 steps, and a few megabytes for four ranks."""
 
-add_arguments = train_arguments.add_arguments
+add_arguments = arguments.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     starts_ranks = launch.launcher == "alone" and (args.ranks or 1) > 1
     if args.ranks and args.ranks != launch.world_size and not starts_ranks:
         fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
-    settings = train_options.check(args)
+    settings = options.check(args)
     size = args.ranks if starts_ranks else launch.world_size
     plan = settings.plan(size)
     plan.require(size, settings.config)
@@ -64,14 +65,14 @@ def run(args: argparse.Namespace) -> int:
     if starts_ranks:
         args.out = str(settings.out)                        # whose default is the time
         with run_folder(settings.out):
-            return spawn([sys.executable, "-m", "minidist", "train", *train_options.as_arguments(args)], size)
+            return spawn([sys.executable, "-m", "minidist", "train", *options.as_arguments(args)], size)
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
     world = init(transport=args.transport, threads=threads)
     with run_folder(settings.out) if world.rank == 0 else nullcontext():
         return train(settings, world, threads)
 
 
-def train(settings: train_options.Settings, world: Group, threads: int) -> int:
+def train(settings: options.Settings, world: Group, threads: int) -> int:
     """The run from the first step to the report; the same on every rank, but that rank 0 speaks and writes."""
     args = settings.args
     speaks = world.rank == 0 and not args.quiet
@@ -82,7 +83,7 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
                       **settings.trainer_options())
     trainer.require_room(args.batch)
     if speaks:
-        announce(console, settings, world, train_hybrid.stage_layers(trainer))
+        announce(console, settings, world, hybrid.stage_layers(trainer))
     report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else Silence()
     losses, seconds, early = train_steps(trainer, settings, report)
     world = trainer.survivors()
@@ -95,7 +96,7 @@ def train(settings: train_options.Settings, world: Group, threads: int) -> int:
     metrics = {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name,
                "threads": threads, "device": args.device, **train_report.parameter_counts(trainer),
                "formula": train_report.gradient_formula(trainer, settings.training_batch(0)),
-               **train_experts.record(trainer), "stage_layers": train_hybrid.stage_layers(trainer),
+               **experts.record(trainer), "stage_layers": hybrid.stage_layers(trainer),
                "optimizer_moments": train_report.moments(trainer),
                "skipped_steps": trainer.precision.skipped,
                "losses": losses, "validation_loss": validation_loss, "step_seconds": step_seconds,
@@ -169,7 +170,7 @@ def before_sigterm(last: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def train_steps(trainer: Trainer, settings: train_options.Settings,
+def train_steps(trainer: Trainer, settings: options.Settings,
                 report: Report) -> tuple[list[float], list[float], Weights | None]:
     """Every step: the global losses, each step's seconds on this rank, and early weights if --verify wants them.
 
@@ -199,7 +200,7 @@ def train_steps(trainer: Trainer, settings: train_options.Settings,
     return losses, seconds, early
 
 
-def announce(console: Console, settings: train_options.Settings, world: Group, stages: list[int] | None) -> None:
+def announce(console: Console, settings: options.Settings, world: Group, stages: list[int] | None) -> None:
     """What is about to be trained, on what; `stages`: how many layers each has."""
     config, text, plural = settings.config, settings.text, train_report.plural
     split = f" (in stages of {', '.join(map(str, stages))})" if stages else ""

@@ -1,0 +1,1 @@
+"""`minidist train`: options, the run itself, its progress, report and verification."""
