@@ -23,7 +23,7 @@ it at once, or a child does that the rank forked).
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from minidist.comm import parts, verbs
+from minidist.comm import subgroups, verbs
 from minidist.comm.call import Call
 from minidist.comm.collectives.paths import tiers
 from minidist.comm.ledger import Ledger
@@ -229,7 +229,7 @@ class Group:
         Returns: the group, or None for color None. Overlapping and nested groups may be used at once.
         Cost:    one all_gather of four integers, counted under "control".
         """
-        part = parts.of_color(self, self._splits + 1, color, key, axis)
+        part = subgroups.of_color(self, self._splits + 1, color, key, axis)
         self._splits += 1
         return None if part is None else self._child(part)
 
@@ -238,11 +238,11 @@ class Group:
 
         Sends nothing, for those who are gone would not answer.
         """
-        return self._child(parts.left(self, gone))
+        return self._child(subgroups.left(self, gone))
 
-    def _child(self, part: parts.Part) -> "Group":
-        child = Group(self.transport, self.ledger, parts.chosen(self.world_ranks, part), axis=part.axis, id=part.id,
-                      nodes=parts.chosen(self.nodes, part), places=part.places)
+    def _child(self, part: subgroups.Part) -> "Group":
+        child = Group(self.transport, self.ledger, subgroups.chosen(self.world_ranks, part), axis=part.axis, id=part.id,
+                      nodes=subgroups.chosen(self.nodes, part), places=part.places)
         self._children.append(child)
         return child
 
