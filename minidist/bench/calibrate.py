@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
-from minidist.comm.call import Call
+from minidist.comm.calls.call import Call
 from minidist.comm.collectives.chunks import split
 from minidist.comm.group import Group
 from minidist.comm.profile import NETWORK, LinkCost, Sample, Work, fit

@@ -4,7 +4,7 @@
                                           \\              /
     the group's side                       e0 awaited | work | e1                        nobody waits on the host
 
-Without one, arrays cross to the host and back (arrays.py), whatever the transport. A call goes to the device if its
+Without one, arrays cross to the host and back (buffers.py), whatever the transport. A call goes to the device if its
 arrays are on the GPU, its algorithm is `auto` or `native`, and Device.refusal() has nothing against it. All ranks of
 a group must bring arrays of the same kind: one that brings a host array calls another algorithm: a MismatchError.
 

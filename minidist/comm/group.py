@@ -24,13 +24,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from minidist.comm import subgroups, verbs
-from minidist.comm.call import Call
+from minidist.comm.calls.async_call import Pending, Worker
+from minidist.comm.calls.call import Call
+from minidist.comm.calls.group_guard import Usage
 from minidist.comm.collectives.paths import tiers
 from minidist.comm.ledger import Ledger
 from minidist.comm.messages import Messages
-from minidist.comm.pending import Pending, Worker
 from minidist.comm.transport import Transport
-from minidist.comm.usage import Usage
 from minidist.errors import ConfigError
 
 __all__ = ["Group", "Pending"]

@@ -16,11 +16,11 @@ import numpy as np
 
 from minidist import backend
 from minidist.comm import source
-from minidist.comm.arrays import Result, argument, device_of
-from minidist.comm.call import Told
+from minidist.comm.calls.async_call import PendingMessage
+from minidist.comm.calls.buffers import Result, argument, device_of
+from minidist.comm.calls.call import Told
 from minidist.comm.device import VIA_LANE, Lane
 from minidist.comm.ledger import Event
-from minidist.comm.pending import PendingMessage
 from minidist.comm.signature import Block, Signature, dtype_code, pack_block, unpack
 from minidist.comm.transport import Handle, Tag, Transport
 from minidist.comm.transports.mailbox import loopback

@@ -74,7 +74,7 @@ def _told(innermost: FrameType | None) -> str:
         return place(innermost.f_code.co_filename, innermost.f_lineno)
     inside: FrameType | None = frame
     while inside is not None and inside.f_code.co_filename.startswith(_HERE):
-        if Path(inside.f_code.co_filename).name in ("group.py", "pending.py") and inside.f_code.co_name[0] != "_":
+        if Path(inside.f_code.co_filename).name in ("group.py", "async_call.py") and inside.f_code.co_name[0] != "_":
             verb = f"{inside.f_code.co_name} at "
         inside = inside.f_back
     return verb + caller(frame)

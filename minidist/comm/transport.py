@@ -17,7 +17,7 @@ Limits      A wait ends after `limit` seconds at the latest, with errors.Timeout
             not yet satisfied raises `error`.
 Deadlock    A wait longer than waits.QUIET tells `waits` what it is and for whom.
 Waiting     A waiting rank yields its core: a short spin at most, then it sleeps in the kernel.
-Counting    Transports do not count. Calls do (comm/call.py).
+Counting    Transports do not count. Calls do (comm/calls/call.py).
 """
 
 from abc import ABC, abstractmethod

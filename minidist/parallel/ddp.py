@@ -54,8 +54,8 @@ import numpy as np
 
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.backend import Array
+from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
-from minidist.comm.pending import Pending
 from minidist.nn import Module
 from minidist.optim import Optimizer, squares_of
 from minidist.parallel.accumulation import micro_parts

@@ -57,9 +57,9 @@ from minidist.autograd.ops.online_attention import Backward, Running
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor
 from minidist.backend import Array, array_module, narrow, widen
+from minidist.comm.calls.async_call import Pending
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.group import Group
-from minidist.comm.pending import Pending
 from minidist.errors import ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
 from minidist.parallel.common.context_parallel import ContextParallel

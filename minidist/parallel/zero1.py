@@ -44,8 +44,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from minidist.autograd.tensor import Parameter, Tensor
+from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
-from minidist.comm.pending import Pending
 from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.accumulation import micro_parts

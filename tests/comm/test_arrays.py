@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import THREADS, run
 
-from minidist.comm.arrays import Result, apart, argument, device_of
+from minidist.comm.calls.buffers import Result, apart, argument, device_of
 from minidist.errors import ShapeError
 
 

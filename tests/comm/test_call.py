@@ -9,7 +9,7 @@ from helpers import THREADS, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minidist.comm.call import Call
+from minidist.comm.calls.call import Call
 from minidist.errors import CommError, MismatchError
 
 ONES = np.ones(6, np.float32)

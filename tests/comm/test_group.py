@@ -21,8 +21,8 @@ from leftovers import nothing_left
 from numpy.lib.stride_tricks import as_strided
 
 from minidist import account
+from minidist.comm.calls.async_call import PendingCall
 from minidist.comm.group import Group
-from minidist.comm.pending import PendingCall
 from minidist.errors import (
     CommError,
     ConfigError,

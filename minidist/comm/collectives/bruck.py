@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minidist.comm.arrays import PlaceOf
-from minidist.comm.call import Call
+from minidist.comm.calls.buffers import PlaceOf
+from minidist.comm.calls.call import Call
 from minidist.comm.collectives.labels import labels_in, labels_of, parts_of
 from minidist.comm.collectives.naive import in_workspace
 

@@ -5,7 +5,7 @@ notes: N4 §2
 
 import numpy as np
 
-from minidist.comm.call import Call
+from minidist.comm.calls.call import Call
 from minidist.comm.collectives.reduction import Reduction
 
 

@@ -5,7 +5,7 @@ Source: Hensgen, Finkel & Manber 1988.
 
 import numpy as np
 
-from minidist.comm.call import Call
+from minidist.comm.calls.call import Call
 
 _NOTHING = np.empty(0, np.uint8)
 

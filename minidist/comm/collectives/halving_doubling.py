@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minidist.comm.arrays import Rows
-from minidist.comm.call import Call
+from minidist.comm.calls.buffers import Rows
+from minidist.comm.calls.call import Call
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.collectives.reduction import Reduction
 

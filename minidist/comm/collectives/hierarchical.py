@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minidist.comm.arrays import Place, Rows
-from minidist.comm.call import Call
+from minidist.comm.calls.buffers import Place, Rows
+from minidist.comm.calls.call import Call
 from minidist.comm.collectives import ring, tree
 from minidist.comm.collectives.chunks import split
 from minidist.comm.collectives.part import Part

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from minidist.backend import array_module
-from minidist.comm.arrays import Place, PlaceOf, Rows
-from minidist.comm.call import Call
+from minidist.comm.calls.buffers import Place, PlaceOf, Rows
+from minidist.comm.calls.call import Call
 from minidist.comm.collectives import dissemination, tree
 from minidist.comm.collectives.bruck import pack, unpack
 from minidist.comm.collectives.chunks import bounds, split

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minidist.comm.arrays import PlaceOf
-from minidist.comm.call import Call
+from minidist.comm.calls.buffers import PlaceOf
+from minidist.comm.calls.call import Call
 from minidist.comm.collectives.chunks import split
 from minidist.comm.collectives.reduction import Reduction, add_from
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minidist.comm.arrays import Place
-from minidist.comm.call import Call
+from minidist.comm.calls.buffers import Place
+from minidist.comm.calls.call import Call
 from minidist.comm.transport import Handle, Reduce
 
 

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from minidist.backend import widen
-from minidist.comm.call import Call
+from minidist.comm.calls.call import Call
 from minidist.comm.transport import Reduce
 from minidist.errors import ConfigError, DtypeError
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minidist.comm.arrays import Place, PlaceOf, Rows
-from minidist.comm.call import Call
+from minidist.comm.calls.buffers import Place, PlaceOf, Rows
+from minidist.comm.calls.call import Call
 from minidist.comm.collectives.chunks import bounds, split
 from minidist.comm.collectives.reduction import Reduction
 from minidist.comm.collectives.tree import halved

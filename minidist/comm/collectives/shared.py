@@ -25,8 +25,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from minidist.comm.arrays import Place, PlaceOf, Rows
-from minidist.comm.call import Call
+from minidist.comm.calls.buffers import Place, PlaceOf, Rows
+from minidist.comm.calls.call import Call
 from minidist.comm.collectives.chunks import bounds, split
 from minidist.comm.collectives.labels import labels_in, labels_of, parts_of
 from minidist.comm.collectives.reduction import Reduction

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minidist.comm.arrays import Place, Rows
-from minidist.comm.call import Call
+from minidist.comm.calls.buffers import Place, Rows
+from minidist.comm.calls.call import Call
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.collectives.naive import in_workspace
 from minidist.comm.collectives.reduction import Reduction, add_from

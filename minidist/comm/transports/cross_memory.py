@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minidist.comm.arrays import address_of
+from minidist.comm.calls.buffers import address_of
 
 _EXHIBIT = struct.Struct("<QQ16s")          # process id, address, the bytes that lie there
 EXHIBIT_BYTES = _EXHIBIT.size

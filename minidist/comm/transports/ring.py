@@ -28,7 +28,7 @@ import threading
 
 import numpy as np
 
-from minidist.comm.arrays import address_of
+from minidist.comm.calls.buffers import address_of
 
 CAPACITY = 4 << 20          # bytes of a ring: more than a core's second-level cache
 PIECE_BYTES = 512 << 10     # most that is copied before it is shown to the other side, so that both work at once

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from minidist.backend import Array
-from minidist.comm.pending import Pending
+from minidist.comm.calls.async_call import Pending
 from minidist.parallel.common.flat import Flat
 from minidist.parallel.common.recorder import Recorder
 

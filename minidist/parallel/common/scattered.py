@@ -14,7 +14,7 @@ from functools import partial
 
 from minidist.autograd.tensor import Parameter
 from minidist.backend import Array
-from minidist.comm.pending import Pending
+from minidist.comm.calls.async_call import Pending
 from minidist.parallel.common.flat import Flat, empty_like
 from minidist.parallel.common.home import Home
 from minidist.parallel.common.recorder import Recorder

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from minidist.backend import Array
+from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
-from minidist.comm.pending import Pending
 from minidist.errors import ScheduleError
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.schedule_checker import Span, check

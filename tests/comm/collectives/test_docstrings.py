@@ -96,5 +96,5 @@ def test_messages_without_subscribers_read_no_clock(monkeypatch):
     def no_clock():
         raise AssertionError("the clock was read")
 
-    monkeypatch.setattr("minidist.comm.call.time.perf_counter", no_clock)
+    monkeypatch.setattr("minidist.comm.calls.call.time.perf_counter", no_clock)
     run(lambda world: world.all_reduce(np.ones(9), algorithm="ring"), size=3)

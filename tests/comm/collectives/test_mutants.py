@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from collective_checker import Drawn, examine
 
-from minidist.comm.arrays import Place, PlaceOf, Rows
-from minidist.comm.call import Call
+from minidist.comm.calls.buffers import Place, PlaceOf, Rows
+from minidist.comm.calls.call import Call
 from minidist.comm.collectives import bruck, halving_doubling, hierarchical, naive, ring, torus, tree
 from minidist.comm.collectives.choose import ALGORITHMS
 from minidist.comm.collectives.chunks import bounds, split

@@ -24,7 +24,7 @@ from strategies import calls
 
 from minidist import account
 from minidist.comm import costs
-from minidist.comm.call import Call
+from minidist.comm.calls.call import Call
 from minidist.comm.collectives import shared
 from minidist.comm.costs import FORMULAS
 from minidist.comm.transport import SHOWN_BYTES

@@ -19,7 +19,7 @@ import numpy as np
 
 from minidist import account
 from minidist.comm import source
-from minidist.comm.arrays import Place, address_of
+from minidist.comm.calls.buffers import Place, address_of
 from minidist.comm.device import Side
 from minidist.comm.ledger import Event
 from minidist.comm.native import Native

@@ -14,7 +14,7 @@ from minidist.comm.waits import QUIET, Purpose
 from minidist.errors import CommError
 
 if TYPE_CHECKING:
-    from minidist.comm.call import Call
+    from minidist.comm.calls.call import Call
 
 _LOOK = 1.0  # seconds between looks at whether the worker still lives
 

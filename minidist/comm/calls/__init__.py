@@ -1,0 +1,1 @@
+"""One collective call: its arrays, chunks and reduction, and the handle of a call under way."""
