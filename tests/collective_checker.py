@@ -17,7 +17,7 @@ from helpers import run
 
 from minidist.comm.collectives.choose import ALGORITHMS
 from minidist.comm.collectives.reduction import UFUNCS
-from minidist.comm.costs import FORMULAS, Case, chunk_bytes
+from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes
 from minidist.comm.group import Group
 
 REDUCING = ("reduce", "all_reduce", "reduce_scatter")

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.collectives.paths import PATHS
-from minidist.comm.costs import FORMULAS, Case
+from minidist.comm.cost.critical_path import PATHS
+from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.errors import CommError
 from minidist.launch import run
 from minidist.teaching import Result

@@ -1,4 +1,4 @@
-"""The page of the whole family, lessons/COLLECTIVES.md: formulas from comm/costs.py, times as measured on this machine.
+"""The page of the whole family, lessons/COLLECTIVES.md: formulas from comm/cost/volume.py, times as measured on this machine.
 
     python lessons/02_collectives/family.py [--out FILE]      # about a minute
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from minidist.cli.machine import machine
 from minidist.comm.collectives.choose import ALGORITHMS
-from minidist.comm.costs import FORMULAS
+from minidist.comm.cost.volume import FORMULAS
 from minidist.launch import init, run
 from minidist.observe.page import size_text
 from minidist.teaching import load_module

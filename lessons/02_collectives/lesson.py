@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.collectives.choose import ALGORITHMS
-from minidist.comm.costs import FORMULAS, Case, chunk_bytes
+from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes
 from minidist.comm.transports.delayed import delayed
 from minidist.observe.page import Page, verdict
 from minidist.observe.records import gather_records
@@ -113,7 +113,7 @@ def sent(group: Any, verb: str, algorithm: str) -> tuple[Case, int, int, int]:
 
 
 def what_they_send(group: Any, page: Page) -> None:
-    """Every verb, every algorithm: the ledgers of all ranks, summed, beside the formulas of comm/costs.py."""
+    """Every verb, every algorithm: the ledgers of all ranks, summed, beside the formulas of comm/cost/volume.py."""
     rows = []
     for verb in ALGORITHMS:
         for algorithm in algorithms_here(group, verb):
@@ -124,7 +124,7 @@ def what_they_send(group: Any, page: Page) -> None:
                          next((word for word in right if word != "ok"), "ok")])
     page.table(f"All ranks' ledgers, P = {group.size}, n = {ELEMENTS * 8:,} bytes", ["", "messages", "formula", "bytes",
                                                                                   "formula", ""], rows,
-               note="formulas: minidist/comm/costs.py, where the letters are explained")
+               note="formulas: minidist/comm/cost/volume.py, where the letters are explained")
 
 
 # --------------------------------------------------------------------------------------- 3  what all-reduce waits for

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.costs import FORMULAS, Case
+from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.errors import CommError
 from minidist.launch import run
 from minidist.teaching import Result, load_module

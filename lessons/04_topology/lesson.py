@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.profile import LinkCost, Sample, Work, fit
+from minidist.comm.cost.link_model import LinkCost, Sample, Work, fit
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
 from minidist.teaching import arguments, load_module, run_lesson

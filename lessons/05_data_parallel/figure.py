@@ -6,7 +6,7 @@
 from pathlib import Path
 from typing import Any
 
-from minidist.comm.costs import FORMULAS, Case
+from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.observe import lesson_figures as look
 from minidist.teaching import draw_figure, load_module
 

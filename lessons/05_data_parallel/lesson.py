@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from minidist.comm.costs import FORMULAS, Case
+from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.costs import FORMULAS, Case
+from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
 from minidist.optim import SGD, Adam

@@ -4,7 +4,7 @@ import argparse
 
 from minidist.bench import calibrate, collectives, overlap, overlap_step, step, step_device
 from minidist.cli.common import counts, number_of_bytes, positive, seconds, sizes
-from minidist.comm.profile import profile_path
+from minidist.comm.cost.link_model import profile_path
 from minidist.parallel.schedules import ORDERS
 
 

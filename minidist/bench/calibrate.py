@@ -1,4 +1,4 @@
-"""`minidist bench calibrate`: what messages cost on this machine, for each link class: α, o, β, γ, κ (comm/profile.py).
+"""`minidist bench calibrate`: what messages cost on this machine, for each link class: α, o, β, γ, κ (comm/cost/link_model.py).
 
     minidist bench calibrate                                        between ranks of this host
     minidist launch -n 2 --nnodes 2 ... minidist bench calibrate    on every node: between hosts, over their network
@@ -30,8 +30,8 @@ import numpy as np
 from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
 from minidist.comm.calls.call import Call
 from minidist.comm.collectives.chunks import split
+from minidist.comm.cost.link_model import NETWORK, LinkCost, Sample, Work, fit
 from minidist.comm.group import Group
-from minidist.comm.profile import NETWORK, LinkCost, Sample, Work, fit
 from minidist.comm.transport import Handle
 
 MODULE = "minidist.bench.calibrate"

@@ -43,7 +43,7 @@ from minidist.bench.arguments import add_arguments
 from minidist.cli.common import meant, write_json
 from minidist.cli.machine import machine
 from minidist.comm.collectives.choose import choose
-from minidist.comm.profile import Profile, profile_path, save_profile
+from minidist.comm.cost.link_model import Profile, profile_path, save_profile
 from minidist.errors import ConfigError
 from minidist.launch import detect, init
 from minidist.observe import bench_plots, kernel_plots, step_plots

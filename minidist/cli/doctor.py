@@ -22,7 +22,7 @@ from rich.table import Table
 
 from minidist.cli.common import write_json
 from minidist.cli.machine import processor
-from minidist.comm.profile import load_profile, profile_path
+from minidist.comm.cost.link_model import load_profile, profile_path
 from minidist.errors import ConfigError, MinidistError
 
 OK, OPTIONAL, BROKEN = "ok", "optional", "broken"

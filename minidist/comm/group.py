@@ -27,7 +27,7 @@ from minidist.comm import subgroups, verbs
 from minidist.comm.calls.async_call import Pending, Worker
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.group_guard import Usage
-from minidist.comm.collectives.paths import tiers
+from minidist.comm.cost.critical_path import tiers
 from minidist.comm.ledger import Ledger
 from minidist.comm.messages import Messages
 from minidist.comm.transport import Transport
@@ -48,7 +48,7 @@ class Group:
                 nodes          the machine each rank is on: a number for each rank, equal where they share one
                 axis           what the group is for ("world", "dp", ...): the ledger counts under it
                 ledger         what this rank sent, shared with its other groups
-                link           what a message costs among its ranks (comm/profile.py); None if nobody measured it
+                link           what a message costs among its ranks (comm/cost/link_model.py); None if nobody measured it
                 tiers          how it lies on nodes, if it spans several of several ranks; else None
                 board          memory that all its ranks share, or None
                 transport, id, usage   for the layers below

@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minidist.comm.cost.link_model import Profile
 from minidist.comm.device import Device
 from minidist.comm.native import Native
-from minidist.comm.profile import Profile
 from minidist.comm.waits import Waits
 from minidist.errors import CommError, ConfigError, PeerLostError
 
@@ -132,7 +132,7 @@ class Transport(ABC):
 
     @property
     def inside(self) -> str:
-        """The link class (comm/profile.py) between ranks of one node."""
+        """The link class (comm/cost/link_model.py) between ranks of one node."""
         return self.name
 
     @property

@@ -8,7 +8,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from minidist.comm.profile import load_profile
+from minidist.comm.cost.link_model import load_profile
 from minidist.errors import LaunchError
 from minidist.launch import membership, transports
 from minidist.launch.launchers import LAUNCHERS, Launch, Launcher, detect

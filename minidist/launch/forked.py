@@ -20,10 +20,10 @@ from typing import Any
 from minidist import account
 from minidist.comm import wire
 from minidist.comm.control import Monitor
+from minidist.comm.cost.link_model import load_profile
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.link import ControlLink, Loss, how_it_ended
-from minidist.comm.profile import load_profile
 from minidist.comm.transport import Transport
 from minidist.errors import TimeoutError
 from minidist.launch import failures, transports

@@ -28,11 +28,11 @@ from typing import Any, NoReturn
 
 from threadpoolctl import threadpool_limits
 
+from minidist.comm.cost.link_model import Profile, load_profile
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.link import Loss
 from minidist.comm.loss import LAUNCHER, say_line
-from minidist.comm.profile import Profile, load_profile
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
 from minidist.launch.joining import Joined, find_monitor

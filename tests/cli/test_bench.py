@@ -18,7 +18,7 @@ from minidist.bench.jobs import Job
 from minidist.bench.overlap import Row
 from minidist.cli import main
 from minidist.cli.machine import machine
-from minidist.comm.profile import LinkCost, Profile, Work, load_profile, save_profile
+from minidist.comm.cost.link_model import LinkCost, Profile, Work, load_profile, save_profile
 from minidist.errors import LaunchError, PeerLostError
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from minidist.cli import doctor, main
 from minidist.cli.machine import machine
-from minidist.comm.profile import LinkCost, Profile, profile_path, save_profile
+from minidist.comm.cost.link_model import LinkCost, Profile, profile_path, save_profile
 from minidist.comm.transports import cross_memory
 from minidist.errors import LaunchError, MinidistError
 from minidist.launch import mpirun

@@ -8,7 +8,7 @@ import pytest
 from collective_checker import ALL_PAIRS, ONLY_ON, REDUCING, ROOTED, Drawn, cost_case
 from helpers import MIXED, SOON, THREADS, run
 
-from minidist.comm.costs import FORMULAS
+from minidist.comm.cost.volume import FORMULAS
 
 TRANSPORTS = [
     "threads",

@@ -1,6 +1,6 @@
 """The formulas' numbers, worked out by hand (that the algorithms send them is tests/comm/collectives/)."""
 
-from minidist.comm.costs import FORMULAS, Case, chunk_bytes
+from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes
 
 
 def test_numbers_worked_out_by_hand():

@@ -12,9 +12,9 @@ from helpers import MIXED, run
 
 import minidist as md
 from minidist.comm.collectives.choose import ALGORITHMS, choose
-from minidist.comm.collectives.paths import PATHS, fastest
-from minidist.comm.costs import FORMULAS, Case, chunk_bytes
-from minidist.comm.profile import LinkCost, Profile, Sample, Work, fit, load_profile, profile_path, save_profile
+from minidist.comm.cost.critical_path import PATHS, fastest
+from minidist.comm.cost.link_model import LinkCost, Profile, Sample, Work, fit, load_profile, profile_path, save_profile
+from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes
 from minidist.errors import ConfigError
 
 SLOW_START = LinkCost("sockets", 2, alpha=1e-3, overhead=1e-6, beta=1e-9, gamma=1e-10, misfit=0.0, crowd=0.0)

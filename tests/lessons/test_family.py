@@ -7,7 +7,7 @@ import pytest
 
 from minidist import lessons
 from minidist.comm.collectives.choose import ALGORITHMS
-from minidist.comm.costs import FORMULAS
+from minidist.comm.cost.volume import FORMULAS
 from minidist.launch import run
 from minidist.teaching import load_module
 

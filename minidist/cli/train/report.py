@@ -17,7 +17,7 @@ from minidist.cli.train import central, hybrid
 from minidist.cli.train import experts as train_experts
 from minidist.cli.train.offload import offload_record, on_device, print_offload
 from minidist.comm.collectives.chunks import bounds
-from minidist.comm.costs import FORMULAS, Case
+from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.errors import ConfigError
 from minidist.nn import GPT

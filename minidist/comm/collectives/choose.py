@@ -3,7 +3,7 @@
 A choice depends only on what every rank of the call knows alike, so that all choose the same: the verb, the number of
 ranks and of nodes, and, for the verbs whose arrays have one length on all ranks, that length. For those the job's
 communication profile decides, where `minidist bench calibrate` has left one: the algorithm of least predicted time
-(paths.py). It is rank 0's, read when the job meets. Without it, for other verbs, and where it sees little difference,
+(critical_path.py). It is rank 0's, read when the job meets. Without it, for other verbs, and where it sees little difference,
 the limits below hold.
 """
 
@@ -24,8 +24,8 @@ from minidist.comm.collectives import (
     torus,
     tree,
 )
-from minidist.comm.collectives.paths import Tiers, fastest
-from minidist.comm.profile import LinkCost
+from minidist.comm.cost.critical_path import Tiers, fastest
+from minidist.comm.cost.link_model import LinkCost
 from minidist.errors import ConfigError
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {

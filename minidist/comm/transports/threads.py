@@ -14,11 +14,11 @@ from typing import Any
 from minidist import errors
 from minidist.comm import deadlock, source
 from minidist.comm.arbiter import Arbiter
+from minidist.comm.cost.link_model import Profile
 from minidist.comm.deadlock import Verdict
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.loss import Loss
-from minidist.comm.profile import Profile
 from minidist.comm.transports.mailbox import connect
 from minidist.comm.waits import State, Waits
 from minidist.errors import CommError, PeerLostError, TimeoutError

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from strategies import calls
 
 from minidist.comm.collectives.ring import STRETCH_BYTES
-from minidist.comm.costs import FORMULAS
+from minidist.comm.cost.volume import FORMULAS
 
 CASES = [pytest.param(verb, algorithm, transport, id=f"{verb}-{algorithm}-{transport}")
          for verb, algorithm in PAIRS for transport in THREADS]

@@ -3,8 +3,8 @@
 import pytest
 
 from minidist.comm.collectives.choose import ALGORITHMS, choose
-from minidist.comm.collectives.paths import Tiers, tiers
-from minidist.comm.profile import LinkCost, Profile
+from minidist.comm.cost.critical_path import Tiers, tiers
+from minidist.comm.cost.link_model import LinkCost, Profile
 from minidist.errors import ConfigError
 
 

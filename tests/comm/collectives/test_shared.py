@@ -23,10 +23,10 @@ from linked import run_shm
 from strategies import calls
 
 from minidist import account
-from minidist.comm import costs
 from minidist.comm.calls.call import Call
 from minidist.comm.collectives import shared
-from minidist.comm.costs import FORMULAS
+from minidist.comm.cost import volume
+from minidist.comm.cost.volume import FORMULAS
 from minidist.comm.transport import SHOWN_BYTES
 from minidist.errors import ConfigError, MismatchError, ShapeError
 
@@ -41,7 +41,7 @@ def pieces_of(nbytes: int) -> Iterator[None]:
     """Inside, so many bytes are the most that is shown at a time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "SHOWN_BYTES", nbytes)
-        patch.setattr(costs, "SHOWN_BYTES", nbytes)
+        patch.setattr(volume, "SHOWN_BYTES", nbytes)
         yield
 
 
@@ -57,7 +57,7 @@ def test_sample(verb, data):
 def test_sample_of_short_arrays_in_chunks(data):
     """Arrays that every rank would add by itself."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (shared, costs):
+        for module in (shared, volume):
             patch.setattr(module, "DIRECT_BYTES", -1)
         examine(data.draw(calls("all_reduce", "shared", "shm")), run_shm)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from helpers import lateness, run
 
-from minidist.comm.collectives.paths import PATHS
-from minidist.comm.profile import LinkCost
+from minidist.comm.cost.critical_path import PATHS
+from minidist.comm.cost.link_model import LinkCost
 from minidist.comm.transports.delayed import Delayed, delayed
 from minidist.errors import ConfigError, PeerLostError
 
@@ -44,7 +44,7 @@ def seconds_of(world, algorithm, nbytes, alpha, beta):
 @pytest.mark.parametrize("algorithm", ["tree", "ring", "direct", "pairwise", "doubling", "halving-doubling"])
 @pytest.mark.parametrize(("alpha", "beta"), [(ALPHA, 0.0), (0.0, 2 * ALPHA / (1 << 14))], ids=["waits", "bytes"])
 def test_an_algorithm_takes_as_long_as_its_path_says(algorithm, alpha, beta):
-    """This holds paths.py against the clock: a call is never faster than its path, and at its best hardly slower."""
+    """This holds critical_path.py against the clock: a call is never faster than its path, and at its best hardly slower."""
     nbytes = 1 << 14
     cost = LinkCost("threads", 4, alpha, 0.0, beta, 0.0, 0.0)
     path = PATHS["all_reduce", algorithm](4)

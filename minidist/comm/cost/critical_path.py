@@ -4,7 +4,7 @@
     path.work(n)                                      # Work(waits=6, messages=6, moved=1.5 n, added=0.75 n)
     cost.seconds(path.work(n))                        # with the α, o, β, γ, κ of a profile's link
 
-These are the formulas of costs.py, seen from one rank: there all ranks' messages and bytes are summed, here only those
+These are the formulas of volume.py, seen from one rank: there all ranks' messages and bytes are summed, here only those
 count that nothing else hides. P ranks; L = ceil(log2 P); Q the largest power of two in P. Hierarchical ones have a path
 in each of two link classes (Tiers). Algorithms that are not here depend on more than that (on what the hardware does),
 and `auto` does not take them from a profile.
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from minidist.comm.profile import LinkCost, Profile, Work
+from minidist.comm.cost.link_model import LinkCost, Profile, Work
 
 
 class Path(NamedTuple):

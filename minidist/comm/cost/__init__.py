@@ -1,0 +1,1 @@
+"""What communication costs: volume formulas, the latency-bandwidth link model, the critical path."""
