@@ -79,7 +79,7 @@ def _version() -> str:
 def _end(error: BaseException, message: str, status: int, *, everywhere: bool) -> int:
     """One line a job, however many of its ranks came here for the same reason; a command line is wrong `everywhere`."""
     from minidist import launch
-    from minidist.comm.loss import say_line
+    from minidist.comm.health.failure import say_line
 
     if launch.speaks_first(error, everywhere=everywhere):
         say_line(message)

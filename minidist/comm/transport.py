@@ -28,8 +28,8 @@ import numpy as np
 
 from minidist.comm.cost.link_model import Profile
 from minidist.comm.device import Device
+from minidist.comm.health.wait_state import Waits
 from minidist.comm.native import Native
-from minidist.comm.waits import Waits
 from minidist.errors import CommError, ConfigError, PeerLostError
 
 META_LIMIT = 4096

@@ -9,9 +9,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import NoReturn, Protocol
 
-from minidist.comm.control import Seat
-from minidist.comm.frozen import REAP_LIMIT, kill_stopped
-from minidist.comm.link import how_it_ended
+from minidist.comm.health.monitor import Seat
+from minidist.comm.health.monitor_client import how_it_ended
+from minidist.comm.health.process_state import REAP_LIMIT, kill_stopped
 
 
 class Process(Protocol):

@@ -6,7 +6,7 @@ from typing import Any
 
 from minidist import errors
 from minidist.comm import wire
-from minidist.comm.link import Loss
+from minidist.comm.health.monitor_client import Loss
 from minidist.errors import CommError, DtypeError
 
 

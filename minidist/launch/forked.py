@@ -19,11 +19,11 @@ from typing import Any
 
 from minidist import account
 from minidist.comm import wire
-from minidist.comm.control import Monitor
 from minidist.comm.cost.link_model import load_profile
 from minidist.comm.group import Group
+from minidist.comm.health.monitor import Monitor
+from minidist.comm.health.monitor_client import ControlLink, Loss, how_it_ended
 from minidist.comm.ledger import Ledger
-from minidist.comm.link import ControlLink, Loss, how_it_ended
 from minidist.comm.transport import Transport
 from minidist.errors import TimeoutError
 from minidist.launch import failures, transports

@@ -1,11 +1,11 @@
-"""From a launcher's variables to a link to the job's monitor; comm/rendezvous.py has the table of who does what."""
+"""From a launcher's variables to a link to the job's monitor; comm/health/rendezvous.py has the table of who does what."""
 
 from dataclasses import dataclass
 
 from minidist.comm import wire
-from minidist.comm.link import ControlLink
-from minidist.comm.lookout import LookoutProcess
-from minidist.comm.rendezvous import (
+from minidist.comm.health.monitor_client import ControlLink
+from minidist.comm.health.node_agent import LookoutProcess
+from minidist.comm.health.rendezvous import (
     MonitorProcess,
     Place,
     TokenFile,

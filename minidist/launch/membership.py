@@ -30,9 +30,9 @@ from threadpoolctl import threadpool_limits
 
 from minidist.comm.cost.link_model import Profile, load_profile
 from minidist.comm.group import Group
+from minidist.comm.health.failure import LAUNCHER, say_line
+from minidist.comm.health.monitor_client import Loss
 from minidist.comm.ledger import Ledger
-from minidist.comm.link import Loss
-from minidist.comm.loss import LAUNCHER, say_line
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
 from minidist.launch.joining import Joined, find_monitor

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.control import Monitor
-from minidist.comm.frozen import exit_of
-from minidist.comm.rendezvous import Place
+from minidist.comm.health.monitor import Monitor
+from minidist.comm.health.process_state import exit_of
+from minidist.comm.health.rendezvous import Place
 from minidist.errors import LaunchError, TimeoutError
 from minidist.launch import failures
 from minidist.launch.launchers import clean_environment

@@ -18,11 +18,11 @@ from types import FrameType
 from typing import IO, Any
 
 from minidist.comm import wire
-from minidist.comm.control import Monitor
-from minidist.comm.link import Loss, how_it_ended
-from minidist.comm.lookout import Lookout
-from minidist.comm.loss import LAUNCHER, say_line
-from minidist.comm.rendezvous import Place, token_from_environment
+from minidist.comm.health.failure import LAUNCHER, say_line
+from minidist.comm.health.monitor import Monitor
+from minidist.comm.health.monitor_client import Loss, how_it_ended
+from minidist.comm.health.node_agent import Lookout
+from minidist.comm.health.rendezvous import Place, token_from_environment
 from minidist.errors import LaunchError
 from minidist.launch.children import Children
 from minidist.launch.launchers import clean_environment

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from minidist.comm.link import ControlLink
+from minidist.comm.health.monitor_client import ControlLink
 from minidist.comm.transport import Transport
 from minidist.errors import LaunchError
 from minidist.launch.launchers import Launch

@@ -15,10 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers import SOON, lateness, nobodys_port
 
-from minidist.comm import door, wire
-from minidist.comm.control import ControlLink, Loss, Monitor
-from minidist.comm.link import how_it_ended
-from minidist.comm.waits import State
+from minidist.comm import wire
+from minidist.comm.health import acceptor
+from minidist.comm.health.monitor import ControlLink, Loss, Monitor
+from minidist.comm.health.monitor_client import how_it_ended
+from minidist.comm.health.wait_state import State
 from minidist.errors import CommError, ConfigError, HandshakeError, LaunchError, PeerLostError, TimeoutError
 
 TOKEN = wire.new_token()
@@ -161,7 +162,7 @@ def test_who_cannot_report_any_more_first_hears_what_was_said():
 @pytest.mark.parametrize("cut", [False, True])
 def test_without_a_monitor_rank_0_says_what_all_ranks_say(cut, monkeypatch):
     """Whether a report cannot leave or is not answered."""
-    monkeypatch.setattr("minidist.comm.link.ANSWER_LIMIT", 0.1)
+    monkeypatch.setattr("minidist.comm.health.monitor_client.ANSWER_LIMIT", 0.1)
     with job(3) as (monitor, links):
         if cut:
             monitor.close()
@@ -202,7 +203,7 @@ def test_bad_input_asks_for_status_2():
 
 def test_whoever_saw_a_peer_go_is_not_blamed_for_it(monkeypatch):
     """Rank 0's data connection to rank 1 breaks a moment before the monitor hears of rank 1's own failure."""
-    monkeypatch.setattr("minidist.comm.control.BLAME_WAIT", SOON)
+    monkeypatch.setattr("minidist.comm.health.monitor.BLAME_WAIT", SOON)
     with job(2) as (monitor, links), ThreadPoolExecutor(1) as pool:
         second = pool.submit(links[0].report, PeerLostError("rank 1 closed the connection", world_rank=1))
         time.sleep(0.05)
@@ -299,7 +300,7 @@ def test_a_wrong_token_is_refused_and_logged_with_the_address(caplog):
 def test_a_crowd_of_silent_strangers_keeps_nobody_out(caplog, monkeypatch):
     """More connections than may be pending, none of which says a word; then the rightful ranks come."""
     caplog.set_level(logging.CRITICAL)
-    monkeypatch.setattr(door, "PENDING", 8)
+    monkeypatch.setattr(acceptor, "PENDING", 8)
     with job(2, present=[]) as (monitor, links), contextlib.ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(socket.create_connection(monitor.address))
@@ -348,6 +349,6 @@ def test_a_line_is_one_write():
     """Where Python's own buffer is off, too: each packet that the socket gives is what one write brought."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with ours, theirs:
-        subprocess.run([sys.executable, "-c", "from minidist.comm.loss import say_line; say_line('rank 1 is lost')"],
+        subprocess.run([sys.executable, "-c", "from minidist.comm.health.failure import say_line; say_line('rank 1 is lost')"],
                        stderr=theirs, env={**os.environ, "PYTHONUNBUFFERED": "1"}, check=True)
         assert ours.recv(100) == b"rank 1 is lost\n"

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from minidist.comm import deadlock, wire
-from minidist.comm.arbiter import PAUSE, RETRY, Arbiter
+from minidist.comm import wire
+from minidist.comm.health import deadlock
+from minidist.comm.health.deadlock_arbiter import PAUSE, RETRY, Arbiter
+from minidist.comm.health.wait_state import State, Wait
 from minidist.comm.signature import Signature
-from minidist.comm.waits import State, Wait
 
 numbers = itertools.count()
 
@@ -154,7 +155,7 @@ class Court:
 
     def __init__(self, monkeypatch):
         self.asked, self.told, self.now = [], [], 0.0
-        monkeypatch.setattr("minidist.comm.arbiter.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("minidist.comm.health.deadlock_arbiter.time.monotonic", lambda: self.now)
         self.arbiter = Arbiter(lambda ranks, number: self.asked.append((ranks, number)), self.told.append)
 
     def hear(self, said, number=0):

@@ -5,14 +5,14 @@ import time
 
 from helpers import SOON
 
-from minidist.comm import frozen
+from minidist.comm.health import process_state
 
 
 def test_frozen_at_two_looks_running_unless_we_did_not_run_either(monkeypatch):
     now, state = [0.0], ["T"]
-    monkeypatch.setattr(frozen.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(frozen, "state_of", lambda pid: state[0])
-    looks = frozen.Looks()
+    monkeypatch.setattr(process_state.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(process_state, "state_of", lambda pid: state[0])
+    looks = process_state.Looks()
 
     def look(after, letter):
         now[0], state[0] = now[0] + after, letter
@@ -27,40 +27,40 @@ def test_frozen_at_two_looks_running_unless_we_did_not_run_either(monkeypatch):
 def ended(command):
     """A process that has run this, and that nobody has cleared away."""
     pid = os.posix_spawn("/bin/sh", ["sh", "-c", command], {})
-    while not frozen.has_ended(pid):
+    while not process_state.has_ended(pid):
         time.sleep(0.001)
     return pid
 
 
 def test_a_process_may_end_a_moment_after_its_connection(monkeypatch):
-    monkeypatch.setattr(frozen, "REAP_LIMIT", SOON)
+    monkeypatch.setattr(process_state, "REAP_LIMIT", SOON)
     pid = os.posix_spawn("/bin/sh", ["sh", "-c", "sleep 0.2; exit 3"], {})
-    assert frozen.exit_of(pid) == "exited with status 3 without goodbye"
+    assert process_state.exit_of(pid) == "exited with status 3 without goodbye"
     os.waitpid(pid, 0)
 
 
 def test_ended_at_two_looks_running(monkeypatch):
     """Between them, the goodbye of one that ended well is read, and nobody looks for it any more."""
-    looks, pid = frozen.Looks(), ended("exit 3")
+    looks, pid = process_state.Looks(), ended("exit 3")
     assert looks.ended({pid, os.getpid()}) == {}
     assert looks.ended({os.getpid()}) == {}
     assert looks.ended({pid}) == {}
     assert looks.ended({pid, os.getpid()}) == {pid: "exited with status 3 without goodbye"}
     os.waitpid(pid, 0)
     assert "killed" in looks.ended({pid})[pid], "gone altogether"
-    monkeypatch.setattr(frozen, "state_of", lambda pid: "")
+    monkeypatch.setattr(process_state, "state_of", lambda pid: "")
     assert looks.ended({pid}) == {}, "a system without /proc"
 
 
 def test_how_a_process_ended_that_is_nobody_of_ours(monkeypatch):
-    monkeypatch.setattr(frozen, "REAP_LIMIT", 0.0)      # at the first look
-    assert frozen.exit_of(os.getpid()) is None
-    assert "killed" in frozen.exit_of(2**22 + 1)
+    monkeypatch.setattr(process_state, "REAP_LIMIT", 0.0)      # at the first look
+    assert process_state.exit_of(os.getpid()) is None
+    assert "killed" in process_state.exit_of(2**22 + 1)
     pid = ended("kill -9 $$")
-    assert frozen.exit_of(pid) == "was killed by SIGKILL"
+    assert process_state.exit_of(pid) == "was killed by SIGKILL"
     os.waitpid(pid, 0)
 
 
 def test_a_system_is_told_from_its_namesakes():
-    assert frozen.this_system().split()[0] == os.uname().nodename
-    assert len(frozen.this_system().split()) == 3
+    assert process_state.this_system().split()[0] == os.uname().nodename
+    assert len(process_state.this_system().split()) == 3

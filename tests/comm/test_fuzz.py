@@ -19,11 +19,11 @@ import pytest
 from leftovers import open_files
 
 from minidist.comm import wire
-from minidist.comm.control import Monitor
-from minidist.comm.link import ControlLink
+from minidist.comm.health.monitor import Monitor
+from minidist.comm.health.monitor_client import ControlLink
+from minidist.comm.health.wait_state import State
 from minidist.comm.transport import Tag
 from minidist.comm.transports import frames
-from minidist.comm.waits import State
 from minidist.errors import CommError
 
 TOKEN, OTHER = wire.new_token(), wire.new_token()

@@ -16,10 +16,11 @@ import pytest
 from helpers import SOON
 from leftovers import nothing_left
 
-from minidist.comm import door, wire
-from minidist.comm.control import ControlLink, Loss, Monitor
-from minidist.comm.frozen import has_ended, this_system
-from minidist.comm.lookout import Lookout, LookoutProcess
+from minidist.comm import wire
+from minidist.comm.health import acceptor
+from minidist.comm.health.monitor import ControlLink, Loss, Monitor
+from minidist.comm.health.node_agent import Lookout, LookoutProcess
+from minidist.comm.health.process_state import has_ended, this_system
 
 TOKEN = wire.new_token()
 
@@ -29,10 +30,10 @@ def far(monkeypatch):
     """From here on ranks and lookouts say that they are on another system; the monitor stays where it is."""
     for module in ("link", "lookout"):
         monkeypatch.setattr(f"minidist.comm.{module}.this_system", lambda: "far")
-    monkeypatch.setattr("minidist.comm.watch.LOOK", 0.05)
+    monkeypatch.setattr("minidist.comm.health.watchdog.LOOK", 0.05)
     for patience in ("_TRY", "ANSWER_LIMIT"):   # this machine may be busy
-        monkeypatch.setattr(f"minidist.comm.lookout.{patience}", SOON)
-    monkeypatch.setattr("minidist.comm.watch.LOOKOUT_WAIT", SOON)
+        monkeypatch.setattr(f"minidist.comm.health.node_agent.{patience}", SOON)
+    monkeypatch.setattr("minidist.comm.health.watchdog.LOOKOUT_WAIT", SOON)
 
 
 @pytest.fixture
@@ -50,13 +51,13 @@ def job(lookout, *, pid=None):
         monitor = Monitor(3, TOKEN)
         monitor.start()
         stack.callback(monitor.close)
-        patch.setattr("minidist.comm.link.platform.node", lambda: "far")
+        patch.setattr("minidist.comm.health.monitor_client.platform.node", lambda: "far")
         links = []
         with pytest.MonkeyPatch.context() as here:
-            here.setattr("minidist.comm.link.this_system", this_system)
+            here.setattr("minidist.comm.health.monitor_client.this_system", this_system)
             links.append(ControlLink.connect(monitor.address, TOKEN, 0, 3, grace=60))
         links.append(ControlLink.connect(monitor.address, TOKEN, 1, 3, grace=60))
-        patch.setattr("minidist.comm.link.os.getpid", lambda: pid or 4711)
+        patch.setattr("minidist.comm.health.monitor_client.os.getpid", lambda: pid or 4711)
         links.append(ControlLink.connect(monitor.address, TOKEN, 2, 3, grace=60))
         for link in links:
             stack.callback(link.goodbye)
@@ -144,7 +145,7 @@ def test_the_death_of_an_expendable_rank_is_told_as_such(far):
 
 
 def test_a_host_of_which_nothing_is_heard_is_lost_with_its_ranks(far, monkeypatch):
-    monkeypatch.setattr("minidist.comm.watch.SILENCE", 1.0)
+    monkeypatch.setattr("minidist.comm.health.watchdog.SILENCE", 1.0)
     lookout, pid = Lookout([1, 2]), os.getpid()
     with job(lookout) as (_, links):
         time.sleep(1.3)
@@ -188,8 +189,8 @@ def test_the_kernels_ask_whether_the_other_host_is_there(far):
         for sock in (links[0]._sock, monitor._seats[0].sock, monitor._watch.posts()[0].sock):
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             if hasattr(socket, "TCP_USER_TIMEOUT"):
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * door.SILENCE
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) + 1 == door.SILENCE
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * acceptor.SILENCE
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) + 1 == acceptor.SILENCE
 
 
 def test_a_lookout_as_a_process_ends_with_the_monitor():

@@ -8,9 +8,10 @@ import pytest
 from helpers import SOON
 from leftovers import nothing_left
 
-from minidist.comm import rendezvous, wire
-from minidist.comm.link import ControlLink, Loss
-from minidist.comm.rendezvous import MonitorProcess, Place, TokenFile
+from minidist.comm import wire
+from minidist.comm.health import rendezvous
+from minidist.comm.health.monitor_client import ControlLink, Loss
+from minidist.comm.health.rendezvous import MonitorProcess, Place, TokenFile
 from minidist.errors import ConfigError, HandshakeError, LaunchError, TimeoutError
 
 TOKEN = wire.new_token()

@@ -11,7 +11,7 @@ import pytest
 from helpers import run
 
 from minidist.comm import source
-from minidist.comm.waits import Waits
+from minidist.comm.health.wait_state import Waits
 
 
 def test_the_caller_is_the_line_outside():

@@ -16,7 +16,7 @@ from jobs import JOB, by_hand, by_mpirun, finish, free_port, met, slurm, start, 
 from leftovers import nothing_left
 
 import minidist as md
-from minidist.comm.link import Loss
+from minidist.comm.health.monitor_client import Loss
 from minidist.errors import LaunchError, PeerLostError
 from minidist.launch import membership
 from minidist.launch.mpirun import find_mpirun
@@ -176,11 +176,11 @@ def test_bad_input_under_mpirun_is_one_line(mode):
 
 LATE = """
 import sys, time
-if "minidist.comm.rendezvous" in sys.orig_argv:
-    from minidist.comm.control import Monitor as where
+if "minidist.comm.health.rendezvous" in sys.orig_argv:
+    from minidist.comm.health.monitor import Monitor as where
     name, seconds = "_admit", 0.3
 else:
-    from minidist.comm.link import ControlLink as where
+    from minidist.comm.health.monitor_client import ControlLink as where
     name, seconds = "_take", 0.1
 at_once = getattr(where, name)
 def late(self, *arguments):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from minidist import account
 from minidist.comm.device import program
+from minidist.comm.health.wait_state import QUIET, Purpose
 from minidist.comm.signature import Signature
 from minidist.comm.transport import Handle, Transport
-from minidist.comm.waits import QUIET, Purpose
 from minidist.errors import CommError
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from minidist import account
 from minidist.comm import source
 from minidist.comm.calls.buffers import Place, address_of
 from minidist.comm.device import Side
+from minidist.comm.health.wait_state import Purpose
 from minidist.comm.ledger import Event
 from minidist.comm.native import Native
 from minidist.comm.signature import (
@@ -35,7 +36,6 @@ from minidist.comm.signature import (
     unpack,
 )
 from minidist.comm.transport import Handle, Reduce, Tag
-from minidist.comm.waits import Purpose
 from minidist.errors import MismatchError
 
 if TYPE_CHECKING:

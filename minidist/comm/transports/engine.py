@@ -18,8 +18,8 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping
 
+from minidist.comm.health.wait_state import QUIET, Waits
 from minidist.comm.transport import Handle, Tag, Transport
-from minidist.comm.waits import QUIET, Waits
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 _QUICK, _SLOW = 0.0002, 0.005   # seconds between the helper's passes: while bytes move, while none do
@@ -108,7 +108,7 @@ class Engine(Transport):
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def drive(self, operation: Operation) -> None:
-        """Return when `operation` is finished, leading while no other thread does; one that lasts is told (waits.py).
+        """Return when `operation` is finished, leading while no other thread does; one that lasts is told (wait_state.py).
 
         Raises: TimeoutError after `limit` seconds; what abort() was given.
         """

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from minidist.comm.health.wait_state import QUIET, Waits
 from minidist.comm.transport import Accept, Handle, Reduce, Tag, Transport
-from minidist.comm.waits import QUIET, Waits
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 

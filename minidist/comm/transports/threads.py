@@ -12,15 +12,16 @@ from contextlib import suppress
 from typing import Any
 
 from minidist import errors
-from minidist.comm import deadlock, source
-from minidist.comm.arbiter import Arbiter
+from minidist.comm import source
 from minidist.comm.cost.link_model import Profile
-from minidist.comm.deadlock import Verdict
 from minidist.comm.group import Group
+from minidist.comm.health import deadlock
+from minidist.comm.health.deadlock import Verdict
+from minidist.comm.health.deadlock_arbiter import Arbiter
+from minidist.comm.health.failure import Loss
+from minidist.comm.health.wait_state import State, Waits
 from minidist.comm.ledger import Ledger
-from minidist.comm.loss import Loss
 from minidist.comm.transports.mailbox import connect
-from minidist.comm.waits import State, Waits
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 _GRACE = 5.0  # seconds that ranks get to end after one has failed

@@ -8,7 +8,7 @@ Nor do the connections of a process end with it while a child that it has forked
 worker, say). So the looks are for those that have ended as well; at two running, for the goodbye of one that ended well
 has been read by the second.
 
-On another host that host's lookout looks (lookout.py).
+On another host that host's lookout looks (node_agent.py).
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-from minidist.comm.loss import how_it_ended
+from minidist.comm.health.failure import how_it_ended
 
 LOOK = 0.4      # seconds between two looks
 REAP_LIMIT = 0.4    # seconds between a connection's end and the end of its process, on a machine that is busy

@@ -7,10 +7,10 @@
     lost     loss: the job is over, and why             goodbye
     died     loss: of a rank without which it goes on
 
-The monitor's looks are the job's heartbeat between hosts (watch.py): every LOOK seconds one, each answered. No rank has
+The monitor's looks are the job's heartbeat between hosts (watchdog.py): every LOOK seconds one, each answered. No rank has
 a part in it, so a rank may compute as long as it likes, in one call that holds the interpreter. A frozen rank is found
 as on one host, within 2 s; a host that is silent for SILENCE seconds is lost with all its ranks. The other way round, a
-rank learns by the kernel's keep-alives that the monitor's host is out of reach (door.py).
+rank learns by the kernel's keep-alives that the monitor's host is out of reach (acceptor.py).
 
 Our own launcher is the lookout of its node, and knows its ranks' exit codes. Under mpirun, torchrun and srun it is a
 child of the node's first rank.
@@ -29,9 +29,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.door import knock
-from minidist.comm.frozen import Looks, exit_of, kill_stopped, this_system
-from minidist.comm.loss import Loss
+from minidist.comm.health.acceptor import knock
+from minidist.comm.health.failure import Loss
+from minidist.comm.health.process_state import Looks, exit_of, kill_stopped, this_system
 from minidist.errors import CommError, HandshakeError
 
 CONNECT_LIMIT = 60.0    # seconds until the monitor must listen
@@ -136,7 +136,7 @@ class LookoutProcess:
     """A lookout for every rank of this host, in a child process that ends when the monitor does."""
 
     def __init__(self, address: tuple[str, int], token: bytes) -> None:
-        command = [sys.executable, "-m", "minidist.comm.lookout", address[0], str(address[1])]
+        command = [sys.executable, "-m", "minidist.comm.health.node_agent", address[0], str(address[1])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                                          start_new_session=True)
         assert self._process.stdin is not None

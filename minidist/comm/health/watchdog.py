@@ -1,9 +1,9 @@
 """The monitor's eye on the ranks that are there: what they wait for, and whether their processes run at all.
 
-What ranks say of their lasting waits goes to the arbiter (arbiter.py), whose verdicts go out to the ranks concerned. A
+What ranks say of their lasting waits goes to the arbiter (deadlock_arbiter.py), whose verdicts go out to the ranks concerned. A
 rank whose wait has reached its limit asks for the table of all waits; those that do not wait are then asked where they
-are. All processes are looked at now and then (frozen.py): those of this system from here, the others by their lookouts
-(lookout.py).
+are. All processes are looked at now and then (process_state.py): those of this system from here, the others by their lookouts
+(node_agent.py).
 """
 
 import threading
@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from minidist.comm import deadlock
-from minidist.comm.arbiter import Arbiter
-from minidist.comm.deadlock import Verdict
-from minidist.comm.door import SILENCE, Post, Seat
-from minidist.comm.frozen import LOOK, Looks, this_system
-from minidist.comm.loss import Loss
-from minidist.comm.waits import State
+from minidist.comm.health import deadlock
+from minidist.comm.health.acceptor import SILENCE, Post, Seat
+from minidist.comm.health.deadlock import Verdict
+from minidist.comm.health.deadlock_arbiter import Arbiter
+from minidist.comm.health.failure import Loss
+from minidist.comm.health.process_state import LOOK, Looks, this_system
+from minidist.comm.health.wait_state import State
 from minidist.errors import CommError
 
 TABLE_WAIT = 0.3          # seconds that ranks get to say what they do, when another's wait has reached its limit
@@ -140,7 +140,7 @@ class Watch:
             self._news.notify_all()
 
     def heard_lookout(self, post: Post, frame: dict[str, Any]) -> None:
-        """A lookout has said something; see lookout.py for what. Raises CommError for what no lookout says."""
+        """A lookout has said something; see node_agent.py for what. Raises CommError for what no lookout says."""
         post.unanswered = 0
         match frame["kind"]:
             case "seen":

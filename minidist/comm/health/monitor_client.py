@@ -5,7 +5,7 @@
     link.attach(transport)                    # from now on a death or a deadlock anywhere in the job ends its waits
     link.goodbye()                            # or link.report(exception)
 
-The monitor is the other end (control.py). A daemon thread listens; the transport's own threads never do.
+The monitor is the other end (monitor.py). A daemon thread listens; the transport's own threads never do.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from typing import Any
 
 from minidist import errors
 from minidist.comm import wire
-from minidist.comm.door import knock
-from minidist.comm.frozen import this_system
-from minidist.comm.loss import Loss, how_it_ended, monitor_gone, say_line
+from minidist.comm.health.acceptor import knock
+from minidist.comm.health.failure import Loss, how_it_ended, monitor_gone, say_line
+from minidist.comm.health.process_state import this_system
+from minidist.comm.health.wait_state import State
 from minidist.comm.transport import Transport
-from minidist.comm.waits import State
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 
 __all__ = ["ControlLink", "Loss", "how_it_ended", "monitor_gone"]

@@ -1,4 +1,4 @@
-"""Who waits for whom, and whether any of it can end: from what every rank says of its lasting waits (waits.py).
+"""Who waits for whom, and whether any of it can end: from what every rank says of its lasting waits (wait_state.py).
 
     rank 0   recv(src=2) at a.py:14      0 ---> 2
     rank 1   all_reduce  at a.py:20      1 ---> 0          0 waits for 2 at a.py:14, 2 waits for 0 at a.py:9
@@ -16,8 +16,8 @@ Ranks that wait in the same call of the same group under different signatures di
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from minidist.comm.health.wait_state import State, Wait
 from minidist.comm.signature import mismatch
-from minidist.comm.waits import State, Wait
 
 States = Mapping[int, State]
 

@@ -2,7 +2,7 @@
 
 A wait that ends within QUIET seconds is no business of this module, and costs nothing. One that lasts is told once, and
 its end is told too: over the control connection to the monitor, where ranks are processes; to the run, where they are
-threads. Both hand what they hear to an Arbiter (arbiter.py), which judges by the rules of deadlock.py.
+threads. Both hand what they hear to an Arbiter (deadlock_arbiter.py), which judges by the rules of deadlock.py.
 
     state of a rank     waits    its lasting waits, one a thread
                         sent     messages it has begun to send, by world rank

@@ -14,9 +14,9 @@ again. Whoever moved on meanwhile ends the suspicion; another begins with the ne
 import time
 from collections.abc import Callable, Iterable
 
-from minidist.comm import deadlock
-from minidist.comm.deadlock import Verdict
-from minidist.comm.waits import State
+from minidist.comm.health import deadlock
+from minidist.comm.health.deadlock import Verdict
+from minidist.comm.health.wait_state import State
 
 PAUSE = 0.03        # seconds before each of the two rounds
 RETRY = 0.5         # seconds after which a suspicion that was not confirmed is looked at again

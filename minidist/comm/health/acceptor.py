@@ -26,7 +26,7 @@ log = logging.getLogger("minidist.control")
 
 @dataclasses.dataclass
 class Seat:
-    """A rank's place at the monitor. `system` names the table of processes that its pid belongs to (frozen.py)."""
+    """A rank's place at the monitor. `system` names the table of processes that its pid belongs to (process_state.py)."""
 
     world_rank: int
     pid: int
@@ -46,7 +46,7 @@ class Seat:
 
 @dataclasses.dataclass
 class Post(Seat):
-    """A lookout's place at the monitor (lookout.py): it is there for `ranks`, or, if there are none, for its system.
+    """A lookout's place at the monitor (node_agent.py): it is there for `ranks`, or, if there are none, for its system.
 
     `unanswered` looks were sent since it last spoke; `told` is how ranks ended, "" where it does not know.
     """

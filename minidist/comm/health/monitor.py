@@ -15,9 +15,9 @@ no data.
     goodbye  state                                   lost     loss        (who, process id, host, how, traceback)
 
 A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process is stopped
-(frozen.py), and a host of which nothing is heard. The first loss is the job's; it goes to every other rank, also to
-those that connect later. What ranks wait for goes to the arbiter (arbiter.py), which sees deadlocks and disagreements.
-Who is let in: door.py. A host that the monitor is not on has a lookout, which it asks (lookout.py).
+(process_state.py), and a host of which nothing is heard. The first loss is the job's; it goes to every other rank, also to
+those that connect later. What ranks wait for goes to the arbiter (deadlock_arbiter.py), which sees deadlocks and disagreements.
+Who is let in: acceptor.py. A host that the monitor is not on has a lookout, which it asks (node_agent.py).
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.door import Door, Post, Seat
-from minidist.comm.frozen import kill_stopped, this_system
-from minidist.comm.link import ControlLink
-from minidist.comm.loss import Loss
-from minidist.comm.meetings import Meetings
-from minidist.comm.waits import State
-from minidist.comm.watch import Watch
+from minidist.comm.health.acceptor import Door, Post, Seat
+from minidist.comm.health.barrier_store import Meetings
+from minidist.comm.health.failure import Loss
+from minidist.comm.health.monitor_client import ControlLink
+from minidist.comm.health.process_state import kill_stopped, this_system
+from minidist.comm.health.wait_state import State
+from minidist.comm.health.watchdog import Watch
 from minidist.errors import CommError, HandshakeError
 
 __all__ = ["ControlLink", "Loss", "Monitor", "Seat"]

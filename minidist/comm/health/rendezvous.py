@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from minidist.comm import wire
-from minidist.comm.control import Monitor
-from minidist.comm.frozen import exit_of
-from minidist.comm.link import ControlLink
-from minidist.comm.loss import say_line
+from minidist.comm.health.failure import say_line
+from minidist.comm.health.monitor import Monitor
+from minidist.comm.health.monitor_client import ControlLink
+from minidist.comm.health.process_state import exit_of
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
 
 MONITOR_START = 30.0      # seconds a monitor process gets to start: it imports NumPy
@@ -86,7 +86,7 @@ class MonitorProcess:
     """
 
     def __init__(self, size: int, token: bytes, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        command = [sys.executable, "-m", "minidist.comm.rendezvous", str(size), host, str(port)]
+        command = [sys.executable, "-m", "minidist.comm.health.rendezvous", str(size), host, str(port)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(token + b"\n")
