@@ -8,7 +8,7 @@
                            board.py                     and what all of them see there at once
     mpi       mpi.py       link.py  stream.py           ranks that mpirun started
     nccl      nccl.py      hosts.py for the host        ranks with GPUs: their arrays by NCCL, or,
-                           gpu.py  nccl_lane.py         where ranks share a GPU, by CUDA IPC
+                           staging.py  nccl_lane.py         where ranks share a GPU, by CUDA IPC
                            cuda_ipc.py                  (not yet measured on a GPU)
 
 The path of a message: stream.py makes it a frame (frames.py, message.py) and matches it with the receive it belongs to

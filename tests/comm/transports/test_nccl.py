@@ -16,8 +16,8 @@ from minidist.kernels import on_cpu
 
 import minidist as md
 from minidist import backend, dispatch
-from minidist.comm.transports import cuda_ipc, nccl
-from minidist.comm.transports.gpu import Gpu, GpuSide
+from minidist.comm.transports.gpu import cuda_ipc, nccl
+from minidist.comm.transports.gpu.staging import Gpu, GpuSide
 from minidist.errors import CommError, ConfigError, DeviceError, LaunchError, MismatchError, PeerLostError, TimeoutError
 
 

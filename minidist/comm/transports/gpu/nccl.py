@@ -9,7 +9,7 @@
 
 A group's communicator is made by its first such call; its first rank draws the id, and tells it over the host.
 
-    limit        a thread looks at events (gpu.py); the call that outlasts the limit aborts the transport
+    limit        a thread looks at events (staging.py); the call that outlasts the limit aborts the transport
     lost peer    the monitor aborts the transport, as everywhere
     abort        ncclCommAbort on all communicators: kernels that wait in vain end, and so does whoever waits for them.
                  What they leave is no result: every later call, and wait() of one begun before, raises the error.
@@ -34,10 +34,10 @@ from minidist.backend import dtype_name, module_for
 from minidist.comm.device import Device
 from minidist.comm.native import Native
 from minidist.comm.transport import Transport
-from minidist.comm.transports import cuda_ipc
-from minidist.comm.transports.gpu import Gpu, GpuSide, tell
+from minidist.comm.transports.gpu import cuda_ipc
+from minidist.comm.transports.gpu.nccl_lane import Communicator, NcclLane
+from minidist.comm.transports.gpu.staging import Gpu, GpuSide, tell
 from minidist.comm.transports.mesh import Meeting
-from minidist.comm.transports.nccl_lane import Communicator, NcclLane
 from minidist.errors import DeviceError, LaunchError
 
 _KINDS = {"int8": "INT8", "uint8": "UINT8", "int32": "INT32", "uint32": "UINT32", "int64": "INT64", "uint64": "UINT64",

@@ -1,0 +1,1 @@
+"""Arrays on GPUs: NCCL, CUDA IPC, and staging through the host."""
