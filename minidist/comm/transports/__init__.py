@@ -6,7 +6,7 @@
               sockets.py   link.py  stream.py  mesh.py  over TCP
     shm       shm.py       ring.py, and the same        ranks of one host, over shared memory
                            board.py                     and what all of them see there at once
-    mpi       mpi.py       link.py  stream.py           ranks that mpirun started
+    mpi       transport.py       link.py  stream.py           ranks that mpirun started
     nccl      nccl.py      hosts.py for the host        ranks with GPUs: their arrays by NCCL, or,
                            staging.py  nccl_lane.py         where ranks share a GPU, by CUDA IPC
                            cuda_ipc.py                  (not yet measured on a GPU)

@@ -1,4 +1,4 @@
-"""Messages over byte streams: what sockets.py, shm.py and mpi.py share.
+"""Messages over byte streams: what sockets.py, shm.py and transport.py share.
 
 A ByteLink moves bytes to and from one peer, in order, and never blocks. Here messages become frames on it, and frames
 find the receive they belong to:
@@ -11,7 +11,7 @@ find the receive they belong to:
 A header is read only while this rank waits for something from that peer. So a message that comes early stays in the
 link (in the kernel's buffers, in the ring), and a sender that is far ahead is held back; only a message that stands in
 front of one that is asked for is buffered, within UNEXPECTED_LIMIT. How the leader sleeps is left to polled.py and
-mpi.py.
+transport.py.
 """
 
 import threading

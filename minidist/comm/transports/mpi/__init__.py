@@ -1,0 +1,1 @@
+"""Ranks under mpirun: messages and native collectives through mpi4py."""
