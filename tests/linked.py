@@ -14,8 +14,8 @@ import pytest
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.transport import Tag
-from minidist.comm.transports.link import PolledLink
 from minidist.comm.transports.polled import PolledTransport
+from minidist.comm.transports.progress.link import PolledLink
 from minidist.comm.transports.ring import RING_BYTES
 from minidist.comm.transports.shm import ARENA_BYTES, ShmLink, ShmTransport
 from minidist.comm.transports.sockets import SocketLink
@@ -25,7 +25,7 @@ KINDS = ("sockets", "shm")
 
 def nobody_tells(patch: pytest.MonkeyPatch) -> None:
     """There is no monitor here that will say more about a lost peer: nobody waits for that."""
-    patch.setattr("minidist.comm.transports.engine._HEARSAY", 0.0)
+    patch.setattr("minidist.comm.transports.progress.engine._HEARSAY", 0.0)
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:

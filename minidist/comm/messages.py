@@ -23,7 +23,7 @@ from minidist.comm.device import VIA_LANE, Lane
 from minidist.comm.ledger import Event
 from minidist.comm.signature import Block, Signature, dtype_code, pack_block, unpack
 from minidist.comm.transport import Handle, Tag, Transport
-from minidist.comm.transports.mailbox import loopback
+from minidist.comm.transports.progress.mailbox import loopback
 from minidist.errors import MismatchError
 
 if TYPE_CHECKING:

@@ -73,7 +73,7 @@ def build(name: str, link: ControlLink, token: bytes, limit: float, *, node: int
 
 def alone(limit: float) -> Transport:
     """The transport of a world of one, over which nothing ever travels."""
-    from minidist.comm.transports.mailbox import loopback
+    from minidist.comm.transports.progress.mailbox import loopback
     return loopback(0, limit)
 
 

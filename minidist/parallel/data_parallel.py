@@ -61,7 +61,7 @@ from minidist.autograd.tensor import Parameter, Tensor
 from minidist.backend import Array, array_module
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
-from minidist.comm.transports.mailbox import connect
+from minidist.comm.transports.progress.mailbox import connect
 from minidist.errors import CommError, ConfigError, PeerLostError
 from minidist.nn import Module
 from minidist.optim import Optimizer

@@ -23,7 +23,7 @@ from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.monitor_client import ControlLink
 from minidist.comm.health.wait_state import State
 from minidist.comm.transport import Tag
-from minidist.comm.transports import frames
+from minidist.comm.transports.progress import frames
 from minidist.errors import CommError
 
 TOKEN, OTHER = wire.new_token(), wire.new_token()

@@ -30,8 +30,8 @@ import numpy as np
 
 from minidist.comm.transport import META_LIMIT, Board, Tag
 from minidist.comm.transports import cross_memory
-from minidist.comm.transports.engine import Operation, yield_core
 from minidist.comm.transports.near_far import FAR_BYTES, NEAR_BYTES, TURNS, Writer
+from minidist.comm.transports.progress.engine import Operation, yield_core
 from minidist.comm.transports.ring import LINE, Fence
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 
-from minidist.comm.transports.link import PolledLink
-from minidist.comm.transports.stream import StreamTransport
+from minidist.comm.transports.progress.link import PolledLink
+from minidist.comm.transports.progress.stream import StreamTransport
 
 
 class PolledTransport(StreamTransport):

@@ -31,8 +31,8 @@ from minidist.comm.transport import Board
 from minidist.comm.transports import cross_memory, mesh
 from minidist.comm.transports.board import PART_BYTES, Part, SharedBoard, Turn
 from minidist.comm.transports.handover import hand_over
-from minidist.comm.transports.link import PolledLink
 from minidist.comm.transports.polled import PolledTransport
+from minidist.comm.transports.progress.link import PolledLink
 from minidist.comm.transports.ring import LINE, RING_BYTES, RingReader, RingWriter, copy
 from minidist.errors import CommError
 

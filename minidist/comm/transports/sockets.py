@@ -20,8 +20,8 @@ import numpy as np
 
 from minidist import account
 from minidist.comm.transports import mesh
-from minidist.comm.transports.link import PolledLink
 from minidist.comm.transports.polled import PolledTransport
+from minidist.comm.transports.progress.link import PolledLink
 
 BUFFER_BYTES = 2 << 20      # of a socket, each way, where the system grants so much: with less the sides wait more
 STAGE_BYTES = 256 << 10     # most that is received at once for a reduction

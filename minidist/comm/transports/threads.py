@@ -21,7 +21,7 @@ from minidist.comm.health.deadlock_arbiter import Arbiter
 from minidist.comm.health.failure import Loss
 from minidist.comm.health.wait_state import State, Waits
 from minidist.comm.ledger import Ledger
-from minidist.comm.transports.mailbox import connect
+from minidist.comm.transports.progress.mailbox import connect
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 _GRACE = 5.0  # seconds that ranks get to end after one has failed

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import run
 
-from minidist.comm.transports.mailbox import Mailbox
+from minidist.comm.transports.progress.mailbox import Mailbox
 from minidist.errors import CommError, ConfigError
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist.comm.transport import META_LIMIT, Tag
-from minidist.comm.transports import frames
+from minidist.comm.transports.progress import frames
 from minidist.errors import CommError
 
 WORDS = st.integers(0, 2**64 - 1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minidist.comm.transport import Tag
-from minidist.comm.transports.mailbox import connect, loopback
+from minidist.comm.transports.progress.mailbox import connect, loopback
 from minidist.errors import TimeoutError
 
 TAG = Tag(1, 2)

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from minidist.comm.group import WORLD
 from minidist.comm.health.wait_state import QUIET
 from minidist.comm.native import Native
-from minidist.comm.transports.engine import Engine, yield_core
+from minidist.comm.transports.progress.engine import Engine, yield_core
 from minidist.errors import CommError, ConfigError, TimeoutError
 
 _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}

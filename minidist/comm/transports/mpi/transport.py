@@ -26,10 +26,10 @@ from mpi4py import MPI
 from minidist import account
 from minidist.comm.native import Native
 from minidist.comm.transport import META_LIMIT
-from minidist.comm.transports.frames import HEADER_BYTES
-from minidist.comm.transports.link import ByteLink
 from minidist.comm.transports.mpi import native as mpi_native
-from minidist.comm.transports.stream import StreamTransport
+from minidist.comm.transports.progress.frames import HEADER_BYTES
+from minidist.comm.transports.progress.link import ByteLink
+from minidist.comm.transports.progress.stream import StreamTransport
 from minidist.errors import CommError
 
 SPINS = 50                          # tests with yielded core before sleeping

@@ -4,8 +4,8 @@ from collections import deque
 from typing import TypeVar
 
 from minidist.comm.transport import Tag
-from minidist.comm.transports.link import ByteLink
-from minidist.comm.transports.message import Frame, Receive, Send
+from minidist.comm.transports.progress.link import ByteLink
+from minidist.comm.transports.progress.message import Frame, Receive, Send
 
 Item = TypeVar("Item", Receive, Frame)
 

@@ -21,11 +21,11 @@ from contextlib import suppress
 import numpy as np
 
 from minidist.comm.transport import Accept, Handle, Reduce, Tag
-from minidist.comm.transports import frames
-from minidist.comm.transports.engine import Engine
-from minidist.comm.transports.link import ByteLink
-from minidist.comm.transports.message import Frame, Receive, Send
-from minidist.comm.transports.peer import Peer
+from minidist.comm.transports.progress import frames
+from minidist.comm.transports.progress.engine import Engine
+from minidist.comm.transports.progress.link import ByteLink
+from minidist.comm.transports.progress.message import Frame, Receive, Send
+from minidist.comm.transports.progress.peer import Peer
 from minidist.errors import CommError, PeerLostError
 
 UNEXPECTED_LIMIT = 256 << 20    # bytes of messages from one peer that may wait here unasked for

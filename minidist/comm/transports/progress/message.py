@@ -3,9 +3,9 @@
 import numpy as np
 
 from minidist.comm.transport import Accept, Reduce, Tag
-from minidist.comm.transports import frames
-from minidist.comm.transports.engine import Engine, Operation
-from minidist.comm.transports.link import ByteLink
+from minidist.comm.transports.progress import frames
+from minidist.comm.transports.progress.engine import Engine, Operation
+from minidist.comm.transports.progress.link import ByteLink
 from minidist.errors import CommError
 
 

@@ -1,0 +1,1 @@
+"""What drives links: frames, streams of messages, mailboxes, the poll loop and the progress engine."""
