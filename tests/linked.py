@@ -16,8 +16,8 @@ from minidist.comm.ledger import Ledger
 from minidist.comm.transport import Tag
 from minidist.comm.transports.polled import PolledTransport
 from minidist.comm.transports.progress.link import PolledLink
-from minidist.comm.transports.ring import RING_BYTES
-from minidist.comm.transports.shm import ARENA_BYTES, ShmLink, ShmTransport
+from minidist.comm.transports.shm.ring_buffer import RING_BYTES
+from minidist.comm.transports.shm.transport import ARENA_BYTES, ShmLink, ShmTransport
 from minidist.comm.transports.sockets import SocketLink
 
 KINDS = ("sockets", "shm")

@@ -7,7 +7,7 @@ import pytest
 from minidist.cli import doctor, main
 from minidist.cli.machine import machine
 from minidist.comm.cost.link_model import LinkCost, Profile, profile_path, save_profile
-from minidist.comm.transports import cross_memory
+from minidist.comm.transports.shm import process_vm_read
 from minidist.errors import LaunchError, MinidistError
 from minidist.launch import mpirun
 
@@ -63,7 +63,7 @@ def test_a_transport_that_fails_is_a_finding(monkeypatch, name, state):
 
 
 def test_where_ranks_may_not_read_each_others_memory_it_says_how_to_let_them(monkeypatch):
-    monkeypatch.setattr(cross_memory, "_readv", None)
+    monkeypatch.setattr(process_vm_read, "_readv", None)
     finding = doctor._transport("shm")
     assert finding.state == "ok" and "long arrays are copied twice" in finding.found
     assert "ptrace_scope" in finding.advice

@@ -4,8 +4,8 @@
     sockets   hosts.py     the two below, by which      ranks as processes: each link the best there is
                            ranks share a host           (shared_memory=False: sockets.py alone)
               sockets.py   link.py  stream.py  mesh.py  over TCP
-    shm       shm.py       ring.py, and the same        ranks of one host, over shared memory
-                           board.py                     and what all of them see there at once
+    shm       transport.py       ring_buffer.py, and the same        ranks of one host, over shared memory
+                           exchange_board.py                     and what all of them see there at once
     mpi       transport.py       link.py  stream.py           ranks that mpirun started
     nccl      nccl.py      hosts.py for the host        ranks with GPUs: their arrays by NCCL, or,
                            staging.py  nccl_lane.py         where ranks share a GPU, by CUDA IPC

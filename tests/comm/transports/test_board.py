@@ -12,10 +12,10 @@ from linked import nobody_tells, shm_transports
 import minidist as md
 from minidist.comm.group import Group
 from minidist.comm.transport import Board
-from minidist.comm.transports.board import _ASLEEP, _POSTED, PART_BYTES, SharedBoard
-from minidist.comm.transports.near_far import FAR_BYTES, LONG_BYTES, TRIAL
-from minidist.comm.transports.ring import RING_BYTES
-from minidist.comm.transports.shm import BOARDS, ShmTransport
+from minidist.comm.transports.shm.exchange_board import _ASLEEP, _POSTED, PART_BYTES, SharedBoard
+from minidist.comm.transports.shm.ring_buffer import RING_BYTES
+from minidist.comm.transports.shm.transport import BOARDS, ShmTransport
+from minidist.comm.transports.shm.write_placement import FAR_BYTES, LONG_BYTES, TRIAL
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 

@@ -14,9 +14,9 @@ from helpers import SOON, run
 from linked import nobody_tells, shm_transports
 
 from minidist.comm.collectives import shared
-from minidist.comm.transports import cross_memory
-from minidist.comm.transports.cross_memory import Exhibit, process_of, read
-from minidist.comm.transports.handover import hand_over
+from minidist.comm.transports.shm import process_vm_read
+from minidist.comm.transports.shm.fd_passing import hand_over
+from minidist.comm.transports.shm.process_vm_read import Exhibit, process_of, read
 from minidist.errors import CommError, PeerLostError
 
 HERE = os.getpid()
@@ -40,13 +40,13 @@ def test_bytes_come_from_where_they_lie():
 
 
 def test_what_comes_in_parts_comes_whole(monkeypatch):
-    whole = cross_memory._readv
+    whole = process_vm_read._readv
 
     def of_seven_bytes(process, vectors, count, remote, *rest):
         vectors[1] = vectors[3] = min(7, vectors[1])
         return whole(process, vectors, count, remote, *rest)
 
-    monkeypatch.setattr(cross_memory, "_readv", of_seven_bytes)
+    monkeypatch.setattr(process_vm_read, "_readv", of_seven_bytes)
     target = octets(100)
     read(HERE, address(x := np.arange(100, dtype=np.uint8)), target)
     assert np.array_equal(target, x)
@@ -62,7 +62,7 @@ def test_what_cannot_be_read_is_an_error_of_the_system(monkeypatch):
     os.waitpid(child, 0)
     with pytest.raises(ProcessLookupError):
         read(child, address(octets(4)), octets(4))
-    monkeypatch.setattr(cross_memory, "_readv", None)
+    monkeypatch.setattr(process_vm_read, "_readv", None)
     with pytest.raises(OSError) as caught:
         read(HERE, 0, octets(4))
     assert caught.value.errno == errno.ENOSYS
@@ -87,8 +87,8 @@ def test_where_yama_asks_for_it_a_rank_lets_its_user_in(scope, asked, monkeypatc
 
     if scope is not None:
         (tmp_path / "scope").write_text(scope)
-    monkeypatch.setattr(cross_memory, "_YAMA", tmp_path / "scope")
-    monkeypatch.setattr(cross_memory, "_libc", Libc())
+    monkeypatch.setattr(process_vm_read, "_YAMA", tmp_path / "scope")
+    monkeypatch.setattr(process_vm_read, "_libc", Libc())
     Libc.calls.clear()
     Exhibit()
     assert Libc.calls == [(0x59616D61, 2**64 - 1)] * asked      # PR_SET_PTRACER, PR_SET_PTRACER_ANY of linux/prctl.h
@@ -121,13 +121,13 @@ def test_rings_and_arenas_are_shared():
 
 def test_if_one_rank_may_not_read_no_rank_does(monkeypatch):
     blind: list[int] = []
-    real = cross_memory.process_of
+    real = process_vm_read.process_of
 
     def of_one_thread(told):
         blind.append(threading.get_ident())
         return None if threading.get_ident() == blind[0] else real(told)
 
-    monkeypatch.setattr(cross_memory, "process_of", of_one_thread)
+    monkeypatch.setattr(process_vm_read, "process_of", of_one_thread)
     assert [handed.processes for handed in handed_over(3)] == [None] * 3
 
 
@@ -139,7 +139,7 @@ def test_a_rank_that_ends_while_starting_is_named():
 
 
 def test_reading_ends_with_what_ended_the_job(monkeypatch):
-    monkeypatch.setattr("minidist.comm.transports.shm.STRETCH_BYTES", 40)
+    monkeypatch.setattr("minidist.comm.transports.shm.transport.STRETCH_BYTES", 40)
     nobody_tells(monkeypatch)
     zero, one = transports = shm_transports(2)
     x, target = np.arange(100, dtype=np.uint8), octets(100)
@@ -160,7 +160,7 @@ def test_leave_that_is_taken_away_is_no_death(monkeypatch):
     def refuse(*_):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(cross_memory, "read", refuse)
+    monkeypatch.setattr(process_vm_read, "read", refuse)
     with pytest.raises(CommError, match="rank 0 may not read 8 bytes in the memory of rank 1 any more") as caught:
         zero.read(1, 0, octets(8))
     assert not isinstance(caught.value, PeerLostError)

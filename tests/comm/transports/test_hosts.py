@@ -14,7 +14,7 @@ from linked import into, nobody_tells, shm_links, socket_links, tag
 
 import minidist as md
 from minidist.comm.transports import hosts
-from minidist.comm.transports.shm import ARENA_BYTES, BOARDS, ShmTransport
+from minidist.comm.transports.shm.transport import ARENA_BYTES, BOARDS, ShmTransport
 from minidist.errors import ConfigError, PeerLostError
 from minidist.launch.forked import run_forked
 

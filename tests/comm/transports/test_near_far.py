@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from minidist.comm.transport import SHOWN_BYTES
-from minidist.comm.transports.near_far import (
+from minidist.comm.transports.shm.write_placement import (
     COUNTED,
     FAR_BYTES,
     LONG_BYTES,

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minidist.comm.transports.ring import CAPACITY, LINE, PIECE_BYTES, RING_BYTES, RingReader, RingWriter, copy
+from minidist.comm.transports.shm.ring_buffer import (
+    CAPACITY,
+    LINE,
+    PIECE_BYTES,
+    RING_BYTES,
+    RingReader,
+    RingWriter,
+    copy,
+)
 
 FRAMES = st.lists(st.tuples(st.integers(1, 66), st.one_of(
     st.integers(0, 300), st.integers(0, CAPACITY // 2), st.sampled_from([PIECE_BYTES, CAPACITY, CAPACITY + 1]))),

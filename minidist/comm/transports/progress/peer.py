@@ -39,7 +39,7 @@ class Peer:
         self.unexpected_bytes = 0
         self.receives: set[Receive] = set()         # asked for and not finished
         self.frame: Frame | None = None             # whose payload is being read
-        self.awaited = 0                            # waits for it that no message ends: see board.py
+        self.awaited = 0                            # waits for it that no message ends: see exchange_board.py
         self.deaf: str | None = None                # why nothing more can be sent to it
         self.mute: str | None = None                # why nothing more will come from it
 

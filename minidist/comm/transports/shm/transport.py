@@ -5,15 +5,15 @@
     array <--copy--  [ ring 1 -> 0                              ]  <--copy-- array
     doorbell <=====  a connected socket: "wake up", or the end of the process  =====> doorbell
 
-Two ranks share one piece of memory with a ring each way (ring.py), and a Unix socket. Bytes go through the rings. Who
+Two ranks share one piece of memory with a ring each way (ring_buffer.py), and a Unix socket. Bytes go through the rings. Who
 finds nothing to do says so in the ring, looks once more, and sleeps on the socket; who then moves bytes sends one byte
 there. The socket also tells of a death at once: the kernel closes it, however the process ended.
 
-The memory has no name (handover.py), so the size of /dev/shm does not limit it. Pages never written cost nothing.
+The memory has no name (fd_passing.py), so the size of /dev/shm does not limit it. Pages never written cost nothing.
 
 A reduction adds straight from the ring. Nothing of the size of a message is allocated, on either side.
 
-Groups have boards (board.py) beside the rings; and where the system lets each rank read the memory of all others
+Groups have boards (exchange_board.py) beside the rings; and where the system lets each rank read the memory of all others
 (cross_memory.py: found out when they meet, and the same for all) long arrays are only shown where they lie.
 """
 
@@ -28,12 +28,13 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.transport import Board
-from minidist.comm.transports import cross_memory, mesh
-from minidist.comm.transports.board import PART_BYTES, Part, SharedBoard, Turn
-from minidist.comm.transports.handover import hand_over
+from minidist.comm.transports import mesh
 from minidist.comm.transports.polled import PolledTransport
 from minidist.comm.transports.progress.link import PolledLink
-from minidist.comm.transports.ring import LINE, RING_BYTES, RingReader, RingWriter, copy
+from minidist.comm.transports.shm import process_vm_read
+from minidist.comm.transports.shm.exchange_board import PART_BYTES, Part, SharedBoard, Turn
+from minidist.comm.transports.shm.fd_passing import hand_over
+from minidist.comm.transports.shm.ring_buffer import LINE, RING_BYTES, RingReader, RingWriter, copy
 from minidist.errors import CommError
 
 SPINS, SPINS_CROWDED = 200, 20  # looks at the rings before sleeping: where each rank has a core, and where not
@@ -148,7 +149,7 @@ class ShmTransport(PolledTransport):
             if self.error is not None:
                 raise self.explained(self.error, what)
             try:
-                cross_memory.read(self._processes[rank], address + start, target[start:start + STRETCH_BYTES])
+                process_vm_read.read(self._processes[rank], address + start, target[start:start + STRETCH_BYTES])
             except PermissionError as error:
                 raise CommError(f"rank {self.world_rank} may not read {what} any more, which it could when they met "
                                 f"({error}); did it change its user, or forbid being debugged?") from error

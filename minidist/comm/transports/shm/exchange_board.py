@@ -8,7 +8,7 @@ One `show` is all there is: a rank copies its arrays into its part, moves `poste
 as often, and looks at their bytes where they lie. So what a message would carry to P-1 ranks is written once, and
 nobody waits for one rank after the other.
 
-Parts have two turns, used alternately; a header says where the turn's bytes lie (near_far.py). What was shown may be
+Parts have two turns, used alternately; a header says where the turn's bytes lie (write_placement.py). What was shown may be
 read until the reader's next `show`: a rank overwrites a turn only at its second `show` after, and before that it saw
 everybody post the first.
 
@@ -18,7 +18,7 @@ where they lie, the others read() them there, and all meet once more before anyb
 A rank closes its board when it needs it no more, and the others may still be looking at what it showed last. So its
 part serves another board only after they have closed theirs: each part counts how often its rank has.
 
-The fences are those of ring.py, for the same reasons: bytes before `posted`; `posted` before the look at `asleep`, and
+The fences are those of ring_buffer.py, for the same reasons: bytes before `posted`; `posted` before the look at `asleep`, and
 `asleep` before the look at `posted`, so that whichever comes second sees the other, and no wake-up is lost.
 """
 
@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minidist.comm.transport import META_LIMIT, Board, Tag
-from minidist.comm.transports import cross_memory
-from minidist.comm.transports.near_far import FAR_BYTES, NEAR_BYTES, TURNS, Writer
 from minidist.comm.transports.progress.engine import Operation, yield_core
-from minidist.comm.transports.ring import LINE, Fence
+from minidist.comm.transports.shm import process_vm_read
+from minidist.comm.transports.shm.ring_buffer import LINE, Fence
+from minidist.comm.transports.shm.write_placement import FAR_BYTES, NEAR_BYTES, TURNS, Writer
 
 if TYPE_CHECKING:
-    from minidist.comm.transports.shm import ShmTransport
+    from minidist.comm.transports.shm.transport import ShmTransport
 
 _PAGE = 4096
 _HEADER = struct.Struct("3Q")   # the length of meta, where the bytes begin, how many they are
@@ -125,7 +125,7 @@ class SharedBoard(Board):
         return self._own.bytes_used
 
     def lendable(self, array: np.ndarray) -> bool:
-        return self.lends and cross_memory.readable(array)
+        return self.lends and process_vm_read.readable(array)
 
     def read(self, rank: int, address: int, target: np.ndarray) -> None:
         self._transport.read(self._world_ranks[rank], address, target.reshape(-1).view(np.uint8))

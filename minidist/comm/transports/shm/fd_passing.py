@@ -1,7 +1,7 @@
 """What ranks of one host hand each other when they have connected: memory for rings and boards, and leave to read.
 
     every two   the lower rank makes the memory of their two rings
-    everybody   its arena, in which it alone places boards; and where in its memory a trial lies (cross_memory.py)
+    everybody   its arena, in which it alone places boards; and where in its memory a trial lies (process_vm_read.py)
     then        each says whether it could read the trials of all others
 
 The memory has no name: it is a file without a directory entry, handed over through the connected socket. So nothing of
@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from minidist.comm.transports import cross_memory
-from minidist.comm.transports.cross_memory import EXHIBIT_BYTES
+from minidist.comm.transports.shm import process_vm_read
+from minidist.comm.transports.shm.process_vm_read import EXHIBIT_BYTES
 from minidist.errors import CommError
 
 _YES, _NO = b"y", b"n"
@@ -42,7 +42,7 @@ def hand_over(world_rank: int, connections: Mapping[int, socket.socket], ring_by
 
     Raises: CommError naming a rank that ended meanwhile.
     """
-    exhibit, rings = cross_memory.Exhibit(), {}
+    exhibit, rings = process_vm_read.Exhibit(), {}
     processes: dict[int, int | None] = {world_rank: os.getpid()}
     with ExitStack() as opened:
         own = _opened(opened, nameless_file(arena_bytes))
@@ -60,7 +60,7 @@ def hand_over(world_rank: int, connections: Mapping[int, socket.socket], ring_by
             files = [_opened(opened, file) for file in received]
             if len(files) != expected or len(told) != EXHIBIT_BYTES:
                 raise _ended(world_rank, rank)
-            processes[rank] = cross_memory.process_of(told)
+            processes[rank] = process_vm_read.process_of(told)
             arenas[rank] = _map(files[0], arena_bytes)
             if rank < world_rank:
                 rings[rank] = _map(files[1], ring_bytes)

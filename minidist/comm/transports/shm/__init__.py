@@ -1,0 +1,1 @@
+"""Ranks of one host: ring buffers and exchange boards in shared memory."""
