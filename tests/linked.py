@@ -18,7 +18,7 @@ from minidist.comm.transports.polled import PolledTransport
 from minidist.comm.transports.progress.link import PolledLink
 from minidist.comm.transports.shm.ring_buffer import RING_BYTES
 from minidist.comm.transports.shm.transport import ARENA_BYTES, ShmLink, ShmTransport
-from minidist.comm.transports.sockets import SocketLink
+from minidist.comm.transports.tcp.transport import SocketLink
 
 KINDS = ("sockets", "shm")
 

@@ -2,8 +2,8 @@
 
     threads   mailbox.py                                ranks as threads; also "threads-unbuffered"
     sockets   hosts.py     the two below, by which      ranks as processes: each link the best there is
-                           ranks share a host           (shared_memory=False: sockets.py alone)
-              sockets.py   link.py  stream.py  mesh.py  over TCP
+                           ranks share a host           (shared_memory=False: transport.py alone)
+              transport.py   link.py  stream.py  mesh.py  over TCP
     shm       transport.py       ring_buffer.py, and the same        ranks of one host, over shared memory
                            exchange_board.py                     and what all of them see there at once
     mpi       transport.py       link.py  stream.py           ranks that mpirun started

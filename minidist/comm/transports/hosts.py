@@ -1,7 +1,7 @@
 """Ranks of several hosts: shared memory inside each, TCP between them. It is what the transport sockets is, by itself.
 
     node 0          node 1
-    r0 ---------- r2      ----   TCP connections (sockets.py): also r0 to r3, r1 to r2
+    r0 ---------- r2      ----   TCP connections (transport.py): also r0 to r3, r1 to r2
     ||            ||
     ||            ||      ||     two rings in shared memory (transport.py), and boards for the groups inside a node
     r1 ---------- r3
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from minidist.comm.transports import mesh
 from minidist.comm.transports.shm.transport import ShmTransport, share
-from minidist.comm.transports.sockets import BUFFER_BYTES, SocketLink
+from minidist.comm.transports.tcp.transport import BUFFER_BYTES, SocketLink
 
 
 def connect(link: mesh.Meeting, token: bytes, limit: float, *, host: str, node: int) -> ShmTransport:

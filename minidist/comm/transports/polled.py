@@ -15,7 +15,7 @@ from minidist.comm.transports.progress.stream import StreamTransport
 
 
 class PolledTransport(StreamTransport):
-    """A StreamTransport over PolledLinks: sockets.py, transport.py."""
+    """A StreamTransport over PolledLinks: transport.py, transport.py."""
 
     def __init__(self, name: str, world_rank: int, limit: float, links: Mapping[int, PolledLink], spins: int) -> None:
         super().__init__(name, world_rank, limit, links, spins)

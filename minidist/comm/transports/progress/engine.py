@@ -9,7 +9,7 @@ lock, and waiting for one transfer moves every other one too: `start_send; start
 leader with nothing to move gives up its core `spins` times (a reply is often microseconds away), then sleeps in the
 kernel until a link is ready, another thread starts a transfer, or somebody calls abort().
 
-Used by sockets.py, transport.py and transport.py; stream.py supplies the pass.
+Used by transport.py, transport.py and transport.py; stream.py supplies the pass.
 """
 
 import os

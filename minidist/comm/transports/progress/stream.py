@@ -1,4 +1,4 @@
-"""Messages over byte streams: what sockets.py, transport.py and transport.py share.
+"""Messages over byte streams: what transport.py, transport.py and transport.py share.
 
 A ByteLink moves bytes to and from one peer, in order, and never blocks. Here messages become frames on it, and frames
 find the receive they belong to:

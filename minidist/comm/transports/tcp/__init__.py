@@ -1,0 +1,1 @@
+"""Ranks connected by TCP."""
