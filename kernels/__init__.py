@@ -4,7 +4,7 @@
     run         softmax(x, version=2)            NumPy arrays: the CPU build, every access checked; CuPy arrays: the GPU
     compile     python -m minidist.kernels       for sm_80, sm_90 and sm_100: registers, shared memory, spills
     count       minidist bench kernels --count   bytes and sectors of each rung; on a GPU, without --count: time
-    in an op    minidist/dispatch.py             the table of what takes a kernel on a GPU
+    in an op    minidist/device/dispatch.py             the table of what takes a kernel on a GPU
 
     loader.py    reads a .cu, checks a launch, hands it to CuPy or to the CPU build
     on_cpu.py    builds a .cu with g++ and runs it; cuda_on_cpu/ holds CUDA's words, threads and checks for it

@@ -16,7 +16,7 @@ from minidist.kernels.chunks import CHUNK
 from minidist.kernels.global_norm import Gradients
 from minidist.kernels.loader import FLOATS, Source, Table, begin_aligned, c_type, launch
 
-from minidist.backend import Array, array_module, is_array
+from minidist.device.backend import Array, array_module, is_array
 from minidist.errors import KernelError, ShapeError
 
 VERSIONS = (1, 2, 3)

@@ -12,7 +12,7 @@ import numpy as np
 from minidist.kernels.checks import check_number
 from minidist.kernels.loader import Source, begin_aligned, c_type, launch
 
-from minidist.backend import Array, array_module, dtype_name
+from minidist.device.backend import Array, array_module, dtype_name
 from minidist.errors import DtypeError, KernelError
 
 VERSIONS = (1, 2, 3)

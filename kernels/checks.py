@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from minidist.backend import Array
+from minidist.device.backend import Array
 from minidist.errors import KernelError, ShapeError
 
 

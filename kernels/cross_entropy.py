@@ -12,7 +12,7 @@ import numpy as np
 from minidist.kernels.checks import check_alike, check_number
 from minidist.kernels.loader import FLOATS, MOST_SHARED, Source, c_type, launch, version_for
 
-from minidist.backend import Array, array_module
+from minidist.device.backend import Array, array_module
 from minidist.errors import ShapeError
 
 VERSIONS = (1, 2, 3)

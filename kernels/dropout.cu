@@ -1,5 +1,5 @@
 // y = residual + dropout(x): which elements fall is a hash of a key and of the element's global position, as in
-// minidist.backend.random_bits, bit by bit. No mask is kept: backward draws the same numbers again.
+// minidist.device.backend.random_bits, bit by bit. No mask is kept: backward draws the same numbers again.
 //
 //   forward    x and residual in, y out       3 B (2 B without residual)      B = rows columns sizeof(T)
 //   backward   dy in, dx out                  2 B: the same kernel without residual

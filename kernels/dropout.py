@@ -10,7 +10,7 @@ backend.random_bits, so ops.dropout gives the same mask on a CPU, on a GPU, and 
 import numpy as np
 from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
-from minidist.backend import Array, array_module, is_array
+from minidist.device.backend import Array, array_module, is_array
 from minidist.errors import ConfigError, ShapeError
 
 VERSIONS = (1, 2)

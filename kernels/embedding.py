@@ -10,7 +10,7 @@ host where dy is on a GPU: they are sorted there then, while the GPU computes.
 import numpy as np
 from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
-from minidist.backend import Array, array_module, beside
+from minidist.device.backend import Array, array_module, beside
 from minidist.errors import ShapeError
 
 VERSIONS = (1, 2, 3)

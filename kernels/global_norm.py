@@ -15,7 +15,7 @@ import numpy as np
 from minidist.kernels.chunks import CHUNK, Chunks
 from minidist.kernels.loader import FLOATS, Places, Source, Table, begin_aligned, c_type, launch
 
-from minidist.backend import Array, array_module
+from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError, KernelError
 
 VERSIONS = (1, 2, 3)

@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from minidist.backend import Array, array_module, device_of, dtype_name, is_array
+from minidist.device.backend import Array, array_module, device_of, dtype_name, is_array
 from minidist.errors import DtypeError, KernelError, ShapeError
 
 HERE = Path(__file__).parent

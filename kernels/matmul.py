@@ -13,7 +13,7 @@ import numpy as np
 from minidist.kernels.checks import check_version
 from minidist.kernels.loader import FLOATS, Source, aligned, c_type, launch
 
-from minidist.backend import LOW_PRECISION, Array, array_module
+from minidist.device.backend import LOW_PRECISION, Array, array_module
 from minidist.errors import DtypeError, KernelError, ShapeError
 
 VERSIONS = (1, 2, 3, 4, 5)

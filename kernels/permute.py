@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
-from minidist.backend import Array, array_module
+from minidist.device.backend import Array, array_module
 from minidist.errors import ShapeError
 
 VERSIONS = (1, 2)

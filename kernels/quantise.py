@@ -13,7 +13,7 @@ Bytes moved: at the head of quantise.cu.
 import numpy as np
 from minidist.kernels.loader import Source, begin_aligned, c_type, launch
 
-from minidist.backend import Array, array_module, dtype_name
+from minidist.device.backend import Array, array_module, dtype_name
 from minidist.errors import ConfigError, DtypeError, KernelError, ShapeError
 
 VERSIONS, SIGN_VERSIONS = (1, 2, 3), (1, 2)

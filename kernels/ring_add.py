@@ -10,7 +10,7 @@ incoming and outgoing: (n,) float32, float16 or bfloat16, what travels; own and 
 import numpy as np
 from minidist.kernels.loader import FLOATS, Source, begin_aligned, c_type, launch
 
-from minidist.backend import Array
+from minidist.device.backend import Array
 from minidist.errors import ConfigError, KernelError, ShapeError
 
 VERSIONS = (1, 2)

@@ -10,7 +10,7 @@ pair. Moved: x.nbytes read and written.
 import numpy as np
 from minidist.kernels.loader import FLOATS, Source, aligned, c_type, launch
 
-from minidist.backend import Array, array_module
+from minidist.device.backend import Array, array_module
 from minidist.errors import KernelError, ShapeError
 
 VERSIONS = (1, 2)

@@ -10,7 +10,7 @@ build) or CuPy. Of equal |x| the first are taken; NaN counts as the largest. at_
 import numpy as np
 from minidist.kernels.loader import Source, c_type, launch
 
-from minidist.backend import Array, array_module, dtype_name
+from minidist.device.backend import Array, array_module, dtype_name
 from minidist.errors import ConfigError, DtypeError
 
 VERSIONS = (1, 2)

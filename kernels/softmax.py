@@ -13,7 +13,7 @@ import numpy as np
 from minidist.kernels.checks import check_alike
 from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
-from minidist.backend import Array, array_module
+from minidist.device.backend import Array, array_module
 
 VERSIONS = (1, 2, 3)
 SOURCE = Source("softmax.cu", [f"{name}_v{version}<{kind}>" for name in ("softmax", "softmax_gradient")

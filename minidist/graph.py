@@ -32,13 +32,13 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
 from minidist.autograd.ops.gather import SortedIds, check_positions
 from minidist.autograd.ops.random import dropout_key
 from minidist.autograd.tensor import Tensor
-from minidist.backend import Array, device_of
-from minidist.cublas import Products
-from minidist.dispatch import launcher
+from minidist.device import account
+from minidist.device.backend import Array, device_of
+from minidist.device.cublas import Products
+from minidist.device.dispatch import launcher
 from minidist.errors import ConfigError, KernelError, MinidistError, ShapeError
 from minidist.nn.dropout import Dropout, DropoutKey
 from minidist.optim import Adam

@@ -12,7 +12,7 @@ import threadpoolctl
 from hypothesis import HealthCheck, settings
 from minidist.kernels import cache
 
-from minidist import account
+from minidist.device import account
 from minidist.errors import KernelError
 from minidist.launch.launchers import clean_environment
 

@@ -6,7 +6,7 @@ import numpy as np
 from split import SIZES
 from training import global_batch, tiny
 
-from minidist import account
+from minidist.device import account
 from minidist.nn import GPT, DropoutKey, MixtureConfig, mixture
 from minidist.nn.moe import loads, rebalance
 from minidist.optim import AdamW

@@ -21,7 +21,7 @@ import fake_cupy
 import ml_dtypes
 import numpy as np
 
-from minidist import cublas
+from minidist.device import cublas
 
 HOME = os.path.dirname(cublas.__file__) + os.sep        # not any folder of this name: a checkout's may have it, too
 PRODUCTS = {"matmul", "dot", "tensordot", "einsum", "inner", "vdot"}        # by CuPy's cuBLAS

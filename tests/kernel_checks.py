@@ -12,7 +12,7 @@ from minidist.kernels import on_cpu
 from minidist.kernels.compile import sources
 from minidist.kernels.loader import Source
 
-from minidist.backend import to_device, to_host
+from minidist.device.backend import to_device, to_host
 from minidist.errors import KernelError
 
 needs_compiler = pytest.mark.skipif(on_cpu.compiler() is None, reason="no C++ compiler (g++) on this machine")

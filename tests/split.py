@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from training import difference, global_batch, tiny
 
 import minidist as md
-from minidist import account
+from minidist.device import account
 from minidist.nn import GPT, DropoutKey, GPTConfig
 from minidist.optim import SGD, AdamW
 from minidist.parallel.activations import checkpoint_blocks

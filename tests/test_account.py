@@ -7,10 +7,10 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from minidist import account
-from minidist.account import MemoryAccount
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
+from minidist.device import account
+from minidist.device.account import MemoryAccount
 from minidist.errors import ConfigError, MemoryLimitError
 
 

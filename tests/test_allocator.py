@@ -1,6 +1,6 @@
 """The C library's allocator."""
 
-from minidist.allocator import tune_allocator
+from minidist.device.allocator import tune_allocator
 
 
 def test_it_says_whether_it_did() -> None:

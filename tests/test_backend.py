@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist import backend
+from minidist.device import backend
 from minidist.errors import ConfigError, DeviceError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

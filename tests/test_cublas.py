@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minidist import backend, cublas
-from minidist.cublas import Products
+from minidist.device import backend, cublas
+from minidist.device.cublas import Products
 from minidist.errors import DeviceError, KernelError, ShapeError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minidist import backend, float16
+from minidist.device import backend, float16
 
 
 def same(ours: np.ndarray, theirs: np.ndarray) -> None:

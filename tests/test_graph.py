@@ -9,7 +9,7 @@ from kernel_checks import needs_compiler
 from training import global_batch, tiny
 
 import minidist as md
-from minidist import account
+from minidist.device import account
 from minidist.errors import ConfigError, KernelError, ShapeError
 from minidist.graph import WARM_UP, CapturedStep, Given
 from minidist.nn import GPTConfig

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minidist.backend import dtype
+from minidist.device.backend import dtype
 from minidist.errors import ConfigError
 from minidist.octets import wire_view
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minidist import account
 from minidist.autograd import ops
 from minidist.autograd.recompute import Stretch, recompute
 from minidist.autograd.tensor import Parameter, Tensor, no_grad, tensor
+from minidist.device import account
 from minidist.errors import GradientError
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from minidist import account
 from minidist.autograd.tensor import Parameter, Tensor, tensor
+from minidist.device import account
 from minidist.errors import ConfigError, ShapeError
 
 

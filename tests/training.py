@@ -7,7 +7,7 @@ import numpy as np
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
-from minidist.backend import random_bits
+from minidist.device.backend import random_bits
 from minidist.nn import GPTConfig, Module
 from minidist.parallel.hybrid import Plan, Trainer
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from training import SMALL_BUCKETS, difference, global_batch, tiny
 
 import minidist as md
-from minidist import account
+from minidist.device import account
 from minidist.nn import GPT
 from minidist.optim import SGD, Adam, AdamW
 from minidist.parallel.common.replicas import weights_digest

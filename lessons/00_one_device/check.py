@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
 from minidist.autograd.tensor import no_grad
+from minidist.device import account
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import size_text
 from minidist.optim import Adam

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
 from minidist.autograd.ops.attention import KEEP_UP_TO, QUERY_BLOCK
 from minidist.autograd.tensor import no_grad
 from minidist.data import text
+from minidist.device import account
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
+from minidist.device import account
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.records import gather_records
 from minidist.optim import Adam

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import minidist as md
-from minidist import account
+from minidist.device import account
 from minidist.nn import GPTConfig
 from minidist.optim import Adam
 from minidist.parallel.accumulation import elements_sent

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist import backend
 from minidist.data import text
+from minidist.device import backend
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
 from minidist.parallel.accumulation import micro_parts

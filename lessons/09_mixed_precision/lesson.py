@@ -11,10 +11,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from minidist import account
-from minidist.account import MemoryAccount
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
+from minidist.device import account
+from minidist.device.account import MemoryAccount
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD, Adam
 from minidist.parallel.common.memory import MIXED, SINGLE, STATE, state_bytes

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import random_bits
+from minidist.device.backend import random_bits
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.timeline import Timeline
 from minidist.optim import AdamW

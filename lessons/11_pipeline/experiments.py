@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
-from minidist.backend import random_bits
+from minidist.device import account
+from minidist.device.backend import random_bits
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD

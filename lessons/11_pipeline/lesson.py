@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 import minidist as md
-from minidist import account
 from minidist.autograd.tensor import tensor
+from minidist.device import account
 from minidist.errors import ScheduleError
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict

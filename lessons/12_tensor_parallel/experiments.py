@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
+from minidist.device import account
 from minidist.nn import GPT, GPTConfig
 from minidist.parallel.tensor_parallel import tensor_parallel
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
 from minidist.autograd import ops
 from minidist.autograd.ops.collectives import gather_copies
 from minidist.autograd.tensor import tensor
+from minidist.device import account
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import Adam
 from minidist.parallel.activations import checkpoint_blocks

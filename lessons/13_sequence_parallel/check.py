@@ -11,7 +11,7 @@ import minidist as md
 from minidist.autograd import ops
 from minidist.autograd.ops.online_attention import Running
 from minidist.autograd.tensor import tensor
-from minidist.backend import random_uniform
+from minidist.device.backend import random_uniform
 from minidist.parallel.ring_attention import own_blocks, ring_attention, zigzag
 from minidist.teaching import Result, counted, expect
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
 from minidist.autograd.ops.online_attention import Running
-from minidist.backend import random_bits, random_uniform
+from minidist.device import account
+from minidist.device.backend import random_bits, random_uniform
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
 from minidist.parallel import ring_attention, sequence_parallel, ulysses

@@ -11,7 +11,7 @@ import numpy as np
 from minidist.lessons import zero_lab as lab
 
 import minidist as md
-from minidist import account
+from minidist.device import account
 from minidist.observe.page import Page, size_text, verdict
 from minidist.parallel.common.flat import Flat
 from minidist.parallel.common.memory import MIXED, SINGLE, STATE, in_flight, state_bytes

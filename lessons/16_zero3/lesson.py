@@ -11,8 +11,8 @@ import numpy as np
 from minidist.lessons import zero_lab as lab
 
 import minidist as md
-from minidist import account
 from minidist.comm.transports.delayed import delayed
+from minidist.device import account
 from minidist.nn import GPTConfig
 from minidist.observe.overlap import measure
 from minidist.observe.page import Page, size_text, verdict

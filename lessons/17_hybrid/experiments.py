@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import minidist as md
-from minidist import account
+from minidist.device import account
 from minidist.nn import GPT, GPTConfig, MixtureConfig
 from minidist.optim import sum_of_squares
 from minidist.parallel.hybrid_costs import elements_sent

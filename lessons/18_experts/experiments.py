@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import random_bits
+from minidist.device.backend import random_bits
 from minidist.nn import GPT, DropoutKey, GPTConfig, MixtureConfig, mixture
 from minidist.nn.moe import mixtures
 from minidist.optim import AdamW

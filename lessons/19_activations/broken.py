@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
 from minidist.autograd import ops
 from minidist.autograd.recompute import recompute
 from minidist.autograd.tensor import Parameter, tensor
+from minidist.device import account
 from minidist.observe.page import size_text
 from minidist.parallel.activations import checkpoint
 from minidist.teaching import load_module

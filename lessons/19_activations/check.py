@@ -6,9 +6,9 @@ from types import ModuleType
 
 import numpy as np
 
-from minidist import account
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, Tensor, tensor
+from minidist.device import account
 from minidist.observe.page import size_text
 from minidist.teaching import Result, expect
 

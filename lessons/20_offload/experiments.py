@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
 from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
-from minidist.backend import random_bits
+from minidist.device import account
+from minidist.device.backend import random_bits
 from minidist.nn import GPTConfig, Linear, Module
 from minidist.observe.overlap import Overlap, measure, moves
 from minidist.observe.timeline import Timeline

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import minidist as md
-from minidist import account
+from minidist.device import account
 from minidist.errors import MemoryLimitError
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict

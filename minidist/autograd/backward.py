@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidist import account
 from minidist.autograd.recompute import Stretch
 from minidist.autograd.tape import Edge, Node
 from minidist.autograd.tensor import Parameter, Tensor, no_grad
-from minidist.backend import Array, add_into, array_module, dtype_name
+from minidist.device import account
+from minidist.device.backend import Array, add_into, array_module, dtype_name
 from minidist.errors import GradientError
 
 

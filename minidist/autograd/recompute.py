@@ -21,7 +21,7 @@ from typing import Any
 
 from minidist.autograd.tape import Edge, Node, Op, saved
 from minidist.autograd.tensor import Parameter, Tensor, grad_mode, is_grad_enabled
-from minidist.backend import array_module
+from minidist.device.backend import array_module
 from minidist.errors import GradientError
 
 _thread = threading.local()     # `again`: whether this thread is in a retrace; ranks may be threads

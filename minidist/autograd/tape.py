@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
 from minidist.autograd.tensor import Parameter, Tensor, is_grad_enabled
-from minidist.backend import FLOATS, Array, array_module, dtype_name, is_array
+from minidist.device import account
+from minidist.device.backend import FLOATS, Array, array_module, dtype_name, is_array
 from minidist.errors import DtypeError, GradientError, MinidistError, ShapeError
 
 _creation = itertools.count()  # orders nodes within a thread; next() is atomic, so rank threads may share it

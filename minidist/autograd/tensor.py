@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minidist import account, backend
 from minidist.autograd.recording import grad_mode, is_grad_enabled, no_grad
-from minidist.backend import Array
+from minidist.device import account, backend
+from minidist.device.backend import Array
 from minidist.errors import DtypeError, GradientError, ShapeError
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from minidist.backend import dtype_name
 from minidist.bench import kernels_flat, kernels_products, kernels_rows
 from minidist.bench.kernels_case import (
     COPY,
@@ -43,6 +42,7 @@ from minidist.bench.kernels_gpu import CudaGpu
 from minidist.bench.kernels_peers import find, peers_of
 from minidist.bench.step import MODELS, Model
 from minidist.cli.common import meant
+from minidist.device.backend import dtype_name
 from minidist.errors import ConfigError, KernelError
 
 CASES = [*kernels_rows.CASES, *kernels_flat.CASES, *kernels_products.CASES]

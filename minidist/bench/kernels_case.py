@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from minidist import backend
-from minidist.backend import Array, dtype_name, is_array, to_device, to_host
 from minidist.bench.step import Model
+from minidist.device import backend
+from minidist.device.backend import Array, dtype_name, is_array, to_device, to_host
 
 KIND = "bfloat16"                       # of rungs that take it
 EAGER, COMPILED = "PyTorch eager", "torch.compile"

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import dtype_name
 from minidist.bench.kernels import chosen
 from minidist.bench.kernels_case import KIND, Case, Draw, error, every, place, sample
 from minidist.bench.step import Model
+from minidist.device.backend import dtype_name
 from minidist.errors import ConfigError, KernelError
 from minidist.kernels import on_cpu
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import Array, dtype, matmul, module_for
+from minidist.device.backend import Array, dtype, matmul, module_for
 from minidist.errors import DeviceError
 
 COPIED = 1 << 30            # bytes of the array that is copied to find the bandwidth

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from minidist.autograd.ops.experts import Placement, place_rows
-from minidist.backend import random_bits, stream_key
 from minidist.bench.kernels_case import Case, Draw, Inputs, wide
 from minidist.bench.step import Model
+from minidist.device.backend import random_bits, stream_key
 from minidist.kernels import activation, cross_entropy, dropout, embedding, norm, permute, rotary, softmax
 
 EXPERTS, CHOICES = 8, 2             # of the mixture that tokens are sent to

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
-from minidist.backend import module_for
 from minidist.bench import step_floor
 from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
 from minidist.bench.step import CLIP, OURS, Model, random_batch, resident_peak
+from minidist.device import account
+from minidist.device.backend import module_for
 from minidist.errors import ConfigError, LaunchError, PeerLostError
 from minidist.launch.membership import limit_blas_threads
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minidist.backend import Array, imported_cupy
 from minidist.comm.native import Native
+from minidist.device.backend import Array, imported_cupy
 from minidist.errors import DeviceError
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minidist import backend
 from minidist.comm import source
 from minidist.comm.calls.async_call import PendingMessage
 from minidist.comm.calls.buffers import Result, argument, device_of
@@ -24,6 +23,7 @@ from minidist.comm.ledger import Event
 from minidist.comm.signature import Block, Signature, dtype_code, pack_block, unpack
 from minidist.comm.transport import Handle, Tag, Transport
 from minidist.comm.transports.progress.mailbox import loopback
+from minidist.device import backend
 from minidist.errors import MismatchError
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minidist.backend import array_module, is_array
 from minidist.comm.calls.buffers import Place, Result, Rows, apart, argument, as_array, device_of
 from minidist.comm.calls.call import Call
 from minidist.comm.collectives.choose import ALGORITHMS, choose
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.collectives.reduction import UFUNCS, Reduction, reduction
 from minidist.comm.device import Side
+from minidist.device.backend import array_module, is_array
 from minidist.errors import ConfigError, DtypeError, ShapeError
 
 if TYPE_CHECKING:

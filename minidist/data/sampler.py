@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from minidist.backend import random_bits
+from minidist.device.backend import random_bits
 from minidist.errors import ConfigError
 
 

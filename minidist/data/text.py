@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import random_bits
+from minidist.device.backend import random_bits
 from minidist.errors import DataError
 
 UNUSED = "\N{REPLACEMENT CHARACTER}"  # shown for an id beyond the symbols, which a larger vocabulary allows

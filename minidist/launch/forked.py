@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from minidist import account
 from minidist.comm import wire
 from minidist.comm.cost.link_model import load_profile
 from minidist.comm.group import Group
@@ -25,6 +24,7 @@ from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.monitor_client import ControlLink, Loss, how_it_ended
 from minidist.comm.ledger import Ledger
 from minidist.comm.transport import Transport
+from minidist.device import account
 from minidist.errors import TimeoutError
 from minidist.launch import failures, transports
 from minidist.launch.children import Children, Forked

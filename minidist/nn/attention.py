@@ -2,7 +2,7 @@
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
-from minidist.backend import Array
+from minidist.device.backend import Array
 from minidist.nn.config import GPTConfig
 from minidist.nn.linear import Linear
 from minidist.nn.module import Module

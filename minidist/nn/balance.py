@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor
-from minidist.backend import Array, array_module
+from minidist.device.backend import Array, array_module
 from minidist.nn.output import Output
 
 if TYPE_CHECKING:

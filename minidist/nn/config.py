@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass
 
-from minidist import backend
+from minidist.device import backend
 from minidist.errors import ConfigError
 
 STD = 0.02

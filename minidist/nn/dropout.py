@@ -7,7 +7,7 @@ import numpy as np
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
-from minidist.backend import Array
+from minidist.device.backend import Array
 from minidist.errors import ConfigError
 from minidist.nn.module import Module
 

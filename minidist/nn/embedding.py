@@ -4,7 +4,7 @@ from typing import Any
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
-from minidist.backend import Array
+from minidist.device.backend import Array
 from minidist.nn.module import Module
 from minidist.nn.weights import Init, Weight
 

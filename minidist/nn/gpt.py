@@ -16,7 +16,7 @@ import numpy as np
 
 from minidist.autograd.ops.gather import SortedIds
 from minidist.autograd.tensor import Tensor, no_grad
-from minidist.backend import Array, beside, random_uniform, to_host
+from minidist.device.backend import Array, beside, random_uniform, to_host
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn.attention import CausalSelfAttention
 from minidist.nn.config import STD, GPTConfig

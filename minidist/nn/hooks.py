@@ -23,7 +23,7 @@ import numpy as np
 from minidist.autograd import ops
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor, is_grad_enabled
-from minidist.backend import Array, array_module
+from minidist.device.backend import Array, array_module
 
 KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from minidist.autograd.recompute import recompute
 from minidist.autograd.tensor import Parameter
-from minidist.backend import device_of, to_device, to_host
+from minidist.device.backend import device_of, to_device, to_host
 from minidist.errors import DataError
 from minidist.nn import hooks
 from minidist.nn.hooks import Handle, Hooks

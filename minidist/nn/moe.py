@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minidist import backend
 from minidist.autograd import ops
 from minidist.autograd.ops.experts import place_rows, places_in_runs, top_positions
 from minidist.autograd.recompute import computed_again
 from minidist.autograd.tensor import Tensor, is_grad_enabled
-from minidist.backend import LOW_PRECISION, Array, array_module, random_normal, to_host
+from minidist.device import backend
+from minidist.device.backend import LOW_PRECISION, Array, array_module, random_normal, to_host
 from minidist.errors import ConfigError
 from minidist.nn.balance import BalancedOutput, begin_balance
 from minidist.nn.config import STD, GPTConfig, MixtureConfig

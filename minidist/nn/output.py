@@ -2,7 +2,7 @@
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
-from minidist.backend import Array
+from minidist.device.backend import Array
 
 
 class Output:

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from minidist import account, backend
 from minidist.autograd.tensor import Parameter
-from minidist.backend import LOW_PRECISION, Array, module_for, random_normal
+from minidist.device import account, backend
+from minidist.device.backend import LOW_PRECISION, Array, module_for, random_normal
 from minidist.errors import ConfigError, ShapeError
 
 Part = range | Sequence[Any]  # positions in the flattened tensor, or a slice or integer array for each leading dim

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
 from minidist.comm.group import Group
 from minidist.comm.wire import pack, unpack
+from minidist.device import account
 
 
 def gather_records(group: Group, record: Any) -> list[Any] | None:

@@ -8,7 +8,7 @@
 import time
 from typing import Any
 
-from minidist.account import CATEGORIES, MemoryAccount
+from minidist.device.account import CATEGORIES, MemoryAccount
 
 Sample = tuple[float, dict[str, int]]
 

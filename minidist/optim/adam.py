@@ -6,7 +6,7 @@ On a GPU all tensors are one launch (many.py), which also rounds masters to the 
 import math
 from collections.abc import Callable, Iterable
 
-from minidist.backend import Array, is_array
+from minidist.device.backend import Array, is_array
 from minidist.errors import ConfigError
 from minidist.optim.many import Many
 from minidist.optim.optimizer import Optimizable, Optimizer, Step, add_decay, at_least_two_dims, in_range

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import Array, array_module, is_array
-from minidist.dispatch import kernel
+from minidist.device.backend import Array, array_module, is_array
+from minidist.device.dispatch import kernel
 
 _BLOCK = 8192           # float64 numbers; OpenBLAS splits a dot product of more than 10,000 among its threads
 _DEVICE_BLOCK = 1 << 24

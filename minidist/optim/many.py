@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import Array, is_array, narrow
-from minidist.dispatch import kernel, launcher
+from minidist.device.backend import Array, is_array, narrow
+from minidist.device.dispatch import kernel, launcher
 from minidist.optim.optimizer import Slot
 
 

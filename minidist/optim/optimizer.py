@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from minidist import account
-from minidist.backend import (
+from minidist.device import account
+from minidist.device.backend import (
     LOW_PRECISION,
     Array,
     array_module,

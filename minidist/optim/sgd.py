@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from minidist.backend import Array
+from minidist.device.backend import Array
 from minidist.optim.optimizer import Optimizable, Optimizer, Step, add_decay, at_least_two_dims, in_range
 
 

@@ -40,7 +40,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from minidist import account
+from minidist.device import account
 from minidist.errors import PlanError
 from minidist.nn import GPT, DropoutKey, GPTConfig, Module
 

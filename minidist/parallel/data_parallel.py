@@ -54,14 +54,14 @@ from contextlib import suppress
 
 import numpy as np
 
-from minidist import account
-from minidist.account import MemoryAccount
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, Tensor
-from minidist.backend import Array, array_module
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import connect
+from minidist.device import account
+from minidist.device.account import MemoryAccount
+from minidist.device.backend import Array, array_module
 from minidist.errors import CommError, ConfigError, PeerLostError
 from minidist.nn import Module
 from minidist.optim import Optimizer

@@ -53,9 +53,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from minidist.autograd.tensor import Parameter, Tensor
-from minidist.backend import Array
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
+from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim import Optimizer, squares_of
 from minidist.parallel.accumulation import micro_parts

@@ -49,8 +49,8 @@ from minidist.autograd import ops
 from minidist.autograd.ops import collectives
 from minidist.autograd.recompute import computed_again
 from minidist.autograd.tensor import Tensor
-from minidist.backend import array_module
 from minidist.comm.group import Group
+from minidist.device.backend import array_module
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, Weight
 from minidist.nn.moe import Experts, loads, mixtures, rebalance

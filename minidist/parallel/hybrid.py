@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from minidist import backend
-from minidist.account import MemoryAccount
-from minidist.account import current as current_account
-from minidist.allocator import tune_allocator
 from minidist.autograd.tensor import Tensor, no_grad
-from minidist.backend import Array, device_of
 from minidist.comm.group import Group
+from minidist.device import backend
+from minidist.device.account import MemoryAccount
+from minidist.device.account import current as current_account
+from minidist.device.allocator import tune_allocator
+from minidist.device.backend import Array, device_of
 from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig, Module
 from minidist.nn.moe import biases

@@ -29,8 +29,8 @@ import numpy as np
 
 from minidist.autograd.backward import WeightGradient
 from minidist.autograd.tensor import Parameter, Tensor
-from minidist.backend import Array
 from minidist.comm.group import Group
+from minidist.device.backend import Array
 from minidist.nn import GPT
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.shards import assemble

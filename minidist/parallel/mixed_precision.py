@@ -47,11 +47,11 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from minidist import account, backend
 from minidist.autograd.backward import Surveyed, WeightGradient
 from minidist.autograd.tensor import Parameter, Tensor
-from minidist.backend import LOW_PRECISION, Array, array_module, dtype_name, to_host
 from minidist.comm.group import Group
+from minidist.device import account, backend
+from minidist.device.backend import LOW_PRECISION, Array, array_module, dtype_name, to_host
 from minidist.errors import ConfigError, GradientError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, clip_scale, norm_of

@@ -58,8 +58,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
-from minidist.backend import LOW_PRECISION, Array, device_of, to_host, widen
+from minidist.device import account
+from minidist.device.backend import LOW_PRECISION, Array, device_of, to_host, widen
 from minidist.optim.clip import add_exactly, block_sums
 from minidist.optim.optimizer import Slot
 from minidist.parallel.common.copies import bring, copy, host_bytes, mark

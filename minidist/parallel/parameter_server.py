@@ -47,8 +47,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from minidist.autograd.tensor import Parameter, Tensor
-from minidist.backend import to_host
 from minidist.comm.group import Group
+from minidist.device.backend import to_host
 from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import Module
 from minidist.optim import Optimizer, sum_of_squares

@@ -47,11 +47,11 @@ Source:  Huang et al. 2019; Narayanan et al. 2019 (PipeDream), 2021; Qi et al. 2
 
 from collections.abc import Sequence
 
-from minidist import account, backend
 from minidist.autograd.backward import WeightGradient
 from minidist.autograd.tensor import Tensor, is_grad_enabled, no_grad
-from minidist.backend import Array
 from minidist.comm.group import Group
+from minidist.device import account, backend
+from minidist.device.backend import Array
 from minidist.errors import PlanError
 from minidist.nn import GPT
 from minidist.nn.balance import of_stage

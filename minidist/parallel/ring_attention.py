@@ -50,16 +50,16 @@ from functools import partial
 
 import numpy as np
 
-from minidist import account
 from minidist.autograd import ops
 from minidist.autograd.ops.attention import check_shapes
 from minidist.autograd.ops.online_attention import Backward, Running
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor
-from minidist.backend import Array, array_module, narrow, widen
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.group import Group
+from minidist.device import account
+from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.errors import ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
 from minidist.parallel.common.context_parallel import ContextParallel

@@ -40,8 +40,8 @@ from functools import partial
 from minidist.autograd.ops import collectives
 from minidist.autograd.ops.collectives import shard_of
 from minidist.autograd.tensor import Tensor
-from minidist.backend import Array
 from minidist.comm.group import Group
+from minidist.device.backend import Array
 from minidist.nn import GPT, GPTConfig
 from minidist.nn.moe import Sequences
 from minidist.parallel.common.own_tokens import TOKENS, keep_own_dropouts, pick

@@ -38,8 +38,8 @@ from minidist.autograd import ops
 from minidist.autograd.ops import collectives
 from minidist.autograd.ops.collectives import shard_of
 from minidist.autograd.tensor import Tensor
-from minidist.backend import Array
 from minidist.comm.group import Group
+from minidist.device.backend import Array
 from minidist.errors import PlanError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
 from minidist.parallel.common.context_parallel import ContextParallel

@@ -43,8 +43,8 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from minidist.autograd.tensor import Parameter, Tensor
-from minidist.backend import Array
 from minidist.comm.group import Group
+from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.accumulation import micro_parts

@@ -51,8 +51,8 @@ import numpy as np
 
 from minidist.autograd.backward import WeightGradient
 from minidist.autograd.tensor import Parameter, Tensor
-from minidist.backend import Array
 from minidist.comm.group import Group
+from minidist.device.backend import Array
 from minidist.errors import GradientError
 from minidist.nn import Module
 from minidist.optim import Optimizer

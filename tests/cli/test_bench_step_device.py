@@ -10,13 +10,13 @@ import pytest
 from kernel_checks import needs_compiler
 from rich.console import Console
 
-from minidist import account
 from minidist.bench import step_device
 from minidist.bench.step import MODELS, OURS, Model
 from minidist.bench.step_device import CAPTURED, COMPILED, EAGER, row_of, timed
 from minidist.bench.step_floor import Part, floor, operations, parameters, step_parts
 from minidist.bench.step_tables import show_device
 from minidist.cli import main
+from minidist.device import account
 from minidist.errors import LaunchError, PeerLostError
 from minidist.nn import GPT
 from minidist.observe.step_plots import draw_device

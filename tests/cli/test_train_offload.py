@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from minidist import account
 from minidist.cli import main
+from minidist.device import account
 
 TINY = ["train", "--steps", "3", "--batch", "4", "--context", "8", "--layers", "6", "--width", "16", "--heads", "2",
         "--dtype", "float64"]

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from leftovers import nothing_left
 from numpy.lib.stride_tricks import as_strided
 
-from minidist import account
 from minidist.comm.calls.async_call import PendingCall
 from minidist.comm.group import Group
+from minidist.device import account
 from minidist.errors import (
     CommError,
     ConfigError,

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from minidist.backend import array_module
+from minidist.device.backend import array_module
 
 
 class _Rubbish:

@@ -11,7 +11,7 @@ from minidist.kernels.chunks import CHUNK
 from minidist.kernels.global_norm import Gradients, global_norm, global_norm_reference
 
 from minidist import optim
-from minidist.backend import to_host
+from minidist.device.backend import to_host
 from minidist.errors import KernelError, ShapeError
 
 SHAPES = [(3, 5), (CHUNK + 9,), (1,), (0,), (2, 16)]

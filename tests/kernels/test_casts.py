@@ -7,7 +7,7 @@ from kernel_checks import needs_compiler, on_each_device, there
 from minidist.kernels import on_cpu
 from minidist.kernels.casts import EXPONENT_BITS, TARGETS, VERSIONS, cast, cast_reference, restore
 
-from minidist.backend import to_host
+from minidist.device.backend import to_host
 from minidist.errors import DtypeError, KernelError, ShapeError
 from minidist.parallel.common.float8 import to_float8
 

@@ -9,7 +9,7 @@ from minidist.kernels import on_cpu
 from minidist.kernels.dropout import VERSIONS, residual_dropout, residual_dropout_reference
 
 from minidist.autograd import ops
-from minidist.backend import random_bits, stream_key, to_host
+from minidist.device.backend import random_bits, stream_key, to_host
 from minidist.errors import ConfigError, KernelError, ShapeError
 
 

@@ -10,8 +10,8 @@ from minidist.kernels.embedding import SOURCE, VERSIONS, embedding_gradient, emb
 from minidist.autograd import ops
 from minidist.autograd.ops import gather
 from minidist.autograd.tensor import tensor
-from minidist.backend import to_host
-from minidist.dispatch import launcher
+from minidist.device.backend import to_host
+from minidist.device.dispatch import launcher
 from minidist.errors import KernelError, ShapeError
 
 # tokens, rows of the table, width: one of each, rows without a token and long runs, more than a block of columns

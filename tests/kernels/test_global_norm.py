@@ -8,7 +8,7 @@ from minidist.kernels.chunks import CHUNK, Chunks
 from minidist.kernels.global_norm import SOURCE, VERSIONS, Gradients, global_norm, global_norm_reference
 from minidist.kernels.loader import launch
 
-from minidist.backend import to_host
+from minidist.device.backend import to_host
 from minidist.errors import ConfigError, KernelError
 from minidist.optim import global_norm as global_norm_of_optim
 

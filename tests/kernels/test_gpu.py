@@ -7,7 +7,7 @@ import pytest
 from kernel_checks import KINDS, close
 from minidist.kernels import activation, cross_entropy, dropout, softmax
 
-from minidist.backend import random_bits, stream_key, to_device, to_host
+from minidist.device.backend import random_bits, stream_key, to_device, to_host
 from minidist.errors import KernelError
 
 pytestmark = pytest.mark.gpu

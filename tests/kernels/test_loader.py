@@ -9,9 +9,9 @@ from minidist.kernels import on_cpu
 from minidist.kernels.loader import Source, Table, c_type, launch
 from minidist.kernels.softmax import SOURCE, softmax, softmax_gradient, softmax_gradient_reference, softmax_reference
 
-from minidist import dispatch
 from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
+from minidist.device import dispatch
 from minidist.errors import DtypeError, KernelError, ShapeError
 
 needs_compiler = pytest.mark.skipif(on_cpu.compiler() is None, reason="no C++ compiler (g++) on this machine")

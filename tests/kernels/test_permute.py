@@ -19,7 +19,7 @@ from minidist.kernels.permute import (
 from minidist.autograd import ops
 from minidist.autograd.ops.experts import Placement, place_rows
 from minidist.autograd.tensor import tensor
-from minidist.backend import to_host
+from minidist.device.backend import to_host
 from minidist.errors import KernelError, ShapeError
 
 # tokens, experts, choices a token, width

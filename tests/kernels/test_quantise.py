@@ -23,7 +23,7 @@ from minidist.kernels.quantise import (
     restore_signs,
 )
 
-from minidist.backend import to_host
+from minidist.device.backend import to_host
 from minidist.errors import ConfigError, DtypeError, KernelError, ShapeError
 
 COUNTS = [1, 2, 131, 9 * GROUP - 3]

@@ -6,7 +6,7 @@ from kernel_checks import KINDS, needs_compiler, on_each_device, there
 from minidist.kernels import on_cpu
 from minidist.kernels.ring_add import VERSIONS, ring_add, ring_add_reference
 
-from minidist.backend import to_host
+from minidist.device.backend import to_host
 from minidist.errors import ConfigError, KernelError, ShapeError
 
 

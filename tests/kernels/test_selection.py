@@ -15,7 +15,7 @@ from minidist.kernels.selection import (
     top_k_reference,
 )
 
-from minidist.backend import to_host
+from minidist.device.backend import to_host
 from minidist.errors import ConfigError, DtypeError, KernelError
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from minidist import optim
 from minidist.autograd.tensor import Parameter
-from minidist.backend import device_of, to_device, to_host
+from minidist.device.backend import device_of, to_device, to_host
 from minidist.nn import GPT, GPTConfig
 
 pytestmark = pytest.mark.gpu

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from minidist import account
 from minidist.autograd.tensor import tensor
+from minidist.device import account
 from minidist.errors import ConfigError
 from minidist.nn import MLP, CausalSelfAttention, Dropout, DropoutKey, Embedding, GPTConfig, LayerNorm, Linear, RMSNorm
 

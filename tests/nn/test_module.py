@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist import account
 from minidist.autograd.tensor import Parameter, Tensor, tensor
-from minidist.backend import random_normal
+from minidist.device import account
+from minidist.device.backend import random_normal
 from minidist.errors import ConfigError, DataError, ShapeError
 from minidist.nn import GPT, Dropout, GPTConfig, Init, LayerNorm, Linear, Module, Weight
 

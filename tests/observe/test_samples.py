@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from minidist import account
+from minidist.device import account
 from minidist.observe.samples import SampledAccount, stairs
 
 

@@ -11,7 +11,7 @@ from helpers import SOON
 from training import SMALL_BUCKETS, global_batch, tiny
 
 import minidist as md
-from minidist import account
+from minidist.device import account
 from minidist.observe import timeline as timeline_module
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import ROWS, Span, Timeline, clock_offset, write_perfetto

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist import account, backend
 from minidist.autograd import ops
 from minidist.autograd.ops import blocks
 from minidist.autograd.tensor import Parameter, tensor
+from minidist.device import account, backend
 from minidist.errors import ShapeError
 
 X = np.array([-1e30, -1e4, -30.0, -3.0, -1.0, -1e-8, 0.0, 1e-8, 1.0, 3.0, 30.0, 1e4, 1e30])

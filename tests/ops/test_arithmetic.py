@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from op_strategies import CASES
 
-from minidist import backend
 from minidist.autograd import ops
 from minidist.autograd.ops.arithmetic import unbroadcast
 from minidist.autograd.tensor import tensor
+from minidist.device import backend
 from minidist.errors import DtypeError
 
 

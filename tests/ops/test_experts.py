@@ -11,7 +11,7 @@ from minidist.autograd import ops
 from minidist.autograd.ops import experts
 from minidist.autograd.ops.experts import place_rows, places_in_runs, top_positions
 from minidist.autograd.tensor import tensor
-from minidist.backend import dtype, to_host
+from minidist.device.backend import dtype, to_host
 from minidist.errors import ShapeError
 
 

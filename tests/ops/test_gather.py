@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_checks import needs_compiler
 
-from minidist import backend
 from minidist.autograd import ops
 from minidist.autograd.ops.gather import sum_by_id
 from minidist.autograd.tensor import tensor
-from minidist.backend import to_host
+from minidist.device import backend
+from minidist.device.backend import to_host
 from minidist.errors import DtypeError, ShapeError
 
 

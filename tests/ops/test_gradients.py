@@ -6,10 +6,10 @@ from gradcheck import check_gradients, nodes_behind, outputs_of, weigh
 from hypothesis import given, settings
 from op_strategies import CASES
 
-from minidist import backend
 from minidist.autograd import ops
 from minidist.autograd.tape import REGISTRY
 from minidist.autograd.tensor import tensor
+from minidist.device import backend
 
 WITH_RANKS = ("minidist.autograd.ops.collectives", "minidist.autograd.ops.vocabulary")     # need a group: their own tests run on ranks
 OPS = sorted(name for name, op in REGISTRY.items()

@@ -4,9 +4,9 @@ import fake_gpu
 import numpy as np
 import pytest
 
-from minidist import backend
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
+from minidist.device import backend
 from minidist.errors import ShapeError
 
 RNG = np.random.default_rng(0)

@@ -7,7 +7,7 @@ from kernel_checks import needs_compiler
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
-from minidist.backend import to_host
+from minidist.device.backend import to_host
 from minidist.errors import DtypeError, ShapeError
 
 RNG = np.random.default_rng(0)

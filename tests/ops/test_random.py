@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from minidist import account, backend
 from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
+from minidist.device import account, backend
 from minidist.errors import ConfigError, ShapeError
 
 KEY = dict(rate=0.25, name="blocks.0.drop", seed=3, step=7)

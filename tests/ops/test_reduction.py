@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist import backend
 from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
+from minidist.device import backend
 from minidist.errors import ShapeError
 
 

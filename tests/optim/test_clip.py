@@ -11,7 +11,7 @@ from kernel_checks import needs_compiler
 
 import minidist as md
 from minidist import optim
-from minidist.backend import to_host
+from minidist.device.backend import to_host
 from minidist.optim import clip
 
 

@@ -12,7 +12,7 @@ import pytest
 from kernel_checks import needs_compiler
 
 from minidist import optim
-from minidist.backend import to_host
+from minidist.device.backend import to_host
 from minidist.optim import many
 
 SHAPES = [(5, 7), (9,), (0,), (64, 3)]

@@ -7,8 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from minidist import account, optim
+from minidist import optim
 from minidist.autograd.tensor import Parameter
+from minidist.device import account
 from minidist.errors import ConfigError, DataError, DtypeError, ShapeError
 from minidist.optim import optimizer as shared
 

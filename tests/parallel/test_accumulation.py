@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from training import difference, global_batch, tiny, train
 
 import minidist as md
-from minidist import account
+from minidist.device import account
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT
 from minidist.optim import SGD

@@ -11,7 +11,7 @@ from training import difference, global_batch, tiny, train_tiny
 from training import train as train_rank
 
 import minidist as md
-from minidist import account
+from minidist.device import account
 from minidist.errors import PlanError
 from minidist.nn import GPT, GPTConfig
 from minidist.parallel.activations import checkpoint_blocks, chosen, pass_bytes

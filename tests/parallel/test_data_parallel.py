@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training import CHOICES, Chooser, difference, global_batch, tiny
 
-from minidist import account
 from minidist.autograd.tensor import tensor
+from minidist.device import account
 from minidist.errors import CommError, ConfigError
 from minidist.nn import GPT, DropoutKey, Linear, Module
 from minidist.observe.timeline import Timeline

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist.account import MemoryAccount
+from minidist.device.account import MemoryAccount
 from minidist.errors import ConfigError, DiskError, TimeoutError
 from minidist.parallel.common.disk import Disk
 from minidist.parallel.common.moves import Lane, Pace, Traffic

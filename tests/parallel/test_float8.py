@@ -10,10 +10,10 @@ from kernel_checks import needs_compiler
 from training import SMALL_BUCKETS, difference, global_batch, tiny
 
 import minidist as md
-from minidist import account, dispatch
 from minidist.autograd import ops
 from minidist.autograd.tensor import no_grad, tensor
-from minidist.backend import to_host
+from minidist.device import account, dispatch
+from minidist.device.backend import to_host
 from minidist.errors import ConfigError
 from minidist.nn import GPT
 from minidist.parallel.common import float8

@@ -12,8 +12,8 @@ from kernel_checks import needs_compiler
 from training import difference, global_batch, tiny
 
 import minidist as md
-from minidist import dispatch
 from minidist.autograd.tensor import tensor
+from minidist.device import dispatch
 from minidist.nn.config import MixtureConfig
 from minidist.parallel.common.late_loss import LateLoss
 from minidist.parallel.hybrid import Plan, Trainer

@@ -13,11 +13,11 @@ import pytest
 from training import SMALL_BUCKETS, difference, global_batch, tiny
 
 import minidist as md
-from minidist import account
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
 from minidist.cli.train import arguments
 from minidist.cli.train import options as train_options
+from minidist.device import account
 from minidist.errors import ConfigError, GradientError, PlanError
 from minidist.nn import GPT
 from minidist.optim import SGD

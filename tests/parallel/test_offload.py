@@ -14,10 +14,10 @@ from training import difference, global_batch, tiny, train, train_tiny
 from zero import BOUND
 
 import minidist as md
-from minidist import account
-from minidist.account import MemoryAccount
 from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
+from minidist.device import account
+from minidist.device.account import MemoryAccount
 from minidist.errors import DiskError, MemoryLimitError, PlanError
 from minidist.nn import GPT, Linear, Module
 from minidist.observe.overlap import measure, moves

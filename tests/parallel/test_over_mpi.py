@@ -13,7 +13,7 @@ import split
 from training import train_tiny
 
 import minidist as md
-from minidist import account
+from minidist.device import account
 
 JOBS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]] = {
     "DDP, three passes": (train_tiny, ({}, {"accumulate": 3})),

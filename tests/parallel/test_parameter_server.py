@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from training import difference, global_batch, tiny
 
 import minidist as md
-from minidist import account
+from minidist.device import account
 from minidist.errors import CommError, ConfigError, MismatchError, PeerLostError, TimeoutError
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline

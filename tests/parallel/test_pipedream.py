@@ -7,7 +7,7 @@ import pytest
 from training import difference, global_batch, tiny
 
 import minidist as md
-from minidist import account
+from minidist.device import account
 from minidist.errors import PlanError
 from minidist.nn import GPT
 from minidist.optim import AdamW

@@ -12,8 +12,8 @@ from pipelines import differ, train_stages
 from training import difference, global_batch, tiny
 
 import minidist as md
-from minidist import account
 from minidist.comm.transports.delayed import delayed
+from minidist.device import account
 from minidist.errors import ScheduleError, ShardError
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline

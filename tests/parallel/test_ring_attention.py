@@ -23,12 +23,12 @@ from split import (
 from training import difference, global_batch, tiny
 
 import minidist as md
-from minidist import account
 from minidist.autograd import ops
 from minidist.autograd.ops import online_attention
 from minidist.autograd.tensor import tensor
-from minidist.backend import random_uniform
 from minidist.comm.transports.delayed import delayed
+from minidist.device import account
+from minidist.device.backend import random_uniform
 from minidist.errors import MemoryLimitError, ShapeError
 from minidist.nn import GPT
 from minidist.optim import SGD

@@ -21,7 +21,7 @@ from split import (
 from training import difference, global_batch, tiny
 
 import minidist as md
-from minidist import account
+from minidist.device import account
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
 from minidist.parallel import sequence_parallel as chapter

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from training import global_batch, tiny
 
 import minidist as md
-from minidist import account
 from minidist.autograd.tensor import tensor
+from minidist.device import account
 from minidist.errors import ShardError
 from minidist.nn import GPT, MixtureConfig
 from minidist.parallel.common import stages as chapter

@@ -22,10 +22,10 @@ from split import (
 from training import difference, global_batch, tiny
 
 import minidist as md
-from minidist import account
 from minidist.autograd import ops
 from minidist.autograd.ops import collectives, vocabulary
 from minidist.autograd.tensor import tensor as leaf
+from minidist.device import account
 from minidist.errors import ConfigError, MismatchError, PlanError, ShapeError
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD

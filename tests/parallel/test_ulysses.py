@@ -17,8 +17,8 @@ from split import (
 from training import difference, tiny
 
 import minidist as md
-from minidist import account
 from minidist.autograd.ops import collectives
+from minidist.device import account
 from minidist.errors import PlanError
 from minidist.nn import GPT
 from minidist.optim import SGD

@@ -10,7 +10,7 @@ from training import CHOICES, Chooser, difference, global_batch, tiny
 from zero import BOUND, check_equal, sent_for_training, train
 
 import minidist as md
-from minidist import account
+from minidist.device import account
 from minidist.errors import ConfigError, GradientError, MismatchError
 from minidist.nn import GPT
 from minidist.optim import AdamW

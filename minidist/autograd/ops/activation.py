@@ -7,8 +7,8 @@ save it instead of x: backward is then one product, and nothing transcendental r
 from minidist.autograd.ops.blocks import row_blocks
 from minidist.autograd.ops.linear import column_sums, rows
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.backend import Array, array_module, narrow, widen
-from minidist.dispatch import kernel, launcher
+from minidist.device.backend import Array, array_module, narrow, widen
+from minidist.device.dispatch import kernel, launcher
 from minidist.errors import ShapeError
 
 _GELU_IN = 0.7978845608028654      # sqrt(2 / pi)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.backend import Array, array_module, dtype, narrow, widen
+from minidist.device.backend import Array, array_module, dtype, narrow, widen
 from minidist.errors import DtypeError
 
 

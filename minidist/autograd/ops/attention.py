@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.backend import LOW_PRECISION, Array, array_module, matmul, narrow, widen
-from minidist.dispatch import kernel, launcher
+from minidist.device.backend import LOW_PRECISION, Array, array_module, matmul, narrow, widen
+from minidist.device.dispatch import kernel, launcher
 from minidist.errors import ShapeError
 
 QUERY_BLOCK = 64         # queries at a time on the host: one head's scores against 1,024 keys are 256 KiB

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import Array
+from minidist.device.backend import Array
 
 BLOCK_BYTES = 256 * 1024  # of one array. Smaller ones cost more in calls than the nearer cache saves
 

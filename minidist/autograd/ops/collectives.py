@@ -39,9 +39,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.backend import Array, array_module
 from minidist.comm.collectives.chunks import bounds, longest
 from minidist.comm.group import Group
+from minidist.device.backend import Array, array_module
 from minidist.errors import ShapeError
 
 # -------------------------------------------------------------------------------------------- whole arrays in and out

@@ -13,9 +13,9 @@ import numpy as np
 from minidist.autograd.ops.arithmetic import unbroadcast
 from minidist.autograd.ops.gather import sum_by_id
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.backend import Array, array_module, narrow, widen
-from minidist.backend import matmul as multiply
-from minidist.dispatch import kernel
+from minidist.device.backend import Array, array_module, narrow, widen
+from minidist.device.backend import matmul as multiply
+from minidist.device.dispatch import kernel
 from minidist.errors import ShapeError
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.backend import FLOATS, Array, array_module, beside, device_of, matmul, narrow, widen
-from minidist.dispatch import kernel, launcher
+from minidist.device.backend import FLOATS, Array, array_module, beside, device_of, matmul, narrow, widen
+from minidist.device.dispatch import kernel, launcher
 from minidist.errors import DtypeError, ShapeError
 
 _ONE_HOT_ROWS = 1024  # table rows summed by one matrix product on a GPU

@@ -4,8 +4,8 @@ import numpy as np
 
 from minidist.autograd.ops.arithmetic import unbroadcast
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.backend import Array, array_module, narrow, widen
-from minidist.backend import matmul as multiply
+from minidist.device.backend import Array, array_module, narrow, widen
+from minidist.device.backend import matmul as multiply
 from minidist.errors import ShapeError
 
 

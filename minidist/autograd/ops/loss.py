@@ -3,8 +3,8 @@
 from minidist.autograd.ops.blocks import row_blocks
 from minidist.autograd.ops.linear import rows
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.backend import Array, array_module, beside, device_of, narrow, widen
-from minidist.dispatch import kernel
+from minidist.device.backend import Array, array_module, beside, device_of, narrow, widen
+from minidist.device.dispatch import kernel
 from minidist.errors import DtypeError, ShapeError
 
 

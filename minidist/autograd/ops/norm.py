@@ -6,8 +6,8 @@ On a GPU kernels/norm.cu does both; its backward computes the normalized rows ag
 from minidist.autograd.ops.blocks import row_blocks
 from minidist.autograd.ops.linear import rows
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.backend import Array, array_module, narrow, widen
-from minidist.dispatch import kernel, launcher
+from minidist.device.backend import Array, array_module, narrow, widen
+from minidist.device.dispatch import kernel, launcher
 from minidist.errors import ShapeError
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minidist.autograd.ops.attention import QUERY_BLOCK, QUERY_BLOCK_GPU, flip, highest, query_blocks, sequences, shared
-from minidist.backend import Array, array_module, matmul
+from minidist.device.backend import Array, array_module, matmul
 
 
 @dataclass

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.backend import Array, array_module, dtype_name, narrow, random_bits, stream_key, widen
-from minidist.dispatch import kernel, launcher
+from minidist.device.backend import Array, array_module, dtype_name, narrow, random_bits, stream_key, widen
+from minidist.device.dispatch import kernel, launcher
 from minidist.errors import ConfigError, ShapeError
 
 

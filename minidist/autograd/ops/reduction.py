@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.backend import LOW_PRECISION, Array, array_module, narrow, widen
+from minidist.device.backend import LOW_PRECISION, Array, array_module, narrow, widen
 from minidist.errors import ShapeError
 
 Dims: TypeAlias = int | Sequence[int] | None

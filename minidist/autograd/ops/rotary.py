@@ -3,8 +3,8 @@
 from typing import Any
 
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.backend import Array, array_module, narrow, widen
-from minidist.dispatch import kernel
+from minidist.device.backend import Array, array_module, narrow, widen
+from minidist.device.dispatch import kernel
 from minidist.errors import ShapeError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor
-from minidist.backend import Array, array_module
+from minidist.device.backend import Array, array_module
 from minidist.errors import ShapeError
 
 

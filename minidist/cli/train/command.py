@@ -22,7 +22,6 @@ from typing import Any
 
 from rich.console import Console
 
-from minidist import account
 from minidist.cli.common import fail, write_json
 from minidist.cli.train import arguments, experts, hybrid, options
 from minidist.cli.train import report as train_report
@@ -30,6 +29,7 @@ from minidist.cli.train.progress import Report, Silence, make_console, make_repo
 from minidist.cli.train.sample import sample
 from minidist.cli.train.verify import STEPS, Weights, verify
 from minidist.comm.group import Group
+from minidist.device import account
 from minidist.graph import CapturedStep
 from minidist.launch import detect, init, spawn
 from minidist.launch.membership import limit_blas_threads

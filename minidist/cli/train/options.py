@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minidist.backend import module_for
 from minidist.cli.common import fail
 from minidist.data import text
+from minidist.device.backend import module_for
 from minidist.nn import GPTConfig, MixtureConfig
 from minidist.parallel.activations import chosen
 from minidist.parallel.common.disk import writable

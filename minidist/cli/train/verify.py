@@ -15,10 +15,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from minidist import account
 from minidist.cli.train.options import Settings
 from minidist.cli.train.report import plural
 from minidist.comm.group import Group
+from minidist.device import account
 from minidist.optim import sum_of_squares
 from minidist.parallel.hybrid import Plan, Trainer
 

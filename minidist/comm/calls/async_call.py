@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from minidist import account
 from minidist.comm.device import program
 from minidist.comm.health.wait_state import QUIET, Purpose
 from minidist.comm.signature import Signature
 from minidist.comm.transport import Handle, Transport
+from minidist.device import account
 from minidist.errors import CommError
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account, backend
 from minidist.comm.device import Side
 from minidist.comm.signature import dtype_code
+from minidist.device import account, backend
 from minidist.errors import DtypeError, ShapeError
 
 Place = Callable[[tuple[int, ...], np.dtype], np.ndarray]

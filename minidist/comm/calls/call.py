@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minidist import account
 from minidist.comm import source
 from minidist.comm.calls.buffers import Place, address_of
 from minidist.comm.device import Side
@@ -36,6 +35,7 @@ from minidist.comm.signature import (
     unpack,
 )
 from minidist.comm.transport import Handle, Reduce, Tag
+from minidist.device import account
 from minidist.errors import MismatchError
 
 if TYPE_CHECKING:

@@ -23,13 +23,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minidist.backend import array_module
 from minidist.comm.calls.buffers import Place, PlaceOf, Rows
 from minidist.comm.calls.call import Call
 from minidist.comm.collectives import dissemination, tree
 from minidist.comm.collectives.bruck import pack, unpack
 from minidist.comm.collectives.chunks import bounds, split
 from minidist.comm.collectives.reduction import Reduction
+from minidist.device.backend import array_module
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from minidist.backend import widen
 from minidist.comm.calls.call import Call
 from minidist.comm.transport import Reduce
+from minidist.device.backend import widen
 from minidist.errors import ConfigError, DtypeError
 
 UFUNCS: dict[str, np.ufunc] = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}

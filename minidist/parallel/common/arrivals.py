@@ -10,8 +10,8 @@ them, so they set out in that order, and while a layer computes, those of the ne
 from collections.abc import Sequence
 from functools import partial
 
-from minidist.backend import Array
 from minidist.comm.calls.async_call import Pending
+from minidist.device.backend import Array
 from minidist.parallel.common.flat import Flat
 from minidist.parallel.common.recorder import Recorder
 

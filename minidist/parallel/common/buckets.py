@@ -8,9 +8,9 @@ of a run of parameters, and one collective.
 import math
 from collections.abc import Iterable, Sequence
 
-from minidist import account
 from minidist.autograd.tensor import Parameter
-from minidist.backend import Array, array_module
+from minidist.device import account
+from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
 
 BUCKET_BYTES = 2 << 20

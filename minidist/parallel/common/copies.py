@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import Array, array_module, module_for
+from minidist.device.backend import Array, array_module, module_for
 
 _local = threading.local()
 

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist.account import MemoryAccount
-from minidist.backend import Array, to_host
+from minidist.device.account import MemoryAccount
+from minidist.device.backend import Array, to_host
 from minidist.errors import DiskError
 from minidist.octets import wire_view
 from minidist.parallel.common.moves import Lane, Move, Pace, Traffic

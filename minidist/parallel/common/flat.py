@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from minidist import account
 from minidist.autograd.tensor import Parameter
-from minidist.backend import Array, array_module, to_host, widen
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.group import Group
+from minidist.device import account
+from minidist.device.backend import Array, array_module, to_host, widen
 from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.optim import Optimizer

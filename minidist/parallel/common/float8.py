@@ -28,9 +28,9 @@ import numpy as np
 from minidist.autograd.ops.linear import column_sums, product_and_bias, rows
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import is_grad_enabled
-from minidist.backend import Array, array_module, device_of, matmul, narrow, to_host, widen
 from minidist.comm.group import Group
-from minidist.dispatch import launcher
+from minidist.device.backend import Array, array_module, device_of, matmul, narrow, to_host, widen
+from minidist.device.dispatch import launcher
 from minidist.nn import GPT, Linear
 
 HISTORY = 16

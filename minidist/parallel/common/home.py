@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minidist import account
-from minidist.account import MemoryAccount
-from minidist.backend import Array, array_module
+from minidist.device import account
+from minidist.device.account import MemoryAccount
+from minidist.device.backend import Array, array_module
 from minidist.nn import Module
 from minidist.optim.clip import sum_of_squares
 from minidist.parallel.common.flat import Flat, Piece, gather_state

@@ -10,9 +10,9 @@ whole vectors: one message each way.
 
 from collections.abc import Iterable, Sequence
 
-from minidist import account
 from minidist.autograd.tensor import Parameter
-from minidist.backend import Array, array_module
+from minidist.device import account
+from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
 from minidist.parallel.common.flat import Piece, empty_like
 

@@ -10,7 +10,7 @@ Not yet measured on a GPU.
 from typing import Any
 
 from minidist.autograd.tensor import Tensor
-from minidist.backend import Array, array_module, device_of
+from minidist.device.backend import Array, array_module, device_of
 
 
 class LateLoss:

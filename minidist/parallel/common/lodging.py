@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
-from minidist.backend import Array
+from minidist.device import account
+from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim.optimizer import Slot
 from minidist.parallel.common.flat import Flat, Piece

@@ -12,8 +12,8 @@ import numpy as np
 
 from minidist.autograd.ops import collectives
 from minidist.autograd.tensor import Tensor, tensor
-from minidist.backend import Array, array_module, device_of, to_device
 from minidist.comm.group import Group
+from minidist.device.backend import Array, array_module, device_of, to_device
 from minidist.nn import GPT, Dropout, DropoutKey, Embedding
 from minidist.nn.moe import Sequences, mixtures
 from minidist.nn.output import Output

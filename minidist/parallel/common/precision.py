@@ -19,7 +19,7 @@ import numpy as np
 
 from minidist.autograd.backward import Surveyed, WeightGradient
 from minidist.autograd.tensor import Parameter, Tensor
-from minidist.backend import Array
+from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim import Optimizer, clip_scale, norm_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.account import MemoryAccount
+from minidist.device.account import MemoryAccount
 from minidist.errors import DiskError, TimeoutError
 from minidist.parallel.common.copies import host_bytes
 from minidist.parallel.common.moves import LIMIT, Move

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from minidist.autograd.tensor import Parameter
-from minidist.backend import to_host
 from minidist.comm.group import Group
+from minidist.device.backend import to_host
 from minidist.errors import MismatchError
 from minidist.octets import wire_view
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from minidist.autograd.tensor import Parameter
-from minidist.backend import Array
 from minidist.comm.calls.async_call import Pending
+from minidist.device.backend import Array
 from minidist.parallel.common.flat import Flat, empty_like
 from minidist.parallel.common.home import Home
 from minidist.parallel.common.recorder import Recorder

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minidist import account
 from minidist.comm.group import Group
+from minidist.device import account
 from minidist.errors import PeerLostError
 from minidist.optim import Optimizer
 from minidist.parallel.common.flat import Piece

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidist import account
 from minidist.autograd.tensor import Parameter
-from minidist.backend import Array, array_module
 from minidist.comm.group import Group
+from minidist.device import account
+from minidist.device.backend import Array, array_module
 from minidist.errors import GradientError, ShapeError
 from minidist.nn import Module, Weight
 from minidist.nn.weights import Part, positions_of

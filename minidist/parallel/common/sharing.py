@@ -18,9 +18,9 @@ Source:  Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded D
 
 from collections.abc import Iterable
 
-from minidist.backend import Array
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
+from minidist.device.backend import Array
 from minidist.errors import ConfigError
 from minidist.parallel.common.recorder import Recorder
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import Array
 from minidist.comm.group import Group
+from minidist.device.backend import Array
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig, Mixture
 from minidist.nn.balance import BalancedOutput

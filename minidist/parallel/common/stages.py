@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
 from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
-from minidist.backend import Array, array_module, beside, dtype_name, module_for, random_bits, to_host
 from minidist.comm.group import Group
+from minidist.device import account
+from minidist.device.backend import Array, array_module, beside, dtype_name, module_for, random_bits, to_host
 from minidist.errors import ShardError
 from minidist.nn import GPT, GPTConfig, Mixture
 from minidist.nn.balance import BalancedOutput

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minidist.autograd.tensor import Parameter
-from minidist.backend import Array
+from minidist.device.backend import Array
 from minidist.errors import CommError, TimeoutError
 from minidist.nn import Module
 from minidist.optim import Optimizer, clip_scale, global_norm

@@ -15,9 +15,9 @@ from minidist.autograd import ops
 from minidist.autograd.ops import collectives
 from minidist.autograd.ops.vocabulary import split_cross_entropy
 from minidist.autograd.tensor import Tensor
-from minidist.backend import Array, array_module, beside
 from minidist.comm.collectives.chunks import bounds
 from minidist.comm.group import Group
+from minidist.device.backend import Array, array_module, beside
 from minidist.nn import MLP, DropoutKey, Embedding, Linear, Mixture, Module, Weight
 from minidist.nn.moe import Sequences
 from minidist.nn.output import Output

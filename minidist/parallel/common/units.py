@@ -6,11 +6,11 @@ unnoticed, and takes one element for all of them.
 
 from collections.abc import Collection, Sequence
 
-from minidist import account
 from minidist.autograd.tensor import Parameter
-from minidist.backend import Array, module_for
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
+from minidist.device import account
+from minidist.device.backend import Array, module_for
 from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.nn.weights import Weight

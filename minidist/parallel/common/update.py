@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minidist.autograd.tensor import Parameter, Tensor
-from minidist.backend import Array, array_module
+from minidist.device.backend import Array, array_module
 from minidist.nn.dropout import DropoutKey
 from minidist.optim import Optimizer, squares_of
 from minidist.parallel.common.precision import Precision

@@ -11,9 +11,9 @@ begins to arrive while the present one computes; what was computed leaves while 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from minidist.backend import Array
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
+from minidist.device.backend import Array
 from minidist.errors import ScheduleError
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.schedule_checker import Span, check

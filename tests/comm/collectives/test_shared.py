@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from linked import run_shm
 from strategies import calls
 
-from minidist import account
 from minidist.comm.calls.call import Call
 from minidist.comm.collectives import shared
 from minidist.comm.cost import volume
 from minidist.comm.cost.volume import FORMULAS
 from minidist.comm.transport import SHOWN_BYTES
+from minidist.device import account
 from minidist.errors import ConfigError, MismatchError, ShapeError
 
 SHARED = [verb for verb, algorithm in ALL_PAIRS if algorithm == "shared"]

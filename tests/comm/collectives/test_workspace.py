@@ -9,7 +9,7 @@ import pytest
 from collective_checker import Drawn, bring, call
 from helpers import run
 
-from minidist import account
+from minidist.device import account
 
 N = 48 * 8          # bytes of the array, or of all blocks together; 4 ranks, so a chunk, or a block, is N/4
 WORKSPACE = {

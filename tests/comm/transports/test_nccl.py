@@ -15,9 +15,9 @@ from linked import linked
 from minidist.kernels import on_cpu
 
 import minidist as md
-from minidist import backend, dispatch
 from minidist.comm.transports.gpu import cuda_ipc, nccl
 from minidist.comm.transports.gpu.staging import Gpu, GpuSide
+from minidist.device import backend, dispatch
 from minidist.errors import CommError, ConfigError, DeviceError, LaunchError, MismatchError, PeerLostError, TimeoutError
 
 

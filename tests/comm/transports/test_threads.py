@@ -7,9 +7,9 @@ import time
 import pytest
 from helpers import LIMIT, limit_comes
 
-from minidist import account
 from minidist.comm.transports.progress.mailbox import Mailbox
 from minidist.comm.transports.threads import name_rank, run_threads
+from minidist.device import account
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 

@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import LOW_PRECISION, Array, array_module, widen
 from minidist.comm.collectives.reduction import UFUNCS
 from minidist.comm.native import Native
 from minidist.comm.transport import Tag
 from minidist.comm.transports.gpu.staging import WORDS, Gpu, GpuSide, tell
-from minidist.dispatch import kernel
+from minidist.device.backend import LOW_PRECISION, Array, array_module, widen
+from minidist.device.dispatch import kernel
 from minidist.errors import CommError, PeerLostError
 
 TURN_BYTES = 32 << 20

@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import dtype_name, module_for
 from minidist.comm.device import Device
 from minidist.comm.native import Native
 from minidist.comm.transport import Transport
@@ -38,6 +37,7 @@ from minidist.comm.transports.gpu import cuda_ipc
 from minidist.comm.transports.gpu.nccl_lane import Communicator, NcclLane
 from minidist.comm.transports.gpu.staging import Gpu, GpuSide, tell
 from minidist.comm.transports.mesh import Meeting
+from minidist.device.backend import dtype_name, module_for
 from minidist.errors import DeviceError, LaunchError
 
 _KINDS = {"int8": "INT8", "uint8": "UINT8", "int32": "INT32", "uint32": "UINT32", "int64": "INT64", "uint64": "UINT64",

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from minidist.backend import Array
 from minidist.comm.device import Lane
 from minidist.comm.transport import Handle
 from minidist.comm.transports.gpu.staging import Gpu, GpuSide
+from minidist.device.backend import Array
 from minidist.errors import CommError, TimeoutError
 
 _STUCK = 1.0            # seconds that abort() waits for a call of NCCL's to return before it aborts around it

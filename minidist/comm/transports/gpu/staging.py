@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidist.backend import Array
 from minidist.comm.device import Side, current_stream
 from minidist.comm.transport import Tag, Transport
+from minidist.device.backend import Array
 from minidist.errors import CommError, TimeoutError
 
 WORDS = 1 << 62

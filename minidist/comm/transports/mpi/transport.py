@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from minidist import account
 from minidist.comm.native import Native
 from minidist.comm.transport import META_LIMIT
 from minidist.comm.transports.mpi import native as mpi_native
 from minidist.comm.transports.progress.frames import HEADER_BYTES
 from minidist.comm.transports.progress.link import ByteLink
 from minidist.comm.transports.progress.stream import StreamTransport
+from minidist.device import account
 from minidist.errors import CommError
 
 SPINS = 50                          # tests with yielded core before sleeping

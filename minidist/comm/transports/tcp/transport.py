@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from minidist import account
 from minidist.comm.transports import mesh
 from minidist.comm.transports.polled import PolledTransport
 from minidist.comm.transports.progress.link import PolledLink
+from minidist.device import account
 
 BUFFER_BYTES = 2 << 20      # of a socket, each way, where the system grants so much: with less the sides wait more
 STAGE_BYTES = 256 << 10     # most that is received at once for a reduction

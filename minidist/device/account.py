@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from minidist.backend import Array, is_array
+from minidist.device.backend import Array, is_array
 from minidist.errors import ConfigError, MemoryLimitError
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "workspace")

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeGuard
 import ml_dtypes
 import numpy as np
 
-from minidist import cublas, float16
+from minidist.device import cublas, float16
 from minidist.errors import ConfigError, DeviceError
 
 Array: TypeAlias = Any  # a numpy.ndarray or a cupy.ndarray; CuPy has no types to name here

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from minidist.backend import Array, device_of, dtype_name
+from minidist.device.backend import Array, device_of, dtype_name
 
 TABLE = {
     # name                module of minidist.kernels and its launcher
