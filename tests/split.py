@@ -82,14 +82,14 @@ def sequence(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Ra
 
 def context(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Rank:
     """`train` under context parallelism, by a ring."""
-    from minidist.parallel.ring_attention import ContextParallel, context_parallel
+    from minidist.parallel.context.ring_attention import ContextParallel, context_parallel
 
     return train(world, context_parallel, ContextParallel, changes, **options)
 
 
 def swapped(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Rank:
     """`train` under context parallelism, by all-to-all attention."""
-    from minidist.parallel.ulysses import ContextParallel, ulysses
+    from minidist.parallel.context.ulysses import ContextParallel, ulysses
 
     return train(world, ulysses, ContextParallel, changes, **options)
 

@@ -12,7 +12,7 @@ from minidist.autograd import ops
 from minidist.autograd.ops.online_attention import Running
 from minidist.autograd.tensor import tensor
 from minidist.device.backend import random_uniform
-from minidist.parallel.ring_attention import own_blocks, ring_attention, zigzag
+from minidist.parallel.context.ring_attention import own_blocks, ring_attention, zigzag
 from minidist.teaching import Result, counted, expect
 
 RANKS, LENGTHS = (1, 2, 3, 4), (24, 13)

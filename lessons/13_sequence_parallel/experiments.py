@@ -10,8 +10,9 @@ from minidist.device import account
 from minidist.device.backend import random_bits, random_uniform
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
-from minidist.parallel import ring_attention, sequence_parallel, ulysses
+from minidist.parallel import sequence_parallel
 from minidist.parallel.activations import forget_scores
+from minidist.parallel.context import ring_attention, ulysses
 from minidist.parallel.single import Single
 
 NAMES = ("sequence", "ring", "all-to-all")

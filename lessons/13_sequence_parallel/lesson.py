@@ -15,9 +15,8 @@ from minidist.autograd import ops
 from minidist.errors import MemoryLimitError
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text
-from minidist.parallel import ring_attention
-from minidist.parallel.common import own_tokens
-from minidist.parallel.ring_attention import zigzag
+from minidist.parallel.context import ring_attention, token_shard
+from minidist.parallel.context.ring_attention import zigzag
 from minidist.teaching import arguments, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "13")
@@ -225,7 +224,7 @@ class OwnPieceAlone(ring_attention.RingSelfAttention):
     """N2:315 to the letter: own queries see own keys, and nothing goes round."""
 
     def attend(self, q: Any, k: Any, v: Any, positions: Any) -> Any:
-        own = own_tokens.pick(positions, self.own, 0)
+        own = token_shard.pick(positions, self.own, 0)
         return ops.causal_attention(ops.rotary(q, own), ops.rotary(k, own), v)
 
 

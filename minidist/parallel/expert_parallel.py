@@ -30,7 +30,7 @@ Cost, a step, all ranks together, in numbers; R tokens (a token to two experts i
 
 Beside other axes (chapter 17): tensor parallelism cuts each expert's matrices too (common/tensor_layers.py), and then
 each of its ranks sends the rows to the same column of another's experts, R once a tensor rank; with the context divided
-capacity and balance look at whole sequences all the same (common/own_tokens.py); ZeRO divides experts over the ranks
+capacity and balance look at whole sequences all the same (context/token_shard.py); ZeRO divides experts over the ranks
 that share them, dp and cp, and the rest over ep too.
 
 R is what routing makes it: with even loads (P-1)/P of k B T, and if one expert is hot, its rank computes for all.

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from minidist.nn import GPTConfig
-from minidist.parallel import ring_attention, ulysses
 from minidist.parallel import sequence_parallel as sequence
 from minidist.parallel import tensor_parallel as tensor
 from minidist.parallel.common.split_gpt import head_shares, shared_numbers
 from minidist.parallel.common.tensor_layers import ranges
+from minidist.parallel.context import ring_attention, ulysses
 from minidist.parallel.plan import Plan
 
 

@@ -7,8 +7,8 @@ from minidist.autograd.ops.collectives import shard_of
 from minidist.comm.group import Group
 from minidist.nn import GPT
 from minidist.nn.moe import mixtures
-from minidist.parallel import ring_attention, ulysses
-from minidist.parallel.common.own_tokens import Own, everything, tell_own, within
+from minidist.parallel.context import ring_attention, ulysses
+from minidist.parallel.context.token_shard import Own, everything, tell_own, within
 from minidist.parallel.expert_parallel import expert_parallel
 from minidist.parallel.mesh import Mesh
 from minidist.parallel.plan import Plan

@@ -13,7 +13,8 @@ import minidist as md
 from minidist.errors import MismatchError, PlanError
 from minidist.nn import MixtureConfig, moe
 from minidist.parallel import hybrid_step
-from minidist.parallel.common import loads, own_tokens
+from minidist.parallel.common import loads
+from minidist.parallel.context import token_shard
 from minidist.parallel.hybrid import Plan
 from minidist.parallel.hybrid_step import Hybrid
 from minidist.parallel.pipeline import Pipeline
@@ -141,8 +142,8 @@ def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr("minidist.parallel.common.tensor_layers.SplitMixture.enter",
                       lambda self, x: x if x.shape[-1] == 4 else self.region.enter(x))
     elif bug == "balance of own tokens":
-        patch.setattr(own_tokens.OwnSequences, "joined", lambda self, chosen: chosen)
-        patch.setattr(own_tokens.OwnSequences, "parted", lambda self, kept: kept)
+        patch.setattr(token_shard.OwnSequences, "joined", lambda self, chosen: chosen)
+        patch.setattr(token_shard.OwnSequences, "parted", lambda self, kept: kept)
     else:
         patch.setattr(Pipeline, "loss_scale", 0.0)
         patch.setattr("minidist.parallel.hybrid_pipeline.DataPipeline.loss_scale", 0.0)

@@ -14,10 +14,10 @@ import minidist as md
 from minidist.autograd.ops.collectives import shard_of
 from minidist.errors import MinidistError, PlanError
 from minidist.nn import Embedding
-from minidist.parallel import hybrid_step, ring_attention
-from minidist.parallel.common import own_tokens
+from minidist.parallel import hybrid_step
 from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.common.sharing import divisors
+from minidist.parallel.context import ring_attention, token_shard
 from minidist.parallel.hybrid import Mesh, Plan
 from minidist.parallel.hybrid_pipeline import DataPipeline
 from minidist.parallel.schedules import ORDERS
@@ -176,9 +176,9 @@ def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.Monkey
         "tokens not in zigzag": (ring_attention, "attend_by_ring", consecutive(ring_attention.attend_by_ring)),
         "rows divided by cp too": (Mesh, "rows", Mesh.copies),
         "dropout of the first tokens": (
-            hybrid_step, "own_key", lambda key, own: own_tokens.own_key(key, lambda length: slice(len(own(length))))),
+            hybrid_step, "own_key", lambda key, own: token_shard.own_key(key, lambda length: slice(len(own(length))))),
         "positions of the first tokens": (
-            own_tokens.OwnPositions, "forward",
+            token_shard.OwnPositions, "forward",
             lambda self, ids: Embedding.forward(self, np.arange(len(self.own(len(ids)))))),
         "norms not summed over tp": (hybrid_step, "add_up", lambda parts: None),
         "second halves not reduced": (DataPipeline, "go_back_weights",

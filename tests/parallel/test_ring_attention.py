@@ -32,10 +32,11 @@ from minidist.device.backend import random_uniform
 from minidist.errors import MemoryLimitError, ShapeError
 from minidist.nn import GPT
 from minidist.optim import SGD
-from minidist.parallel import ring_attention as chapter
 from minidist.parallel.activations import forget_scores
-from minidist.parallel.common import own_tokens, split_model
-from minidist.parallel.ring_attention import context_parallel, elements_sent, ring_attention, visible, zigzag
+from minidist.parallel.common import split_model
+from minidist.parallel.context import ring_attention as chapter
+from minidist.parallel.context import token_shard
+from minidist.parallel.context.ring_attention import context_parallel, elements_sent, ring_attention, visible, zigzag
 
 # ------------------------------------------------------------------------------------------------------ attention
 
@@ -384,8 +385,8 @@ def no_mask(patch: pytest.MonkeyPatch) -> None:
 
 def share_of_the_loss_by_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """A mean of means."""
-    original = own_tokens.OwnOutput.loss
-    patch.setattr(own_tokens.OwnOutput, "loss", lambda self, logits, targets, *, divisor: original(
+    original = token_shard.OwnOutput.loss
+    patch.setattr(token_shard.OwnOutput, "loss", lambda self, logits, targets, *, divisor: original(
         self, logits, targets, divisor=logits.shape[1] * len(targets) * self.group.size))
 
 
@@ -403,7 +404,7 @@ def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) ->
                    run(context, 3, changes, **options))
 
 
-@pytest.mark.parametrize("layer", [own_tokens.OwnPositions, own_tokens.OwnDropout])
+@pytest.mark.parametrize("layer", [token_shard.OwnPositions, token_shard.OwnDropout])
 def test_other_tokens_break_parity(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learned positions and dropout, each of the first tokens instead of the own."""
     changes = {"dropout": 0.2}

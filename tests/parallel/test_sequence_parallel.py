@@ -26,7 +26,8 @@ from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
 from minidist.parallel import sequence_parallel as chapter
 from minidist.parallel.activations import checkpoint_blocks
-from minidist.parallel.common import own_tokens, split_model
+from minidist.parallel.common import split_model
+from minidist.parallel.context import token_shard
 from minidist.parallel.sequence_parallel import elements_sent, outside_numbers, sequence_parallel
 
 
@@ -141,7 +142,7 @@ def norms_not_added(patch: pytest.MonkeyPatch) -> None:
 
 def positions_of_the_first_tokens(patch: pytest.MonkeyPatch) -> None:
     """The position offset forgotten."""
-    patch.setattr(own_tokens.OwnPositions, "forward", lambda self, ids: super(own_tokens.OwnPositions, self).forward(
+    patch.setattr(token_shard.OwnPositions, "forward", lambda self, ids: super(token_shard.OwnPositions, self).forward(
         ids[:len(ids[self.own(len(ids))])]))
 
 

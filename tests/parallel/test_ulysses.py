@@ -22,8 +22,8 @@ from minidist.device import account
 from minidist.errors import PlanError
 from minidist.nn import GPT
 from minidist.optim import SGD
-from minidist.parallel import ulysses as chapter
-from minidist.parallel.ulysses import elements_sent, ulysses
+from minidist.parallel.context import ulysses as chapter
+from minidist.parallel.context.ulysses import elements_sent, ulysses
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

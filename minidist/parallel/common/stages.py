@@ -25,7 +25,7 @@ from minidist.errors import ShardError
 from minidist.nn import GPT, GPTConfig, Mixture
 from minidist.nn.balance import BalancedOutput
 from minidist.nn.dropout import DropoutKey
-from minidist.parallel.common.own_tokens import TOKENS, Own, everything, own_key, pick
+from minidist.parallel.context.token_shard import TOKENS, Own, everything, own_key, pick
 
 
 class Stages:

@@ -62,8 +62,8 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.errors import ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
-from minidist.parallel.common.context_parallel import ContextParallel
-from minidist.parallel.common.own_tokens import Own, keep_own_tokens, pick
+from minidist.parallel.context.context_parallel import ContextParallel
+from minidist.parallel.context.token_shard import Own, keep_own_tokens, pick
 
 __all__ = ["ContextParallel", "RingSelfAttention", "around", "attend_by_ring", "context_parallel", "elements_sent",
            "own_blocks", "pass_on", "ring_attention", "visible", "zigzag"]

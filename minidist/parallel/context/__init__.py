@@ -1,0 +1,1 @@
+"""Chapter 13: the sequence is split over ranks."""
