@@ -16,7 +16,7 @@ from minidist.observe.samples import SampledAccount
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam, Optimizer
 from minidist.parallel.common.update import Batch
-from minidist.parallel.ddp import DDP
+from minidist.parallel.data.ddp import DDP
 from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2

@@ -42,9 +42,9 @@ from minidist.device.dispatch import launcher
 from minidist.errors import ConfigError, KernelError, MinidistError, ShapeError
 from minidist.nn.dropout import Dropout, DropoutKey
 from minidist.optim import Adam
-from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.late_loss import LateLoss
 from minidist.parallel.common.update import Batch, Part, zero_unused
+from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.hybrid import Trainer
 from minidist.parallel.single import Single
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
-from minidist.parallel.data_parallel import DataParallel
+from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.single import Single
 from minidist.teaching import Result, expect
 

@@ -13,7 +13,7 @@ What you may use:
 import numpy as np
 
 from minidist.autograd.tensor import tensor
-from minidist.parallel.data_parallel import cross_entropy
+from minidist.parallel.data.data_parallel import cross_entropy
 from minidist.teaching import hole
 
 

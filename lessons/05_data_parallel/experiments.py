@@ -11,8 +11,8 @@ from minidist.device import account
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.records import gather_records
 from minidist.optim import Adam
-from minidist.parallel.data_parallel import DataParallel, Device, plain_forward
-from minidist.parallel.ddp import DDP
+from minidist.parallel.data.data_parallel import DataParallel, Device, plain_forward
+from minidist.parallel.data.ddp import DDP
 from minidist.parallel.single import Single
 
 SMALL = GPTConfig(vocabulary=31, context=8, layers=2, width=16, heads=2, dtype="float64")     # to compare weights

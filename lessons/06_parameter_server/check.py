@@ -12,9 +12,9 @@ from minidist.launch import run
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import size_text
 from minidist.optim import SGD
-from minidist.parallel.common.keys import assign
 from minidist.parallel.common.update import part_of
-from minidist.parallel.parameter_server import ParameterServer
+from minidist.parallel.data.parameter_server import ParameterServer
+from minidist.parallel.data.server_keys import assign
 from minidist.parallel.single import Single
 from minidist.teaching import Result, expect, totals
 

@@ -12,9 +12,9 @@ from minidist.autograd.tensor import no_grad
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
-from minidist.parallel.common.stale import Update, replay
-from minidist.parallel.ddp import DDP
-from minidist.parallel.parameter_server import ParameterServer
+from minidist.parallel.data.bounded_staleness import Update, replay
+from minidist.parallel.data.ddp import DDP
+from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.single import Single
 
 CONFIG = GPTConfig(vocabulary=31, context=8, layers=1, width=16, heads=2, dtype="float64")

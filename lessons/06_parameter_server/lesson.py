@@ -15,8 +15,8 @@ from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
 from minidist.optim import SGD, Adam
 from minidist.parallel.common.update import part_of
-from minidist.parallel.ddp import DDP
-from minidist.parallel.parameter_server import ParameterServer
+from minidist.parallel.data.ddp import DDP
+from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.teaching import arguments, counted, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "06")

@@ -13,7 +13,7 @@ from minidist.observe.page import size_text
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam
 from minidist.parallel.common.update import part_of
-from minidist.parallel.ddp import DDP
+from minidist.parallel.data.ddp import DDP
 from minidist.teaching import counted, load_module
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "07")

@@ -11,7 +11,7 @@ from minidist.observe.overlap import measure
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
 from minidist.parallel.common.update import part_of
-from minidist.parallel.ddp import DDP
+from minidist.parallel.data.ddp import DDP
 
 SMALL = GPTConfig(vocabulary=64, context=16, layers=2, width=32, heads=4, dtype="float64")  # to compare weights
 TIMED = GPTConfig(vocabulary=128, context=64, layers=4, width=128, heads=4)  # to see overlap

@@ -14,7 +14,7 @@ from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
 from minidist.parallel.common.update import part_of
-from minidist.parallel.ddp import DDP
+from minidist.parallel.data.ddp import DDP
 from minidist.parallel.single import Single
 from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
 

@@ -24,7 +24,7 @@ from minidist.data import DistributedSampler, ImageData, digits, mnist
 from minidist.nn import Linear, Module
 from minidist.optim import Adam
 from minidist.parallel.common.update import Part
-from minidist.parallel.ddp import DDP
+from minidist.parallel.data.ddp import DDP
 
 BATCH, EPOCHS, SEED = 64, 4, 0
 

@@ -10,8 +10,8 @@ import numpy as np
 from minidist.launch import run
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
-from minidist.parallel.accumulation import elements_sent, micro_parts
 from minidist.parallel.common.update import Part
+from minidist.parallel.data.accumulation import elements_sent, micro_parts
 from minidist.teaching import Result
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")

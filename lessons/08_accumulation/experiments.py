@@ -9,7 +9,7 @@ import minidist as md
 from minidist.device import account
 from minidist.nn import GPTConfig
 from minidist.optim import Adam
-from minidist.parallel.accumulation import elements_sent
+from minidist.parallel.data.accumulation import elements_sent
 from minidist.parallel.single import Single
 from minidist.teaching import load_module, sent_since, totals
 

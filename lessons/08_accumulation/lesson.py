@@ -14,9 +14,9 @@ import numpy as np
 import minidist as md
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD, Adam
-from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.update import part_of
-from minidist.parallel.ddp import DDP
+from minidist.parallel.data.accumulation import micro_parts
+from minidist.parallel.data.ddp import DDP
 from minidist.parallel.single import Single
 from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
 

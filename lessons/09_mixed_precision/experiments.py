@@ -9,8 +9,8 @@ from minidist.data import text
 from minidist.device import backend
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
-from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.update import Part
+from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.mixed_precision import LossScale, MixedPrecision
 from minidist.parallel.single import Single
 

@@ -35,7 +35,7 @@ from minidist.nn import GPT
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.shards import assemble
 from minidist.parallel.common.update import Part
-from minidist.parallel.ddp import DDP
+from minidist.parallel.data.ddp import DDP
 from minidist.parallel.pipeline import Pipeline
 from minidist.parallel.schedules import BackwardWeights, Forward, Schedule
 from minidist.parallel.zero1 import Zero1

@@ -57,9 +57,7 @@ from minidist.autograd.tensor import Parameter, Tensor
 from minidist.nn import GPT
 from minidist.nn.moe import biases
 from minidist.optim import Optimizer, sum_of_squares
-from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.flat import Piece, sum_in_order, trainable
-from minidist.parallel.common.owners import check_equal_owners
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
@@ -67,7 +65,9 @@ from minidist.parallel.common.shards import Summand, WeightShard, add_up, assemb
 from minidist.parallel.common.stages import stage_layers
 from minidist.parallel.common.update import Batch, Key, Part
 from minidist.parallel.context.token_shard import TOKENS, own_key, pick
-from minidist.parallel.ddp import DDP
+from minidist.parallel.data.accumulation import micro_parts
+from minidist.parallel.data.ddp import DDP
+from minidist.parallel.data.replica_groups import check_equal_owners
 from minidist.parallel.hybrid_cut import cut_model
 from minidist.parallel.hybrid_pipeline import Data, DataPipeline
 from minidist.parallel.mesh import Mesh

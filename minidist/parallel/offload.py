@@ -62,7 +62,6 @@ from minidist.device import account
 from minidist.device.backend import LOW_PRECISION, Array, device_of, to_host, widen
 from minidist.optim.clip import add_exactly, block_sums
 from minidist.optim.optimizer import Slot
-from minidist.parallel.common.copies import bring, copy, host_bytes, mark
 from minidist.parallel.common.disk import Disk
 from minidist.parallel.common.flat import Flat, Piece
 from minidist.parallel.common.lodging import Offload, by_run, move_in, nothing
@@ -70,6 +69,7 @@ from minidist.parallel.common.moves import Move, Pace
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.records import Loan, Record
+from minidist.parallel.data.device_copies import bring, copy, host_bytes, mark
 
 # ------------------------------------------------------------------------------------------------ on the host (Offload)
 

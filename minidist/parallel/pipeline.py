@@ -56,13 +56,13 @@ from minidist.errors import PlanError
 from minidist.nn import GPT
 from minidist.nn.balance import of_stage
 from minidist.optim import Optimizer
-from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.layered import Layered
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.stages import Arrived, hollow
 from minidist.parallel.common.update import Batch, Key, Part, zero_unused
 from minidist.parallel.common.worker import Worker
+from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.schedules import BackwardInput, Instruction, RecvActivation, Schedule
 
 

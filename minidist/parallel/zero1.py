@@ -48,17 +48,17 @@ from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.arrivals import Arrivals
-from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
 from minidist.parallel.common.flat import Flat, squares_of_shards, sum_in_order, trainable
 from minidist.parallel.common.home import Home
-from minidist.parallel.common.order import InOrder
-from minidist.parallel.common.owners import Others, check_equal_owners, owners
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
+from minidist.parallel.data.accumulation import micro_parts
+from minidist.parallel.data.bucket_order import InOrder
+from minidist.parallel.data.buckets import BUCKET_BYTES, make_buckets
+from minidist.parallel.data.replica_groups import Others, check_equal_owners, owners
 
 
 class Zero1:
@@ -70,8 +70,8 @@ class Zero1:
              bucket_bytes: a bucket's most bytes.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
              shard: how many neighbours share one copy of the state (default: all; common/sharing.py).
-             apart: parameters that travel in buckets of their own (common/buckets.py); others: of these, those that
-             another group shares, with whom (common/owners.py).
+             apart: parameters that travel in buckets of their own (data/buckets.py); others: of these, those that
+             another group shares, with whom (data/replica_groups.py).
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.

@@ -18,7 +18,7 @@ Who holds what, Ψ parameters in float32 with Adam (K = 8) on P ranks:
                                         2Ψ + (2+K)Ψ/P. (N4:336 leaves out the 2Ψ, and gives this one for stage 1)
 
 A weight that is used twice, as a tied embedding, holds its bucket from its first gradient to its last. A weight that a
-backward will not reach holds back nothing: backward tells before it runs what it will reach (common/order.py).
+backward will not reach holds back nothing: backward tells before it runs what it will reach (data/bucket_order.py).
 
 Cost, a step and rank, with A backward passes:
 
@@ -47,18 +47,18 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.arrivals import Arrivals
-from minidist.parallel.common.buckets import BUCKET_BYTES, cut
 from minidist.parallel.common.flat import Flat, squares_of_shards, sum_in_order, trainable
 from minidist.parallel.common.home import Home
-from minidist.parallel.common.order import InOrder
-from minidist.parallel.common.owners import Others, check_equal_owners, owners
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
+from minidist.parallel.data.accumulation import micro_parts
+from minidist.parallel.data.bucket_order import InOrder
+from minidist.parallel.data.buckets import BUCKET_BYTES, cut
+from minidist.parallel.data.replica_groups import Others, check_equal_owners, owners
 
 
 class Zero2:
@@ -70,8 +70,8 @@ class Zero2:
              bucket_bytes: a bucket's most bytes, and so half of what gradients take beside the shard.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
              shard: how many neighbours share one copy of the state (default: all; common/sharing.py).
-             apart: parameters that travel in buckets of their own (common/buckets.py); others: of these, those that
-             another group shares, with whom (common/owners.py).
+             apart: parameters that travel in buckets of their own (data/buckets.py); others: of these, those that
+             another group shares, with whom (data/replica_groups.py).
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.

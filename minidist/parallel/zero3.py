@@ -56,16 +56,16 @@ from minidist.device.backend import Array
 from minidist.errors import GradientError
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.flat import squares_of_shards, sum_in_order, trainable
 from minidist.parallel.common.home import Home
-from minidist.parallel.common.owners import Others, check_equal_owners
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.units import Unit, make_units
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
+from minidist.parallel.data.accumulation import micro_parts
+from minidist.parallel.data.replica_groups import Others, check_equal_owners
 
 
 class Zero3:
@@ -80,7 +80,7 @@ class Zero3:
              free_after_forward: or keep a unit until its backward, for memory instead of traffic.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
              shard: how many neighbours share one copy of the state (default: all; common/sharing.py).
-             others: the parameters that another group shares, with whom (common/owners.py); whole: those that stay
+             others: the parameters that another group shares, with whom (data/replica_groups.py); whole: those that stay
              whole, which nobody learns; apart: those that travel in vectors of their own, within their units.
              chains: units that are called in a row, and go backward by `backward_chain`: a pipeline's stages.
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).

@@ -14,7 +14,7 @@ def test_lists_the_lessons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     output = capsys.readouterr().out
     rows = json.loads((tmp_path / "lessons.json").read_text(encoding="utf-8"))["lessons"]
     assert [row["lesson"] for row in rows] == [lesson.number for lesson in lessons.every_lesson()]
-    assert "minidist/parallel/ddp.py" in output.replace("\n", "")
+    assert "minidist/parallel/data/ddp.py" in output.replace("\n", "")
     assert all(Path(row["folder"]).is_dir() and row["title"] and row["notes"] for row in rows)
 
 

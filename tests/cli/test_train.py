@@ -21,8 +21,8 @@ from minidist.cli.common import Parser
 from minidist.cli.train import arguments, progress, sample
 from minidist.cli.train import command as train
 from minidist.cli.train import options as train_options
-from minidist.parallel.accumulation import elements_sent
 from minidist.parallel.common.replicas import weights_digest
+from minidist.parallel.data.accumulation import elements_sent
 
 TINY = ["--steps", "4", "--batch", "5", "--context", "16", "--layers", "1", "--width", "16", "--heads", "2",
         "--dtype", "float64"]
@@ -249,7 +249,7 @@ def test_one_place_that_everything_passes(options: list[str], who: list[str], bo
 MORTAL = """import os
 if os.environ.get("RANK") == "1":
     import signal
-    from minidist.parallel.parameter_server import ParameterServer
+    from minidist.parallel.data.parameter_server import ParameterServer
 
     def step(self, *args, at=ParameterServer.step, **options):
         if self._steps == 20:

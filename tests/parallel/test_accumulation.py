@@ -13,9 +13,9 @@ from minidist.device import account
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT
 from minidist.optim import SGD
-from minidist.parallel.accumulation import elements_sent, micro_parts
 from minidist.parallel.common.update import Part
-from minidist.parallel.ddp import DDP
+from minidist.parallel.data.accumulation import elements_sent, micro_parts
+from minidist.parallel.data.ddp import DDP
 from minidist.parallel.hybrid import Plan, Trainer
 from minidist.parallel.single import Single
 from minidist.parallel.zero3 import Zero3
@@ -112,7 +112,7 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(DDP, "backward", lambda self, share, last: backward(self, share, last=last) if last
                             else None)
     else:
-        monkeypatch.setattr("minidist.parallel.ddp.micro_parts", lambda part, count: [part] * count)
+        monkeypatch.setattr("minidist.parallel.data.ddp.micro_parts", lambda part, count: [part] * count)
     with pytest.raises(AssertionError):
         check_equal(2, **options)
 

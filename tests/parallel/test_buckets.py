@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
 from minidist.errors import ConfigError
-from minidist.parallel.common.buckets import cut, make_buckets
+from minidist.parallel.data.buckets import cut, make_buckets
 
 
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12), bucket_bytes=st.integers(1, 400))

@@ -14,9 +14,9 @@ from minidist.errors import CommError, ConfigError
 from minidist.nn import GPT, DropoutKey, Linear, Module
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam, AdamW
-from minidist.parallel import data_parallel
 from minidist.parallel.common.update import Part
-from minidist.parallel.data_parallel import DataParallel
+from minidist.parallel.data import data_parallel
+from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.single import Single
 
 BOUND = 1e-10

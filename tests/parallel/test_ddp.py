@@ -15,9 +15,9 @@ from minidist.autograd.tensor import Parameter, tensor
 from minidist.errors import ConfigError, GradientError, MismatchError
 from minidist.nn import GPT, Module
 from minidist.optim import AdamW
-from minidist.parallel import ddp as ddp_module
 from minidist.parallel.common import update
-from minidist.parallel.ddp import DDP
+from minidist.parallel.data import ddp as ddp_module
+from minidist.parallel.data.ddp import DDP
 from minidist.parallel.single import Single
 
 BOUND = 1e-10

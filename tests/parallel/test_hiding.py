@@ -21,7 +21,7 @@ from minidist.observe.timeline import Timeline
 from minidist.optim import SGD
 from minidist.parallel.common.arrivals import Arrivals
 from minidist.parallel.common.scattered import Scattered
-from minidist.parallel.ddp import DDP
+from minidist.parallel.data.ddp import DDP
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3

@@ -19,10 +19,10 @@ from minidist.errors import CommError, ConfigError, MismatchError, PeerLostError
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam, AdamW, RMSProp
-from minidist.parallel.common import keys
-from minidist.parallel.common.serving import Service
-from minidist.parallel.common.stale import Clocks, Update, replay
-from minidist.parallel.parameter_server import ParameterServer
+from minidist.parallel.data import server_keys
+from minidist.parallel.data.async_server import Service
+from minidist.parallel.data.bounded_staleness import Clocks, Update, replay
+from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.single import Single
 
 BOUND = 1e-10
@@ -400,9 +400,9 @@ def test_memory_by_role(servers: int, asynchronous: bool) -> None:
 def test_keys_are_divided_by_size(sizes: list[int], servers: int) -> None:
     if servers > len(sizes):
         with pytest.raises(ConfigError, match=f"take 1 to {len(sizes)} servers"):
-            keys.assign(sizes, servers)
+            server_keys.assign(sizes, servers)
         return
-    shares = keys.assign(sizes, servers)
+    shares = server_keys.assign(sizes, servers)
     assert sorted(key for share in shares for key in share) == list(range(len(sizes))) and all(shares)
     assert all(share == sorted(share) for share in shares)
     loads = [sum(sizes[key] for key in share) for share in shares]
@@ -410,8 +410,8 @@ def test_keys_are_divided_by_size(sizes: list[int], servers: int) -> None:
 
 
 def test_the_next_key_goes_where_least_is() -> None:
-    assert keys.assign([80, 80, 32, 32, 24, 8], 2) == [[0, 2, 4], [1, 3, 5]]        # as keys.py draws it
-    assert keys.assign([10, 10, 100, 10, 10], 2) == [[2], [0, 1, 3, 4]]             # by size, not by number
+    assert server_keys.assign([80, 80, 32, 32, 24, 8], 2) == [[0, 2, 4], [1, 3, 5]]        # as server_keys.py draws it
+    assert server_keys.assign([10, 10, 100, 10, 10], 2) == [[2], [0, 1, 3, 4]]             # by size, not by number
 
 
 # ------------------------------------------------------------------------------------------------ records and mistakes

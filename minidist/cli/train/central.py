@@ -7,12 +7,12 @@ from typing import Any
 
 from rich.table import Table
 
-from minidist.parallel.accumulation import micro_parts
-from minidist.parallel.common.stale import key_shards
 from minidist.parallel.common.update import Part, part_of
-from minidist.parallel.data_parallel import DataParallel
+from minidist.parallel.data.accumulation import micro_parts
+from minidist.parallel.data.bounded_staleness import key_shards
+from minidist.parallel.data.data_parallel import DataParallel
+from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.hybrid import Trainer
-from minidist.parallel.parameter_server import ParameterServer
 from minidist.parallel.plan import Plan
 
 Counts = list[list[int]]

@@ -25,13 +25,13 @@ from minidist.observe.plots import draw_loss
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline, write_perfetto
 from minidist.parallel.common.memory import STATE, Each, state_bytes
-from minidist.parallel.common.owners import owners
 from minidist.parallel.common.update import Batch
-from minidist.parallel.data_parallel import DataParallel
-from minidist.parallel.ddp import DDP
+from minidist.parallel.data.data_parallel import DataParallel
+from minidist.parallel.data.ddp import DDP
+from minidist.parallel.data.parameter_server import ParameterServer
+from minidist.parallel.data.replica_groups import owners
 from minidist.parallel.hybrid import Trainer
 from minidist.parallel.hybrid_step import Hybrid
-from minidist.parallel.parameter_server import ParameterServer
 from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2

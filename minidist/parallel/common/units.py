@@ -16,8 +16,8 @@ from minidist.nn import Module
 from minidist.nn.weights import Weight
 from minidist.parallel.common.flat import Flat
 from minidist.parallel.common.home import Home
-from minidist.parallel.common.owners import Others, owners
 from minidist.parallel.common.recorder import Recorder
+from minidist.parallel.data.replica_groups import Others, owners
 
 
 class Unit:

@@ -10,7 +10,7 @@ everything goes through the servers, and their links carry the more the more wor
                       push          sum, step         pull
 
 Ranks 0 to N-1 are workers, the last S are servers. A key is a parameter; keys are divided among servers by size
-(common/keys.py). Who holds what, Ψ parameters in float32 with Adam, N workers, S servers:
+(data/server_keys.py). Who holds what, Ψ parameters in float32 with Adam, N workers, S servers:
 
                  each worker                    each server
     batch        B/N sequences                  -
@@ -31,7 +31,7 @@ Cost, a step, of keys of one dtype:
 Synchronous: the servers wait for all workers, and the step is that of one process on the whole batch. Asynchronous:
 each gradient is an update by itself, of the mean loss of the worker's own part, as soon as it comes, made from weights
 that others may have updated meanwhile. A worker may be `staleness` steps ahead of the slowest, then it has to wait
-(common/stale.py). Each server keeps a record of its updates; `replay` makes the same updates in one process.
+(data/bounded_staleness.py). Each server keeps a record of its updates; `replay` makes the same updates in one process.
 
 N1:26 names a DP with a parameter server: that is data_parallel.py's device 0 as a rank of its own. N3:36 lets GPU
 workers and CPU servers share the work, with RMSProp or Adam on the server: any optimizer here. N3:35 says that
@@ -52,15 +52,15 @@ from minidist.device.backend import to_host
 from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import Module
 from minidist.optim import Optimizer, sum_of_squares
-from minidist.parallel.accumulation import micro_parts
 from minidist.parallel.common.flat import Piece, clip_and_update_shards, sum_in_order
-from minidist.parallel.common.keys import Shard, free
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
-from minidist.parallel.common.serving import Service
-from minidist.parallel.common.stale import Update, key_shards, own_scale
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of, zero_unused
+from minidist.parallel.data.accumulation import micro_parts
+from minidist.parallel.data.async_server import Service
+from minidist.parallel.data.bounded_staleness import Update, key_shards, own_scale
+from minidist.parallel.data.server_keys import Shard, free
 
 NOBODY = -1.0
 """The step that a worker names in its last push: it has done all of them."""

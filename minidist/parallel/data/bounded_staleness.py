@@ -23,8 +23,8 @@ from minidist.errors import CommError, TimeoutError
 from minidist.nn import Module
 from minidist.optim import Optimizer, clip_scale, global_norm
 from minidist.parallel.common.flat import Piece
-from minidist.parallel.common.keys import Shard, assign
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of, zero_unused
+from minidist.parallel.data.server_keys import Shard, assign
 
 
 class Update(NamedTuple):

@@ -58,14 +58,14 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim import Optimizer, squares_of
-from minidist.parallel.accumulation import micro_parts
-from minidist.parallel.common.buckets import BUCKET_BYTES, make_buckets
 from minidist.parallel.common.flat import trainable
-from minidist.parallel.common.order import InOrder, agreed
-from minidist.parallel.common.owners import Others, check_equal_owners, owners
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of, zero_unused
+from minidist.parallel.data.accumulation import micro_parts
+from minidist.parallel.data.bucket_order import InOrder, agreed
+from minidist.parallel.data.buckets import BUCKET_BYTES, make_buckets
+from minidist.parallel.data.replica_groups import Others, check_equal_owners, owners
 
 
 class DDP:
@@ -80,8 +80,8 @@ class DDP:
              another rank may use it; "error": a mistake (a layer forgotten in forward), named with the rank.
              static: or whether the loss uses the same parameters in every step. Then buckets are made anew after the
              first step, in the order in which gradients were completed, and without parameters that no rank uses.
-             apart: parameters that travel in buckets of their own (common/buckets.py); others: of these, those that
-             another group shares, with whom (common/owners.py).
+             apart: parameters that travel in buckets of their own (data/buckets.py); others: of these, those that
+             another group shares, with whom (data/replica_groups.py).
              precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of.
              squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
@@ -158,7 +158,7 @@ class DDP:
         self._order.hold()
 
     def _start_reduce(self, index: int) -> None:
-        """The bucket's last gradient is final, and those before it have set out (order.py says why)."""
+        """The bucket's last gradient is final, and those before it have set out (bucket_order.py says why)."""
         bucket = self.buckets[index]
         group = owners(bucket.parameters, self.group, self.others)
         self.recorder.announce(group.axis, f"all_reduce bucket {index}")

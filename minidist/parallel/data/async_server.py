@@ -17,9 +17,9 @@ from minidist.device import account
 from minidist.errors import PeerLostError
 from minidist.optim import Optimizer
 from minidist.parallel.common.flat import Piece
-from minidist.parallel.common.keys import Shard
 from minidist.parallel.common.recorder import Recorder
-from minidist.parallel.common.stale import Clocks, Update
+from minidist.parallel.data.bounded_staleness import Clocks, Update
+from minidist.parallel.data.server_keys import Shard
 
 
 class Service:
