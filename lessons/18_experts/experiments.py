@@ -9,7 +9,7 @@ from minidist.device.backend import random_bits
 from minidist.nn import GPT, DropoutKey, GPTConfig, MixtureConfig, mixture
 from minidist.nn.moe import mixtures
 from minidist.optim import AdamW
-from minidist.parallel.expert_parallel import ExpertParallel, expert_parallel
+from minidist.parallel.experts.expert_parallel import ExpertParallel, expert_parallel
 
 EXPERTS, SEQUENCES, SEED = 8, 8, 0
 CONFIG = GPTConfig(vocabulary=32, context=16, layers=1, width=16, heads=2, dtype="float64")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from minidist.observe import lesson_figures as look
-from minidist.parallel.expert_parallel import elements_sent
+from minidist.parallel.experts.expert_parallel import elements_sent
 from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent

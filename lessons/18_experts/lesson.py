@@ -16,7 +16,7 @@ from minidist.nn.moe import loads, rebalance
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
 from minidist.parallel.common.shards import WeightShard
-from minidist.parallel.expert_parallel import SplitExperts, elements_sent
+from minidist.parallel.experts.expert_parallel import SplitExperts, elements_sent
 from minidist.parallel.single import Single
 from minidist.teaching import arguments, load_module, run_lesson
 

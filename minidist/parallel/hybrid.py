@@ -32,7 +32,6 @@ from minidist.nn.moe import biases
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
 from minidist.parallel.activations import checkpoint_blocks, pass_bytes
 from minidist.parallel.common.late_loss import LateLoss
-from minidist.parallel.common.loads import Loads
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas, weights_digest
@@ -41,6 +40,7 @@ from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.parameter_server import ParameterServer
+from minidist.parallel.experts.expert_load import Loads
 from minidist.parallel.hybrid_step import Hybrid
 from minidist.parallel.mesh import Mesh
 from minidist.parallel.mixed_precision import MixedPrecision, check_dtype

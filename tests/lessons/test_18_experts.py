@@ -10,7 +10,7 @@ import minidist as md
 from minidist import lessons
 from minidist.nn import GPT, mixture
 from minidist.nn.moe import mixtures
-from minidist.parallel.expert_parallel import elements_sent
+from minidist.parallel.experts.expert_parallel import elements_sent
 from minidist.teaching import load_module
 
 RIGHT = {

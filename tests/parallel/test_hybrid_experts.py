@@ -13,8 +13,8 @@ import minidist as md
 from minidist.errors import MismatchError, PlanError
 from minidist.nn import MixtureConfig, moe
 from minidist.parallel import hybrid_step
-from minidist.parallel.common import loads
 from minidist.parallel.context import token_shard
+from minidist.parallel.experts import expert_load
 from minidist.parallel.hybrid import Plan
 from minidist.parallel.hybrid_step import Hybrid
 from minidist.parallel.pipeline import Pipeline
@@ -137,7 +137,7 @@ def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(Hybrid, "_squares", narrow)
     elif bug == "loads of one rank":
-        patch.setattr(loads, "rebalance", lambda model, counted: moe.rebalance(model, moe.loads(model)))
+        patch.setattr(expert_load, "rebalance", lambda model, counted: moe.rebalance(model, moe.loads(model)))
     elif bug == "gate's gradient of own columns":
         patch.setattr("minidist.parallel.common.tensor_layers.SplitMixture.enter",
                       lambda self, x: x if x.shape[-1] == 4 else self.region.enter(x))
