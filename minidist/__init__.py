@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from minidist import errors
     from minidist.launch import init, run
-    from minidist.parallel.hybrid import Mesh, Plan, Trainer
+    from minidist.parallel.hybrid.hybrid import Mesh, Plan, Trainer
 
 __version__ = "0.1.0"
 __all__ = ["Mesh", "Plan", "Trainer", "errors", "init", "run"]
@@ -22,9 +22,9 @@ __all__ = ["Mesh", "Plan", "Trainer", "errors", "init", "run"]
 _HOMES = {
     "init": "minidist.launch",
     "run": "minidist.launch",
-    "Mesh": "minidist.parallel.hybrid",
-    "Plan": "minidist.parallel.hybrid",
-    "Trainer": "minidist.parallel.hybrid",
+    "Mesh": "minidist.parallel.hybrid.hybrid",
+    "Plan": "minidist.parallel.hybrid.hybrid",
+    "Trainer": "minidist.parallel.hybrid.hybrid",
 }
 
 

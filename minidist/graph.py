@@ -45,7 +45,7 @@ from minidist.optim import Adam
 from minidist.parallel.common.late_loss import LateLoss
 from minidist.parallel.common.update import Batch, Part, zero_unused
 from minidist.parallel.data.accumulation import micro_parts
-from minidist.parallel.hybrid import Trainer
+from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.single import Single
 
 WARM_UP = 2         # steps that run as they are

@@ -7,7 +7,7 @@ from training import difference, global_batch, tiny
 
 import minidist as md
 from minidist.cli.train import report
-from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 BOUND = 1e-10
 MOST = {"layers": 3, "heads": 4, "tied": True, "dropout": 0.2}      # what most can go wrong in

@@ -14,7 +14,7 @@ from minidist.errors import ConfigError, KernelError, ShapeError
 from minidist.graph import WARM_UP, CapturedStep, Given
 from minidist.nn import GPTConfig
 from minidist.nn.config import MixtureConfig
-from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 GPT = {"dropout": 0.2, "tied": True}
 LLAMA = {"positions": "rotary", "norm": "rms", "activation": "silu", "kv_heads": 1}

@@ -9,7 +9,7 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
 from minidist.device.backend import random_bits
 from minidist.nn import GPTConfig, Module
-from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 SMALL_BUCKETS = 2048     # bytes: several buckets even in a tiny model
 

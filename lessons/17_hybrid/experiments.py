@@ -12,7 +12,7 @@ import minidist as md
 from minidist.device import account
 from minidist.nn import GPT, GPTConfig, MixtureConfig
 from minidist.optim import sum_of_squares
-from minidist.parallel.hybrid_costs import elements_sent
+from minidist.parallel.hybrid.hybrid_costs import elements_sent
 from minidist.parallel.schedule_checker import clock_of
 from minidist.parallel.schedules import make_schedule
 from minidist.parallel.zero1 import Zero1

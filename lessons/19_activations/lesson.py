@@ -18,7 +18,7 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, no_grad, tensor
 from minidist.nn import DropoutKey, GPTConfig
 from minidist.observe.page import Page, size_text, verdict
-from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.teaching import arguments, load_module, run_lesson
 
 HERE = Path(__file__).resolve()

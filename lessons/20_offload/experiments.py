@@ -17,7 +17,7 @@ from minidist.optim import AdamW
 from minidist.parallel.common.home import Home
 from minidist.parallel.common.moves import Pace
 from minidist.parallel.common.replicas import weights_digest
-from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.offload import OnDisk
 from minidist.parallel.zero3 import Zero3
 

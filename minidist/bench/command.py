@@ -47,7 +47,7 @@ from minidist.comm.cost.link_model import Profile, profile_path, save_profile
 from minidist.errors import ConfigError
 from minidist.launch import detect, init
 from minidist.observe import bench_plots, kernel_plots, step_plots
-from minidist.parallel.plan import Plan
+from minidist.parallel.hybrid.plan import Plan
 
 __all__ = ["add_arguments", "run"]
 

@@ -24,7 +24,7 @@ from minidist.bench.step import CLIP, OURS, PEER, SEPARATE, Model, random_batch,
 from minidist.errors import LaunchError, PeerLostError
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPT
-from minidist.parallel.plan import Plan
+from minidist.parallel.hybrid.plan import Plan
 
 MODULE = "minidist.bench.plan"
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}

@@ -27,7 +27,7 @@ from minidist.bench.peers import TorchGPT, torch_weights
 from minidist.bench.plan import replicates
 from minidist.nn import GPTConfig
 from minidist.parallel.common.stages import balanced_layers
-from minidist.parallel.plan import Plan
+from minidist.parallel.hybrid.plan import Plan
 
 ForwardBackward = Callable[[torch.Tensor, torch.Tensor], float | None]
 """Gradients of the mean loss of ids and targets, each (rows, T): returns that loss where this rank knows it."""

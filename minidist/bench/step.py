@@ -25,7 +25,7 @@ from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
 from minidist.errors import LaunchError
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPTConfig
-from minidist.parallel.plan import ZERO_STAGES
+from minidist.parallel.hybrid.plan import ZERO_STAGES
 
 OURS, SEPARATE, PEER = "minidist", "separate", "PyTorch"
 MODULE = "minidist.bench.step"

@@ -15,7 +15,7 @@ from minidist.device import account
 from minidist.observe import timeline as timeline_module
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import ROWS, Span, Timeline, clock_offset, write_perfetto
-from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 STEPS = 3
 CONFIG = tiny(context=32, width=48, layers=3)

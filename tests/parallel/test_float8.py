@@ -18,7 +18,7 @@ from minidist.errors import ConfigError
 from minidist.nn import GPT
 from minidist.parallel.common import float8
 from minidist.parallel.common.float8 import FORMATS, LARGEST, Float8, Scales, to_float8, to_float32
-from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.mixed_precision import MixedPrecision
 
 CONFIG = tiny(dtype="float32", layers=1)

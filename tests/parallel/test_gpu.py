@@ -9,7 +9,7 @@ from training import difference, global_batch, tiny, train
 import minidist as md
 from minidist.parallel.activations import pass_bytes
 from minidist.parallel.common import late_loss
-from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from training import global_batch, tiny
 import minidist as md
 from minidist import parallel
 from minidist.errors import ConfigError, PlanError
-from minidist.parallel.hybrid import AXES, Mesh, Plan, Trainer
+from minidist.parallel.hybrid.hybrid import AXES, Mesh, Plan, Trainer
 
 # -------------------------------------------------------------------------------------------------------------- layers
 

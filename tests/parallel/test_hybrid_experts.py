@@ -12,11 +12,11 @@ from training import difference, tiny
 import minidist as md
 from minidist.errors import MismatchError, PlanError
 from minidist.nn import MixtureConfig, moe
-from minidist.parallel import hybrid_step
 from minidist.parallel.context import token_shard
 from minidist.parallel.experts import expert_load
-from minidist.parallel.hybrid import Plan
-from minidist.parallel.hybrid_step import Hybrid
+from minidist.parallel.hybrid import hybrid_step
+from minidist.parallel.hybrid.hybrid import Plan
+from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.pipeline import Pipeline
 from minidist.parallel.schedules import ORDERS
 
@@ -146,7 +146,7 @@ def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(token_shard.OwnSequences, "parted", lambda self, kept: kept)
     else:
         patch.setattr(Pipeline, "loss_scale", 0.0)
-        patch.setattr("minidist.parallel.hybrid_pipeline.DataPipeline.loss_scale", 0.0)
+        patch.setattr("minidist.parallel.hybrid.hybrid_pipeline.DataPipeline.loss_scale", 0.0)
 
 
 @pytest.mark.parametrize(("bug", "plan", "mixture"), [

@@ -14,12 +14,12 @@ import minidist as md
 from minidist.autograd.ops.collectives import shard_of
 from minidist.errors import MinidistError, PlanError
 from minidist.nn import Embedding
-from minidist.parallel import hybrid_step
 from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.common.sharing import divisors
 from minidist.parallel.context import ring_attention, token_shard
-from minidist.parallel.hybrid import Mesh, Plan
-from minidist.parallel.hybrid_pipeline import DataPipeline
+from minidist.parallel.hybrid import hybrid_step
+from minidist.parallel.hybrid.hybrid import Mesh, Plan
+from minidist.parallel.hybrid.hybrid_pipeline import DataPipeline
 from minidist.parallel.schedules import ORDERS
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3

@@ -16,7 +16,7 @@ from minidist.autograd.tensor import tensor
 from minidist.device import dispatch
 from minidist.nn.config import MixtureConfig
 from minidist.parallel.common.late_loss import LateLoss
-from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 CHANGES: dict[str, dict[str, Any]] = {
     "gpt": {}, "dropout": {"dropout": 0.2, "tied": True},

@@ -27,7 +27,7 @@ from minidist.parallel.activations import pass_bytes
 from minidist.parallel.common.memory import Each
 from minidist.parallel.common.moves import Pace
 from minidist.parallel.common.replicas import weights_digest
-from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.offload import OnDisk, OnHost
 from minidist.parallel.offload_costs import moved_to_disk, moved_to_host
 from minidist.parallel.zero2 import Zero2

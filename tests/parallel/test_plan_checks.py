@@ -12,8 +12,8 @@ from training import global_batch, tiny
 import minidist as md
 from minidist.errors import MemoryLimitError, PlanError
 from minidist.nn import GPTConfig, MixtureConfig
-from minidist.parallel.hybrid import Trainer
-from minidist.parallel.plan import AXES, Plan
+from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.hybrid.plan import AXES, Plan
 
 
 @pytest.mark.parametrize(("options", "says"), [

@@ -17,7 +17,7 @@ from minidist.parallel.common.memory import SINGLE, state_bytes
 from minidist.parallel.common.recorder import Silent
 from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.common.sharing import Sharing, divisors
-from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 any_shard = given(
     stage=st.sampled_from([1, 2, 3]), size=st.sampled_from([2, 4, 6]), choice=st.integers(0, 3),

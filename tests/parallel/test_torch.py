@@ -12,7 +12,7 @@ from training import global_batch, tiny
 import minidist as md
 from minidist.bench.step import PEERS
 from minidist.nn import GPT
-from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 CONFIG = tiny(width=16, context=8)
 SEQUENCES = 8

@@ -5,8 +5,8 @@ import argparse
 from minidist.cli.common import number_of_bytes, positive
 from minidist.launch.transports import PROCESSES
 from minidist.nn.config import BALANCES
-from minidist.parallel.hybrid import OPTIMIZERS, SCHEDULES
-from minidist.parallel.plan import ATTENTIONS, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
+from minidist.parallel.hybrid.hybrid import OPTIMIZERS, SCHEDULES
+from minidist.parallel.hybrid.plan import ATTENTIONS, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
 from minidist.parallel.schedules import ORDERS
 
 

@@ -12,8 +12,8 @@ from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.bounded_staleness import key_shards
 from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.data.parameter_server import ParameterServer
-from minidist.parallel.hybrid import Trainer
-from minidist.parallel.plan import Plan
+from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.hybrid.plan import Plan
 
 Counts = list[list[int]]
 """[bytes, messages] of each rank, or device."""

@@ -37,8 +37,8 @@ from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.parallel.common.late_loss import LateLoss
 from minidist.parallel.common.replicas import weights_digest
-from minidist.parallel.hybrid import Trainer
-from minidist.parallel.hybrid_step import Hybrid
+from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.hybrid.hybrid_step import Hybrid
 
 TRACE_SPANS = 5000
 """Spans of a rank that trace.json keeps: about the first 150 steps, and a few megabytes for four ranks."""

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from minidist.parallel.hybrid import Trainer
+from minidist.parallel.hybrid.hybrid import Trainer
 
 BARS = "▁▂▃▄▅▆▇█"
 

@@ -14,7 +14,7 @@ from minidist.nn import GPTConfig, MixtureConfig
 from minidist.parallel.activations import chosen
 from minidist.parallel.common.disk import writable
 from minidist.parallel.common.update import Batch
-from minidist.parallel.hybrid import Plan
+from minidist.parallel.hybrid.hybrid import Plan
 from minidist.parallel.mixed_precision import check_dtype
 
 VALIDATION_ROWS = 512

@@ -20,7 +20,7 @@ from minidist.cli.train.report import plural
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.optim import sum_of_squares
-from minidist.parallel.hybrid import Plan, Trainer
+from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 STEPS = 20
 BOUNDS = {"float64": 1e-10, "float32": 3e-2}

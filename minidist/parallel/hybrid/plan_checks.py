@@ -14,7 +14,7 @@ from minidist.parallel.common.split_gpt import narrowest
 from minidist.parallel.schedules import ORDERS
 
 if TYPE_CHECKING:
-    from minidist.parallel.plan import Plan
+    from minidist.parallel.hybrid.plan import Plan
 
 ZERO_STAGES = (0, 1, 2, 3)
 """What the data axis divides among its ranks: nothing, the optimizer, the gradients too, the parameters too."""

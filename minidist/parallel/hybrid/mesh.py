@@ -11,7 +11,7 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.errors import PlanError
-from minidist.parallel.plan_checks import AXES
+from minidist.parallel.hybrid.plan_checks import AXES
 
 
 class Mesh:

@@ -6,9 +6,9 @@ from typing import Any
 
 from minidist.errors import PlanError
 from minidist.nn import GPTConfig
-from minidist.parallel import plan_checks
 from minidist.parallel.data.buckets import BUCKET_BYTES
-from minidist.parallel.plan_checks import ATTENTIONS, AXES, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
+from minidist.parallel.hybrid import plan_checks
+from minidist.parallel.hybrid.plan_checks import ATTENTIONS, AXES, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
 
 __all__ = ["ATTENTIONS", "AXES", "OFFLOADS", "PRECISIONS", "STRATEGIES", "ZERO_STAGES", "Plan"]
 

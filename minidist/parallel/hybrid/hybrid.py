@@ -41,11 +41,11 @@ from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.experts.expert_load import Loads
-from minidist.parallel.hybrid_step import Hybrid
-from minidist.parallel.mesh import Mesh
+from minidist.parallel.hybrid.hybrid_step import Hybrid
+from minidist.parallel.hybrid.mesh import Mesh
+from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.mixed_precision import MixedPrecision, check_dtype
 from minidist.parallel.offload_costs import make_home, require_disk, require_memory, require_pass
-from minidist.parallel.plan import AXES, Plan
 from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2

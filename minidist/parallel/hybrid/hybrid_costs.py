@@ -8,7 +8,7 @@ from minidist.parallel import tensor_parallel as tensor
 from minidist.parallel.common.split_gpt import head_shares, shared_numbers
 from minidist.parallel.common.tensor_layers import ranges
 from minidist.parallel.context import ring_attention, ulysses
-from minidist.parallel.plan import Plan
+from minidist.parallel.hybrid.plan import Plan
 
 
 def elements_sent(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0) -> dict[str, int]:

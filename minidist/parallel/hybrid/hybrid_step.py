@@ -68,10 +68,10 @@ from minidist.parallel.context.token_shard import TOKENS, own_key, pick
 from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.replica_groups import check_equal_owners
-from minidist.parallel.hybrid_cut import cut_model
-from minidist.parallel.hybrid_pipeline import Data, DataPipeline
-from minidist.parallel.mesh import Mesh
-from minidist.parallel.plan import Plan
+from minidist.parallel.hybrid.hybrid_cut import cut_model
+from minidist.parallel.hybrid.hybrid_pipeline import Data, DataPipeline
+from minidist.parallel.hybrid.mesh import Mesh
+from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.schedules import make_schedule
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2

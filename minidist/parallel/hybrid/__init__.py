@@ -1,0 +1,1 @@
+"""Chapter 17: all axes together; Mesh, Plan and Trainer."""
