@@ -10,8 +10,8 @@ from minidist.device import account
 from minidist.nn import GPT, DropoutKey, MixtureConfig, mixture
 from minidist.nn.moe import loads, rebalance
 from minidist.optim import AdamW
-from minidist.parallel.activations import checkpoint_blocks
 from minidist.parallel.experts.expert_parallel import ExpertParallel, elements_sent, expert_parallel
+from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.mixed_precision import MixedPrecision
 from minidist.parallel.single import Single
 

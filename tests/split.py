@@ -11,7 +11,7 @@ import minidist as md
 from minidist.device import account
 from minidist.nn import GPT, DropoutKey, GPTConfig
 from minidist.optim import SGD, AdamW
-from minidist.parallel.activations import checkpoint_blocks
+from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.mixed_precision import MixedPrecision
 from minidist.parallel.single import Single
 

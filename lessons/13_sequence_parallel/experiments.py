@@ -11,8 +11,8 @@ from minidist.device.backend import random_bits, random_uniform
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
 from minidist.parallel import sequence_parallel
-from minidist.parallel.activations import forget_scores
 from minidist.parallel.context import ring_attention, ulysses
+from minidist.parallel.memory.activations import forget_scores
 from minidist.parallel.single import Single
 
 NAMES = ("sequence", "ring", "all-to-all")

@@ -8,7 +8,7 @@ import numpy as np
 
 from minidist.device import account
 from minidist.nn import GPT, GPTConfig
-from minidist.parallel.activations import checkpoint_blocks
+from minidist.parallel.memory.activations import checkpoint_blocks
 
 CONFIG = GPTConfig(vocabulary=64, context=64, layers=6, width=64, heads=4)
 BATCH = 4

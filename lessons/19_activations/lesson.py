@@ -111,7 +111,7 @@ def kept_at_the_end(page: Page) -> None:
                      size_text(input_bytes(config)), verdict(each["all"], input_bytes(config))])
     page.table(f"What one block keeps, {lab.BATCH} sequences", ["tokens", "none", "scores less", "4 B heads T²", "",
                                                             "all", "4 B T width", ""], rows,
-               note="the formulas of parallel/activations.py")
+               note="the formulas of parallel/memory/activations.py")
 
 
 def peaks(page: Page) -> None:

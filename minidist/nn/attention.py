@@ -15,7 +15,7 @@ class CausalSelfAttention(Module):
     heads / kv_heads neighbouring query heads share one.
     """
 
-    keeps_scores = True         # or backward computes them again (parallel/activations.py)
+    keeps_scores = True         # or backward computes them again (parallel/memory/activations.py)
     takes_packed = True         # where nothing is done to q and k; or `attend` always gets its three
 
     def __init__(self, config: GPTConfig, *, out_std: float) -> None:

@@ -34,7 +34,7 @@ class Module(ABC):
 
     training = True
     path = ""                       # dotted place in the whole model, once assign_names or initialize ran on it
-    recomputed = False              # whether backward computes the inside again (parallel/activations.py)
+    recomputed = False              # whether backward computes the inside again (parallel/memory/activations.py)
     _hooks: Hooks | None = None     # made when the first hook is registered: a module without hooks costs nothing
 
     @abstractmethod

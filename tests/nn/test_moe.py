@@ -14,7 +14,7 @@ from minidist.autograd.tensor import no_grad, tensor
 from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig, Mixture, MixtureConfig, mixture
 from minidist.nn.moe import loads, mixtures, rebalance
-from minidist.parallel.activations import checkpoint_blocks
+from minidist.parallel.memory.activations import checkpoint_blocks
 
 
 def layer_of(changes: dict[str, Any] | None = None, **moe: Any) -> Mixture:

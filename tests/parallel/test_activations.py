@@ -14,7 +14,7 @@ import minidist as md
 from minidist.device import account
 from minidist.errors import PlanError
 from minidist.nn import GPT, GPTConfig
-from minidist.parallel.activations import checkpoint_blocks, chosen, pass_bytes
+from minidist.parallel.memory.activations import checkpoint_blocks, chosen, pass_bytes
 
 
 def train(size: int, **options: Any) -> list[dict[str, Any]]:

@@ -23,13 +23,13 @@ from minidist.nn import GPT, Linear, Module
 from minidist.observe.overlap import measure, moves
 from minidist.observe.timeline import Timeline
 from minidist.optim import AdamW
-from minidist.parallel.activations import pass_bytes
 from minidist.parallel.common.memory import Each
-from minidist.parallel.common.moves import Pace
 from minidist.parallel.common.replicas import weights_digest
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.parallel.offload import OnDisk, OnHost
-from minidist.parallel.offload_costs import moved_to_disk, moved_to_host
+from minidist.parallel.memory.activations import pass_bytes
+from minidist.parallel.memory.offload import OnDisk, OnHost
+from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
+from minidist.parallel.memory.transfer_lanes import Pace
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3
 

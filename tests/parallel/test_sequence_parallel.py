@@ -25,9 +25,9 @@ from minidist.device import account
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
 from minidist.parallel import sequence_parallel as chapter
-from minidist.parallel.activations import checkpoint_blocks
 from minidist.parallel.common import split_model
 from minidist.parallel.context import token_shard
+from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.sequence_parallel import elements_sent, outside_numbers, sequence_parallel
 
 

@@ -8,11 +8,11 @@ import numpy as np
 from rich.table import Table
 
 from minidist.comm.group import Group
-from minidist.parallel.activations import chosen
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.hybrid_costs import elements_sent, wide_elements
 from minidist.parallel.hybrid.hybrid_pipeline import gathers
 from minidist.parallel.hybrid.hybrid_step import Hybrid
+from minidist.parallel.memory.activations import chosen
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3
 

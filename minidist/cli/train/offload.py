@@ -7,7 +7,7 @@ from rich.table import Table
 
 from minidist.parallel.common.memory import Each
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.parallel.offload_costs import moved_to_disk, moved_to_host
+from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3

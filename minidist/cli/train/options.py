@@ -11,10 +11,10 @@ from minidist.cli.common import fail
 from minidist.data import text
 from minidist.device.backend import module_for
 from minidist.nn import GPTConfig, MixtureConfig
-from minidist.parallel.activations import chosen
-from minidist.parallel.common.disk import writable
 from minidist.parallel.common.update import Batch
 from minidist.parallel.hybrid.hybrid import Plan
+from minidist.parallel.memory.activations import chosen
+from minidist.parallel.memory.disk import writable
 from minidist.parallel.mixed_precision import check_dtype
 
 VALIDATION_ROWS = 512

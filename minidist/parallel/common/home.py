@@ -2,7 +2,7 @@
 
 A rank owns a chunk of each flat run (flat.py): of its weights, of the sum of its gradients, of the optimizer's state.
 A strategy says when a chunk is needed and when it has changed; its home says where it is in between. Home itself is the
-plain one: everything stays on the device, where it is computed with, and nothing moves. parallel/offload.py has the
+plain one: everything stays on the device, where it is computed with, and nothing moves. parallel/memory/offload.py has the
 host's memory and the disk.
 
     keep, keep_gradients, pieces      once: here are the weights, make room for gradients, what is the optimizer made of
@@ -22,8 +22,8 @@ from minidist.device.backend import Array, array_module
 from minidist.nn import Module
 from minidist.optim.clip import sum_of_squares
 from minidist.parallel.common.flat import Flat, Piece, gather_state
-from minidist.parallel.common.moves import Traffic
 from minidist.parallel.common.precision import Precision
+from minidist.parallel.memory.transfer_lanes import Traffic
 
 
 class Home:

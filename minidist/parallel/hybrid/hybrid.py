@@ -30,7 +30,6 @@ from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig, Module
 from minidist.nn.moe import biases
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
-from minidist.parallel.activations import checkpoint_blocks, pass_bytes
 from minidist.parallel.common.late_loss import LateLoss
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
@@ -44,8 +43,9 @@ from minidist.parallel.experts.expert_load import Loads
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import AXES, Plan
+from minidist.parallel.memory.activations import checkpoint_blocks, pass_bytes
+from minidist.parallel.memory.offload_costs import make_home, require_disk, require_memory, require_pass
 from minidist.parallel.mixed_precision import MixedPrecision, check_dtype
-from minidist.parallel.offload_costs import make_home, require_disk, require_memory, require_pass
 from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2

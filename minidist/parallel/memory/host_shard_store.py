@@ -12,8 +12,8 @@ from minidist.nn import Module
 from minidist.optim.optimizer import Slot
 from minidist.parallel.common.flat import Flat, Piece
 from minidist.parallel.common.home import Home
-from minidist.parallel.common.moves import Lane, Move, Pace
 from minidist.parallel.common.recorder import Recorder, Silent
+from minidist.parallel.memory.transfer_lanes import Lane, Move, Pace
 
 
 class Lodger(Piece):

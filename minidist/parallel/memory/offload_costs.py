@@ -12,7 +12,7 @@ from minidist.parallel.common.home import Home
 from minidist.parallel.common.memory import Each
 from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.units import Unit
-from minidist.parallel.offload import OnDisk, OnHost
+from minidist.parallel.memory.offload import OnDisk, OnHost
 
 
 def make_home(offload: str, folder: str | Path | None = None, *, device: str = "cpu",

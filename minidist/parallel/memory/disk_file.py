@@ -13,8 +13,8 @@ import numpy as np
 
 from minidist.device.account import MemoryAccount
 from minidist.errors import DiskError, TimeoutError
-from minidist.parallel.common.moves import LIMIT, Move
 from minidist.parallel.data.device_copies import host_bytes
+from minidist.parallel.memory.transfer_lanes import LIMIT, Move
 
 PAGE = 4096
 """Regions and buffers begin at multiples of it, in bytes."""

@@ -45,7 +45,7 @@ Weights are read ahead of their unit, gradients are written behind the next one'
 hides the read of the next and the write of the last. The number of buffers bounds what is in flight: one is enough, and
 hides nothing. Which arithmetic is done, in which order, does not change: the same bits as without.
 
-Nothing stays behind on disk, however the process ends: files have no names (common/disk.py).
+Nothing stays behind on disk, however the process ends: files have no names (memory/disk.py).
 
 notes:   N2 §10.2
 Source:  Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"; Rajbhandari et al. 2021,
@@ -62,14 +62,14 @@ from minidist.device import account
 from minidist.device.backend import LOW_PRECISION, Array, device_of, to_host, widen
 from minidist.optim.clip import add_exactly, block_sums
 from minidist.optim.optimizer import Slot
-from minidist.parallel.common.disk import Disk
 from minidist.parallel.common.flat import Flat, Piece
-from minidist.parallel.common.lodging import Offload, by_run, move_in, nothing
-from minidist.parallel.common.moves import Move, Pace
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder
-from minidist.parallel.common.records import Loan, Record
 from minidist.parallel.data.device_copies import bring, copy, host_bytes, mark
+from minidist.parallel.memory.disk import Disk
+from minidist.parallel.memory.disk_file import Loan, Record
+from minidist.parallel.memory.host_shard_store import Offload, by_run, move_in, nothing
+from minidist.parallel.memory.transfer_lanes import Move, Pace
 
 # ------------------------------------------------------------------------------------------------ on the host (Offload)
 
