@@ -9,9 +9,9 @@ from minidist.nn import GPT
 from minidist.nn.dropout import DropoutKey
 from minidist.optim import AdamW
 from minidist.parallel.common.update import Part
-from minidist.parallel.model_parallel import ModelParallel
-from minidist.parallel.pipeline import Pipeline
-from minidist.parallel.schedules import make_schedule
+from minidist.parallel.pipeline.model_parallel import ModelParallel
+from minidist.parallel.pipeline.pipeline import Pipeline
+from minidist.parallel.pipeline.schedules import make_schedule
 from minidist.parallel.single import Single
 
 

@@ -9,7 +9,7 @@ from minidist.device.backend import random_bits
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.timeline import Timeline
 from minidist.optim import AdamW
-from minidist.parallel.model_parallel import ModelParallel
+from minidist.parallel.pipeline.model_parallel import ModelParallel
 
 WORK = ("forward", "backward")
 

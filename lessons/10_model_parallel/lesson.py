@@ -15,8 +15,8 @@ from minidist.autograd.tensor import tensor
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
-from minidist.parallel.common.stages import Stages
-from minidist.parallel.model_parallel import ModelParallel
+from minidist.parallel.pipeline.model_parallel import ModelParallel
+from minidist.parallel.pipeline.stages import Stages
 from minidist.parallel.single import Single
 from minidist.teaching import arguments, counted, load_module, run_lesson
 

@@ -6,8 +6,8 @@ from types import ModuleType
 from typing import Any
 
 from minidist.errors import ScheduleError
-from minidist.parallel.schedule_checker import check, clock_of, needs, peak_held
-from minidist.parallel.schedules import (
+from minidist.parallel.pipeline.schedule_checker import check, clock_of, needs, peak_held
+from minidist.parallel.pipeline.schedules import (
     RECEIVES,
     Backward,
     Forward,

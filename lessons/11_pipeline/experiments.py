@@ -12,10 +12,10 @@ from minidist.device.backend import random_bits
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD
-from minidist.parallel.common.worker import Worker, computes_of
-from minidist.parallel.pipeline import Pipeline
-from minidist.parallel.schedule_checker import Clock, Span, Times
-from minidist.parallel.schedules import SENDS, Backward, Forward, Schedule, make_schedule, received_as, sent_as
+from minidist.parallel.pipeline.executor import Worker, computes_of
+from minidist.parallel.pipeline.pipeline import Pipeline
+from minidist.parallel.pipeline.schedule_checker import Clock, Span, Times
+from minidist.parallel.pipeline.schedules import SENDS, Backward, Forward, Schedule, make_schedule, received_as, sent_as
 
 CHUNKS = 2                  # stages a rank of the interleaved schedule
 NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from minidist.observe import lesson_figures as look
-from minidist.parallel.schedule_checker import Clock, Times, broken, clock_of, peak_held
-from minidist.parallel.schedules import of_orders
+from minidist.parallel.pipeline.schedule_checker import Clock, Times, broken, clock_of, peak_held
+from minidist.parallel.pipeline.schedules import of_orders
 from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent

@@ -18,10 +18,17 @@ from minidist.errors import ScheduleError
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
-from minidist.parallel.common.stages import Stages
-from minidist.parallel.pipeline import PipeDream, Pipeline
-from minidist.parallel.schedule_checker import Clock, broken, check, check_spans, clock_of, peak_held
-from minidist.parallel.schedules import Forward, RecvActivation, RecvGradient, Schedule, SendActivation, of_orders
+from minidist.parallel.pipeline.pipeline import PipeDream, Pipeline
+from minidist.parallel.pipeline.schedule_checker import Clock, broken, check, check_spans, clock_of, peak_held
+from minidist.parallel.pipeline.schedules import (
+    Forward,
+    RecvActivation,
+    RecvGradient,
+    Schedule,
+    SendActivation,
+    of_orders,
+)
+from minidist.parallel.pipeline.stages import Stages
 from minidist.parallel.single import Single
 from minidist.teaching import arguments, load_module, run_lesson
 

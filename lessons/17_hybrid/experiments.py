@@ -13,8 +13,8 @@ from minidist.device import account
 from minidist.nn import GPT, GPTConfig, MixtureConfig
 from minidist.optim import sum_of_squares
 from minidist.parallel.hybrid.hybrid_costs import elements_sent
-from minidist.parallel.schedule_checker import clock_of
-from minidist.parallel.schedules import make_schedule
+from minidist.parallel.pipeline.schedule_checker import clock_of
+from minidist.parallel.pipeline.schedules import make_schedule
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from minidist.observe.timeline import Timeline
-from minidist.parallel.common.worker import Worker
-from minidist.parallel.schedules import make_schedule
+from minidist.parallel.pipeline.executor import Worker
+from minidist.parallel.pipeline.schedules import make_schedule
 
 NAPPED = 6          # steps, of which the figure shows the quickest
 

@@ -26,8 +26,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from minidist.bench.peers import TorchGPT, torch_weights
 from minidist.bench.plan import replicates
 from minidist.nn import GPTConfig
-from minidist.parallel.common.stages import balanced_layers
 from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.pipeline.stages import balanced_layers
 
 ForwardBackward = Callable[[torch.Tensor, torch.Tensor], float | None]
 """Gradients of the mean loss of ids and targets, each (rows, T): returns that loss where this rank knows it."""

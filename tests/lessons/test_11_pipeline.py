@@ -11,8 +11,8 @@ from minidist import lessons
 from minidist.errors import ScheduleError
 from minidist.launch import run
 from minidist.observe.page import Page
-from minidist.parallel.schedule_checker import Clock, Times, broken, check_spans, clock_of
-from minidist.parallel.schedules import Backward, of_orders
+from minidist.parallel.pipeline.schedule_checker import Clock, Times, broken, check_spans, clock_of
+from minidist.parallel.pipeline.schedules import Backward, of_orders
 from minidist.teaching import load_module
 
 RIGHT = {

@@ -17,8 +17,8 @@ from minidist.parallel.experts import expert_load
 from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Plan
 from minidist.parallel.hybrid.hybrid_step import Hybrid
-from minidist.parallel.pipeline import Pipeline
-from minidist.parallel.schedules import ORDERS
+from minidist.parallel.pipeline.pipeline import Pipeline
+from minidist.parallel.pipeline.schedules import ORDERS
 
 LOSS: dict[str, Any] = {"experts": 4, "capacity": 0.9, "noise": 0.1, "balance_weight": 0.1}
 BIAS: dict[str, Any] = {"experts": 4, "capacity": 1.2, "shared": 1, "balance": "bias", "bias_rate": 0.1}

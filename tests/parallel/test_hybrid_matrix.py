@@ -20,7 +20,7 @@ from minidist.parallel.context import ring_attention, token_shard
 from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Mesh, Plan
 from minidist.parallel.hybrid.hybrid_pipeline import DataPipeline
-from minidist.parallel.schedules import ORDERS
+from minidist.parallel.pipeline.schedules import ORDERS
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3
 

@@ -15,7 +15,7 @@ from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.hybrid.hybrid_costs import elements_sent
 from minidist.parallel.hybrid.hybrid_step import Hybrid
-from minidist.parallel.pipeline import Pipeline
+from minidist.parallel.pipeline.pipeline import Pipeline
 
 # ------------------------------------------------------------------------------------------- parallel equals serial
 

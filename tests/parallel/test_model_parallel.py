@@ -14,7 +14,7 @@ from minidist.errors import ShardError
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD
-from minidist.parallel.model_parallel import ModelParallel
+from minidist.parallel.pipeline.model_parallel import ModelParallel
 
 BOUND = 1e-10
 CHANGES = {"layers": 5, "tied": True, "dropout": 0.2}

@@ -18,15 +18,15 @@ from minidist.errors import ScheduleError, ShardError
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, AdamW
-from minidist.parallel import pipeline as pipeline_module
-from minidist.parallel.common import layered
-from minidist.parallel.common import stages as stages_module
 from minidist.parallel.common.update import Part
-from minidist.parallel.common.worker import Worker, computes_of
 from minidist.parallel.mixed_precision import LossScale, MixedPrecision
-from minidist.parallel.pipeline import Pipeline
-from minidist.parallel.schedule_checker import Clock, Span, Times, broken, clock_of, peak_held
-from minidist.parallel.schedules import COMPUTES, ORDERS, Schedule, make_schedule
+from minidist.parallel.pipeline import pipeline as pipeline_module
+from minidist.parallel.pipeline import stage_model
+from minidist.parallel.pipeline import stages as stages_module
+from minidist.parallel.pipeline.executor import Worker, computes_of
+from minidist.parallel.pipeline.pipeline import Pipeline
+from minidist.parallel.pipeline.schedule_checker import Clock, Span, Times, broken, clock_of, peak_held
+from minidist.parallel.pipeline.schedules import COMPUTES, ORDERS, Schedule, make_schedule
 from minidist.parallel.single import Single
 
 BOUND = 1e-10
@@ -126,10 +126,10 @@ def test_planted_bugs_break_parity(serial: dict[str, Any], bug: str, monkeypatch
     if bug == "table not summed":
         monkeypatch.setattr(Pipeline, "sum_ends", lambda self: None)
     elif bug == "table counted twice":
-        monkeypatch.setattr(Pipeline, "_squares", lambda self: layered.sum_in_order(
-            self.group, layered.sum_of_squares(p.grad for p in self.weights)))
+        monkeypatch.setattr(Pipeline, "_squares", lambda self: stage_model.sum_in_order(
+            self.group, stage_model.sum_of_squares(p.grad for p in self.weights)))
     elif bug == "own norm":
-        monkeypatch.setattr(layered, "sum_in_order", lambda group, value: value)
+        monkeypatch.setattr(stage_model, "sum_in_order", lambda group, value: value)
     elif bug == "first row forgotten":
         micro = pipeline_module.micro_parts
         monkeypatch.setattr(pipeline_module, "micro_parts", lambda part, count: [

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minidist.errors import ScheduleError
-from minidist.parallel.schedule_checker import Span, Times, broken, check, check_spans, clock_of, peak_held
-from minidist.parallel.schedules import (
+from minidist.parallel.pipeline.schedule_checker import Span, Times, broken, check, check_spans, clock_of, peak_held
+from minidist.parallel.pipeline.schedules import (
     ORDERS,
     Backward,
     BackwardInput,
@@ -76,7 +76,7 @@ def drawn(schedule: Schedule) -> list[str]:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_docstrings_chart(name: str) -> None:
-    from minidist.parallel import schedules
+    from minidist.parallel.pipeline import schedules
 
     for line in drawn(make_schedule(name, 3, 4)):
         assert line in schedules.__doc__

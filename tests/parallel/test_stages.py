@@ -14,8 +14,8 @@ from minidist.autograd.tensor import tensor
 from minidist.device import account
 from minidist.errors import ShardError
 from minidist.nn import GPT, MixtureConfig
-from minidist.parallel.common import stages as chapter
-from minidist.parallel.common.stages import Stages, balanced_layers, hollow, measured_costs, stage_layers
+from minidist.parallel.pipeline import stages as chapter
+from minidist.parallel.pipeline.stages import Stages, balanced_layers, hollow, measured_costs, stage_layers
 
 
 @settings(max_examples=20)

@@ -7,7 +7,7 @@ from minidist.launch.transports import PROCESSES
 from minidist.nn.config import BALANCES
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS, SCHEDULES
 from minidist.parallel.hybrid.plan import ATTENTIONS, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
-from minidist.parallel.schedules import ORDERS
+from minidist.parallel.pipeline.schedules import ORDERS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

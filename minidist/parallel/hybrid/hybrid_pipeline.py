@@ -36,8 +36,8 @@ from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.shards import assemble
 from minidist.parallel.common.update import Part
 from minidist.parallel.data.ddp import DDP
-from minidist.parallel.pipeline import Pipeline
-from minidist.parallel.schedules import BackwardWeights, Forward, Schedule
+from minidist.parallel.pipeline.pipeline import Pipeline
+from minidist.parallel.pipeline.schedules import BackwardWeights, Forward, Schedule
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3

@@ -62,7 +62,6 @@ from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.replicas import check_equal_replicas
 from minidist.parallel.common.shards import Summand, WeightShard, add_up, assemble, counted_at, summands
-from minidist.parallel.common.stages import stage_layers
 from minidist.parallel.common.update import Batch, Key, Part
 from minidist.parallel.context.token_shard import TOKENS, own_key, pick
 from minidist.parallel.data.accumulation import micro_parts
@@ -72,7 +71,8 @@ from minidist.parallel.hybrid.hybrid_cut import cut_model
 from minidist.parallel.hybrid.hybrid_pipeline import Data, DataPipeline
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
-from minidist.parallel.schedules import make_schedule
+from minidist.parallel.pipeline.schedules import make_schedule
+from minidist.parallel.pipeline.stages import stage_layers
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3

@@ -11,7 +11,7 @@ from minidist.errors import PlanError
 from minidist.nn import GPTConfig
 from minidist.parallel.common.sharing import divisors
 from minidist.parallel.common.split_gpt import narrowest
-from minidist.parallel.schedules import ORDERS
+from minidist.parallel.pipeline.schedules import ORDERS
 
 if TYPE_CHECKING:
     from minidist.parallel.hybrid.plan import Plan

@@ -3,7 +3,7 @@
 The idea. Each rank holds one stage of the model, a run of neighbouring layers. The batch is cut into microbatches; when
 stage 0 has done the first it hands the activations on and takes the second, so all stages work at the same time, each
 on another microbatch. Gradients come back the same way. Who does what when is a schedule (schedules.py), a list that is
-proved before it runs (schedule_checker.py) and carried out by a worker (common/worker.py); here is what it computes.
+proved before it runs (schedule_checker.py) and carried out by a worker (pipeline/executor.py); here is what it computes.
 
     rank 0   embed, blocks 0-1     x ---> F0 F1 F2 F3 .. .. B0 B0 …      activations  (B/m, T, width) ---> next stage
     rank 1   blocks 2-3                   .. F0 F1 F2 .. B0 B0 …         gradients    the same shape  <--- next stage
@@ -56,14 +56,14 @@ from minidist.errors import PlanError
 from minidist.nn import GPT
 from minidist.nn.balance import of_stage
 from minidist.optim import Optimizer
-from minidist.parallel.common.layered import Layered
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder
-from minidist.parallel.common.stages import Arrived, hollow
 from minidist.parallel.common.update import Batch, Key, Part, zero_unused
-from minidist.parallel.common.worker import Worker
 from minidist.parallel.data.accumulation import micro_parts
-from minidist.parallel.schedules import BackwardInput, Instruction, RecvActivation, Schedule
+from minidist.parallel.pipeline.executor import Worker
+from minidist.parallel.pipeline.schedules import BackwardInput, Instruction, RecvActivation, Schedule
+from minidist.parallel.pipeline.stage_model import Layered
+from minidist.parallel.pipeline.stages import Arrived, hollow
 
 
 class Pipeline(Layered):
@@ -71,7 +71,7 @@ class Pipeline(Layered):
 
     Args:    model: weights not yet drawn; what other ranks have is taken out of it, the rest drawn from `seed`.
              group: whose rank r has stages r, r + p, …; schedule: for as many ranks (make_schedule).
-             layers: of each stage (default: as even as can be; common/stages.py balances by measured times).
+             layers: of each stage (default: as even as can be; pipeline/stages.py balances by measured times).
              key: for dropout; precision: of weights and update (default: one dtype for all).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of: those of this rank's stages.

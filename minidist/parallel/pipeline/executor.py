@@ -16,8 +16,8 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.errors import ScheduleError
 from minidist.parallel.common.recorder import Recorder, Silent
-from minidist.parallel.schedule_checker import Span, check
-from minidist.parallel.schedules import (
+from minidist.parallel.pipeline.schedule_checker import Span, check
+from minidist.parallel.pipeline.schedules import (
     COMPUTES,
     RECEIVES,
     SENDS,

@@ -14,8 +14,8 @@ from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.common.flat import sum_in_order, trainable
 from minidist.parallel.common.precision import Precision
 from minidist.parallel.common.recorder import Recorder, Silent
-from minidist.parallel.common.stages import Stages, balanced_layers
 from minidist.parallel.common.update import zero_unused
+from minidist.parallel.pipeline.stages import Stages, balanced_layers
 
 
 class Layered:

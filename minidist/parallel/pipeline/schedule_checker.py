@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from minidist.errors import ScheduleError
-from minidist.parallel.schedules import (
+from minidist.parallel.pipeline.schedules import (
     COMPUTES,
     RECEIVES,
     SENDS,
