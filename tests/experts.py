@@ -12,7 +12,7 @@ from minidist.nn.moe import loads, rebalance
 from minidist.optim import AdamW
 from minidist.parallel.experts.expert_parallel import ExpertParallel, elements_sent, expert_parallel
 from minidist.parallel.memory.activations import checkpoint_blocks
-from minidist.parallel.mixed_precision import MixedPrecision
+from minidist.parallel.precision.mixed_precision import MixedPrecision
 from minidist.parallel.single import Single
 
 MOE: dict[str, Any] = {"experts": 5, "top_k": 2, "noise": 0.05}

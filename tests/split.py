@@ -12,7 +12,7 @@ from minidist.device import account
 from minidist.nn import GPT, DropoutKey, GPTConfig
 from minidist.optim import SGD, AdamW
 from minidist.parallel.memory.activations import checkpoint_blocks
-from minidist.parallel.mixed_precision import MixedPrecision
+from minidist.parallel.precision.mixed_precision import MixedPrecision
 from minidist.parallel.single import Single
 
 Rank = dict[str, Any]

@@ -19,7 +19,7 @@ from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD, Adam
 from minidist.parallel.common.memory import MIXED, SINGLE, STATE, state_bytes
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.parallel.mixed_precision import LossScale, MixedPrecision
+from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision
 from minidist.parallel.single import Single
 from minidist.teaching import arguments, load_module, run_lesson
 

@@ -9,7 +9,7 @@ from minidist.kernels.casts import EXPONENT_BITS, TARGETS, VERSIONS, cast, cast_
 
 from minidist.device.backend import to_host
 from minidist.errors import DtypeError, KernelError, ShapeError
-from minidist.parallel.common.float8 import to_float8
+from minidist.parallel.precision.float8 import to_float8
 
 PAIRS = [(source, target) for source, targets in TARGETS.items() for target in targets]
 

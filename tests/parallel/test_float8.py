@@ -16,10 +16,10 @@ from minidist.device import account, dispatch
 from minidist.device.backend import to_host
 from minidist.errors import ConfigError
 from minidist.nn import GPT
-from minidist.parallel.common import float8
-from minidist.parallel.common.float8 import FORMATS, LARGEST, Float8, Scales, to_float8, to_float32
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.parallel.mixed_precision import MixedPrecision
+from minidist.parallel.precision import float8
+from minidist.parallel.precision.float8 import FORMATS, LARGEST, Float8, Scales, to_float8, to_float32
+from minidist.parallel.precision.mixed_precision import MixedPrecision
 
 CONFIG = tiny(dtype="float32", layers=1)
 

@@ -82,7 +82,7 @@ def test_a_plain_step_waits_for_its_loss_alone(plain: Any) -> None:
 
 
 @pytest.mark.parametrize(("changes", "plan", "what"), [
-    ({}, {"precision": "fp16"}, "float at parallel/mixed_precision.py"),
+    ({}, {"precision": "fp16"}, "float at parallel/precision/mixed_precision.py"),
     ({"mixture": MixtureConfig(experts=2, top_k=1)}, {}, "bincount at nn/moe.py")], ids=["fp16", "experts"])
 def test_what_the_host_decides_is_seen(changes: dict[str, Any], plan: dict[str, Any], what: str, plain: Any) -> None:
     """So the count of waits sees something, and these stand in the docstring of start_step."""

@@ -23,7 +23,7 @@ from minidist.nn import GPT
 from minidist.optim import SGD
 from minidist.parallel.common.update import part_of
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.parallel.mixed_precision import DTYPES, LossScale, MixedPrecision
+from minidist.parallel.precision.mixed_precision import DTYPES, LossScale, MixedPrecision
 
 CONFIG = tiny(dtype="float32", layers=1)
 

@@ -19,7 +19,6 @@ from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, AdamW
 from minidist.parallel.common.update import Part
-from minidist.parallel.mixed_precision import LossScale, MixedPrecision
 from minidist.parallel.pipeline import pipeline as pipeline_module
 from minidist.parallel.pipeline import stage_model
 from minidist.parallel.pipeline import stages as stages_module
@@ -27,6 +26,7 @@ from minidist.parallel.pipeline.executor import Worker, computes_of
 from minidist.parallel.pipeline.pipeline import Pipeline
 from minidist.parallel.pipeline.schedule_checker import Clock, Span, Times, broken, clock_of, peak_held
 from minidist.parallel.pipeline.schedules import COMPUTES, ORDERS, Schedule, make_schedule
+from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision
 from minidist.parallel.single import Single
 
 BOUND = 1e-10

@@ -15,7 +15,7 @@ from minidist.parallel.common.update import Batch
 from minidist.parallel.hybrid.hybrid import Plan
 from minidist.parallel.memory.activations import chosen
 from minidist.parallel.memory.disk import writable
-from minidist.parallel.mixed_precision import check_dtype
+from minidist.parallel.precision.mixed_precision import check_dtype
 
 VALIDATION_ROWS = 512
 """Sequences of held-out text that the validation loss is taken over, at most."""

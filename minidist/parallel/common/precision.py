@@ -9,7 +9,7 @@ A strategy is given a Precision and leaves five things to it; so its step reads 
     state_dict     of a model of which every rank has all masters
 
 Precision itself is the plain one: weights, gradients and arithmetic share one dtype, and weights are their own masters.
-parallel/mixed_precision.py has the other.
+parallel/precision/mixed_precision.py has the other.
 """
 
 from collections.abc import Callable, Iterable

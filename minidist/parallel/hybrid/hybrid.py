@@ -45,7 +45,7 @@ from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.memory.activations import checkpoint_blocks, pass_bytes
 from minidist.parallel.memory.offload_costs import make_home, require_disk, require_memory, require_pass
-from minidist.parallel.mixed_precision import MixedPrecision, check_dtype
+from minidist.parallel.precision.mixed_precision import MixedPrecision, check_dtype
 from minidist.parallel.single import Single
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2

@@ -33,7 +33,7 @@ A well below 2^8 and 2^11: then sums no longer hear their summands). A ring so r
 stage. (Frameworks also keep gradients in float32, at 4Ψ.)
 
 fp8 goes one step further: as bf16, but the inputs of the blocks' matrix products are rounded to one byte
-(common/float8.py).
+(precision/float8.py).
 
 Cost: half of float32's bytes for gradients and weights; no messages of its own but fp8's (three float64 a linear under
 `control`). Whether a gradient overflowed is seen in the norm that clipping needs: infinities and NaN survive sums.
@@ -55,8 +55,8 @@ from minidist.device.backend import LOW_PRECISION, Array, array_module, dtype_na
 from minidist.errors import ConfigError, GradientError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, clip_scale, norm_of
-from minidist.parallel.common.float8 import Float8
 from minidist.parallel.common.precision import Precision
+from minidist.parallel.precision.float8 import Float8
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 """The dtype of weights and gradients under each name that a plan may give; fp8 rounds products' inputs further."""
