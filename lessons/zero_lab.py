@@ -17,7 +17,7 @@ from minidist.observe.timeline import Timeline
 from minidist.optim import Adam, Optimizer
 from minidist.parallel.common.update import Batch
 from minidist.parallel.data.ddp import DDP
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3

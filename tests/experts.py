@@ -13,7 +13,7 @@ from minidist.optim import AdamW
 from minidist.parallel.experts.expert_parallel import ExpertParallel, elements_sent, expert_parallel
 from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.precision.mixed_precision import MixedPrecision
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 
 MOE: dict[str, Any] = {"experts": 5, "top_k": 2, "noise": 0.05}
 

@@ -12,7 +12,7 @@ from minidist.parallel.common.update import Part
 from minidist.parallel.pipeline.model_parallel import ModelParallel
 from minidist.parallel.pipeline.pipeline import Pipeline
 from minidist.parallel.pipeline.schedules import make_schedule
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 
 
 def train_stages(world: Any, name: str, changes: dict[str, Any], *, microbatches: int = 4, chunks: int | None = None,

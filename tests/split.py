@@ -13,7 +13,7 @@ from minidist.nn import GPT, DropoutKey, GPTConfig
 from minidist.optim import SGD, AdamW
 from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.precision.mixed_precision import MixedPrecision
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 
 Rank = dict[str, Any]
 """What a rank holds after training."""

@@ -11,8 +11,8 @@ import minidist as md
 from minidist.device import account
 from minidist.nn import GPT
 from minidist.optim import SGD, Adam, AdamW
-from minidist.parallel.common.replicas import weights_digest
-from minidist.parallel.single import Single
+from minidist.parallel.step.replicas import weights_digest
+from minidist.parallel.step.single import Single
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3

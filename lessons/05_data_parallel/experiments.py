@@ -13,7 +13,7 @@ from minidist.observe.records import gather_records
 from minidist.optim import Adam
 from minidist.parallel.data.data_parallel import DataParallel, Device, plain_forward
 from minidist.parallel.data.ddp import DDP
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 
 SMALL = GPTConfig(vocabulary=31, context=8, layers=2, width=16, heads=2, dtype="float64")     # to compare weights
 TALL = GPTConfig(vocabulary=256, context=64, layers=2, width=64, heads=4)                     # to see its memory

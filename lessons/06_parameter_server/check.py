@@ -15,7 +15,7 @@ from minidist.optim import SGD
 from minidist.parallel.common.update import part_of
 from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.data.server_keys import assign
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 from minidist.teaching import Result, expect, totals
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")

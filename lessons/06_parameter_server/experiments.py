@@ -15,7 +15,7 @@ from minidist.optim import Adam
 from minidist.parallel.data.bounded_staleness import Update, replay
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.parameter_server import ParameterServer
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 
 CONFIG = GPTConfig(vocabulary=31, context=8, layers=1, width=16, heads=2, dtype="float64")
 SEQUENCES, RATE = 12, 1e-2

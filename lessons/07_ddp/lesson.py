@@ -15,7 +15,7 @@ from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
 from minidist.parallel.common.update import part_of
 from minidist.parallel.data.ddp import DDP
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
 
 STEPS = 5  # of the runs that are compared

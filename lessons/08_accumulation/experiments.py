@@ -10,7 +10,7 @@ from minidist.device import account
 from minidist.nn import GPTConfig
 from minidist.optim import Adam
 from minidist.parallel.data.accumulation import elements_sent
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 from minidist.teaching import load_module, sent_since, totals
 
 lab = load_module(Path(__file__).resolve().parents[1] / "07_ddp" / "experiments.py", "07")

@@ -17,7 +17,7 @@ from minidist.optim import SGD, Adam
 from minidist.parallel.common.update import part_of
 from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.ddp import DDP
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
 
 lab = load_module(Path(__file__).resolve().parents[1] / "07_ddp" / "experiments.py", "07")

@@ -12,7 +12,7 @@ from minidist.optim import AdamW
 from minidist.parallel.common.update import Part
 from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 
 FORMATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "e5m2": "float8_e5m2", "e4m3": "float8_e4m3fn"}
 TEXT = text.load("python")

@@ -20,7 +20,7 @@ from minidist.optim import SGD, Adam
 from minidist.parallel.common.memory import MIXED, SINGLE, STATE, state_bytes
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 from minidist.teaching import arguments, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "09")

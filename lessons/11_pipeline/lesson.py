@@ -29,7 +29,7 @@ from minidist.parallel.pipeline.schedules import (
     of_orders,
 )
 from minidist.parallel.pipeline.stages import Stages
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 from minidist.teaching import arguments, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "11")

@@ -23,7 +23,7 @@ from minidist.parallel.common.split_gpt import head_shares
 from minidist.parallel.common.tensor_layers import SplitOutput
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.memory.activations import checkpoint_blocks
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 from minidist.parallel.tensor_parallel import TensorParallel, elements_sent
 from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
 

@@ -13,7 +13,7 @@ from minidist.optim import AdamW
 from minidist.parallel import sequence_parallel
 from minidist.parallel.context import ring_attention, ulysses
 from minidist.parallel.memory.activations import forget_scores
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 
 NAMES = ("sequence", "ring", "all-to-all")
 TITLES = {"sequence": "sequence (Megatron's)", "ring": "ring attention", "all-to-all": "all-to-all attention"}

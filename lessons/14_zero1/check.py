@@ -13,7 +13,7 @@ from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.observe.page import size_text
 from minidist.optim import Adam
-from minidist.parallel.common.flat import Flat, Piece
+from minidist.parallel.step.flat import Flat, Piece
 from minidist.teaching import Result, sent_since, totals
 
 CONFIG = GPTConfig(vocabulary=13, context=5, layers=1, width=8, heads=2, dtype="float64")

@@ -14,10 +14,10 @@ from minidist.errors import CommError
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
-from minidist.parallel.common.flat import Flat
 from minidist.parallel.common.update import part_of
 from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.buckets import cut
+from minidist.parallel.step.flat import Flat
 from minidist.teaching import Result, sent_since, totals
 
 CONFIG = GPTConfig(vocabulary=13, context=5, layers=2, width=8, heads=2, dtype="float64")

@@ -48,8 +48,6 @@ Source:  Shoeybi et al. 2019, "Megatron-LM" (1909.08053; N0:256 cites 2104.04473
 
 from minidist.comm.group import Group
 from minidist.nn import GPT, GPTConfig
-from minidist.parallel.common.precision import Precision
-from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.split_gpt import shared_numbers, split_gpt
 from minidist.parallel.common.split_model import SplitModel
 from minidist.parallel.common.tensor_layers import (
@@ -61,6 +59,8 @@ from minidist.parallel.common.tensor_layers import (
     SplitOutput,
 )
 from minidist.parallel.common.update import Loss
+from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.recorder import Recorder
 
 __all__ = ["ColumnLinear", "Region", "RowLinear", "SplitEmbedding", "SplitMLP", "SplitOutput", "TensorParallel",
            "activations_sent", "elements_sent", "tensor_parallel"]

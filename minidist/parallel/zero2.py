@@ -48,10 +48,7 @@ from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.common.arrivals import Arrivals
-from minidist.parallel.common.flat import Flat, squares_of_shards, sum_in_order, trainable
 from minidist.parallel.common.home import Home
-from minidist.parallel.common.precision import Precision
-from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
@@ -59,6 +56,9 @@ from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.bucket_order import InOrder
 from minidist.parallel.data.buckets import BUCKET_BYTES, cut
 from minidist.parallel.data.replica_groups import Others, check_equal_owners, owners
+from minidist.parallel.step.flat import Flat, squares_of_shards, sum_in_order, trainable
+from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.recorder import Recorder, Silent
 
 
 class Zero2:

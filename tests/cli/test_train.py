@@ -21,8 +21,8 @@ from minidist.cli.common import Parser
 from minidist.cli.train import arguments, progress, sample
 from minidist.cli.train import command as train
 from minidist.cli.train import options as train_options
-from minidist.parallel.common.replicas import weights_digest
 from minidist.parallel.data.accumulation import elements_sent
+from minidist.parallel.step.replicas import weights_digest
 
 TINY = ["--steps", "4", "--batch", "5", "--context", "16", "--layers", "1", "--width", "16", "--heads", "2",
         "--dtype", "float64"]

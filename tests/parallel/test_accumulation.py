@@ -17,7 +17,7 @@ from minidist.parallel.common.update import Part
 from minidist.parallel.data.accumulation import elements_sent, micro_parts
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 from minidist.parallel.zero3 import Zero3
 
 BOUND = 1e-10

@@ -17,7 +17,7 @@ from minidist.optim import SGD, Adam, AdamW
 from minidist.parallel.common.update import Part
 from minidist.parallel.data import data_parallel
 from minidist.parallel.data.data_parallel import DataParallel
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 
 BOUND = 1e-10
 

@@ -18,7 +18,7 @@ from minidist.optim import AdamW
 from minidist.parallel.common import update
 from minidist.parallel.data import ddp as ddp_module
 from minidist.parallel.data.ddp import DDP
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 
 BOUND = 1e-10
 
@@ -420,7 +420,7 @@ def test_parts_are_array_splits() -> None:
 
 
 def test_digest_is_over_names_in_order_little_endian() -> None:
-    from minidist.parallel.common.replicas import weights_digest
+    from minidist.parallel.step.replicas import weights_digest
 
     first, second = np.arange(3, dtype=np.float32), np.ones((2, 2), np.float64)
     expected = hashlib.sha256(first.astype("<f4").tobytes() + second.astype("<f8").tobytes()).hexdigest()

@@ -7,9 +7,9 @@ import pytest
 from training import difference, global_batch, tiny, train
 
 import minidist as md
-from minidist.parallel.common import late_loss
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.memory.activations import pass_bytes
+from minidist.parallel.step import late_loss
 
 pytestmark = pytest.mark.gpu
 

@@ -15,8 +15,8 @@ import minidist as md
 from minidist.autograd.tensor import tensor
 from minidist.device import dispatch
 from minidist.nn.config import MixtureConfig
-from minidist.parallel.common.late_loss import LateLoss
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
+from minidist.parallel.step.late_loss import LateLoss
 
 CHANGES: dict[str, dict[str, Any]] = {
     "gpt": {}, "dropout": {"dropout": 0.2, "tied": True},
@@ -78,7 +78,7 @@ def test_a_plain_step_waits_for_its_loss_alone(plain: Any) -> None:
         return list(fake_gpu.waits)
 
     waits = md.run(job, size=1)[0]
-    assert [wait.partition(":")[0] for wait in waits] == ["an event at parallel/common/late_loss.py"]
+    assert [wait.partition(":")[0] for wait in waits] == ["an event at parallel/step/late_loss.py"]
 
 
 @pytest.mark.parametrize(("changes", "plan", "what"), [

@@ -24,12 +24,12 @@ from minidist.observe.overlap import measure, moves
 from minidist.observe.timeline import Timeline
 from minidist.optim import AdamW
 from minidist.parallel.common.memory import Each
-from minidist.parallel.common.replicas import weights_digest
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.memory.activations import pass_bytes
 from minidist.parallel.memory.offload import OnDisk, OnHost
 from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
 from minidist.parallel.memory.transfer_lanes import Pace
+from minidist.parallel.step.replicas import weights_digest
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3
 

@@ -23,7 +23,7 @@ from minidist.parallel.data import server_keys
 from minidist.parallel.data.async_server import Service
 from minidist.parallel.data.bounded_staleness import Clocks, Update, replay
 from minidist.parallel.data.parameter_server import ParameterServer
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 
 BOUND = 1e-10
 SLOW_STEPS = 2      # of a slow rank: long ones in a short test

@@ -27,7 +27,7 @@ from minidist.parallel.pipeline.pipeline import Pipeline
 from minidist.parallel.pipeline.schedule_checker import Clock, Span, Times, broken, clock_of, peak_held
 from minidist.parallel.pipeline.schedules import COMPUTES, ORDERS, Schedule, make_schedule
 from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 
 BOUND = 1e-10
 CHANGES = {"layers": 6, "tied": True, "dropout": 0.2}       # what most can go wrong in

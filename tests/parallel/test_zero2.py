@@ -16,7 +16,7 @@ from minidist.nn import GPT
 from minidist.optim import AdamW
 from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.data.buckets import cut
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 

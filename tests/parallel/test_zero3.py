@@ -14,10 +14,10 @@ from minidist.device import account
 from minidist.errors import ConfigError, GradientError, MismatchError
 from minidist.nn import GPT
 from minidist.optim import AdamW
-from minidist.parallel.common.recorder import Silent
 from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.common.units import Unit
-from minidist.parallel.single import Single
+from minidist.parallel.step.recorder import Silent
+from minidist.parallel.step.single import Single
 from minidist.parallel.zero3 import Zero3
 
 # ------------------------------------------------------------------------------------------- parallel equals serial

@@ -35,10 +35,10 @@ from minidist.launch import detect, init, spawn
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
-from minidist.parallel.common.late_loss import LateLoss
-from minidist.parallel.common.replicas import weights_digest
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.hybrid_step import Hybrid
+from minidist.parallel.step.late_loss import LateLoss
+from minidist.parallel.step.replicas import weights_digest
 
 TRACE_SPANS = 5000
 """Spans of a rank that trace.json keeps: about the first 150 steps, and a few megabytes for four ranks."""

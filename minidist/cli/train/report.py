@@ -32,7 +32,7 @@ from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.data.replica_groups import owners
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.hybrid_step import Hybrid
-from minidist.parallel.single import Single
+from minidist.parallel.step.single import Single
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3

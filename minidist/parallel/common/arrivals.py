@@ -12,8 +12,8 @@ from functools import partial
 
 from minidist.comm.calls.async_call import Pending
 from minidist.device.backend import Array
-from minidist.parallel.common.flat import Flat
-from minidist.parallel.common.recorder import Recorder
+from minidist.parallel.step.flat import Flat
+from minidist.parallel.step.recorder import Recorder
 
 
 class Arrivals:

@@ -21,9 +21,9 @@ from minidist.device.account import MemoryAccount
 from minidist.device.backend import Array, array_module
 from minidist.nn import Module
 from minidist.optim.clip import sum_of_squares
-from minidist.parallel.common.flat import Flat, Piece, gather_state
-from minidist.parallel.common.precision import Precision
 from minidist.parallel.memory.transfer_lanes import Traffic
+from minidist.parallel.step.flat import Flat, Piece, gather_state
+from minidist.parallel.step.precision import Precision
 
 
 class Home:

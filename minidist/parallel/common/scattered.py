@@ -15,11 +15,11 @@ from functools import partial
 from minidist.autograd.tensor import Parameter
 from minidist.comm.calls.async_call import Pending
 from minidist.device.backend import Array
-from minidist.parallel.common.flat import Flat, empty_like
 from minidist.parallel.common.home import Home
-from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import zero_unused
+from minidist.parallel.step.flat import Flat, empty_like
+from minidist.parallel.step.recorder import Recorder
 
 
 class Scattered:

@@ -20,7 +20,7 @@ from minidist.errors import GradientError, ShapeError
 from minidist.nn import Module, Weight
 from minidist.nn.weights import Part, positions_of
 from minidist.optim import sum_of_squares
-from minidist.parallel.common.flat import Piece
+from minidist.parallel.step.flat import Piece
 
 Place = tuple[Any, ...]
 """A part of a tensor: a slice or an integer array for each leading dim."""

@@ -22,7 +22,7 @@ from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.errors import ConfigError
-from minidist.parallel.common.recorder import Recorder
+from minidist.parallel.step.recorder import Recorder
 
 
 class Sharing:

@@ -14,10 +14,10 @@ from minidist.device.backend import Array, module_for
 from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.nn.weights import Weight
-from minidist.parallel.common.flat import Flat
 from minidist.parallel.common.home import Home
-from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.data.replica_groups import Others, owners
+from minidist.parallel.step.flat import Flat
+from minidist.parallel.step.recorder import Recorder
 
 
 class Unit:

@@ -8,7 +8,7 @@ from minidist.autograd.tensor import Parameter, Tensor
 from minidist.device.backend import Array, array_module
 from minidist.nn.dropout import DropoutKey
 from minidist.optim import Optimizer, squares_of
-from minidist.parallel.common.precision import Precision
+from minidist.parallel.step.precision import Precision
 
 Batch = tuple[Array, Array]
 """(inputs, targets), each with one row a sequence (or a sample): (sequences, tokens) integers for a GPT."""

@@ -16,10 +16,10 @@ from minidist.comm.group import Group
 from minidist.device import account
 from minidist.errors import PeerLostError
 from minidist.optim import Optimizer
-from minidist.parallel.common.flat import Piece
-from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.data.bounded_staleness import Clocks, Update
 from minidist.parallel.data.server_keys import Shard
+from minidist.parallel.step.flat import Piece
+from minidist.parallel.step.recorder import Recorder
 
 
 class Service:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
-from minidist.parallel.common.replicas import check_equal_replicas
+from minidist.parallel.step.replicas import check_equal_replicas
 
 Others = Mapping[int, Group]
 """The group of each parameter that others share than those of the strategy's group: by id(parameter)."""

@@ -14,7 +14,7 @@ from minidist.autograd.tensor import Parameter
 from minidist.device import account
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
-from minidist.parallel.common.flat import Piece, empty_like
+from minidist.parallel.step.flat import Piece, empty_like
 
 
 def assign(sizes: Sequence[int], servers: int) -> list[list[int]]:

@@ -55,13 +55,13 @@ from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, Weight
 from minidist.nn.moe import Experts, loads, mixtures, rebalance
 from minidist.optim import Optimizer
-from minidist.parallel.common.precision import Precision
-from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.shards import Place, WeightShard, add_up, squares_once
 from minidist.parallel.common.split_model import SplitModel
 from minidist.parallel.common.tensor_layers import ranges
 from minidist.parallel.common.update import Batch, Loss, part_of, zero_unused
 from minidist.parallel.data.accumulation import micro_parts
+from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.recorder import Recorder
 
 # ------------------------------------------------------------------------------------------------------- partition
 

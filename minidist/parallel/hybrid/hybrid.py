@@ -30,10 +30,6 @@ from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig, Module
 from minidist.nn.moe import biases
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
-from minidist.parallel.common.late_loss import LateLoss
-from minidist.parallel.common.precision import Precision
-from minidist.parallel.common.recorder import Recorder, Silent
-from minidist.parallel.common.replicas import check_equal_replicas, weights_digest
 from minidist.parallel.common.update import Batch, Part, part_of
 from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.data_parallel import DataParallel
@@ -46,7 +42,11 @@ from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.memory.activations import checkpoint_blocks, pass_bytes
 from minidist.parallel.memory.offload_costs import make_home, require_disk, require_memory, require_pass
 from minidist.parallel.precision.mixed_precision import MixedPrecision, check_dtype
-from minidist.parallel.single import Single
+from minidist.parallel.step.late_loss import LateLoss
+from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.recorder import Recorder, Silent
+from minidist.parallel.step.replicas import check_equal_replicas, weights_digest
+from minidist.parallel.step.single import Single
 from minidist.parallel.zero1 import Zero1
 from minidist.parallel.zero2 import Zero2
 from minidist.parallel.zero3 import Zero3

@@ -30,9 +30,9 @@ from minidist.device.account import MemoryAccount
 from minidist.device.backend import Array, to_host
 from minidist.errors import DiskError
 from minidist.octets import wire_view
-from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.memory.disk_file import PAGE, Loan, Pool, Record, told
 from minidist.parallel.memory.transfer_lanes import Lane, Move, Pace, Traffic
+from minidist.parallel.step.recorder import Recorder
 
 
 class Disk:

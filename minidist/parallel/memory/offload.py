@@ -62,14 +62,14 @@ from minidist.device import account
 from minidist.device.backend import LOW_PRECISION, Array, device_of, to_host, widen
 from minidist.optim.clip import add_exactly, block_sums
 from minidist.optim.optimizer import Slot
-from minidist.parallel.common.flat import Flat, Piece
-from minidist.parallel.common.precision import Precision
-from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.data.device_copies import bring, copy, host_bytes, mark
 from minidist.parallel.memory.disk import Disk
 from minidist.parallel.memory.disk_file import Loan, Record
 from minidist.parallel.memory.host_shard_store import Offload, by_run, move_in, nothing
 from minidist.parallel.memory.transfer_lanes import Move, Pace
+from minidist.parallel.step.flat import Flat, Piece
+from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.recorder import Recorder
 
 # ------------------------------------------------------------------------------------------------ on the host (Offload)
 

@@ -10,9 +10,9 @@ from minidist.autograd.tensor import Parameter
 from minidist.errors import MemoryLimitError
 from minidist.parallel.common.home import Home
 from minidist.parallel.common.memory import Each
-from minidist.parallel.common.recorder import Recorder
 from minidist.parallel.common.units import Unit
 from minidist.parallel.memory.offload import OnDisk, OnHost
+from minidist.parallel.step.recorder import Recorder
 
 
 def make_home(offload: str, folder: str | Path | None = None, *, device: str = "cpu",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minidist.errors import ConfigError, TimeoutError
-from minidist.parallel.common.recorder import Recorder
+from minidist.parallel.step.recorder import Recorder
 
 LIMIT = 300.0
 """Seconds that a wait for one move may take: a disk that is slower than that is taken for lost."""

@@ -15,7 +15,6 @@ from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.errors import ScheduleError
-from minidist.parallel.common.recorder import Recorder, Silent
 from minidist.parallel.pipeline.schedule_checker import Span, check
 from minidist.parallel.pipeline.schedules import (
     COMPUTES,
@@ -32,6 +31,7 @@ from minidist.parallel.pipeline.schedules import (
     received_as,
     sent_as,
 )
+from minidist.parallel.step.recorder import Recorder, Silent
 
 
 class Work(Protocol):

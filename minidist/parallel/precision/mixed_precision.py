@@ -55,8 +55,8 @@ from minidist.device.backend import LOW_PRECISION, Array, array_module, dtype_na
 from minidist.errors import ConfigError, GradientError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, clip_scale, norm_of
-from minidist.parallel.common.precision import Precision
 from minidist.parallel.precision.float8 import Float8
+from minidist.parallel.step.precision import Precision
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 """The dtype of weights and gradients under each name that a plan may give; fp8 rounds products' inputs further."""

@@ -19,7 +19,7 @@ from minidist.device.backend import Array, array_module, to_host, widen
 from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.common.precision import Precision
+from minidist.parallel.step.precision import Precision
 
 
 class Piece:
