@@ -68,14 +68,14 @@ def train(world: Any, cut: Any, strategy_of: Any, changes: dict[str, Any], *, st
 
 def tensor(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Rank:
     """`train` under tensor parallelism."""
-    from minidist.parallel.tensor_parallel import TensorParallel, tensor_parallel
+    from minidist.parallel.tensor.tensor_parallel import TensorParallel, tensor_parallel
 
     return train(world, tensor_parallel, TensorParallel, changes, **options)
 
 
 def sequence(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Rank:
     """`train` under sequence parallelism."""
-    from minidist.parallel.sequence_parallel import SequenceParallel, sequence_parallel
+    from minidist.parallel.context.sequence_parallel import SequenceParallel, sequence_parallel
 
     return train(world, sequence_parallel, SequenceParallel, changes, **options)
 

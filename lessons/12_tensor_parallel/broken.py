@@ -11,9 +11,9 @@ from minidist.autograd.tensor import tensor
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import size_text
 from minidist.optim import Adam
-from minidist.parallel.common.split_gpt import split_gpt
-from minidist.parallel.common.tensor_layers import Region
-from minidist.parallel.tensor_parallel import TensorParallel, tensor_parallel
+from minidist.parallel.tensor.split_gpt import split_gpt
+from minidist.parallel.tensor.tensor_layers import Region
+from minidist.parallel.tensor.tensor_parallel import TensorParallel, tensor_parallel
 
 CONFIG = GPTConfig(vocabulary=23, context=8, layers=3, width=16, heads=4, dtype="float64")
 

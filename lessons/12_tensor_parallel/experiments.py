@@ -8,7 +8,7 @@ import numpy as np
 
 from minidist.device import account
 from minidist.nn import GPT, GPTConfig
-from minidist.parallel.tensor_parallel import tensor_parallel
+from minidist.parallel.tensor.tensor_parallel import tensor_parallel
 
 CONFIG = GPTConfig(vocabulary=103, context=16, layers=2, width=48, heads=6, dtype="float64")
 BATCH, ITEM = 4, 8

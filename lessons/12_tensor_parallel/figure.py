@@ -13,7 +13,7 @@ from minidist.observe.page import size_text
 from minidist.observe.records import gather_records
 from minidist.optim import Adam
 from minidist.parallel.common.shards import WeightShard
-from minidist.parallel.tensor_parallel import TensorParallel, elements_sent
+from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent
 from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent

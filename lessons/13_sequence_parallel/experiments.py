@@ -10,8 +10,7 @@ from minidist.device import account
 from minidist.device.backend import random_bits, random_uniform
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
-from minidist.parallel import sequence_parallel
-from minidist.parallel.context import ring_attention, ulysses
+from minidist.parallel.context import ring_attention, sequence_parallel, ulysses
 from minidist.parallel.memory.activations import forget_scores
 from minidist.parallel.step.single import Single
 

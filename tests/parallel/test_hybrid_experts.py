@@ -139,7 +139,7 @@ def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
     elif bug == "loads of one rank":
         patch.setattr(expert_load, "rebalance", lambda model, counted: moe.rebalance(model, moe.loads(model)))
     elif bug == "gate's gradient of own columns":
-        patch.setattr("minidist.parallel.common.tensor_layers.SplitMixture.enter",
+        patch.setattr("minidist.parallel.tensor.tensor_layers.SplitMixture.enter",
                       lambda self, x: x if x.shape[-1] == 4 else self.region.enter(x))
     elif bug == "balance of own tokens":
         patch.setattr(token_shard.OwnSequences, "joined", lambda self, chosen: chosen)

@@ -32,11 +32,11 @@ from minidist.device.backend import random_uniform
 from minidist.errors import MemoryLimitError, ShapeError
 from minidist.nn import GPT
 from minidist.optim import SGD
-from minidist.parallel.common import split_model
 from minidist.parallel.context import ring_attention as chapter
 from minidist.parallel.context import token_shard
 from minidist.parallel.context.ring_attention import context_parallel, elements_sent, ring_attention, visible, zigzag
 from minidist.parallel.memory.activations import forget_scores
+from minidist.parallel.tensor import split_model
 
 # ------------------------------------------------------------------------------------------------------ attention
 

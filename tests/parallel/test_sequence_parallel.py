@@ -24,11 +24,11 @@ import minidist as md
 from minidist.device import account
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
-from minidist.parallel import sequence_parallel as chapter
-from minidist.parallel.common import split_model
+from minidist.parallel.context import sequence_parallel as chapter
 from minidist.parallel.context import token_shard
+from minidist.parallel.context.sequence_parallel import elements_sent, outside_numbers, sequence_parallel
 from minidist.parallel.memory.activations import checkpoint_blocks
-from minidist.parallel.sequence_parallel import elements_sent, outside_numbers, sequence_parallel
+from minidist.parallel.tensor import split_model
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])

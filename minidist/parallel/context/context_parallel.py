@@ -2,10 +2,10 @@
 
 from minidist.comm.group import Group
 from minidist.nn import GPT
-from minidist.parallel.common.split_model import SplitModel
 from minidist.parallel.common.update import Loss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.tensor.split_model import SplitModel
 
 
 class ContextParallel(SplitModel):

@@ -42,10 +42,10 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.errors import PlanError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
-from minidist.parallel.common.split_gpt import head_shares
-from minidist.parallel.common.tensor_layers import ranges
 from minidist.parallel.context.context_parallel import ContextParallel
 from minidist.parallel.context.token_shard import Own, keep_own_tokens, pick
+from minidist.parallel.tensor.split_gpt import head_shares
+from minidist.parallel.tensor.tensor_layers import ranges
 
 __all__ = ["ContextParallel", "UlyssesSelfAttention", "attend_by_heads", "elements_sent", "ulysses"]
 

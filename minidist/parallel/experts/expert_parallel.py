@@ -28,7 +28,7 @@ Cost, a step, all ranks together, in numbers; R tokens (a token to two experts i
     experts     2(D-1) × their numbers, where D groups each hold all of them (data × experts; else D = 1)
     control     (P-1) E counts a layer and forward; 2(P-1) × 2 E L loads; P(P-1) for the loss, as many for clipping
 
-Beside other axes (chapter 17): tensor parallelism cuts each expert's matrices too (common/tensor_layers.py), and then
+Beside other axes (chapter 17): tensor parallelism cuts each expert's matrices too (tensor/tensor_layers.py), and then
 each of its ranks sends the rows to the same column of another's experts, R once a tensor rank; with the context divided
 capacity and balance look at whole sequences all the same (context/token_shard.py); ZeRO divides experts over the ranks
 that share them, dp and cp, and the rest over ep too.
@@ -56,12 +56,12 @@ from minidist.nn import GPT, Weight
 from minidist.nn.moe import Experts, loads, mixtures, rebalance
 from minidist.optim import Optimizer
 from minidist.parallel.common.shards import Place, WeightShard, add_up, squares_once
-from minidist.parallel.common.split_model import SplitModel
-from minidist.parallel.common.tensor_layers import ranges
 from minidist.parallel.common.update import Batch, Loss, part_of, zero_unused
 from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.tensor.split_model import SplitModel
+from minidist.parallel.tensor.tensor_layers import ranges
 
 # ------------------------------------------------------------------------------------------------------- partition
 

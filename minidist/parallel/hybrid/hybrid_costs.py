@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from minidist.nn import GPTConfig
-from minidist.parallel import sequence_parallel as sequence
-from minidist.parallel import tensor_parallel as tensor
-from minidist.parallel.common.split_gpt import head_shares, shared_numbers
-from minidist.parallel.common.tensor_layers import ranges
 from minidist.parallel.context import ring_attention, ulysses
+from minidist.parallel.context import sequence_parallel as sequence
 from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.tensor import tensor_parallel as tensor
+from minidist.parallel.tensor.split_gpt import head_shares, shared_numbers
+from minidist.parallel.tensor.tensor_layers import ranges
 
 
 def elements_sent(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0) -> dict[str, int]:

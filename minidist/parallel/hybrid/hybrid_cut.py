@@ -8,12 +8,12 @@ from minidist.comm.group import Group
 from minidist.nn import GPT
 from minidist.nn.moe import mixtures
 from minidist.parallel.context import ring_attention, ulysses
+from minidist.parallel.context.sequence_parallel import sequence_parallel
 from minidist.parallel.context.token_shard import Own, everything, tell_own, within
 from minidist.parallel.experts.expert_parallel import expert_parallel
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
-from minidist.parallel.sequence_parallel import sequence_parallel
-from minidist.parallel.tensor_parallel import tensor_parallel
+from minidist.parallel.tensor.tensor_parallel import tensor_parallel
 
 
 class Cut(NamedTuple):

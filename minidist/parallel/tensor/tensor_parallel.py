@@ -9,7 +9,7 @@ them nothing travels; after the rows the summands are added up.
                   ├─ f ── A2 ── gelu ── B2 ──┴─ g ── + bias    g: all-reduce           (backward: as it is)
 
 f and g are Megatron's names; here they are ops.collectives.copy_to and reduce_from, of a Region
-(common/tensor_layers.py). N2:156 has an all-gather after a column linear; none is needed.
+(tensor/tensor_layers.py). N2:156 has an all-gather after a column linear; none is needed.
 
 Who holds what, of a block of width h, P ranks:
 
@@ -48,9 +48,12 @@ Source:  Shoeybi et al. 2019, "Megatron-LM" (1909.08053; N0:256 cites 2104.04473
 
 from minidist.comm.group import Group
 from minidist.nn import GPT, GPTConfig
-from minidist.parallel.common.split_gpt import shared_numbers, split_gpt
-from minidist.parallel.common.split_model import SplitModel
-from minidist.parallel.common.tensor_layers import (
+from minidist.parallel.common.update import Loss
+from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.tensor.split_gpt import shared_numbers, split_gpt
+from minidist.parallel.tensor.split_model import SplitModel
+from minidist.parallel.tensor.tensor_layers import (
     ColumnLinear,
     Region,
     RowLinear,
@@ -58,9 +61,6 @@ from minidist.parallel.common.tensor_layers import (
     SplitMLP,
     SplitOutput,
 )
-from minidist.parallel.common.update import Loss
-from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder
 
 __all__ = ["ColumnLinear", "Region", "RowLinear", "SplitEmbedding", "SplitMLP", "SplitOutput", "TensorParallel",
            "activations_sent", "elements_sent", "tensor_parallel"]

@@ -12,7 +12,7 @@ from minidist.nn import GPT, CausalSelfAttention, GPTConfig, Mixture
 from minidist.nn.balance import BalancedOutput
 from minidist.nn.moe import mixtures
 from minidist.nn.output import Output
-from minidist.parallel.common.tensor_layers import (
+from minidist.parallel.tensor.tensor_layers import (
     ColumnLinear,
     Region,
     RowLinear,

@@ -1,0 +1,1 @@
+"""Chapter 12: the weight matrices are split over ranks."""
