@@ -18,9 +18,9 @@ from minidist.optim import Adam, Optimizer
 from minidist.parallel.common.update import Batch
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step.single import Single
-from minidist.parallel.zero1 import Zero1
-from minidist.parallel.zero2 import Zero2
-from minidist.parallel.zero3 import Zero3
+from minidist.parallel.zero.zero1 import Zero1
+from minidist.parallel.zero.zero2 import Zero2
+from minidist.parallel.zero.zero3 import Zero3
 
 SMALL = GPTConfig(vocabulary=32, context=8, layers=2, width=16, heads=2, dtype="float64")   # to compare weights
 MEASURED = GPTConfig(vocabulary=64, context=32, layers=8, width=64, heads=4)                # to see memory, in float32

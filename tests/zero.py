@@ -13,9 +13,9 @@ from minidist.nn import GPT
 from minidist.optim import SGD, Adam, AdamW
 from minidist.parallel.step.replicas import weights_digest
 from minidist.parallel.step.single import Single
-from minidist.parallel.zero1 import Zero1
-from minidist.parallel.zero2 import Zero2
-from minidist.parallel.zero3 import Zero3
+from minidist.parallel.zero.zero1 import Zero1
+from minidist.parallel.zero.zero2 import Zero2
+from minidist.parallel.zero.zero3 import Zero3
 
 BOUND = 1e-10
 STAGES: dict[int, Any] = {1: Zero1, 2: Zero2, 3: Zero3}

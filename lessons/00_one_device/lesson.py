@@ -21,7 +21,7 @@ from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
 from minidist.optim import Adam
-from minidist.parallel.common.memory import MIXED, SINGLE, STATE, state_bytes
+from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, state_bytes
 from minidist.teaching import arguments, run_lesson
 
 CONFIG = GPTConfig(vocabulary=128, context=64, layers=4, width=96, heads=4)

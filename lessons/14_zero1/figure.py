@@ -12,7 +12,7 @@ from minidist.lessons import zero_figures as shapes
 from minidist.lessons import zero_lab as lab
 
 from minidist.observe import lesson_figures as look
-from minidist.parallel.common.memory import STATE
+from minidist.parallel.zero.memory_formula import STATE
 from minidist.teaching import draw_figure
 
 RANKS = 4

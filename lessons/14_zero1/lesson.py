@@ -13,10 +13,10 @@ from minidist.lessons import zero_lab as lab
 import minidist as md
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD
-from minidist.parallel.common.arrivals import Arrivals
-from minidist.parallel.common.memory import MIXED, SINGLE, STATE, saving, state_bytes
 from minidist.parallel.step.flat import Flat
-from minidist.parallel.zero1 import Zero1
+from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, saving, state_bytes
+from minidist.parallel.zero.parameter_arrival import Arrivals
+from minidist.parallel.zero.zero1 import Zero1
 from minidist.teaching import arguments, run_lesson
 
 BILLION = 10**9

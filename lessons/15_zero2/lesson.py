@@ -13,10 +13,10 @@ from minidist.lessons import zero_lab as lab
 import minidist as md
 from minidist.device import account
 from minidist.observe.page import Page, size_text, verdict
-from minidist.parallel.common.memory import MIXED, SINGLE, STATE, in_flight, state_bytes
-from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.step.flat import Flat
-from minidist.parallel.zero2 import Zero2
+from minidist.parallel.zero.gradient_shards import Scattered
+from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, in_flight, state_bytes
+from minidist.parallel.zero.zero2 import Zero2
 from minidist.teaching import arguments, run_lesson
 
 BILLION = 10**9

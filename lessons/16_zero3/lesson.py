@@ -17,10 +17,10 @@ from minidist.nn import GPTConfig
 from minidist.observe.overlap import measure
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.timeline import Timeline
-from minidist.parallel.common.memory import SINGLE, STATE, in_flight, state_bytes
-from minidist.parallel.common.units import Unit
 from minidist.parallel.step.flat import Flat
-from minidist.parallel.zero3 import Zero3
+from minidist.parallel.zero.fsdp_units import Unit
+from minidist.parallel.zero.memory_formula import SINGLE, STATE, in_flight, state_bytes
+from minidist.parallel.zero.zero3 import Zero3
 from minidist.teaching import arguments, run_lesson
 
 TIMED = GPTConfig(vocabulary=64, context=64, layers=8, width=96, heads=4)      # to see overlap

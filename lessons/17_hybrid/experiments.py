@@ -15,8 +15,8 @@ from minidist.optim import sum_of_squares
 from minidist.parallel.hybrid.hybrid_costs import elements_sent
 from minidist.parallel.pipeline.schedule_checker import clock_of
 from minidist.parallel.pipeline.schedules import make_schedule
-from minidist.parallel.zero1 import Zero1
-from minidist.parallel.zero2 import Zero2
+from minidist.parallel.zero.zero1 import Zero1
+from minidist.parallel.zero.zero2 import Zero2
 
 CONFIG = GPTConfig(vocabulary=32, context=16, layers=4, width=16, heads=4, tied=True, dtype="float64")
 MIXED = replace(CONFIG, mixture=MixtureConfig(experts=4))

@@ -13,7 +13,7 @@ import numpy as np
 
 import minidist as md
 from minidist.observe.page import Page, size_text, verdict
-from minidist.parallel.common.memory import MIXED, state_bytes
+from minidist.parallel.zero.memory_formula import MIXED, state_bytes
 from minidist.teaching import arguments, load_module, run_lesson
 
 HERE = Path(__file__).resolve()

@@ -15,9 +15,9 @@ from minidist.nn import GPT, DropoutKey, mixture
 from minidist.nn.moe import loads, rebalance
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
-from minidist.parallel.common.shards import WeightShard
 from minidist.parallel.experts.expert_parallel import SplitExperts, elements_sent
 from minidist.parallel.step.single import Single
+from minidist.parallel.zero.weight_shard import WeightShard
 from minidist.teaching import arguments, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "18")

@@ -14,12 +14,12 @@ from minidist.nn import GPTConfig, Linear, Module
 from minidist.observe.overlap import Overlap, measure, moves
 from minidist.observe.timeline import Timeline
 from minidist.optim import AdamW
-from minidist.parallel.common.home import Home
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.memory.offload import OnDisk
 from minidist.parallel.memory.transfer_lanes import Pace
 from minidist.parallel.step.replicas import weights_digest
-from minidist.parallel.zero3 import Zero3
+from minidist.parallel.zero.shard_store import Home
+from minidist.parallel.zero.zero3 import Zero3
 
 CONFIG = GPTConfig(vocabulary=64, context=8, layers=8, width=48, heads=4)
 SEQUENCES = 2

@@ -17,13 +17,13 @@ from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
 from minidist.optim import AdamW
-from minidist.parallel.common.memory import Each
 from minidist.parallel.memory.offload import OnDisk, OnHost
 from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
 from minidist.parallel.memory.transfer_lanes import Pace
 from minidist.parallel.step.flat import Flat
-from minidist.parallel.zero2 import Zero2
-from minidist.parallel.zero3 import Zero3
+from minidist.parallel.zero.memory_formula import Each
+from minidist.parallel.zero.zero2 import Zero2
+from minidist.parallel.zero.zero3 import Zero3
 from minidist.teaching import arguments, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "20")

@@ -106,9 +106,9 @@ def _row(contender: Contender, rounds: list[list[dict[str, Any]]], steps: int) -
 def make_strategy(name: str, model: Any, group: Any, *, bucket_bytes: int, ahead: int, recorder: Any) -> Any:
     """The strategy that is called so."""
     from minidist.parallel.data.ddp import DDP
-    from minidist.parallel.zero1 import Zero1
-    from minidist.parallel.zero2 import Zero2
-    from minidist.parallel.zero3 import Zero3
+    from minidist.parallel.zero.zero1 import Zero1
+    from minidist.parallel.zero.zero2 import Zero2
+    from minidist.parallel.zero.zero3 import Zero3
 
     if name == "zero3":
         return Zero3(model, group, ahead=ahead, recorder=recorder)

@@ -9,7 +9,7 @@ from filling import graded
 
 import minidist as md
 from minidist import lessons
-from minidist.parallel.common.memory import STATE
+from minidist.parallel.zero.memory_formula import STATE
 from minidist.teaching import load_module
 
 RIGHT = {

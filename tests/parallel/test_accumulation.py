@@ -18,7 +18,7 @@ from minidist.parallel.data.accumulation import elements_sent, micro_parts
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.step.single import Single
-from minidist.parallel.zero3 import Zero3
+from minidist.parallel.zero.zero3 import Zero3
 
 BOUND = 1e-10
 

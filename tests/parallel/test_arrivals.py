@@ -10,9 +10,9 @@ import minidist as md
 from minidist.comm.transports.delayed import delayed
 from minidist.nn import GPT
 from minidist.optim import SGD
-from minidist.parallel.common.arrivals import Arrivals
-from minidist.parallel.zero1 import Zero1
-from minidist.parallel.zero2 import Zero2
+from minidist.parallel.zero.parameter_arrival import Arrivals
+from minidist.parallel.zero.zero1 import Zero1
+from minidist.parallel.zero.zero2 import Zero2
 
 
 def under_way(strategy: Any) -> int:

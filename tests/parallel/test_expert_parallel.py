@@ -16,11 +16,11 @@ import minidist as md
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, MixtureConfig, mixture
 from minidist.optim import SGD, AdamW
-from minidist.parallel.common.shards import WeightShard
 from minidist.parallel.context import sequence_parallel
 from minidist.parallel.experts import expert_parallel as chapter
 from minidist.parallel.experts.expert_parallel import expert_parallel
 from minidist.parallel.tensor import tensor_parallel
+from minidist.parallel.zero.weight_shard import WeightShard
 
 BOUND = 1e-10
 ITEM = 8

@@ -19,12 +19,12 @@ from minidist.nn import GPT
 from minidist.observe.overlap import measure
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD
-from minidist.parallel.common.arrivals import Arrivals
-from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.data.ddp import DDP
-from minidist.parallel.zero1 import Zero1
-from minidist.parallel.zero2 import Zero2
-from minidist.parallel.zero3 import Zero3
+from minidist.parallel.zero.gradient_shards import Scattered
+from minidist.parallel.zero.parameter_arrival import Arrivals
+from minidist.parallel.zero.zero1 import Zero1
+from minidist.parallel.zero.zero2 import Zero2
+from minidist.parallel.zero.zero3 import Zero3
 
 LAYERS, FORWARD, BACKWARD = 16, 0.005, 0.010      # seconds a block
 CONFIG = tiny(layers=LAYERS, width=16)

@@ -14,15 +14,15 @@ import minidist as md
 from minidist.autograd.ops.collectives import shard_of
 from minidist.errors import MinidistError, PlanError
 from minidist.nn import Embedding
-from minidist.parallel.common.scattered import Scattered
-from minidist.parallel.common.sharing import divisors
 from minidist.parallel.context import ring_attention, token_shard
 from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Mesh, Plan
 from minidist.parallel.hybrid.hybrid_pipeline import DataPipeline
 from minidist.parallel.pipeline.schedules import ORDERS
-from minidist.parallel.zero2 import Zero2
-from minidist.parallel.zero3 import Zero3
+from minidist.parallel.zero.gradient_shards import Scattered
+from minidist.parallel.zero.hybrid_sharding import divisors
+from minidist.parallel.zero.zero2 import Zero2
+from minidist.parallel.zero.zero3 import Zero3
 
 EVERYTHING = {"dp": 2, "pp": 2, "cp": 2, "tp": 2, "zero": 3, "sequence_parallel": True, "microbatches": 3}
 """Sixteen ranks, four axes, and a rank has a part of all that can be divided."""

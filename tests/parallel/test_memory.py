@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from training import global_batch, tiny
 
 import minidist as md
-from minidist.parallel.common.memory import MIXED, SINGLE, STATE, Each, in_flight, saving, state_bytes
 from minidist.parallel.data.buckets import cut
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
+from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, Each, in_flight, saving, state_bytes
 
 BILLION = 10**9
 SPARE = 1024

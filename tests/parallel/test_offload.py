@@ -23,15 +23,15 @@ from minidist.nn import GPT, Linear, Module
 from minidist.observe.overlap import measure, moves
 from minidist.observe.timeline import Timeline
 from minidist.optim import AdamW
-from minidist.parallel.common.memory import Each
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.memory.activations import pass_bytes
 from minidist.parallel.memory.offload import OnDisk, OnHost
 from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
 from minidist.parallel.memory.transfer_lanes import Pace
 from minidist.parallel.step.replicas import weights_digest
-from minidist.parallel.zero2 import Zero2
-from minidist.parallel.zero3 import Zero3
+from minidist.parallel.zero.memory_formula import Each
+from minidist.parallel.zero.zero2 import Zero2
+from minidist.parallel.zero.zero3 import Zero3
 
 HOMES = [{"offload": "optimizer"}, {"offload": "optimizer", "zero": 1}, {"offload": "optimizer", "zero": 2},
          {"offload": "optimizer", "zero": 3}, {"offload": "all", "zero": 3}]

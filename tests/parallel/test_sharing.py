@@ -11,13 +11,13 @@ from zero import check_equal, train
 import minidist as md
 from minidist.cli.train import report
 from minidist.errors import ConfigError
-from minidist.parallel.common.memory import SINGLE, state_bytes
-from minidist.parallel.common.scattered import Scattered
-from minidist.parallel.common.sharing import Sharing, divisors
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.step import flat
 from minidist.parallel.step.flat import sum_in_order
 from minidist.parallel.step.recorder import Silent
+from minidist.parallel.zero.gradient_shards import Scattered
+from minidist.parallel.zero.hybrid_sharding import Sharing, divisors
+from minidist.parallel.zero.memory_formula import SINGLE, state_bytes
 
 any_shard = given(
     stage=st.sampled_from([1, 2, 3]), size=st.sampled_from([2, 4, 6]), choice=st.integers(0, 3),

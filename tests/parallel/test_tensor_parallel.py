@@ -29,11 +29,11 @@ from minidist.device import account
 from minidist.errors import ConfigError, MismatchError, PlanError, ShapeError
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
-from minidist.parallel.common import shards
-from minidist.parallel.common.shards import WeightShard
 from minidist.parallel.tensor import split_gpt, tensor_layers
 from minidist.parallel.tensor.split_gpt import head_shares
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent, tensor_parallel
+from minidist.parallel.zero import weight_shard
+from minidist.parallel.zero.weight_shard import WeightShard
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def bias_before_the_sum(patch: pytest.MonkeyPatch) -> None:
 
 
 def shared_heads_not_added(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shards, "add_up", lambda parts, **options: None)
+    patch.setattr(weight_shard, "add_up", lambda parts, **options: None)
     import minidist.parallel.tensor.split_model as split_model
 
     patch.setattr(split_model, "add_up", lambda parts, **options: None)
@@ -192,7 +192,7 @@ def norm_counts_twice(patch: pytest.MonkeyPatch) -> None:
     import minidist.parallel.tensor.split_model as split_model
 
     def squares(parameters: Any, group: Any) -> float:
-        own = shards.sum_of_squares(p.grad for p in parameters)
+        own = weight_shard.sum_of_squares(p.grad for p in parameters)
         return float(group.all_reduce(np.array([own]))[0])
 
     patch.setattr(split_model, "squares_once", squares)

@@ -14,11 +14,11 @@ from minidist.autograd.tensor import Parameter
 from minidist.errors import GradientError
 from minidist.nn import GPT
 from minidist.optim import AdamW
-from minidist.parallel.common.scattered import Scattered
 from minidist.parallel.data.buckets import cut
 from minidist.parallel.step.single import Single
-from minidist.parallel.zero1 import Zero1
-from minidist.parallel.zero2 import Zero2
+from minidist.parallel.zero.gradient_shards import Scattered
+from minidist.parallel.zero.zero1 import Zero1
+from minidist.parallel.zero.zero2 import Zero2
 
 # ------------------------------------------------------------------------------------------- parallel equals serial
 

@@ -14,11 +14,11 @@ from minidist.device import account
 from minidist.errors import ConfigError, GradientError, MismatchError
 from minidist.nn import GPT
 from minidist.optim import AdamW
-from minidist.parallel.common.scattered import Scattered
-from minidist.parallel.common.units import Unit
 from minidist.parallel.step.recorder import Silent
 from minidist.parallel.step.single import Single
-from minidist.parallel.zero3 import Zero3
+from minidist.parallel.zero.fsdp_units import Unit
+from minidist.parallel.zero.gradient_shards import Scattered
+from minidist.parallel.zero.zero3 import Zero3
 
 # ------------------------------------------------------------------------------------------- parallel equals serial
 

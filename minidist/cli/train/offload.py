@@ -5,12 +5,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from minidist.parallel.common.memory import Each
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
-from minidist.parallel.zero1 import Zero1
-from minidist.parallel.zero2 import Zero2
-from minidist.parallel.zero3 import Zero3
+from minidist.parallel.zero.memory_formula import Each
+from minidist.parallel.zero.zero1 import Zero1
+from minidist.parallel.zero.zero2 import Zero2
+from minidist.parallel.zero.zero3 import Zero3
 
 
 def offload_record(trainer: Trainer) -> dict[str, Any]:

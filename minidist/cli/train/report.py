@@ -24,7 +24,6 @@ from minidist.nn import GPT
 from minidist.observe.plots import draw_loss
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline, write_perfetto
-from minidist.parallel.common.memory import STATE, Each, state_bytes
 from minidist.parallel.common.update import Batch
 from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.data.ddp import DDP
@@ -33,9 +32,10 @@ from minidist.parallel.data.replica_groups import owners
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.step.single import Single
-from minidist.parallel.zero1 import Zero1
-from minidist.parallel.zero2 import Zero2
-from minidist.parallel.zero3 import Zero3
+from minidist.parallel.zero.memory_formula import STATE, Each, state_bytes
+from minidist.parallel.zero.zero1 import Zero1
+from minidist.parallel.zero.zero2 import Zero2
+from minidist.parallel.zero.zero3 import Zero3
 
 Metrics = dict[str, Any]
 Call = tuple[str, int, Group]

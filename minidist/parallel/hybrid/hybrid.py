@@ -47,9 +47,9 @@ from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas, weights_digest
 from minidist.parallel.step.single import Single
-from minidist.parallel.zero1 import Zero1
-from minidist.parallel.zero2 import Zero2
-from minidist.parallel.zero3 import Zero3
+from minidist.parallel.zero.zero1 import Zero1
+from minidist.parallel.zero.zero2 import Zero2
+from minidist.parallel.zero.zero3 import Zero3
 
 __all__ = ["AXES", "OPTIMIZERS", "SCHEDULES", "Mesh", "Plan", "Trainer"]
 

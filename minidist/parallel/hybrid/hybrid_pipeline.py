@@ -32,15 +32,15 @@ from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import GPT
-from minidist.parallel.common.shards import assemble
 from minidist.parallel.common.update import Part
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.pipeline.pipeline import Pipeline
 from minidist.parallel.pipeline.schedules import BackwardWeights, Forward, Schedule
 from minidist.parallel.step.precision import Precision
-from minidist.parallel.zero1 import Zero1
-from minidist.parallel.zero2 import Zero2
-from minidist.parallel.zero3 import Zero3
+from minidist.parallel.zero.weight_shard import assemble
+from minidist.parallel.zero.zero1 import Zero1
+from minidist.parallel.zero.zero2 import Zero2
+from minidist.parallel.zero.zero3 import Zero3
 
 Data = DDP | Zero1 | Zero2 | Zero3
 """What trains the replicas of a part of a model: the data axis's strategy."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from minidist.comm.collectives.choose import ALGORITHMS
 from minidist.errors import PlanError
 from minidist.nn import GPTConfig
-from minidist.parallel.common.sharing import divisors
 from minidist.parallel.pipeline.schedules import ORDERS
 from minidist.parallel.tensor.split_gpt import narrowest
+from minidist.parallel.zero.hybrid_sharding import divisors
 
 if TYPE_CHECKING:
     from minidist.parallel.hybrid.plan import Plan

@@ -10,10 +10,10 @@ from minidist.device import account
 from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim.optimizer import Slot
-from minidist.parallel.common.home import Home
 from minidist.parallel.memory.transfer_lanes import Lane, Move, Pace
 from minidist.parallel.step.flat import Flat, Piece
 from minidist.parallel.step.recorder import Recorder, Silent
+from minidist.parallel.zero.shard_store import Home
 
 
 class Lodger(Piece):

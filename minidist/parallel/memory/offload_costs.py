@@ -8,11 +8,11 @@ from pathlib import Path
 
 from minidist.autograd.tensor import Parameter
 from minidist.errors import MemoryLimitError
-from minidist.parallel.common.home import Home
-from minidist.parallel.common.memory import Each
-from minidist.parallel.common.units import Unit
 from minidist.parallel.memory.offload import OnDisk, OnHost
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.zero.fsdp_units import Unit
+from minidist.parallel.zero.memory_formula import Each
+from minidist.parallel.zero.shard_store import Home
 
 
 def make_home(offload: str, folder: str | Path | None = None, *, device: str = "cpu",

@@ -21,7 +21,7 @@ from minidist.device.backend import Array, array_module, beside
 from minidist.nn import MLP, DropoutKey, Embedding, Linear, Mixture, Module, Weight
 from minidist.nn.moe import Sequences
 from minidist.nn.output import Output
-from minidist.parallel.common.shards import Place, WeightShard
+from minidist.parallel.zero.weight_shard import Place, WeightShard
 
 
 class Region:

@@ -5,7 +5,7 @@
     finish()     the last one is waited for, and in the last backward of a step the sums over other copies
 
 So at most two buffers live beside the shards: one that fills and one in flight (and those of runs that are in use all
-along, as a tied weight's, or that wait for their turn). Where shards lie is a home's affair (home.py); one that is not
+along, as a tied weight's, or that wait for their turn). Where shards lie is a home's affair (shard_store.py); one that is not
 the device holds a third buffer, while its sum is on the way there.
 """
 
@@ -15,11 +15,11 @@ from functools import partial
 from minidist.autograd.tensor import Parameter
 from minidist.comm.calls.async_call import Pending
 from minidist.device.backend import Array
-from minidist.parallel.common.home import Home
-from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import zero_unused
 from minidist.parallel.step.flat import Flat, empty_like
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.zero.hybrid_sharding import Sharing
+from minidist.parallel.zero.shard_store import Home
 
 
 class Scattered:

@@ -1,4 +1,4 @@
-"""Units: parameters that are gathered and freed together, of which this rank keeps its chunks, in a home (home.py).
+"""Units: parameters that are gathered and freed together, of which this rank keeps its chunks, in a home (shard_store.py).
 
 A freed parameter has its shape and dtype and nothing else: it reads as NaN, so that a use outside its unit cannot pass
 unnoticed, and takes one element for all of them.
@@ -14,10 +14,10 @@ from minidist.device.backend import Array, module_for
 from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.nn.weights import Weight
-from minidist.parallel.common.home import Home
 from minidist.parallel.data.replica_groups import Others, owners
 from minidist.parallel.step.flat import Flat
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.zero.shard_store import Home
 
 
 class Unit:

@@ -1,75 +1,75 @@
-"""Chapter 14 · ZeRO-1: as DDP, but each rank keeps the optimizer's state of its share of the weights alone.
+"""Chapter 15 · ZeRO-2: as ZeRO-1, and no rank ever holds a whole gradient.
 
-The idea. In DDP all ranks make the same step from the same sums, each with a full copy of Adam's m and v. That work and
-that memory can be divided: rank r needs the summed gradient of its chunk only, updates that chunk, and hands the new
-weights to the others. Since an all-reduce is a reduce-scatter and an all-gather, and the update fits between the two,
-nothing more is sent than in DDP:
+The idea. A rank needs the summed gradient of its own chunk only, so why keep the rest? As soon as a bucket's last
+gradient is final, the bucket is reduce-scattered; each rank adds its chunk of the sum to its shard and frees the
+bucket. The whole gradient is computed, but never all of it is there:
 
-    DDP       reduce-scatter gradients, all-gather gradients,                 update everything
-    ZeRO-1    reduce-scatter gradients,        update own chunk,              all-gather weights
+    compute         forward | backward: layer 4 | layer 3          | layer 2          | … | wait | own chunk | forward
+    communication   gather  |                   | reduce layer 4   | reduce layer 3   | …                    | gather
+    buckets held                        4 fills | 4 flies, 3 fills | 3 flies, 2 fills | …   none
 
-Who holds what, Ψ parameters in float32 with Adam (K = 8 bytes of state a parameter) on P ranks:
+Who holds what, Ψ parameters in float32 with Adam (K = 8) on P ranks:
 
-                 DDP     ZeRO-1, each rank
-    parameters   4Ψ      4Ψ        the whole model
-    gradients    4Ψ      4Ψ        own part's; of the own chunk the sum over all ranks
-    optimizer    8Ψ      8Ψ/P      of the own chunk
-    together     16Ψ     8Ψ + 8Ψ/P: 2.0 times less for many ranks in float32; 4 times with K = 12 in mixed precision,
-                         where DDP has 16Ψ and ZeRO-1 4Ψ + 12Ψ/P. A limit: 2.3 times at P = 4 (N0:381 has it for all P)
+                 DDP     ZeRO-1         ZeRO-2, each rank
+    parameters   4Ψ      4Ψ             4Ψ
+    gradients    4Ψ      4Ψ             4Ψ/P, and for a while two buckets: one fills, one is in flight
+    optimizer    8Ψ      8Ψ/P           8Ψ/P
+    together     16Ψ     8Ψ + 8Ψ/P      4Ψ + 12Ψ/P: at most 4 times less; 8 times with K = 12 in mixed precision,
+                                        2Ψ + (2+K)Ψ/P. (N4:336 leaves out the 2Ψ, and gives this one for stage 1)
 
-Chunks are `numpy.array_split`s of each bucket: their edges fall inside parameters, and shards are even to an element a
-bucket. Where P does not divide a bucket, the all-gather works on copies: up to two buckets of communication memory.
+A weight that is used twice, as a tied embedding, holds its bucket from its first gradient to its last. A weight that a
+backward will not reach holds back nothing: backward tells before it runs what it will reach (data/bucket_order.py).
 
-Cost, a step and rank, whatever the number of backward passes (gradients are added up before they travel):
+Cost, a step and rank, with A backward passes:
 
-    bytes        2(P-1)/P × 4Ψ   as DDP: (P-1)/P × 4Ψ in the reduce-scatter, as much in the all-gather
-    messages     2(P-1) × buckets
+    bytes        (A+1)(P-1)/P × 4Ψ   every pass must reduce, since nobody can keep the sum of several; A = 1: as DDP
+    messages     (A+1)(P-1) × buckets
     control      two float64: the loss, the squares of the gradient's norm
 
-The notes' steps (N4:298), as they happen here:
+The notes' steps (N4:349), as they happen here:
 
-    ZeRO-1 1  each rank computes the whole gradient of its part of the batch.
-    ZeRO-1 2  reduce-scatter, bucket by bucket, during backward: rank r gets the sum of chunk r. (N0:335 lets all ranks
-              have all sums, an all-reduce; then the weights travel on top of it, and a step costs 3Ψ.)
-    ZeRO-1 3  each rank updates its chunk by its share of the optimizer's state.
-    ZeRO-1 4  all-gather of the new weights. It sets out here; the next forward waits for each weight as it comes to it.
+    ZeRO-2 1a  each layer's gradients set out when they are computed: here, each bucket's.
+    ZeRO-2 1b  and are freed when their sum has arrived. (N4:351 has them wait until they have "fed" the layer before;
+               but it is the gradients of activations that do that, never those of weights.)
+    ZeRO-2 2   each rank updates its chunk.
+    ZeRO-2 3   all-gather of the new weights: it sets out here, and hides behind the next step's forward.
 
-notes:   N0 ZeRO1, N4 §5
+notes:   N0 ZeRO2, N4 §6
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
 from minidist.autograd.tensor import Parameter, Tensor
-from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
+from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.common.arrivals import Arrivals
-from minidist.parallel.common.home import Home
-from minidist.parallel.common.sharing import Sharing
 from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
 from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.bucket_order import InOrder
-from minidist.parallel.data.buckets import BUCKET_BYTES, make_buckets
+from minidist.parallel.data.buckets import BUCKET_BYTES, cut
 from minidist.parallel.data.replica_groups import Others, check_equal_owners, owners
 from minidist.parallel.step.flat import Flat, squares_of_shards, sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
+from minidist.parallel.zero.gradient_shards import Scattered
+from minidist.parallel.zero.hybrid_sharding import Sharing
+from minidist.parallel.zero.parameter_arrival import Arrivals
+from minidist.parallel.zero.shard_store import Home
 
 
-class Zero1:
-    """A replica of a model whose optimizer is divided among the ranks of a group.
+class Zero2:
+    """A replica of a model whose gradients and optimizer are divided among the ranks of a group.
 
-    Args:    model: equal on all ranks; its weights and gradients move into buckets. Frozen weights stay as they are.
+    Args:    model: equal on all ranks; its weights move into vectors. Frozen weights stay as they are.
              group: the ranks that share the batch.
              loss: of a part of the batch (default: `model.loss`).
-             bucket_bytes: a bucket's most bytes.
+             bucket_bytes: a bucket's most bytes, and so half of what gradients take beside the shard.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
-             shard: how many neighbours share one copy of the state (default: all; common/sharing.py).
+             shard: how many neighbours share one copy of the state (default: all; zero/hybrid_sharding.py).
              apart: parameters that travel in buckets of their own (data/buckets.py); others: of these, those that
              another group shares, with whom (data/replica_groups.py).
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
@@ -92,22 +92,22 @@ class Zero1:
         self.sharing = Sharing(group, shard, algorithm=algorithm, recorder=self.recorder)
         others = others or {}
         check_equal_owners(model.parameters(), group, others, when="before the first step")
-        self.buckets = make_buckets(trainable(model.parameters()), bucket_bytes, apart)
         self.flats = [Flat(run, owners(run, self.sharing.shard, others))
-                      for run in (bucket.parameters for bucket in self.buckets)]
+                      for run in cut(trainable(model.parameters()), bucket_bytes, apart)]
         self.weights = [flat.join() for flat in self.flats]
         self.home = home or Home()
         self.home.begin(f"rank {group.rank}")
-        for flat, weights, bucket in zip(self.flats, self.weights, self.buckets, strict=True):
-            self.home.keep(flat, weights[flat.own], f"bucket {bucket.index}")
-            self.home.keep_gradients(flat, bucket.data[flat.own])
+        for index, (flat, weights) in enumerate(zip(self.flats, self.weights, strict=True)):
+            self.home.keep(flat, weights[flat.own], f"bucket {index}")
+        self.gradients = Scattered(self.flats, self.sharing, home=self.home, algorithm=algorithm,
+                                   recorder=self.recorder, what="bucket")
         self.parameters = [piece for flat in self.flats for piece in self.home.pieces(flat, self.precision)]
-        self.sharing.require_room(self.home.room(flat) is not None for flat in self.flats)
-        self._pending: deque[tuple[int, Pending]] = deque()     # buckets on their way within the copy
         self.squares: Callable[[], float] = lambda: squares_of_shards(self.sharing.shard, self.home.squares)
         self.arrivals = Arrivals(self.flats, self.weights, algorithm=algorithm, recorder=self.recorder)
-        self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce,
-                              who=f"ZeRO-1 rank {group.rank} of {group.size}", by="Zero1.backward")
+        self._reached = list(range(len(self.flats)))    # runs that the next backward may reach
+        self._order = InOrder([flat.parameters for flat in self.flats],
+                              lambda number: self.gradients.start(self._reached[number]),
+                              who=f"ZeRO-2 rank {group.rank} of {group.size}", by="Zero2.backward")
 
     # ------------------------------------------------------------------------------------------------- partition
 
@@ -123,43 +123,29 @@ class Zero1:
 
     # -------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, share: Tensor | None, *, last: bool = True) -> None:
-        """Add gradients into the buckets; in the `last` backward of a step their sums go to who owns them.
+    def backward(self, share: Tensor | None, dy: Array | None = None, *, last: bool = True) -> None:
+        """Add the sums of the gradients over the ranks of this copy to the shards; the `last` adds the other copies'.
 
-        Cost:    one reduce-scatter a bucket, begun during the last backward; returns when all have ended.
+        Args:    dy: the gradient of a share that is no loss, but what a later stage of a pipeline goes on with.
+        Cost:    one reduce-scatter a bucket, begun during backward; returns when all have ended.
         """
-        self._order.begin(quiet=not last)
-        with self.recorder.span("backward", notes="ZeRO-1 1"):
+        self._order.begin()
+        self.gradients.begin(last=last)
+        with self.recorder.span("backward", notes="ZeRO-2 1a"):
             if share is not None:
-                self.precision.backward(share, surveyed=self._order.expect)
+                self.precision.backward(share, dy, surveyed=self._order.expect)
             self._order.finish()
-        with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
-            self._take_sums(wait=True)
-            self.sharing.settle()
-            self.home.settle()
+        with self.recorder.span("wait for gradients", notes="ZeRO-2 1b"):
+            self.gradients.finish()
 
     def hold(self) -> None:
-        """A step begins whose backwards somebody else runs (chapter 17); then `backward(None)` sums what has come."""
+        """Backwards come that somebody else runs (chapter 17); then `backward(None)` reduces what they have left."""
         self._order.hold()
 
-    def _start_reduce(self, index: int) -> None:
-        """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps this rank's own."""
-        gradients, own, group = self.buckets[index].data, self.flats[index].own, self.flats[index].group
-        self.recorder.announce(group.axis, f"reduce_scatter bucket {index}")
-        pending = group.start_reduce_scatter(gradients, out=gradients[own], algorithm=self.algorithm)
-        self._pending.append((index, pending))
-        self._take_sums(wait=False)
-
-    def _take_sums(self, *, wait: bool) -> None:
-        """Chunks whose sum is there go home, or on to the other copies; `wait`: all of them."""
-        while self._pending and (wait or self._pending[0][1].done()):
-            index, pending = self._pending.popleft()
-            pending.wait()
-            flat, gradients = self.flats[index], self.buckets[index].data
-            if self.home.room(flat) is None:
-                self.home.add(flat, gradients[flat.own], first=True)
-            if flat.group is self.sharing.shard:
-                self.sharing.start_sum(gradients[flat.own], f"bucket {index}")
+    def reach(self, parameters: Collection[int]) -> None:
+        """From here on backwards reach runs of these parameters (ids) alone, and reduce no others."""
+        self._reached = [index for index, flat in enumerate(self.flats) if id(flat.parameters[0]) in parameters]
+        self._order.arrange([self.flats[index].parameters for index in self._reached])
 
     # ---------------------------------------------------------------------------------------------------- weights
 
@@ -179,9 +165,9 @@ class Zero1:
         Args:    optimizer: made of `self.parameters`; lr: this step's learning rate (None: the optimizer's own).
                  clip: bound of the whole gradient's norm; accumulate: in how many passes the rank takes its rows.
         """
-        self.model.zero_grad()
-        total, micros = 0.0, micro_parts(self.part_of(batch), accumulate)
-        for number, part in enumerate(micros, start=1):
+        self.gradients.forget()
+        total = 0.0
+        for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
             with self.recorder.span("forward", rows=len(part.inputs)):
                 share = self.forward(part, divisor=batch[1].size)
             self.backward(share, last=number == accumulate)
@@ -194,6 +180,6 @@ class Zero1:
     def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
         """The optimizer's step on this rank's pieces, and the new weights set out; args as `step`."""
         self.arrivals.settle()
-        with self.recorder.span("optimizer", notes="ZeRO-1 3"):
+        with self.recorder.span("optimizer", notes="ZeRO-2 2"):
             self.precision.update(optimizer, self.squares, lr=lr, clip=clip)
         self.arrivals.start()
