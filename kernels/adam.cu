@@ -16,7 +16,7 @@
 // Nothing waits for the host: adam_prepare reads the norm where it was computed (global_norm.cu), or a factor that was
 // made of it, counts the step, and leaves this update's numbers in `numbers`; where the norm is inf or NaN nothing
 // changes and the step does not count. A factor of NaN makes all of the weights NaN. The rate is a number, or is read
-// where `rate` points to: then the same launch, in a captured step (minidist/graph.py), goes on at another rate.
+// where `rate` points to: then the same launch, in a captured step (minidist/parallel/hybrid/cuda_graph.py), goes on at another rate.
 // Sources: Kingma and Ba 2015; Loshchilov and Hutter 2019.
 #include "common.cuh"
 

@@ -34,7 +34,7 @@ __device__ __forceinline__ float dropped(float x, float residual, bool kept, flo
 }
 
 // residual, tokens and stream may be null. An element is kept where its bits reach `threshold`, and then times `factor`.
-// stream: where the key lies, if not in `key`: a captured step (minidist/graph.py) draws by another one at each launch.
+// stream: where the key lies, if not in `key`: a captured step (minidist/parallel/hybrid/cuda_graph.py) draws by another one at each launch.
 template <typename T>
 __global__ void residual_dropout_v1(const T* x, const T* residual, T* y, const long long* tokens, long long n, int columns,
                                     int first_column, int width, const unsigned long long* stream,

@@ -15,9 +15,9 @@ from minidist.observe.records import gather_records
 from minidist.observe.samples import SampledAccount
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam, Optimizer
-from minidist.parallel.common.update import Batch
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step.single import Single
+from minidist.parallel.step.step import Batch
 from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3
@@ -47,7 +47,7 @@ def global_batch(config: GPTConfig, step: int, sequences: int = 7) -> Batch:
 
 def parts(group: Any, config: GPTConfig, steps: int = STEPS) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """(inputs, targets, targets of all ranks) of this rank, step by step."""
-    from minidist.parallel.common.update import part_of
+    from minidist.parallel.step.step import part_of
 
     for step in range(steps):
         batch = global_batch(config, step)

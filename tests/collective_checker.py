@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 from helpers import run
 
-from minidist.comm.collectives.choose import ALGORITHMS
-from minidist.comm.collectives.reduction import UFUNCS
+from minidist.comm.calls.reduction import UFUNCS
+from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes
 from minidist.comm.group import Group
 

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from collective_checker import Drawn, expected, on_rank, same
 
-from minidist.comm.collectives.choose import ALGORITHMS
+from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.group import Group
 from minidist.comm.transport import META_LIMIT, Handle, Tag, Transport
 from minidist.errors import CommError, MismatchError, PeerLostError, TimeoutError

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from minidist import lessons
-from minidist.teaching import Grade, grade
+from minidist.grading import Grade, grade
 
 
 def fill(source: str, answers: Mapping[int, str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidist.comm.group import Group
-from minidist.comm.transports.delayed import delayed
+from minidist.comm.transports.throttled import delayed
 
 ONES = np.ones(6, np.float32)
 HERE = r".*hanging\.py:\d+"

@@ -8,11 +8,11 @@ from training import global_batch, tiny
 from minidist.nn import GPT
 from minidist.nn.dropout import DropoutKey
 from minidist.optim import AdamW
-from minidist.parallel.common.update import Part
 from minidist.parallel.pipeline.model_parallel import ModelParallel
 from minidist.parallel.pipeline.pipeline import Pipeline
 from minidist.parallel.pipeline.schedules import make_schedule
 from minidist.parallel.step.single import Single
+from minidist.parallel.step.step import Part
 
 
 def train_stages(world: Any, name: str, changes: dict[str, Any], *, microbatches: int = 4, chunks: int | None = None,

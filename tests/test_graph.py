@@ -11,9 +11,9 @@ from training import global_batch, tiny
 import minidist as md
 from minidist.device import account
 from minidist.errors import ConfigError, KernelError, ShapeError
-from minidist.graph import WARM_UP, CapturedStep, Given
 from minidist.nn import GPTConfig
 from minidist.nn.config import MixtureConfig
+from minidist.parallel.hybrid.cuda_graph import WARM_UP, CapturedStep, Given
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 GPT = {"dropout": 0.2, "tied": True}

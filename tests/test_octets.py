@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from minidist.device.backend import dtype
+from minidist.device.bytes_view import wire_view
 from minidist.errors import ConfigError
-from minidist.octets import wire_view
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int64", "bool"])

@@ -8,7 +8,7 @@ import pytest
 
 from minidist.comm.ledger import Ledger
 from minidist.errors import ConfigError, KernelError
-from minidist.teaching import (
+from minidist.grading import (
     HoleError,
     Result,
     draw_figure,
@@ -22,7 +22,7 @@ from minidist.teaching import (
 )
 
 CHECK = """
-from minidist.teaching import expect
+from minidist.grading import expect
 def grade(exercise):
     yield expect("one", 1, exercise.one(), "not one", "read section 1")
     yield expect("two", 2, exercise.two(), "not two", "read section 2")
@@ -55,7 +55,7 @@ def test_grading_stops_at_the_first_mistake(tmp_path: Path) -> None:
 
 
 def test_a_hole_inside_another_error_is_found(tmp_path: Path) -> None:
-    exercise = ("from minidist.teaching import hole\ndef one():\n    try:\n        hole(1, 'a task')\n"
+    exercise = ("from minidist.grading import hole\ndef one():\n    try:\n        hole(1, 'a task')\n"
                 "    except Exception as error:\n        raise ValueError('outer') from error\n")
     result = graded(tmp_path, exercise)[-1]
     assert "fill hole 1: a task (mine.py line 4)" in result.line()

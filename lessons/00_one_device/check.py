@@ -10,10 +10,10 @@ import numpy as np
 
 from minidist.autograd.tensor import no_grad
 from minidist.device import account
+from minidist.grading import Result, expect
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import size_text
 from minidist.optim import Adam
-from minidist.teaching import Result, expect
 
 CONFIGS = (GPTConfig(vocabulary=50, context=8, layers=1, width=16, heads=2),
            GPTConfig(vocabulary=31, context=12, layers=3, width=24, heads=4),

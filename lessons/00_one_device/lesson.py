@@ -17,12 +17,12 @@ from minidist.autograd.ops.attention import KEEP_UP_TO, QUERY_BLOCK
 from minidist.autograd.tensor import no_grad
 from minidist.data import text
 from minidist.device import account
+from minidist.grading import arguments, run_lesson
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
 from minidist.optim import Adam
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, state_bytes
-from minidist.teaching import arguments, run_lesson
 
 CONFIG = GPTConfig(vocabulary=128, context=64, layers=4, width=96, heads=4)
 BATCH = 8

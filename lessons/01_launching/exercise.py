@@ -7,7 +7,7 @@ README say which launcher sets what.
 
 from typing import NamedTuple
 
-from minidist.teaching import hole
+from minidist.grading import hole
 
 
 class Identity(NamedTuple):

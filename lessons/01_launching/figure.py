@@ -18,8 +18,8 @@ from typing import Any  # noqa: E402
 import psutil  # noqa: E402
 
 import minidist as md  # noqa: E402
+from minidist.grading import folder_to_write, load_module  # noqa: E402
 from minidist.observe.records import gather_records  # noqa: E402
-from minidist.teaching import folder_to_write, load_module  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 STAGES = {"interpreter starts": "#c9ced6", "imports": "#7fb0de", "md.init: meet the others": "#e08e3c",

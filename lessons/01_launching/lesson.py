@@ -19,10 +19,10 @@ from typing import Any
 
 import minidist as md
 from minidist.errors import LaunchError
+from minidist.grading import arguments, run_lesson
 from minidist.launch import LAUNCHERS, detect
 from minidist.observe.page import Page
 from minidist.observe.records import gather_records
-from minidist.teaching import arguments, run_lesson
 
 
 def who_am_i(group: Any, nodes: int) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from minidist.cli.machine import machine
-from minidist.comm.collectives.choose import ALGORITHMS
+from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.cost.volume import FORMULAS
+from minidist.grading import load_module
 from minidist.launch import init, run
 from minidist.observe.page import size_text
-from minidist.teaching import load_module
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "COLLECTIVES.md"

@@ -8,8 +8,8 @@ from typing import Any
 
 from matplotlib.patches import FancyArrowPatch
 
+from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
-from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent
 RANKS, COLUMNS = 4, 4

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.collectives.choose import ALGORITHMS
+from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes
-from minidist.comm.transports.delayed import delayed
+from minidist.comm.transports.throttled import delayed
+from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
 from minidist.observe.page import Page, verdict
 from minidist.observe.records import gather_records
-from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
 
 ELEMENTS = 1003             # of float64 that a rank brings: no P from 2 to 8 divides it
 PART = 60                   # elements that each rank has for each other in an all-to-all
@@ -141,7 +141,7 @@ def what_they_wait_for(group: Any, page: Page) -> None:
                      FORMULAS["all_reduce", algorithm].steps, f"{waits:.1f} α", f"{flights:.1f} nβ"])
     page.table(f"all_reduce on {group.size} ranks", ["", "all send", "busiest sends", "messages that wait", "measured",
                                                    "measured "], rows,
-               note="measured: over links that hold each message back (transports/delayed.py), first α a message and "
+               note="measured: over links that hold each message back (transports/throttled.py), first α a message and "
                     "nothing a byte, then nothing a message and nβ an array. Most algorithms begin by comparing calls "
                     "with a neighbour: one α more. What comes to one rank from several is under way at once.")
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import minidist as md
-from minidist.teaching import sent_since, totals
+from minidist.grading import sent_since, totals
 
 RANKS, ELEMENTS = 4, 400
 BASE = 16       # rank r brings BASE**r, so the digits of a sum tell who is in it, and how often

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from minidist.errors import DeadlockError, TimeoutError
+from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
 from minidist.observe.page import size_text
-from minidist.teaching import Result, sent_since, totals
 
 LIMIT = 60.0  # seconds for the ranks to return: of a busy machine; a deadlock is found at once
 BASE = 16  # rank r contributes BASE**r, so the digits of a sum tell who is in it, and how often

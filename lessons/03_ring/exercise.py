@@ -14,7 +14,7 @@ The link has no buffer: a send waits until the other side receives.
 
 import numpy as np
 
-from minidist.teaching import hole
+from minidist.grading import hole
 
 
 def reduce_scatter(link, chunks):

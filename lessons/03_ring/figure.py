@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from minidist.grading import draw_figure, load_module
 from minidist.launch import run
 from minidist.observe import lesson_figures as look
-from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent
 RANKS, MOST = 4, 8

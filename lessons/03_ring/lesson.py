@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
-from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
 
 ELEMENTS = 840 * 256  # of float32: 840 is divisible by every P from 1 to 8
 FLOAT32 = 4

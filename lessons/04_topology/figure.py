@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from matplotlib.patches import FancyArrowPatch
 
+from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
 from minidist.observe.bench_plots import bytes_text
 from minidist.observe.records import gather_records
-from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent
 RANKS = 8

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from minidist.grading import folder_to_write
 from minidist.launch import init
 from minidist.launch.namespaces import joined_hosts, missing
 from minidist.observe.page import page_console, size_text
-from minidist.teaching import folder_to_write
 
 HERE = Path(__file__).resolve().parent
 PER_HOST, PORT, ROUNDS = 4, 29500, 3

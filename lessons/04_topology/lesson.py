@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.cost.link_model import LinkCost, Sample, Work, fit
+from minidist.grading import arguments, load_module, run_lesson
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
-from minidist.teaching import arguments, load_module, run_lesson
 
 HERE = Path(__file__).resolve().parent
 wiring = load_module(HERE / "wiring.py", "04")

@@ -16,7 +16,7 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.comm.transport import Handle, Tag, Transport
-from minidist.comm.transports.delayed import Delayed
+from minidist.comm.transports.throttled import Delayed
 
 
 class Network(Delayed):

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from minidist.grading import Result, expect
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.step.single import Single
-from minidist.teaching import Result, expect
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
 STEPS, RATE = 3, 0.5

@@ -13,11 +13,11 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from minidist.comm.cost.volume import FORMULAS, Case
+from minidist.grading import arguments, load_module, run_lesson
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.data_parallel import DataParallel
-from minidist.teaching import arguments, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "05")
 

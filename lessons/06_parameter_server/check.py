@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from minidist.errors import CommError
+from minidist.grading import Result, expect, totals
 from minidist.launch import run
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import size_text
 from minidist.optim import SGD
-from minidist.parallel.common.update import part_of
 from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.data.server_keys import assign
 from minidist.parallel.step.single import Single
-from minidist.teaching import Result, expect, totals
+from minidist.parallel.step.step import part_of
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
 SEQUENCES, STEPS, RATE, LIMIT = 5, 3, 0.5, 60.0

@@ -8,7 +8,7 @@ rank has the whole model, of which a server uses its keys alone. What you may us
     parameter.data, parameter.grad              arrays; write to data in place: parameter.data[...] = new
 """
 
-from minidist.teaching import hole
+from minidist.grading import hole
 
 
 def divide(sizes, servers):

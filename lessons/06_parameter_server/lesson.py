@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.cost.volume import FORMULAS, Case
+from minidist.grading import arguments, counted, load_module, run_lesson
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
 from minidist.optim import SGD, Adam
-from minidist.parallel.common.update import part_of
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.parameter_server import ParameterServer
-from minidist.teaching import arguments, counted, load_module, run_lesson
+from minidist.parallel.step.step import part_of
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "06")
 STEPS, NAP = 6, 0.02

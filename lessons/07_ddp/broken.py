@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 import minidist as md
-from minidist.comm.transports.delayed import delayed
+from minidist.comm.transports.throttled import delayed
+from minidist.grading import counted, load_module
 from minidist.observe.page import size_text
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam
-from minidist.parallel.common.update import part_of
 from minidist.parallel.data.ddp import DDP
-from minidist.teaching import counted, load_module
+from minidist.parallel.step.step import part_of
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "07")
 

@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from minidist.teaching import hole
+from minidist.grading import hole
 
 
 def assign_buckets(sizes, limit):

@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 
 from minidist.autograd.tensor import no_grad
-from minidist.comm.transports.delayed import delayed
+from minidist.comm.transports.throttled import delayed
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.overlap import measure
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
-from minidist.parallel.common.update import part_of
 from minidist.parallel.data.ddp import DDP
+from minidist.parallel.step.step import part_of
 
 SMALL = GPTConfig(vocabulary=64, context=16, layers=2, width=32, heads=4, dtype="float64")  # to compare weights
 TIMED = GPTConfig(vocabulary=128, context=64, layers=4, width=128, heads=4)  # to see overlap

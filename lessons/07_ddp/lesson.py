@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
-from minidist.parallel.common.update import part_of
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step.single import Single
-from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
+from minidist.parallel.step.step import part_of
 
 STEPS = 5  # of the runs that are compared
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "07")

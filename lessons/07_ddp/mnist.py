@@ -23,8 +23,8 @@ from minidist.comm.group import Group
 from minidist.data import DistributedSampler, ImageData, digits, mnist
 from minidist.nn import Linear, Module
 from minidist.optim import Adam
-from minidist.parallel.common.update import Part
 from minidist.parallel.data.ddp import DDP
+from minidist.parallel.step.step import Part
 
 BATCH, EPOCHS, SEED = 64, 4, 0
 

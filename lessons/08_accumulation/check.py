@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from minidist.grading import Result
 from minidist.launch import run
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
-from minidist.parallel.common.update import Part
 from minidist.parallel.data.accumulation import elements_sent, micro_parts
-from minidist.teaching import Result
+from minidist.parallel.step.step import Part
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
 SEQUENCES = (5, 3, 4)   # rows of ranks 0, 1, 2 in every batch

@@ -9,7 +9,7 @@ batch; ranks have different numbers of rows. What you may use:
     group.all_reduce(x, out=x)             sums x over all ranks
 """
 
-from minidist.teaching import hole
+from minidist.grading import hole
 
 
 def cut(rows, passes):

@@ -7,11 +7,11 @@ import numpy as np
 
 import minidist as md
 from minidist.device import account
+from minidist.grading import load_module, sent_since, totals
 from minidist.nn import GPTConfig
 from minidist.optim import Adam
 from minidist.parallel.data.accumulation import elements_sent
 from minidist.parallel.step.single import Single
-from minidist.teaching import load_module, sent_since, totals
 
 lab = load_module(Path(__file__).resolve().parents[1] / "07_ddp" / "experiments.py", "07")
 CONFIG = GPTConfig(vocabulary=128, context=64, layers=4, width=96, heads=4)     # whose memory is looked at

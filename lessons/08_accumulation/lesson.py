@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD, Adam
-from minidist.parallel.common.update import part_of
 from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step.single import Single
-from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
+from minidist.parallel.step.step import part_of
 
 lab = load_module(Path(__file__).resolve().parents[1] / "07_ddp" / "experiments.py", "07")
 passing = load_module(Path(__file__).resolve().with_name("experiments.py"), "08")

@@ -10,7 +10,7 @@ gradients (ZeRO); all must do the same. What you may use:
 
 import numpy as np
 
-from minidist.teaching import hole
+from minidist.grading import hole
 
 
 class Scaler:

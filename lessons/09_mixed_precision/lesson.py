@@ -15,13 +15,13 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.device import account
 from minidist.device.account import MemoryAccount
+from minidist.grading import arguments, load_module, run_lesson
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD, Adam
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision
 from minidist.parallel.step.single import Single
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, state_bytes
-from minidist.teaching import arguments, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "09")
 

@@ -10,9 +10,9 @@ import numpy as np
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.errors import CommError
+from minidist.grading import Result, counted, expect, sent_since, totals
 from minidist.launch import run
 from minidist.parallel.pipeline.model_parallel import ModelParallel
-from minidist.teaching import Result, counted, expect, sent_since, totals
 
 LAYERS, ROWS, WIDTH, LIMIT = 5, 3, 4, 60.0
 

@@ -6,9 +6,9 @@
 from pathlib import Path
 from typing import Any
 
+from minidist.grading import draw_figure, load_module
 from minidist.nn import GPTConfig
 from minidist.observe import lesson_figures as look
-from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "10")

@@ -12,13 +12,13 @@ import numpy as np
 
 import minidist as md
 from minidist.autograd.tensor import tensor
+from minidist.grading import arguments, counted, load_module, run_lesson
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
 from minidist.parallel.pipeline.model_parallel import ModelParallel
 from minidist.parallel.pipeline.stages import Stages
 from minidist.parallel.step.single import Single
-from minidist.teaching import arguments, counted, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "10")
 STEPS = 3

@@ -4,8 +4,8 @@ Copy this file (`minidist lesson 11 --copy DIR`), replace each `hole(...)` by yo
 `minidist check 11 DIR/exercise_11.py`. Rank r has stage r of `ranks`; microbatches are numbered from 0.
 """
 
+from minidist.grading import hole
 from minidist.parallel.pipeline.schedules import Backward, Forward, RecvActivation, RecvGradient
-from minidist.teaching import hole
 
 
 def ahead(rank, ranks, microbatches):

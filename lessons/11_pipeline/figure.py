@@ -6,10 +6,10 @@
 from pathlib import Path
 from typing import Any
 
+from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
 from minidist.parallel.pipeline.schedule_checker import Clock, Times, broken, clock_of, peak_held
 from minidist.parallel.pipeline.schedules import of_orders
-from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "11")

@@ -15,6 +15,7 @@ import minidist as md
 from minidist.autograd.tensor import tensor
 from minidist.device import account
 from minidist.errors import ScheduleError
+from minidist.grading import arguments, load_module, run_lesson
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
@@ -30,7 +31,6 @@ from minidist.parallel.pipeline.schedules import (
 )
 from minidist.parallel.pipeline.stages import Stages
 from minidist.parallel.step.single import Single
-from minidist.teaching import arguments, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "11")
 STEPS, MICROBATCHES, UNIT = 2, 4, 0.006      # UNIT: seconds that a sleeping stage takes for a forward

@@ -9,7 +9,7 @@ Copy this file (`minidist lesson 12 --copy DIR`), replace each `hole(...)` by yo
 
 import numpy as np
 
-from minidist.teaching import hole
+from minidist.grading import hole
 
 
 def head_columns(heads, head_width, rank, size):

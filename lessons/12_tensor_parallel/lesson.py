@@ -16,6 +16,7 @@ from minidist.autograd import ops
 from minidist.autograd.ops.collectives import gather_copies
 from minidist.autograd.tensor import tensor
 from minidist.device import account
+from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import Adam
 from minidist.parallel.data.ddp import DDP
@@ -25,7 +26,6 @@ from minidist.parallel.tensor.split_gpt import head_shares
 from minidist.parallel.tensor.tensor_layers import SplitOutput
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent
 from minidist.parallel.zero.weight_shard import WeightShard
-from minidist.teaching import arguments, load_module, run_lesson, sent_since, totals
 
 HERE = Path(__file__).resolve()
 lab, broken = (load_module(HERE.with_name(name), "12") for name in ("experiments.py", "broken.py"))

@@ -12,8 +12,8 @@ from minidist.autograd import ops
 from minidist.autograd.ops.online_attention import Running
 from minidist.autograd.tensor import tensor
 from minidist.device.backend import random_uniform
+from minidist.grading import Result, counted, expect
 from minidist.parallel.context.ring_attention import own_blocks, ring_attention, zigzag
-from minidist.teaching import Result, counted, expect
 
 RANKS, LENGTHS = (1, 2, 3, 4), (24, 13)
 

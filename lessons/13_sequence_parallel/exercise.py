@@ -6,7 +6,7 @@ Copy this file (`minidist lesson 13 --copy DIR`), replace each `hole(...)` by yo
 
 import numpy as np
 
-from minidist.teaching import hole
+from minidist.grading import hole
 
 
 def blocks_of(rank, ranks):

@@ -13,11 +13,11 @@ import numpy as np
 import minidist as md
 from minidist.autograd import ops
 from minidist.errors import MemoryLimitError
+from minidist.grading import arguments, load_module, run_lesson
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text
 from minidist.parallel.context import ring_attention, token_shard
 from minidist.parallel.context.ring_attention import zigzag
-from minidist.teaching import arguments, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "13")
 STEPS = 2

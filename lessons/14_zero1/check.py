@@ -9,12 +9,12 @@ import numpy as np
 from minidist.lessons import zero_lab as lab
 
 from minidist.errors import CommError
+from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.observe.page import size_text
 from minidist.optim import Adam
 from minidist.parallel.step.flat import Flat, Piece
-from minidist.teaching import Result, sent_since, totals
 
 CONFIG = GPTConfig(vocabulary=13, context=5, layers=1, width=8, heads=2, dtype="float64")
 SIZES, STEPS, LIMIT = (3, 5), 3, 60.0      # ranks that do not divide the number of parameters

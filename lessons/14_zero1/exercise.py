@@ -12,7 +12,7 @@ batch. What you may use:
 
 import numpy as np
 
-from minidist.teaching import hole
+from minidist.grading import hole
 
 
 class MyZero1:

@@ -11,9 +11,9 @@ from typing import Any
 from minidist.lessons import zero_figures as shapes
 from minidist.lessons import zero_lab as lab
 
+from minidist.grading import draw_figure
 from minidist.observe import lesson_figures as look
 from minidist.parallel.zero.memory_formula import STATE
-from minidist.teaching import draw_figure
 
 RANKS = 4
 HELD = (*STATE, "activations")

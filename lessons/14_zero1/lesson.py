@@ -11,13 +11,13 @@ import numpy as np
 from minidist.lessons import zero_lab as lab
 
 import minidist as md
+from minidist.grading import arguments, run_lesson
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD
 from minidist.parallel.step.flat import Flat
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, saving, state_bytes
 from minidist.parallel.zero.parameter_arrival import Arrivals
 from minidist.parallel.zero.zero1 import Zero1
-from minidist.teaching import arguments, run_lesson
 
 BILLION = 10**9
 
@@ -162,7 +162,7 @@ def average_twice() -> None:
 def read_too_early() -> None:
     """The next forward does not wait for the weights that are on their way."""
     def train(group: Any, wait: bool) -> tuple[float, np.ndarray]:
-        from minidist.comm.transports.delayed import delayed
+        from minidist.comm.transports.throttled import delayed
 
         with delayed(group, alpha=0.01, beta=0) as slow:
             strategy = Zero1(lab.new_model(lab.SMALL), slow, bucket_bytes=lab.SMALL_BUCKET)

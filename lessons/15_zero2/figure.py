@@ -9,9 +9,9 @@ from typing import Any
 from minidist.lessons import zero_figures as shapes
 from minidist.lessons import zero_lab as lab
 
+from minidist.grading import draw_figure
 from minidist.observe import lesson_figures as look
 from minidist.observe.samples import stairs
-from minidist.teaching import draw_figure
 
 RANKS = 4
 HELD = ("parameters", "gradients", "optimizer", "activations")

@@ -12,12 +12,12 @@ from minidist.lessons import zero_lab as lab
 
 import minidist as md
 from minidist.device import account
+from minidist.grading import arguments, run_lesson
 from minidist.observe.page import Page, size_text, verdict
 from minidist.parallel.step.flat import Flat
 from minidist.parallel.zero.gradient_shards import Scattered
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, in_flight, state_bytes
 from minidist.parallel.zero.zero2 import Zero2
-from minidist.teaching import arguments, run_lesson
 
 BILLION = 10**9
 
@@ -150,7 +150,7 @@ def forget_to_free() -> None:
 def update_too_early() -> None:
     """The optimizer does not wait for the last bucket, over links with a latency of 10 ms."""
     def train(group: Any, wait: bool) -> np.ndarray:
-        from minidist.comm.transports.delayed import delayed
+        from minidist.comm.transports.throttled import delayed
 
         with delayed(group, alpha=0.01, beta=0) as slow:
             strategy = Zero2(lab.new_model(lab.SMALL), slow, bucket_bytes=lab.SMALL_BUCKET)

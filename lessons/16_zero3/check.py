@@ -9,12 +9,12 @@ import numpy as np
 from minidist.lessons import zero_lab as lab
 
 from minidist.errors import CommError
+from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.observe.page import size_text
 from minidist.optim import SGD
 from minidist.parallel.step.flat import Flat
-from minidist.teaching import Result, sent_since, totals
 
 CONFIG = GPTConfig(vocabulary=13, context=5, layers=3, width=8, heads=2, dtype="float64")
 STEPS, LIMIT, RATE = 3, 60.0, 0.3

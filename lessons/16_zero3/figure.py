@@ -8,13 +8,13 @@ from typing import Any
 
 from minidist.lessons import zero_lab as lab
 
-from minidist.comm.transports.delayed import delayed
+from minidist.comm.transports.throttled import delayed
+from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
 from minidist.observe import overlap_plots
 from minidist.observe.overlap import measure
 from minidist.observe.samples import stairs
 from minidist.observe.timeline import Timeline
-from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent
 lesson = load_module(HERE / "lesson.py", "16")

@@ -11,8 +11,9 @@ import numpy as np
 from minidist.lessons import zero_lab as lab
 
 import minidist as md
-from minidist.comm.transports.delayed import delayed
+from minidist.comm.transports.throttled import delayed
 from minidist.device import account
+from minidist.grading import arguments, run_lesson
 from minidist.nn import GPTConfig
 from minidist.observe.overlap import measure
 from minidist.observe.page import Page, size_text, verdict
@@ -21,7 +22,6 @@ from minidist.parallel.step.flat import Flat
 from minidist.parallel.zero.fsdp_units import Unit
 from minidist.parallel.zero.memory_formula import SINGLE, STATE, in_flight, state_bytes
 from minidist.parallel.zero.zero3 import Zero3
-from minidist.teaching import arguments, run_lesson
 
 TIMED = GPTConfig(vocabulary=64, context=64, layers=8, width=96, heads=4)      # to see overlap
 ALPHA, BANDWIDTH = 100e-6, 400e6                                               # of the links it is seen over

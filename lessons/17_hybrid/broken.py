@@ -8,10 +8,10 @@ import numpy as np
 
 import minidist as md
 from minidist.errors import MismatchError
+from minidist.grading import load_module
 from minidist.observe.page import size_text
 from minidist.optim import sum_of_squares
-from minidist.parallel.common.update import part_of
-from minidist.teaching import load_module
+from minidist.parallel.step.step import part_of
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "17")
 LONG = 20

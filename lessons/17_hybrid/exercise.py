@@ -10,7 +10,7 @@ Copy this file (`minidist lesson 17 --copy DIR`), replace each `hole(...)` by yo
 
 import numpy as np
 
-from minidist.teaching import hole
+from minidist.grading import hole
 
 
 def coordinates(rank, shape):

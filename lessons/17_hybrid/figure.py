@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import minidist as md
-from minidist.comm.transports.delayed import delayed
+from minidist.comm.transports.throttled import delayed
+from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
 from minidist.observe.page import size_text
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline
-from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent
 lab, naps = (load_module(HERE / name, "17") for name in ("experiments.py", "naps.py"))

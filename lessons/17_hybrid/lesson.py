@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.grading import arguments, load_module, run_lesson
 from minidist.observe.page import Page, size_text, verdict
 from minidist.parallel.zero.memory_formula import MIXED, state_bytes
-from minidist.teaching import arguments, load_module, run_lesson
 
 HERE = Path(__file__).resolve()
 lab = load_module(HERE.with_name("experiments.py"), "17")

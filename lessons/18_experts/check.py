@@ -10,10 +10,10 @@ import numpy as np
 from minidist.autograd.ops.experts import top_positions
 from minidist.autograd.tensor import tensor
 from minidist.errors import CommError
+from minidist.grading import Result
 from minidist.launch import run
 from minidist.nn import GPT, GPTConfig, MixtureConfig, mixture
 from minidist.nn.moe import mixtures, rebalance
-from minidist.teaching import Result
 
 TOKENS, WIDTH, EXPERTS, K, LIMIT = 9, 8, 5, 2, 60.0
 

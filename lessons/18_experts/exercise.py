@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from minidist.teaching import hole
+from minidist.grading import hole
 
 
 def choose(chances, k):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.grading import arguments, load_module, run_lesson
 from minidist.nn import GPT, DropoutKey, mixture
 from minidist.nn.moe import loads, rebalance
 from minidist.observe.page import Page, size_text, verdict
@@ -18,7 +19,6 @@ from minidist.optim import AdamW
 from minidist.parallel.experts.expert_parallel import SplitExperts, elements_sent
 from minidist.parallel.step.single import Single
 from minidist.parallel.zero.weight_shard import WeightShard
-from minidist.teaching import arguments, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "18")
 STEPS, LONG, ITEM = 3, 40, 8

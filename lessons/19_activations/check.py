@@ -9,8 +9,8 @@ import numpy as np
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, Tensor, tensor
 from minidist.device import account
+from minidist.grading import Result, expect
 from minidist.observe.page import size_text
-from minidist.teaching import Result, expect
 
 LAYERS, ROWS, WIDTH = 6, 64, 32
 SIZES = (1, 2, 3)

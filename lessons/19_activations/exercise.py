@@ -5,7 +5,7 @@ Copy this file (`minidist lesson 19 --copy DIR`), replace each `hole(...)` by yo
 """
 
 from minidist.autograd.tensor import no_grad, tensor  # noqa: F401 - you will want them
-from minidist.teaching import hole
+from minidist.grading import hole
 
 
 def peak(layers, size, x, a):

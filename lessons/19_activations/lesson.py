@@ -16,10 +16,10 @@ import numpy as np
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, no_grad, tensor
+from minidist.grading import arguments, load_module, run_lesson
 from minidist.nn import DropoutKey, GPTConfig
 from minidist.observe.page import Page, size_text, verdict
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.teaching import arguments, load_module, run_lesson
 
 HERE = Path(__file__).resolve()
 lab, broken = (load_module(HERE.with_name(name), "19") for name in ("experiments.py", "broken.py"))

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import minidist as md
-from minidist.teaching import Result, expect, load_module
+from minidist.grading import Result, expect, load_module
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "20")
 SMALL = lab.GPTConfig(vocabulary=20, context=4, layers=2, width=16, heads=2)

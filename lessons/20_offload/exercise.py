@@ -5,7 +5,7 @@ Copy this file (`minidist lesson 20 --copy DIR`), replace each `hole(...)` by yo
 what their accounts counted, and runs your loops on moves that tell when they were begun and waited for.
 """
 
-from minidist.teaching import hole
+from minidist.grading import hole
 
 
 def between_steps(parameters, mixed):

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
-from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "20")

@@ -13,6 +13,7 @@ import numpy as np
 import minidist as md
 from minidist.device import account
 from minidist.errors import MemoryLimitError
+from minidist.grading import arguments, load_module, run_lesson
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
@@ -24,7 +25,6 @@ from minidist.parallel.step.flat import Flat
 from minidist.parallel.zero.memory_formula import Each
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3
-from minidist.teaching import arguments, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "20")
 BILLION = 10**9

@@ -14,7 +14,7 @@ from minidist.kernels.attention import attention_reference
 from minidist.kernels.loader import Source, launch
 
 from minidist.errors import KernelError
-from minidist.teaching import Result, expect, load_module
+from minidist.grading import Result, expect, load_module
 
 lab = load_module(Path(__file__).resolve().parent / "experiments.py", "22")
 QUERIES, KEYS, WIDTH = 40, 33, 8

@@ -5,7 +5,7 @@ Copy this file (`minidist lesson 22 --copy DIR`), replace each `hole(...)` by yo
 kernel where the name in CAPITALS stands. Leave the kernels themselves as they are. g++ has to be there.
 """
 
-from minidist.teaching import hole
+from minidist.grading import hole
 
 # ------------------------------------------------------------------------------------------ online softmax: holes 1-3
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from matplotlib.patches import Rectangle
 
+from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
-from minidist.teaching import draw_figure, load_module
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "22")

@@ -12,8 +12,8 @@ import numpy as np
 from minidist.kernels import on_cpu
 from minidist.kernels.attention import attention, attention_reference
 
+from minidist.grading import arguments, load_module, run_lesson
 from minidist.observe.page import Page, size_text, verdict
-from minidist.teaching import arguments, load_module, run_lesson
 
 lab = load_module(Path(__file__).resolve().parent / "experiments.py", "22")
 TOKENS, LONG, HEADS = 64, 128, 4

@@ -29,7 +29,7 @@ import numpy as np
 
 from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
 from minidist.comm.calls.call import Call
-from minidist.comm.collectives.chunks import split
+from minidist.comm.chunks import split
 from minidist.comm.cost.link_model import NETWORK, LinkCost, Sample, Work, fit
 from minidist.comm.group import Group
 from minidist.comm.transport import Handle

@@ -42,7 +42,7 @@ from minidist.bench import (
 from minidist.bench.arguments import add_arguments
 from minidist.cli.common import meant, write_json
 from minidist.cli.machine import machine
-from minidist.comm.collectives.choose import choose
+from minidist.comm.collectives.select import choose
 from minidist.comm.cost.link_model import Profile, profile_path, save_profile
 from minidist.errors import ConfigError
 from minidist.launch import detect, init

@@ -4,7 +4,7 @@
     products alone   as many as take about as long       how long computation takes
     both             start, products, wait               at best the longer of the two, at worst their sum
 
-`delayed` is ours over links that sleep α + n·β a message (comm/transports/delayed.py): what overlap is worth where a
+`delayed` is ours over links that sleep α + n·β a message (comm/transports/throttled.py): what overlap is worth where a
 network does the carrying. The others are this machine as it is, where the cores that compute also carry the bytes.
 """
 
@@ -129,7 +129,7 @@ class Work:
 def our_rank(folder: str, contender: str, alpha: float, beta: float) -> None:
     """One rank of minidist, over delayed links or the transport it is called after."""
     import minidist as md
-    from minidist.comm.transports.delayed import delayed
+    from minidist.comm.transports.throttled import delayed
 
     limit_blas_threads(1, local_size=1)
     world = md.init(transport="sockets" if contender == DELAYED else contender, shared_memory=False, threads=1)

@@ -1,6 +1,6 @@
 """`minidist bench overlap-step`: how much of a training step's communication lies under its computation.
 
-    delayed   over links that sleep α + n·β a message (comm/transports/delayed.py): what overlap is worth on a network
+    delayed   over links that sleep α + n·β a message (comm/transports/throttled.py): what overlap is worth on a network
     sockets   this machine as it is, where the cores that compute also carry the bytes
 
 ZeRO-3 is measured with its prefetch off and on. Contenders take turns round by round; each turn records its steps, and
@@ -149,7 +149,7 @@ def recorded_steps(group: Any, name: str, model: Model, bucket_bytes: int, ahead
 @contextmanager
 def linked(world: Any, link: str, alpha: float, beta: float) -> Iterator[Any]:
     """The world's ranks over links of that kind."""
-    from minidist.comm.transports.delayed import delayed
+    from minidist.comm.transports.throttled import delayed
 
     if link == "delayed":
         with delayed(world, alpha=alpha, beta=beta) as slow:

@@ -8,7 +8,7 @@ The rate of matrix products and the bandwidth of a copy are measured first, on t
 model's operations (bench_step_floor.py: products, and a causal attention's half of the scores) over the time, over that
 rate. The floor is what the step would take if each of its parts did. Nothing here is divided: several ranks, ZeRO
 stages and plans are `bench step` without --device. With --graph our step stands there twice, the second time captured
-as one CUDA graph (graph.py).
+as one CUDA graph (cuda_graph.py).
 """
 
 import argparse
@@ -178,7 +178,7 @@ def timed(start_step: Callable[[], Any], finish: Callable[[Any], float], memory:
 def ours(model: Model, device: str, precision: str, *, captured: bool = False) -> Turn:
     """minidist: one rank, bf16 with float32 master weights; its step as it is, or as one graph."""
     import minidist as md
-    from minidist.graph import CapturedStep
+    from minidist.parallel.hybrid.cuda_graph import CapturedStep
 
     limit_blas_threads(1, local_size=1)
     floor, xp = resident_peak(), module_for(device)

@@ -7,8 +7,8 @@ from rich.table import Table
 
 from minidist import lessons
 from minidist.cli.common import write_json
+from minidist.grading import Grade, grade
 from minidist.observe.page import page_console
-from minidist.teaching import Grade, grade
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,9 +20,9 @@ from rich.table import Table
 
 from minidist import lessons
 from minidist.cli.common import fail, positive, write_json
+from minidist.grading import folder_to_write
 from minidist.lessons import Lesson
 from minidist.observe.page import page_console
-from minidist.teaching import folder_to_write
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

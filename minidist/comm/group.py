@@ -29,7 +29,7 @@ from minidist.comm.calls.call import Call
 from minidist.comm.calls.group_guard import Usage
 from minidist.comm.cost.critical_path import tiers
 from minidist.comm.ledger import Ledger
-from minidist.comm.messages import Messages
+from minidist.comm.point_to_point import Messages
 from minidist.comm.transport import Transport
 from minidist.errors import ConfigError
 
@@ -133,7 +133,7 @@ class Group:
     def reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
         """At the root, all ranks' arrays combined elementwise; None elsewhere (`out` is ignored).
 
-        Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod (see collectives/reduction.py).
+        Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod (see calls/reduction.py).
                  algorithm: naive, tree, hierarchical, native.
         Raises:  DtypeError if op does not take the dtype (mean of integers).
         """
@@ -161,7 +161,7 @@ class Group:
     def all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
         """All ranks' arrays combined elementwise, the same bits on every rank.
 
-        Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod (see collectives/reduction.py).
+        Args:    x: one shape and dtype on all ranks. op: sum, mean, max, min, prod (see calls/reduction.py).
                  out: may be x, which is then reduced in place, without a copy.
                  algorithm: naive, tree, ring, direct, pairwise, doubling, halving-doubling,
                  hierarchical, torus, native, shared.
@@ -261,7 +261,7 @@ class Group:
     def close(self) -> None:
         """Carry out what was started, in this group and those split from it, and end them; again, it does nothing.
 
-        The world's waits for ranks that share this one's GPU to do the same, and gives that memory back (device.py).
+        The world's waits for ranks that share this one's GPU to do the same, and gives that memory back (device_lane.py).
         Raises: the error of a started call that nobody waited for.
         """
         self.usage.close()

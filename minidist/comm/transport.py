@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minidist.comm.cost.link_model import Profile
-from minidist.comm.device import Device
+from minidist.comm.device_lane import Device
 from minidist.comm.health.wait_state import Waits
 from minidist.comm.native import Native
 from minidist.errors import CommError, ConfigError, PeerLostError
@@ -119,7 +119,7 @@ class Transport(ABC):
                 limit       seconds that any one wait may last; may be changed between calls
                 waits       those that last, for whoever judges whether they can end
                 profile     what messages cost, as the job agreed when it met; None where nobody measured it
-                device      for arrays on the GPU (device.py); None where they travel by way of the host
+                device      for arrays on the GPU (device_lane.py); None where they travel by way of the host
     """
 
     name: str

@@ -11,10 +11,10 @@ import numpy as np
 
 from minidist.comm.calls.buffers import Place, Result, Rows, apart, argument, as_array, device_of
 from minidist.comm.calls.call import Call
-from minidist.comm.collectives.choose import ALGORITHMS, choose
-from minidist.comm.collectives.chunks import bounds
-from minidist.comm.collectives.reduction import UFUNCS, Reduction, reduction
-from minidist.comm.device import Side
+from minidist.comm.calls.reduction import UFUNCS, Reduction, reduction
+from minidist.comm.chunks import bounds
+from minidist.comm.collectives.select import ALGORITHMS, choose
+from minidist.comm.device_lane import Side
 from minidist.device.backend import array_module, is_array
 from minidist.errors import ConfigError, DtypeError, ShapeError
 

@@ -10,7 +10,7 @@ replayed; the role is part of the proof, so nobody's own words can be sent back 
 proof only to who has shown one. The token itself never travels, and no message here prints it. What follows the
 handshake is neither encrypted nor signed: loopback or a private network is assumed, as MPI and NCCL assume it.
 
-Values travel as values.py packs them: never as pickle. Every read is limited in length and in time.
+Values travel as serialization.py packs them: never as pickle. Every read is limited in length and in time.
 """
 
 import hmac
@@ -22,7 +22,7 @@ import struct
 import time
 from typing import Any
 
-from minidist.comm.values import pack, unpack
+from minidist.comm.serialization import pack, unpack
 from minidist.errors import CommError, HandshakeError, PeerLostError, TimeoutError
 
 __all__ = ["address_of", "admit", "greet", "new_token", "pack", "recv_frame", "send_frame", "unpack"]

@@ -1,7 +1,7 @@
 """Matrix products by cuBLAS itself, called through ctypes, for where CuPy's may not be: while a stream is captured.
 
 CuPy refuses its own cuBLAS calls there, for a handle of everybody's has a workspace of everybody's. Products have a
-handle and a workspace of their own, which live as long as they do, and so may become nodes of a graph (graph.py).
+handle and a workspace of their own, which live as long as they do, and so may become nodes of a graph (cuda_graph.py).
 
     products = Products()
     with products.instead():        # on this thread

@@ -46,7 +46,7 @@ class Adam(Optimizer):
             super().step(lr, scale, roundings=roundings)
 
     def again(self) -> None:
-        """The last update is about to run again, as it was captured (graph.py): count it."""
+        """The last update is about to run again, as it was captured (cuda_graph.py): count it."""
         self._many.again(self.slots)
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:

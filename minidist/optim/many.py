@@ -65,7 +65,7 @@ class Many:
         return True
 
     def again(self, slots: Sequence[Slot]) -> None:
-        """The last update is about to run again, as it was captured (graph.py), on the same arrays: count it."""
+        """The last update is about to run again, as it was captured (cuda_graph.py), on the same arrays: count it."""
         self._tell_count(slots)
         self.count(slots)
 

@@ -11,7 +11,7 @@ import pytest
 from helpers import MIXED, run
 
 import minidist as md
-from minidist.comm.collectives.choose import ALGORITHMS, choose
+from minidist.comm.collectives.select import ALGORITHMS, choose
 from minidist.comm.cost.critical_path import PATHS, fastest
 from minidist.comm.cost.link_model import LinkCost, Profile, Sample, Work, fit, load_profile, profile_path, save_profile
 from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes

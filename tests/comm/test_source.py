@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 from helpers import run
 
-from minidist.comm import source
+from minidist.comm import call_site
 from minidist.comm.health.wait_state import Waits
 
 
 def test_the_caller_is_the_line_outside():
-    assert source.caller().split("/")[-1].startswith("test_source.py:")
-    assert source.place("x" * 500, 3) == "x" * 200 + ":3"
+    assert call_site.caller().split("/")[-1].startswith("test_source.py:")
+    assert call_site.place("x" * 500, 3) == "x" * 200 + ":3"
 
 
 def test_looking_it_up_is_cheap():
     """Under 3 µs from four calls deep in minidist/comm, as a collective is (the best of several, on a busy machine)."""
-    inside = {"repeat": timeit.repeat, "caller": source.caller}
+    inside = {"repeat": timeit.repeat, "caller": call_site.caller}
     exec(compile("def deep(n):\n"
                  "    return deep(n - 1) if n else (caller(), min(repeat(caller, number=2000, repeat=5)) / 2000)",
-                 source.__file__, "exec"), inside)
+                 call_site.__file__, "exec"), inside)
     found, seconds = inside["deep"](3)
     assert "test_source.py:" in found
     assert seconds < 3e-6
@@ -37,7 +37,7 @@ def test_where_an_error_was_raised():
     try:
         run(ranks, size=1)
     except Exception as error:
-        assert "test_source.py:" in source.raised_at(error)
+        assert "test_source.py:" in call_site.raised_at(error)
 
 
 def test_what_a_thread_is_doing():
@@ -52,13 +52,13 @@ def test_what_a_thread_is_doing():
     runner = threading.Thread(target=lambda: run(ranks, size=1))
     runner.start()
     started.wait()
-    assert source.doing(threads[0].ident) != "its last line"
+    assert call_site.doing(threads[0].ident) != "its last line"
     go.set()
     runner.join()
-    assert source.doing(None) == "its last line"
+    assert call_site.doing(None) == "its last line"
 
 
-@pytest.mark.parametrize("look", [lambda thread: Waits().state(), source.doing])
+@pytest.mark.parametrize("look", [lambda thread: Waits().state(), call_site.doing])
 def test_who_looks_at_threads_keeps_nothing_of_theirs(look):
     """Their stacks hold arrays, which must be free once they return, without waiting for the garbage collector."""
     started, go, held = threading.Event(), threading.Event(), []
@@ -86,7 +86,7 @@ def test_who_looks_at_threads_keeps_nothing_of_theirs(look):
 def test_who_looks_at_itself_keeps_nothing_either():
     def look():
         mine = np.zeros(3)
-        source.doing(threading.get_ident())
+        call_site.doing(threading.get_ident())
         return weakref.ref(mine)
 
     gc.collect()
@@ -104,7 +104,7 @@ def test_the_garbage_collector_rests_while_all_threads_are_looked_at(monkeypatch
     monkeypatch.setattr(sys, "_current_frames", lambda: seen.append(gc.isenabled()) or {})
     (gc.enable if collects else gc.disable)()
     try:
-        assert source.frames() == {}
+        assert call_site.frames() == {}
         assert gc.isenabled() == collects
     finally:
         gc.enable()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from minidist.comm.values import NESTING, Kind, pack, unpack
+from minidist.comm.serialization import NESTING, Kind, pack, unpack
 from minidist.errors import CommError, DtypeError
 
 

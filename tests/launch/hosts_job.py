@@ -10,7 +10,7 @@ import numpy as np
 
 import minidist as md
 from minidist.comm.group import Group
-from minidist.comm.transports.hosts import shared_by
+from minidist.comm.transports.auto import shared_by
 
 NBYTES = 2 << 20
 ROUNDS = 3

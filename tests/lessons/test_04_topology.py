@@ -7,7 +7,7 @@ import pytest
 from filling import graded
 
 from minidist import launch, lessons
-from minidist.teaching import load_module
+from minidist.grading import load_module
 
 RIGHT = {
     1: "min((a - b) % size, (b - a) % size)",

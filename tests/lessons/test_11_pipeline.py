@@ -9,11 +9,11 @@ from filling import graded
 
 from minidist import lessons
 from minidist.errors import ScheduleError
+from minidist.grading import load_module
 from minidist.launch import run
 from minidist.observe.page import Page
 from minidist.parallel.pipeline.schedule_checker import Clock, Times, broken, check_spans, clock_of
 from minidist.parallel.pipeline.schedules import Backward, of_orders
-from minidist.teaching import load_module
 
 RIGHT = {
     1: "min(ranks - 1 - rank, microbatches)",

@@ -9,7 +9,7 @@ from filling import graded
 
 import minidist as md
 from minidist import lessons
-from minidist.teaching import load_module
+from minidist.grading import load_module
 
 RIGHT = {
     1: "2 * ranks - 1 - rank",

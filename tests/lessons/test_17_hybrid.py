@@ -9,8 +9,8 @@ from filling import graded
 
 import minidist as md
 from minidist import lessons
+from minidist.grading import load_module
 from minidist.parallel.zero.memory_formula import STATE
-from minidist.teaching import load_module
 
 RIGHT = {
     1: "rank % shape[axis]",

@@ -8,10 +8,10 @@ from filling import graded
 
 import minidist as md
 from minidist import lessons
+from minidist.grading import load_module
 from minidist.nn import GPT, mixture
 from minidist.nn.moe import mixtures
 from minidist.parallel.experts.expert_parallel import elements_sent
-from minidist.teaching import load_module
 
 RIGHT = {
     1: "np.argsort(-chances, axis=1, kind='stable')[:, :k]",

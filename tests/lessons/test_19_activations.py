@@ -42,7 +42,7 @@ def filled(answers: dict[int, str], folder: Path, run: str = RUN):
     graded("19", answers, folder)       # writes the file
     file.write_text(file.read_text(encoding="utf-8") + run, encoding="utf-8")
     from minidist import lessons
-    from minidist.teaching import grade
+    from minidist.grading import grade
 
     return grade("19", lessons.find("19").part("check.py"), file)
 

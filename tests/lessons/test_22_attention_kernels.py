@@ -9,8 +9,8 @@ from kernel_checks import needs_compiler
 from minidist.kernels import on_cpu
 
 from minidist import launch, lessons
+from minidist.grading import load_module
 from minidist.observe.page import Page
-from minidist.teaching import load_module
 
 FOLDER = lessons.FOLDER / "22_attention_kernels"
 RIGHT = {

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from minidist import lessons
-from minidist.comm.collectives.choose import ALGORITHMS
+from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.cost.volume import FORMULAS
+from minidist.grading import load_module
 from minidist.launch import run
-from minidist.teaching import load_module
 
 PAGE = lessons.FOLDER / "COLLECTIVES.md"
 family = load_module(lessons.find("02").part("family.py"), "02")

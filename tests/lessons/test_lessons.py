@@ -12,7 +12,7 @@ import pytest
 from minidist import launch, lessons
 from minidist.data import digits
 from minidist.errors import MinidistError
-from minidist.teaching import load_module
+from minidist.grading import load_module
 
 ROOT = lessons.FOLDER.parent
 NUMBERS = [lesson.number for lesson in lessons.every_lesson()]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minidist as md
-from minidist.comm.transports.delayed import delayed
+from minidist.comm.transports.throttled import delayed
 from minidist.observe.overlap import Overlap, intersect, length, measure, subtract, together, union
 from minidist.observe.timeline import Span, Timeline
 

@@ -13,7 +13,7 @@ import minidist as md
 from minidist.autograd import ops
 from minidist.autograd.ops import collectives
 from minidist.autograd.tensor import tensor
-from minidist.comm.collectives.chunks import bounds
+from minidist.comm.chunks import bounds
 from minidist.errors import ShapeError
 
 STEP = 1e-6

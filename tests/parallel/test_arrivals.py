@@ -7,7 +7,7 @@ import pytest
 from training import SMALL_BUCKETS, difference, global_batch, tiny
 
 import minidist as md
-from minidist.comm.transports.delayed import delayed
+from minidist.comm.transports.throttled import delayed
 from minidist.nn import GPT
 from minidist.optim import SGD
 from minidist.parallel.zero.parameter_arrival import Arrivals

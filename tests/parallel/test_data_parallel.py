@@ -14,10 +14,10 @@ from minidist.errors import CommError, ConfigError
 from minidist.nn import GPT, DropoutKey, Linear, Module
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam, AdamW
-from minidist.parallel.common.update import Part
 from minidist.parallel.data import data_parallel
 from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.step.single import Single
+from minidist.parallel.step.step import Part
 
 BOUND = 1e-10
 

@@ -15,9 +15,9 @@ from minidist.autograd.tensor import Parameter, tensor
 from minidist.errors import ConfigError, GradientError, MismatchError
 from minidist.nn import GPT, Module
 from minidist.optim import AdamW
-from minidist.parallel.common import update
 from minidist.parallel.data import ddp as ddp_module
 from minidist.parallel.data.ddp import DDP
+from minidist.parallel.step import step as update
 from minidist.parallel.step.single import Single
 
 BOUND = 1e-10

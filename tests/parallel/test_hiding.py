@@ -14,7 +14,7 @@ from training import global_batch, tiny
 
 import minidist as md
 from minidist.comm.calls.async_call import PendingCall, Worker
-from minidist.comm.transports.delayed import delayed
+from minidist.comm.transports.throttled import delayed
 from minidist.nn import GPT
 from minidist.observe.overlap import measure
 from minidist.observe.timeline import Timeline

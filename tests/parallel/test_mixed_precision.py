@@ -21,9 +21,9 @@ from minidist.device import account
 from minidist.errors import ConfigError, GradientError, PlanError
 from minidist.nn import GPT
 from minidist.optim import SGD
-from minidist.parallel.common.update import part_of
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.precision.mixed_precision import DTYPES, LossScale, MixedPrecision
+from minidist.parallel.step.step import part_of
 
 CONFIG = tiny(dtype="float32", layers=1)
 

@@ -11,10 +11,10 @@ from minidist.device import account
 from minidist.errors import PlanError
 from minidist.nn import GPT
 from minidist.optim import AdamW
-from minidist.parallel.common.update import part_of
 from minidist.parallel.pipeline import pipeline as pipeline_module
 from minidist.parallel.pipeline.pipeline import PipeDream
 from minidist.parallel.pipeline.schedules import make_schedule
+from minidist.parallel.step.step import part_of
 
 BOUND, STEPS, SEQUENCES = 1e-10, 2, 9
 CONFIG = {"layers": 4}

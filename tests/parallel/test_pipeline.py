@@ -12,13 +12,12 @@ from pipelines import differ, train_stages
 from training import difference, global_batch, tiny
 
 import minidist as md
-from minidist.comm.transports.delayed import delayed
+from minidist.comm.transports.throttled import delayed
 from minidist.device import account
 from minidist.errors import ScheduleError, ShardError
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, AdamW
-from minidist.parallel.common.update import Part
 from minidist.parallel.pipeline import pipeline as pipeline_module
 from minidist.parallel.pipeline import stage_model
 from minidist.parallel.pipeline import stages as stages_module
@@ -28,6 +27,7 @@ from minidist.parallel.pipeline.schedule_checker import Clock, Span, Times, brok
 from minidist.parallel.pipeline.schedules import COMPUTES, ORDERS, Schedule, make_schedule
 from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision
 from minidist.parallel.step.single import Single
+from minidist.parallel.step.step import Part
 
 BOUND = 1e-10
 CHANGES = {"layers": 6, "tied": True, "dropout": 0.2}       # what most can go wrong in

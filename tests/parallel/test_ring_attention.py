@@ -26,7 +26,7 @@ import minidist as md
 from minidist.autograd import ops
 from minidist.autograd.ops import online_attention
 from minidist.autograd.tensor import tensor
-from minidist.comm.transports.delayed import delayed
+from minidist.comm.transports.throttled import delayed
 from minidist.device import account
 from minidist.device.backend import random_uniform
 from minidist.errors import MemoryLimitError, ShapeError

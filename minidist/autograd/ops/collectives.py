@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.comm.collectives.chunks import bounds, longest
+from minidist.comm.chunks import bounds, longest
 from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module
 from minidist.errors import ShapeError

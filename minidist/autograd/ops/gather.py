@@ -19,7 +19,7 @@ _ONE_HOT_ROWS = 1024  # table rows summed by one matrix product on a GPU
 
 @dataclass(frozen=True)
 class SortedIds:
-    """Positions on a GPU that the host has looked at and sorted before, so that no op has to (graph.py).
+    """Positions on a GPU that the host has looked at and sorted before, so that no op has to (cuda_graph.py).
 
     Attributes: ids             int64 (…)
                 order, starts   int32 (n,), (count + 1,): where each id of a table of `count` rows stands among them

@@ -30,11 +30,11 @@ from minidist.cli.train.sample import sample
 from minidist.cli.train.verify import STEPS, Weights, verify
 from minidist.comm.group import Group
 from minidist.device import account
-from minidist.graph import CapturedStep
 from minidist.launch import detect, init, spawn
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
+from minidist.parallel.hybrid.cuda_graph import CapturedStep
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.step.late_loss import LateLoss

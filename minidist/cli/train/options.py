@@ -11,11 +11,11 @@ from minidist.cli.common import fail
 from minidist.data import text
 from minidist.device.backend import module_for
 from minidist.nn import GPTConfig, MixtureConfig
-from minidist.parallel.common.update import Batch
 from minidist.parallel.hybrid.hybrid import Plan
 from minidist.parallel.memory.activations import chosen
 from minidist.parallel.memory.disk import writable
 from minidist.parallel.precision.mixed_precision import check_dtype
+from minidist.parallel.step.step import Batch
 
 VALIDATION_ROWS = 512
 """Sequences of held-out text that the validation loss is taken over, at most."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
 from minidist.observe.page import size_text
-from minidist.parallel.common.update import Batch
+from minidist.parallel.step.step import Batch
 
 LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "srun", "orterun", "prterun")
 

@@ -16,7 +16,7 @@ from minidist.cli.common import write_json
 from minidist.cli.train import central, hybrid
 from minidist.cli.train import experts as train_experts
 from minidist.cli.train.offload import offload_record, on_device, print_offload
-from minidist.comm.collectives.chunks import bounds
+from minidist.comm.chunks import bounds
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.errors import ConfigError
@@ -24,7 +24,6 @@ from minidist.nn import GPT
 from minidist.observe.plots import draw_loss
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline, write_perfetto
-from minidist.parallel.common.update import Batch
 from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.parameter_server import ParameterServer
@@ -32,6 +31,7 @@ from minidist.parallel.data.replica_groups import owners
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.step.single import Single
+from minidist.parallel.step.step import Batch
 from minidist.parallel.zero.memory_formula import STATE, Each, state_bytes
 from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from minidist.comm.device import program
+from minidist.comm.device_lane import program
 from minidist.comm.health.wait_state import QUIET, Purpose
 from minidist.comm.signature import Signature
 from minidist.comm.transport import Handle, Transport

@@ -1,7 +1,7 @@
 """The arrays of a call: the caller's argument made ready to send, and where its result goes.
 
 The one place where arrays cross between device and host: algorithms see contiguous NumPy arrays only, but for calls
-that a transport carries out on the GPU (device.py), whose arrays stay there.
+that a transport carries out on the GPU (device_lane.py), whose arrays stay there.
 Copies: an argument that is contiguous and where the call works is sent as it is; a result is received into `out`, or
 into the new array that is returned. What is not contiguous, or elsewhere, is copied once on its way in or out; between
 GPU and host that goes through pinned memory (backend.to_host), and the host waits for it.
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.device import Side
+from minidist.comm.device_lane import Side
 from minidist.comm.signature import dtype_code
 from minidist.device import account, backend
 from minidist.errors import DtypeError, ShapeError

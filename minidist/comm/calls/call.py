@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minidist.comm import source
+from minidist.comm import call_site
 from minidist.comm.calls.buffers import Place, address_of
-from minidist.comm.device import Side
+from minidist.comm.device_lane import Side
 from minidist.comm.health.wait_state import Purpose
 from minidist.comm.ledger import Event
 from minidist.comm.native import Native
@@ -58,7 +58,7 @@ class Call(Purpose):
                 board       memory that the group's ranks share, or None
                 device      where this rank's arrays live; None until a message tells a rank that brought none
                 origin      where the array lives from which a block came; None while none has come
-                side        the stream on which the call is carried out on the GPU (device.py), or None
+                side        the stream on which the call is carried out on the GPU (device_lane.py), or None
     """
 
     def __init__(self, group: "Group", verb: str, algorithm: str, work: Callable[["Call"], Any], *,
@@ -70,7 +70,7 @@ class Call(Purpose):
         self.verb, self.algorithm, self.work, self.device = verb, algorithm, work, device
         self.ledger, self.phase = group.ledger, group.ledger.phase
         self.axis = "control" if group.ledger.in_control else group.axis
-        self._group, self._sequence, self._where = group.id, group.next_sequence(), source.caller()
+        self._group, self._sequence, self._where = group.id, group.next_sequence(), call_site.caller()
         self._said = (verb, algorithm, op, root, None if dtype is None else dtype_code(dtype), shape)
         self._transport, self.board = group.transport, group.board
         self.world_ranks = group.world_ranks

@@ -15,8 +15,8 @@ import numpy as np
 
 from minidist.comm.calls.buffers import PlaceOf
 from minidist.comm.calls.call import Call
-from minidist.comm.collectives.labels import labels_in, labels_of, parts_of
 from minidist.comm.collectives.naive import in_workspace
+from minidist.comm.collectives.packed_shapes import labels_in, labels_of, parts_of
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:

@@ -6,7 +6,7 @@ notes: N4 §2
 import numpy as np
 
 from minidist.comm.calls.call import Call
-from minidist.comm.collectives.reduction import Reduction
+from minidist.comm.calls.reduction import Reduction
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:

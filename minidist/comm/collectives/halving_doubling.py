@@ -24,8 +24,8 @@ import numpy as np
 
 from minidist.comm.calls.buffers import Rows
 from minidist.comm.calls.call import Call
-from minidist.comm.collectives.chunks import bounds
-from minidist.comm.collectives.reduction import Reduction
+from minidist.comm.calls.reduction import Reduction
+from minidist.comm.chunks import bounds
 
 
 class Core(NamedTuple):

@@ -22,10 +22,10 @@ import numpy as np
 
 from minidist.comm.calls.buffers import Place, Rows
 from minidist.comm.calls.call import Call
+from minidist.comm.calls.reduction import Reduction, add_from
+from minidist.comm.chunks import split
 from minidist.comm.collectives import ring, tree
-from minidist.comm.collectives.chunks import split
-from minidist.comm.collectives.part import Part
-from minidist.comm.collectives.reduction import Reduction, add_from
+from minidist.comm.collectives.subset_call import Part
 
 
 class Levels(NamedTuple):

@@ -14,8 +14,8 @@ import numpy as np
 
 from minidist.comm.calls.buffers import Place, PlaceOf, Rows
 from minidist.comm.calls.call import Call
-from minidist.comm.collectives.chunks import split
-from minidist.comm.collectives.reduction import Reduction, add_from
+from minidist.comm.calls.reduction import Reduction, add_from
+from minidist.comm.chunks import split
 
 _NOTHING = np.empty(0, np.uint8)
 

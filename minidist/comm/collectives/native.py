@@ -13,7 +13,7 @@ group of one rank sends nothing.
 Results may differ from run to run by the order of additions, as far as the library promises no more; NaN in max and min
 is its affair, too.
 
-On a GPU (comm/device.py) the arrays are CuPy's, and the library is NCCL or CUDA IPC; the messages that agree are the
+On a GPU (comm/device_lane.py) the arrays are CuPy's, and the library is NCCL or CUDA IPC; the messages that agree are the
 same, and so are the costs, but that an all-to-all's shapes travel in P-1 headers a rank instead of labels. NCCL adds in
 the arrays' dtype: it may round low precision at every hop. Not yet measured on a GPU.
 """
@@ -25,10 +25,10 @@ import numpy as np
 
 from minidist.comm.calls.buffers import Place, PlaceOf, Rows
 from minidist.comm.calls.call import Call
+from minidist.comm.calls.reduction import Reduction
+from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives import dissemination, tree
 from minidist.comm.collectives.bruck import pack, unpack
-from minidist.comm.collectives.chunks import bounds, split
-from minidist.comm.collectives.reduction import Reduction
 from minidist.device.backend import array_module
 
 

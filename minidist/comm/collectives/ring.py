@@ -18,8 +18,8 @@ import numpy as np
 
 from minidist.comm.calls.buffers import Place, PlaceOf, Rows
 from minidist.comm.calls.call import Call
-from minidist.comm.collectives.chunks import bounds, split
-from minidist.comm.collectives.reduction import Reduction
+from minidist.comm.calls.reduction import Reduction
+from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives.tree import halved
 from minidist.comm.transport import Handle
 

@@ -20,10 +20,10 @@ import numpy as np
 
 from minidist.comm.calls.buffers import Rows
 from minidist.comm.calls.call import Call
+from minidist.comm.calls.reduction import Reduction
+from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives import ring
-from minidist.comm.collectives.chunks import bounds, split
-from minidist.comm.collectives.part import Part
-from minidist.comm.collectives.reduction import Reduction
+from minidist.comm.collectives.subset_call import Part
 
 
 class Grid(NamedTuple):

@@ -21,9 +21,9 @@ import numpy as np
 
 from minidist.comm.calls.buffers import Place, Rows
 from minidist.comm.calls.call import Call
-from minidist.comm.collectives.chunks import bounds
+from minidist.comm.calls.reduction import Reduction, add_from
+from minidist.comm.chunks import bounds
 from minidist.comm.collectives.naive import in_workspace
-from minidist.comm.collectives.reduction import Reduction, add_from
 
 
 def family(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:

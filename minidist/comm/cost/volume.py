@@ -11,9 +11,9 @@ the bytes of the part from rank r for rank d; M nodes, L the ranks of the larges
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from minidist.comm.collectives.chunks import bounds
+from minidist.comm.chunks import bounds
 from minidist.comm.collectives.ring import STRETCH_BYTES
-from minidist.comm.collectives.shared import DIRECT_BYTES
+from minidist.comm.collectives.shared_memory import DIRECT_BYTES
 from minidist.comm.transport import SHOWN_BYTES
 
 
@@ -28,7 +28,7 @@ class Case:
                 dims    how many dims each part has
                 nodes   the machine each rank is on; empty: one machine
                 root    of the verbs that have one
-                lends   whether the ranks may read each other's memory (shared.py)
+                lends   whether the ranks may read each other's memory (shared_memory.py)
     """
 
     size: int

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Protocol
 
-from minidist.comm import source
+from minidist.comm import call_site
 from minidist.comm.signature import Signature
 from minidist.errors import CommError, PeerLostError
 
@@ -204,7 +204,7 @@ class Waits:
                 sent[peer] = sent.get(peer, 0) + 1
         running = sorted(thread for thread in busy - set(lasting) if thread is not None)
         return State(tuple(each.now() for each in lasting.values()), sent, taken, not running,
-                     source.doing(running[0]) if running else "", frozenset(self.reads()))
+                     call_site.doing(running[0]) if running else "", frozenset(self.reads()))
 
     def described(self, state: State) -> str:
         """All ranks' waits, as the last lines of an error; `state`: as this rank's were when its time was up.
@@ -245,7 +245,7 @@ def _nothing() -> tuple[dict[int, int], dict[int, int]]:
 
 def _program() -> set[int | None]:
     """Threads of this process that are the program's: not ours, which are daemons, nor those of an idle pool."""
-    frames = source.frames()
+    frames = call_site.frames()
     try:
         return {thread.ident for thread in threading.enumerate()
                 if not thread.daemon and not _idles(frames, thread.ident)}

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from minidist import errors
-from minidist.comm import source
+from minidist.comm import call_site
 from minidist.comm.cost.link_model import Profile
 from minidist.comm.group import Group
 from minidist.comm.health import deadlock
@@ -38,7 +38,7 @@ def name_rank(error: BaseException, world_rank: int) -> BaseException:
         if not error.args[0].startswith(name):
             error.args = (f"{name}: {error.args[0]}", *error.args[1:])
         return error
-    who = CommError(f"rank {world_rank} failed at {source.raised_at(error)}")
+    who = CommError(f"rank {world_rank} failed at {call_site.raised_at(error)}")
     who.__cause__, error.__cause__ = error.__cause__, who
     return error
 
@@ -96,7 +96,7 @@ class _Job:
             spared = rank in self.expendable
             if not spared:
                 self.failure = (rank, error)
-        how = f"rank {rank} failed with {type(error).__name__}: {error} (at {source.raised_at(error)})"
+        how = f"rank {rank} failed with {type(error).__name__}: {error} (at {call_site.raised_at(error)})"
         for transport in self.transports:
             (transport.lose if spared else transport.abort)(PeerLostError(how, world_rank=rank))
         with self.changed:

@@ -2,9 +2,9 @@
 
 from minidist.comm.group import Group
 from minidist.nn import GPT
-from minidist.parallel.common.update import Loss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.step import Loss
 from minidist.parallel.tensor.split_model import SplitModel
 
 

@@ -56,7 +56,7 @@ from minidist.autograd.ops.online_attention import Backward, Running
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor
 from minidist.comm.calls.async_call import Pending
-from minidist.comm.collectives.chunks import bounds
+from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen

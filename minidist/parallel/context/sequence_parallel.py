@@ -44,10 +44,10 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import GPT, GPTConfig
 from minidist.nn.moe import Sequences
-from minidist.parallel.common.update import Loss
 from minidist.parallel.context.token_shard import TOKENS, keep_own_dropouts, pick
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.step import Loss
 from minidist.parallel.tensor.split_gpt import set_output, shared_numbers, split_gpt
 from minidist.parallel.tensor.split_model import SplitModel
 from minidist.parallel.tensor.tensor_layers import Region, SplitOutput

@@ -33,7 +33,7 @@ notes:   N1 §2.1, N2 §10.4 (N2:419)
 """
 
 from minidist.errors import ConfigError
-from minidist.parallel.common.update import Part, part_of
+from minidist.parallel.step.step import Part, part_of
 
 
 def micro_parts(part: Part, count: int) -> list[Part]:

@@ -22,9 +22,9 @@ from minidist.device.backend import Array
 from minidist.errors import CommError, TimeoutError
 from minidist.nn import Module
 from minidist.optim import Optimizer, clip_scale, global_norm
-from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of, zero_unused
 from minidist.parallel.data.server_keys import Shard, assign
 from minidist.parallel.step.flat import Piece
+from minidist.parallel.step.step import Batch, Loss, Part, loss_of, part_of, zero_unused
 
 
 class Update(NamedTuple):

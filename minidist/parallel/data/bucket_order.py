@@ -15,7 +15,7 @@ import numpy as np
 from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
 from minidist.errors import ConfigError, GradientError
-from minidist.parallel.common.update import zero_unused
+from minidist.parallel.step.step import zero_unused
 
 UNUSED = ("zero", "error")
 

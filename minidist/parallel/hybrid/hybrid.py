@@ -30,7 +30,6 @@ from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig, Module
 from minidist.nn.moe import biases
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
-from minidist.parallel.common.update import Batch, Part, part_of
 from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.data.ddp import DDP
@@ -47,6 +46,7 @@ from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas, weights_digest
 from minidist.parallel.step.single import Single
+from minidist.parallel.step.step import Batch, Part, part_of
 from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3

@@ -32,11 +32,11 @@ from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import GPT
-from minidist.parallel.common.update import Part
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.pipeline.pipeline import Pipeline
 from minidist.parallel.pipeline.schedules import BackwardWeights, Forward, Schedule
 from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.step import Part
 from minidist.parallel.zero.weight_shard import assemble
 from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2

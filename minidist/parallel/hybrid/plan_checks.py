@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import chain, combinations, product
 from typing import TYPE_CHECKING, Any
 
-from minidist.comm.collectives.choose import ALGORITHMS
+from minidist.comm.collectives.select import ALGORITHMS
 from minidist.errors import PlanError
 from minidist.nn import GPTConfig
 from minidist.parallel.pipeline.schedules import ORDERS

@@ -28,8 +28,8 @@ import numpy as np
 
 from minidist.device.account import MemoryAccount
 from minidist.device.backend import Array, to_host
+from minidist.device.bytes_view import wire_view
 from minidist.errors import DiskError
-from minidist.octets import wire_view
 from minidist.parallel.memory.disk_file import PAGE, Loan, Pool, Record, told
 from minidist.parallel.memory.transfer_lanes import Lane, Move, Pace, Traffic
 from minidist.parallel.step.recorder import Recorder

@@ -56,7 +56,6 @@ from minidist.errors import PlanError
 from minidist.nn import GPT
 from minidist.nn.balance import of_stage
 from minidist.optim import Optimizer
-from minidist.parallel.common.update import Batch, Key, Part, zero_unused
 from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.pipeline.executor import Worker
 from minidist.parallel.pipeline.schedules import BackwardInput, Instruction, RecvActivation, Schedule
@@ -64,6 +63,7 @@ from minidist.parallel.pipeline.stage_model import Layered
 from minidist.parallel.pipeline.stages import Arrived, hollow
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.step import Batch, Key, Part, zero_unused
 
 
 class Pipeline(Layered):

@@ -11,11 +11,11 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.nn import GPT
 from minidist.optim import Optimizer, sum_of_squares
-from minidist.parallel.common.update import zero_unused
 from minidist.parallel.pipeline.stages import Stages, balanced_layers
 from minidist.parallel.step.flat import sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
+from minidist.parallel.step.step import zero_unused
 
 
 class Layered:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from minidist.autograd.tensor import Parameter
-from minidist.comm.collectives.chunks import bounds
+from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array, array_module, to_host, widen

@@ -9,8 +9,8 @@ import numpy as np
 from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
 from minidist.device.backend import to_host
+from minidist.device.bytes_view import wire_view
 from minidist.errors import MismatchError
-from minidist.octets import wire_view
 
 
 def check_equal_replicas(parameters: Iterable[Parameter], group: Group, *, when: str) -> None:

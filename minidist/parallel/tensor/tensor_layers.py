@@ -15,7 +15,7 @@ from minidist.autograd import ops
 from minidist.autograd.ops import collectives
 from minidist.autograd.ops.vocabulary import split_cross_entropy
 from minidist.autograd.tensor import Tensor
-from minidist.comm.collectives.chunks import bounds
+from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module, beside
 from minidist.nn import MLP, DropoutKey, Embedding, Linear, Mixture, Module, Weight

@@ -15,9 +15,9 @@ from functools import partial
 from minidist.autograd.tensor import Parameter
 from minidist.comm.calls.async_call import Pending
 from minidist.device.backend import Array
-from minidist.parallel.common.update import zero_unused
 from minidist.parallel.step.flat import Flat, empty_like
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.step import zero_unused
 from minidist.parallel.zero.hybrid_sharding import Sharing
 from minidist.parallel.zero.shard_store import Home
 

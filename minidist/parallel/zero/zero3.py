@@ -56,12 +56,12 @@ from minidist.device.backend import Array
 from minidist.errors import GradientError
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.common.update import Batch, Loss, Part, loss_of, part_of
 from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.replica_groups import Others, check_equal_owners
 from minidist.parallel.step.flat import squares_of_shards, sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
+from minidist.parallel.step.step import Batch, Loss, Part, loss_of, part_of
 from minidist.parallel.zero.fsdp_units import Unit, make_units
 from minidist.parallel.zero.gradient_shards import Scattered
 from minidist.parallel.zero.hybrid_sharding import Sharing

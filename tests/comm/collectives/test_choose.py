@@ -2,7 +2,7 @@
 
 import pytest
 
-from minidist.comm.collectives.choose import ALGORITHMS, choose
+from minidist.comm.collectives.select import ALGORITHMS, choose
 from minidist.comm.cost.critical_path import Tiers, tiers
 from minidist.comm.cost.link_model import LinkCost, Profile
 from minidist.errors import ConfigError

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist.comm.collectives.chunks import bounds, longest, split
+from minidist.comm.chunks import bounds, longest, split
 
 
 @given(length=st.integers(0, 200), size=st.integers(1, 20))

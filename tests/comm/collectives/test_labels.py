@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minidist.comm.collectives.labels import labels_in, labels_of, parts_of
+from minidist.comm.collectives.packed_shapes import labels_in, labels_of, parts_of
 
 
 @pytest.mark.parametrize("shapes", [[()], [(3,)], [(0, 2), (), (1, 1, 1)], [(1,) * 63 + (7,), (5,)]])

@@ -5,7 +5,7 @@ import pytest
 from collective_checker import Drawn, bring, call
 from helpers import run
 
-from minidist.comm.collectives.part import Part
+from minidist.comm.collectives.subset_call import Part
 from minidist.comm.collectives.torus import grid
 
 NODES = (0, 1, 0, 2, 1, 0)
@@ -74,7 +74,7 @@ def test_a_part_counts_among_its_ranks_and_tells_later_steps():
             got = world.all_reduce(np.full(2, world.rank), algorithm="ring")
         return seen, got.tolist(), [(message["dst"], message["step"]) for message in sent]
 
-    from minidist.comm.collectives.choose import ALGORITHMS
+    from minidist.comm.collectives.select import ALGORITHMS
 
     assert run(ranks, size=3) == [([1, 3, 2, 0], [2, 2], [(1, 6)]), ([2, 3, 0, 1], [0, 0], [(2, 6)]),
                                   ([0, 3, 1, 2], [1, 1], [(0, 6)])]

@@ -12,11 +12,11 @@ from collective_checker import Drawn, examine
 
 from minidist.comm.calls.buffers import Place, PlaceOf, Rows
 from minidist.comm.calls.call import Call
+from minidist.comm.calls.reduction import Reduction
+from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives import bruck, halving_doubling, hierarchical, naive, ring, torus, tree
-from minidist.comm.collectives.choose import ALGORITHMS
-from minidist.comm.collectives.chunks import bounds, split
-from minidist.comm.collectives.part import Part
-from minidist.comm.collectives.reduction import Reduction
+from minidist.comm.collectives.select import ALGORITHMS
+from minidist.comm.collectives.subset_call import Part
 from minidist.errors import DeadlockError
 
 MUTANTS: dict[str, tuple[Callable[..., Any], Drawn, type[BaseException], str]] = {}

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from helpers import run
 
-from minidist.comm.collectives import reduction as module
-from minidist.comm.collectives.reduction import Reduction, reduction
+from minidist.comm.calls import reduction as module
+from minidist.comm.calls.reduction import Reduction, reduction
 from minidist.errors import ConfigError, DtypeError
 
 

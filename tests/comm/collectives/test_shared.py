@@ -23,7 +23,7 @@ from linked import run_shm
 from strategies import calls
 
 from minidist.comm.calls.call import Call
-from minidist.comm.collectives import shared
+from minidist.comm.collectives import shared_memory
 from minidist.comm.cost import volume
 from minidist.comm.cost.volume import FORMULAS
 from minidist.comm.transport import SHOWN_BYTES
@@ -40,7 +40,7 @@ on_both_ways = pytest.mark.parametrize("lends", [True, False])
 def pieces_of(nbytes: int) -> Iterator[None]:
     """Inside, so many bytes are the most that is shown at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "SHOWN_BYTES", nbytes)
+        patch.setattr(shared_memory, "SHOWN_BYTES", nbytes)
         patch.setattr(volume, "SHOWN_BYTES", nbytes)
         yield
 
@@ -57,7 +57,7 @@ def test_sample(verb, data):
 def test_sample_of_short_arrays_in_chunks(data):
     """Arrays that every rank would add by itself."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (shared, volume):
+        for module in (shared_memory, volume):
             patch.setattr(module, "DIRECT_BYTES", -1)
         examine(data.draw(calls("all_reduce", "shared", "shm")), run_shm)
 
@@ -170,7 +170,7 @@ def test_mutant_that_does_not_wait_for_the_readers_is_caught(verb, monkeypatch):
     show = Call.show
 
     def hasty(call, *arrays, lent=()):
-        return [] if arrays[0] is shared._NOTHING else show(call, *arrays, lent=lent)
+        return [] if arrays[0] is shared_memory._NOTHING else show(call, *arrays, lent=lent)
 
     changed = []
 

@@ -13,7 +13,7 @@ import pytest
 from helpers import SOON, run
 from linked import nobody_tells, shm_transports
 
-from minidist.comm.collectives import shared
+from minidist.comm.collectives import shared_memory
 from minidist.comm.transports.shm import process_vm_read
 from minidist.comm.transports.shm.fd_passing import hand_over
 from minidist.comm.transports.shm.process_vm_read import Exhibit, process_of, read
@@ -187,7 +187,7 @@ def killed_while_it_is_read(world, folder):
 
 
 def test_a_rank_that_dies_while_it_is_read_is_lost_as_anywhere(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared, "SHOWN_BYTES", 512)
+    monkeypatch.setattr(shared_memory, "SHOWN_BYTES", 512)
     with pytest.raises(PeerLostError, match="rank 1.*SIGKILL"):
         run(killed_while_it_is_read, tmp_path, size=3, transport="shm")
     for survivor in (0, 2):

@@ -10,7 +10,7 @@ from helpers import lateness, run
 
 from minidist.comm.cost.critical_path import PATHS
 from minidist.comm.cost.link_model import LinkCost
-from minidist.comm.transports.delayed import Delayed, delayed
+from minidist.comm.transports.throttled import Delayed, delayed
 from minidist.errors import ConfigError, PeerLostError
 
 ALPHA = 0.02        # seconds: long beside what a busy machine adds

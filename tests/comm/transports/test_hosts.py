@@ -13,7 +13,7 @@ from leftovers import nothing_left
 from linked import into, nobody_tells, shm_links, socket_links, tag
 
 import minidist as md
-from minidist.comm.transports import hosts
+from minidist.comm.transports import auto
 from minidist.comm.transports.shm.transport import ARENA_BYTES, BOARDS, ShmTransport
 from minidist.errors import ConfigError, PeerLostError
 from minidist.launch.forked import run_forked
@@ -77,10 +77,10 @@ def test_a_job_on_sockets_shares_memory_unless_told_not_to():
 
 
 def test_ranks_that_could_not_hand_memory_over_do_not_try(monkeypatch):
-    own = hosts.shared_by(0)
-    assert own == hosts.shared_by(0) != hosts.shared_by(1)
-    monkeypatch.setattr(hosts.platform, "node", lambda: "elsewhere")
-    assert own != hosts.shared_by(0)
+    own = auto.shared_by(0)
+    assert own == auto.shared_by(0) != auto.shared_by(1)
+    monkeypatch.setattr(auto.platform, "node", lambda: "elsewhere")
+    assert own != auto.shared_by(0)
 
 
 def one_without(world):
@@ -194,4 +194,4 @@ def test_a_network_that_is_not_reached_is_one_line():
 
     says = "rank 1 cannot connect to rank 0: .*refused"
     with nothing_left(), nobodys_port() as (_, port), pytest.raises(md.errors.CommError, match=says):
-        hosts.connect(Meeting(), b"a token for tests", 2.0, host="127.0.0.1", node=0)
+        auto.connect(Meeting(), b"a token for tests", 2.0, host="127.0.0.1", node=0)

@@ -12,7 +12,7 @@ from helpers import SOON, nobodys_port
 from leftovers import open_files
 
 from minidist.comm import wire
-from minidist.comm.transports import mesh
+from minidist.comm.transports.progress import full_mesh
 from minidist.errors import CommError, HandshakeError, PeerLostError, TimeoutError
 
 TOKEN = b"a token for tests"
@@ -56,7 +56,7 @@ def join_all(size: int, listeners: list[socket.socket], dial, tokens: dict[int, 
         token = (tokens or {}).get(rank, TOKEN)
         try:
             address = listeners[rank].getsockname()
-            results[rank] = mesh.join(link, {"address": address}, listeners[rank], dial, token, limit)
+            results[rank] = full_mesh.join(link, {"address": address}, listeners[rank], dial, token, limit)
         except CommError as error:
             results[rank] = error
 
@@ -69,11 +69,11 @@ def join_all(size: int, listeners: list[socket.socket], dial, tokens: dict[int, 
 
 
 def tcp(info: dict[str, Any]) -> socket.socket:
-    return mesh.dial_tcp(*info["address"], 1 << 16, 5.0)
+    return full_mesh.dial_tcp(*info["address"], 1 << 16, 5.0)
 
 
 def unix(info: dict[str, Any]) -> socket.socket:
-    return mesh.dial_unix(info["address"], 5.0)
+    return full_mesh.dial_unix(info["address"], 5.0)
 
 
 def call(listener: socket.socket) -> socket.socket:
@@ -81,8 +81,8 @@ def call(listener: socket.socket) -> socket.socket:
     return tcp({"address": listener.getsockname()})
 
 
-@pytest.mark.parametrize(("listen", "dial"), [(lambda: mesh.listen_tcp("127.0.0.1", 1 << 16), tcp),
-                                              (mesh.listen_unix, unix)], ids=["tcp", "unix"])
+@pytest.mark.parametrize(("listen", "dial"), [(lambda: full_mesh.listen_tcp("127.0.0.1", 1 << 16), tcp),
+                                              (full_mesh.listen_unix, unix)], ids=["tcp", "unix"])
 def test_every_two_ranks_are_connected(listen, dial):
     before, size = open_files(), 5
     links = join_all(size, [listen() for _ in range(size)], dial)
@@ -100,7 +100,7 @@ def test_every_two_ranks_are_connected(listen, dial):
 
 
 def test_strangers_keep_nobody_waiting_and_are_logged(caplog):
-    listeners = [mesh.listen_tcp("127.0.0.1", 1 << 16) for _ in range(3)]
+    listeners = [full_mesh.listen_tcp("127.0.0.1", 1 << 16) for _ in range(3)]
     silent = [call(listeners[rank]) for rank in (0, 0, 1) for _ in range(5)]
     noisy = [call(listeners[0]) for _ in range(5)]
     for number, sock in enumerate(noisy):
@@ -130,7 +130,7 @@ def test_strangers_keep_nobody_waiting_and_are_logged(caplog):
 
 
 def test_a_rank_with_another_token_is_refused_and_those_who_wait_for_it_say_so():
-    listeners = [mesh.listen_tcp("127.0.0.1", 1 << 16) for _ in range(2)]
+    listeners = [full_mesh.listen_tcp("127.0.0.1", 1 << 16) for _ in range(2)]
     zero, one = join_all(2, listeners, tcp, {1: b"another"}, limit=1.0)
     assert isinstance(one, HandshakeError)
     assert isinstance(zero, TimeoutError)
@@ -138,7 +138,7 @@ def test_a_rank_with_another_token_is_refused_and_those_who_wait_for_it_say_so()
 
 
 def test_a_rank_that_is_not_expected_is_refused(caplog):
-    listener = mesh.listen_tcp("127.0.0.1", 1 << 16)
+    listener = full_mesh.listen_tcp("127.0.0.1", 1 << 16)
     callers = [call(listener) for _ in range(3)]
 
     def greet(sock: socket.socket, rank: object) -> None:
@@ -156,7 +156,7 @@ def test_a_rank_that_is_not_expected_is_refused(caplog):
             thread.start()
         late = threading.Thread(target=come_last)
         late.start()
-        links = mesh.join(alone(0, [{}, {}]), {}, listener, tcp, TOKEN, 20.0)
+        links = full_mesh.join(alone(0, [{}, {}]), {}, listener, tcp, TOKEN, 20.0)
         for thread in (*threads, late):
             thread.join()
     assert set(links) == {1}
@@ -167,13 +167,13 @@ def test_a_rank_that_is_not_expected_is_refused(caplog):
 
 
 def test_nobody_listens():
-    listener = mesh.listen_tcp("127.0.0.1", 1 << 16)
+    listener = full_mesh.listen_tcp("127.0.0.1", 1 << 16)
     with nobodys_port() as address, pytest.raises(CommError, match="rank 1 cannot connect to rank 0: .*refused"):
-        mesh.join(alone(1, [{"address": address}, {}]), {}, listener, tcp, TOKEN, 2.0)
+        full_mesh.join(alone(1, [{"address": address}, {}]), {}, listener, tcp, TOKEN, 2.0)
 
 
 def test_a_rank_lost_while_connecting_ends_the_wait_for_it():
-    link, listener = alone(0, [{}, {}]), mesh.listen_tcp("127.0.0.1", 1 << 16)
+    link, listener = alone(0, [{}, {}]), full_mesh.listen_tcp("127.0.0.1", 1 << 16)
     lost = PeerLostError("rank 1 was killed", 1)
 
     def tell() -> None:
@@ -186,6 +186,6 @@ def test_a_rank_lost_while_connecting_ends_the_wait_for_it():
     telling.start()
     start = time.monotonic()
     with pytest.raises(PeerLostError, match="rank 1 was killed"):
-        mesh.join(link, {}, listener, tcp, TOKEN, 20.0)
+        full_mesh.join(link, {}, listener, tcp, TOKEN, 20.0)
     assert time.monotonic() - start < SOON
     telling.join()

@@ -13,8 +13,8 @@ import pytest
 from leftovers import open_files
 from linked import KINDS, MAKERS, add, into, linked, nobody_tells, tag
 
-from minidist.comm.transports.polled import PolledTransport
 from minidist.comm.transports.progress import frames, stream
+from minidist.comm.transports.progress.poll_loop import PolledTransport
 from minidist.comm.transports.tcp.transport import SocketLink
 from minidist.errors import CommError, PeerLostError, TimeoutError
 

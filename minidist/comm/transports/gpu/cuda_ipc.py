@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.collectives.reduction import UFUNCS
+from minidist.comm.calls.reduction import UFUNCS
 from minidist.comm.native import Native
 from minidist.comm.transport import Tag
 from minidist.comm.transports.gpu.staging import WORDS, Gpu, GpuSide, tell

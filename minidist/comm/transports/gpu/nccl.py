@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.device import Device
+from minidist.comm.device_lane import Device
 from minidist.comm.native import Native
 from minidist.comm.transport import Transport
 from minidist.comm.transports.gpu import cuda_ipc
 from minidist.comm.transports.gpu.nccl_lane import Communicator, NcclLane
 from minidist.comm.transports.gpu.staging import Gpu, GpuSide, tell
-from minidist.comm.transports.mesh import Meeting
+from minidist.comm.transports.progress.full_mesh import Meeting
 from minidist.device.backend import dtype_name, module_for
 from minidist.errors import DeviceError, LaunchError
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.device import Lane
+from minidist.comm.device_lane import Lane
 from minidist.comm.transport import Handle
 from minidist.comm.transports.gpu.staging import Gpu, GpuSide
 from minidist.device.backend import Array

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidist.comm.device import Side, current_stream
+from minidist.comm.device_lane import Side, current_stream
 from minidist.comm.transport import Tag, Transport
 from minidist.device.backend import Array
 from minidist.errors import CommError, TimeoutError
@@ -194,7 +194,7 @@ class _Begun(NamedTuple):
 
 
 class GpuSide(Side):
-    """A group's side: see device.py."""
+    """A group's side: see device_lane.py."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu

@@ -44,7 +44,7 @@ class ByteLink(ABC):
 
 
 class PolledLink(ByteLink):
-    """A link of which the kernel has news: polled.py sleeps on it."""
+    """A link of which the kernel has news: poll_loop.py sleeps on it."""
 
     @abstractmethod
     def fileno(self) -> int:

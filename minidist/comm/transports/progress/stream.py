@@ -10,7 +10,7 @@ find the receive they belong to:
 
 A header is read only while this rank waits for something from that peer. So a message that comes early stays in the
 link (in the kernel's buffers, in the ring), and a sender that is far ahead is held back; only a message that stands in
-front of one that is asked for is buffered, within UNEXPECTED_LIMIT. How the leader sleeps is left to polled.py and
+front of one that is asked for is buffered, within UNEXPECTED_LIMIT. How the leader sleeps is left to poll_loop.py and
 transport.py.
 """
 

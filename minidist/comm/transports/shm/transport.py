@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.transport import Board
-from minidist.comm.transports import mesh
-from minidist.comm.transports.polled import PolledTransport
+from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.progress.link import PolledLink
+from minidist.comm.transports.progress.poll_loop import PolledTransport
 from minidist.comm.transports.shm import process_vm_read
 from minidist.comm.transports.shm.exchange_board import PART_BYTES, Part, SharedBoard, Turn
 from minidist.comm.transports.shm.fd_passing import hand_over
@@ -43,7 +43,7 @@ ARENA_BYTES = BOARDS * PART_BYTES
 STRETCH_BYTES = 32 << 20        # most that is read from another rank's memory between looks at whether the job lives
 
 
-def connect(world_rank: int, link: mesh.Meeting, token: bytes, limit: float) -> "ShmTransport":
+def connect(world_rank: int, link: full_mesh.Meeting, token: bytes, limit: float) -> "ShmTransport":
     """This rank's rings to all others, which must be on the same host.
 
     Raises: HandshakeError, TimeoutError: see mesh.join.
@@ -54,11 +54,11 @@ def connect(world_rank: int, link: mesh.Meeting, token: bytes, limit: float) -> 
         if info["host"] != here:
             raise CommError(f"shm joins ranks of one host, but rank {world_rank} is on {here} and another on "
                             f"{info['host']}; take the transport sockets")
-        return mesh.dial_unix(info["address"], limit)
+        return full_mesh.dial_unix(info["address"], limit)
 
-    listener = mesh.listen_unix()
+    listener = full_mesh.listen_unix()
     info = {"transport": "shm", "host": here, "address": listener.getsockname()}
-    connections = mesh.join(link, info, listener, dial, token, limit)
+    connections = full_mesh.join(link, info, listener, dial, token, limit)
     links, arenas, processes = share(world_rank, connections, limit)
     return ShmTransport(world_rank, limit, links, arenas, processes=processes)
 

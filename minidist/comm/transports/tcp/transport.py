@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.transports import mesh
-from minidist.comm.transports.polled import PolledTransport
+from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.progress.link import PolledLink
+from minidist.comm.transports.progress.poll_loop import PolledTransport
 from minidist.device import account
 
 BUFFER_BYTES = 2 << 20      # of a socket, each way, where the system grants so much: with less the sides wait more
@@ -37,14 +37,14 @@ class SocketsTransport(PolledTransport):
     Raises:  HandshakeError, TimeoutError: see mesh.join.
     """
 
-    def __init__(self, world_rank: int, link: mesh.Meeting, token: bytes, limit: float, *,
+    def __init__(self, world_rank: int, link: full_mesh.Meeting, token: bytes, limit: float, *,
                  host: str = "127.0.0.1") -> None:
         def dial(info: dict[str, Any]) -> socket.socket:
-            return mesh.dial_tcp(info["host"], info["port"], BUFFER_BYTES, limit)
+            return full_mesh.dial_tcp(info["host"], info["port"], BUFFER_BYTES, limit)
 
-        listener = mesh.listen_tcp(host, BUFFER_BYTES)
+        listener = full_mesh.listen_tcp(host, BUFFER_BYTES)
         info = {"transport": "sockets", "host": host, "port": listener.getsockname()[1]}
-        connections = mesh.join(link, info, listener, dial, token, limit)
+        connections = full_mesh.join(link, info, listener, dial, token, limit)
         links = {rank: SocketLink(sock) for rank, sock in connections.items()}
         super().__init__("sockets", world_rank, limit, links, SPINS)
 

@@ -27,9 +27,9 @@ import numpy as np
 
 from minidist.comm.calls.buffers import Place, PlaceOf, Rows
 from minidist.comm.calls.call import Call
-from minidist.comm.collectives.chunks import bounds, split
-from minidist.comm.collectives.labels import labels_in, labels_of, parts_of
-from minidist.comm.collectives.reduction import Reduction
+from minidist.comm.calls.reduction import Reduction
+from minidist.comm.chunks import bounds, split
+from minidist.comm.collectives.packed_shapes import labels_in, labels_of, parts_of
 from minidist.comm.transport import SHOWN_BYTES
 
 DIRECT_BYTES = 256 << 10

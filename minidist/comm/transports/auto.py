@@ -19,12 +19,12 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from minidist.comm.transports import mesh
+from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.shm.transport import ShmTransport, share
 from minidist.comm.transports.tcp.transport import BUFFER_BYTES, SocketLink
 
 
-def connect(link: mesh.Meeting, token: bytes, limit: float, *, host: str, node: int) -> ShmTransport:
+def connect(link: full_mesh.Meeting, token: bytes, limit: float, *, host: str, node: int) -> ShmTransport:
     """This rank's rings to the ranks it shares memory with, and its connections to all others.
 
     First the ranks of a host meet, then hosts: nobody is waited for who waits for another kind of link to us.
@@ -33,22 +33,22 @@ def connect(link: mesh.Meeting, token: bytes, limit: float, *, host: str, node: 
     Raises:  HandshakeError, TimeoutError: see mesh.connect.
     """
     own, me = shared_by(node), link.world_rank
-    doors = tcp, unix = mesh.listen_tcp(host, BUFFER_BYTES), mesh.listen_unix()
-    with mesh.listening(*doors):
+    doors = tcp, unix = full_mesh.listen_tcp(host, BUFFER_BYTES), full_mesh.listen_unix()
+    with full_mesh.listening(*doors):
         infos = link.meet({"memory": own, "unix": unix.getsockname(), "host": host, "port": tcp.getsockname()[1]})
 
         def dial_near(rank: int) -> socket.socket:
-            return mesh.dial_unix(infos[rank]["unix"], limit)
+            return full_mesh.dial_unix(infos[rank]["unix"], limit)
 
         def dial_far(rank: int) -> socket.socket:
-            return mesh.dial_tcp(infos[rank]["host"], infos[rank]["port"], BUFFER_BYTES, limit)
+            return full_mesh.dial_tcp(infos[rank]["host"], infos[rank]["port"], BUFFER_BYTES, limit)
 
         near = [rank for rank, info in enumerate(infos) if info["memory"] == own]
-        rings = mesh.connect(link, near, unix, dial_near, token, limit)
+        rings = full_mesh.connect(link, near, unix, dial_near, token, limit)
         try:
-            far = mesh.connect(link, sorted(set(range(len(infos))) - set(near)), tcp, dial_far, token, limit)
+            far = full_mesh.connect(link, sorted(set(range(len(infos))) - set(near)), tcp, dial_far, token, limit)
         except BaseException:
-            mesh.hang_up(rings)
+            full_mesh.hang_up(rings)
             raise
     links, arenas, processes = share(me, rings, limit)
     return ShmTransport(me, limit, links, arenas, {rank: SocketLink(sock) for rank, sock in far.items()},

@@ -3,7 +3,7 @@
 These do not queue behind the group's collectives: they go to the transport at once, under a tag of their own, so any
 number may be under way beside each other. Messages from one rank to another arrive in the order they were started; each
 says its dtype and shape. What a rank sends to itself is copied, kept until it is received, and not counted. An array on
-the GPU whose transport has a lane (device.py) goes by that, and only its header here.
+the GPU whose transport has a lane (device_lane.py) goes by that, and only its header here.
 """
 
 import threading
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minidist.comm import source
+from minidist.comm import call_site
 from minidist.comm.calls.async_call import PendingMessage
 from minidist.comm.calls.buffers import Result, argument, device_of
 from minidist.comm.calls.call import Told
-from minidist.comm.device import VIA_LANE, Lane
+from minidist.comm.device_lane import VIA_LANE, Lane
 from minidist.comm.ledger import Event
 from minidist.comm.signature import Block, Signature, dtype_code, pack_block, unpack
 from minidist.comm.transport import Handle, Tag, Transport
@@ -72,7 +72,7 @@ class Messages:
         self._group.usage.check()
         self._started += 1
         return Signature(self._group.id, self._started, verb, None, None, None,
-                         None if dtype is None else dtype_code(dtype), shape, source.caller())
+                         None if dtype is None else dtype_code(dtype), shape, call_site.caller())
 
     def link(self, rank: int) -> tuple[Transport, int, Tag]:
         """Transport, world rank and tag for messages to and from `rank`."""
