@@ -1,4 +1,4 @@
-"""One suite for every transport: what tests/conformance.py demands, on each of TRANSPORTS.
+"""One suite for every transport: what tests/support/conformance.py demands, on each of TRANSPORTS.
 
 A new transport is held to everything here by one more line in TRANSPORTS.
 """

@@ -58,7 +58,7 @@ def test_two_hosts_meet_and_only_leaders_use_the_link_between(hosts):
     assert all(seconds > 0 for seconds in told["seconds"].values())     # test_04_topology.py (soak) has which is faster
 
 
-@pytest.mark.soak       # tests/comm/test_lookout.py has these without namespaces for every run
+@pytest.mark.soak       # tests/comm/health/test_node_agent.py has these without namespaces for every run
 @pytest.mark.parametrize(("mode", "how"), [
     ("kill", "was killed by SIGKILL"), ("_exit", "exited with status 3 without goodbye"),
     ("stop", r"is frozen \(stopped\)"), ("stop all", r"is frozen \(stopped\)"),

@@ -1,4 +1,4 @@
-"""What ranks with GPUs do: on a stand-in for CuPy in tests/comm/transports/test_nccl.py, on real ones under -m gpu.
+"""What ranks with GPUs do: on a stand-in for CuPy in tests/comm/transports/gpu/test_nccl.py, on real ones under -m gpu.
 
 In a module of its own, so that ranks of other processes can import it.
 """

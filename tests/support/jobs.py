@@ -1,4 +1,4 @@
-"""Running tests/launch/job.py under each launcher."""
+"""Running tests/support/job.py under each launcher."""
 
 import contextlib
 import os
