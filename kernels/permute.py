@@ -1,4 +1,4 @@
-"""Tokens to their experts and back, as autograd/ops/experts.py sends them: references, then the launchers of permute.cu.
+"""Tokens to their experts and back, as ops/experts.py sends them: references, then the launchers of permute.cu.
 
     placement = place_rows(chosen, kept, experts=8)         # autograd/ops/experts.py
     rows = to_experts(x, placement)                         # (T, width) -> (R, width), sorted by expert, then token

@@ -37,7 +37,7 @@ except (OSError, KernelError):
 if not _kept:
     os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir(), f"minidist-tests-{os.getuid()}"))
 
-sys.path.insert(0, str(Path(__file__).parent))  # `from helpers import ...`, `from strategies import ...`
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # `from helpers import ...`; ranks under mpirun find it too
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=15, database=None,
                           suppress_health_check=[HealthCheck.too_slow])

@@ -1,4 +1,4 @@
-"""The page of the whole family, lessons/COLLECTIVES.md: formulas from comm/cost/volume.py, times as measured on this machine.
+"""The page of the whole family, lessons/COLLECTIVES.md: formulas of cost/volume.py, times measured on this machine.
 
     python lessons/02_collectives/family.py [--out FILE]      # about a minute
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.cli.machine import machine
+from minidist.observe.machine import machine
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.cost.volume import FORMULAS
 from minidist.grading import load_module

@@ -11,7 +11,8 @@ from minidist.grading import Result
 from minidist.launch import run
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
-from minidist.parallel.data.accumulation import elements_sent, micro_parts
+from minidist.parallel.data.accumulation import elements_sent
+from minidist.parallel.step.step import micro_parts
 from minidist.parallel.step.step import Part
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")

@@ -15,7 +15,7 @@ import minidist as md
 from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD, Adam
-from minidist.parallel.data.accumulation import micro_parts
+from minidist.parallel.step.step import micro_parts
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import part_of

@@ -9,7 +9,7 @@ from minidist.data import text
 from minidist.device import backend
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
-from minidist.parallel.data.accumulation import micro_parts
+from minidist.parallel.step.step import micro_parts
 from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Part

@@ -15,7 +15,7 @@ from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
-from minidist.parallel.data.accumulation import micro_parts
+from minidist.parallel.step.step import micro_parts
 from minidist.parallel.data.buckets import cut
 from minidist.parallel.step.flat import Flat
 from minidist.parallel.step.step import part_of

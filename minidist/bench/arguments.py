@@ -3,8 +3,8 @@
 import argparse
 
 from minidist.bench import calibrate, collectives, overlap, overlap_step, step, step_device
-from minidist.cli.common import counts, number_of_bytes, positive, seconds, sizes
 from minidist.comm.cost.link_model import profile_path
+from minidist.console import counts, number_of_bytes, positive, seconds, sizes
 from minidist.parallel.pipeline.schedules import ORDERS
 
 

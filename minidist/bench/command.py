@@ -40,13 +40,13 @@ from minidist.bench import (
     tables as bench_tables,
 )
 from minidist.bench.arguments import add_arguments
-from minidist.cli.common import meant, write_json
-from minidist.cli.machine import machine
 from minidist.comm.collectives.select import choose
 from minidist.comm.cost.link_model import Profile, profile_path, save_profile
+from minidist.console import meant, write_json
 from minidist.errors import ConfigError
 from minidist.launch import detect, init
 from minidist.observe import bench_plots, kernel_plots, step_plots
+from minidist.observe.machine import machine
 from minidist.parallel.hybrid.plan import Plan
 
 __all__ = ["add_arguments", "run"]

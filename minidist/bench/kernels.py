@@ -41,7 +41,7 @@ from minidist.bench.kernels_case import (
 from minidist.bench.kernels_gpu import CudaGpu
 from minidist.bench.kernels_peers import find, peers_of
 from minidist.bench.step import MODELS, Model
-from minidist.cli.common import meant
+from minidist.console import meant
 from minidist.device.backend import dtype_name
 from minidist.errors import ConfigError, KernelError
 

@@ -52,7 +52,7 @@ def _module(command: str) -> ModuleType:
 
 def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
     """The parser of `minidist`; only the command that was asked for knows its options, so the others stay unloaded."""
-    from minidist.cli.common import Parser
+    from minidist.console import Parser
 
     parser = Parser(prog="minidist", description="Distributed training from scratch: every chapter runs.",
                     epilog="`minidist COMMAND --help` lists a command's options")

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.table import Table
 
 from minidist import lessons
-from minidist.cli.common import write_json
+from minidist.console import write_json
 from minidist.grading import Grade, grade
 from minidist.observe.page import page_console
 

@@ -20,10 +20,10 @@ import threadpoolctl
 from rich.console import Console
 from rich.table import Table
 
-from minidist.cli.common import write_json
-from minidist.cli.machine import processor
 from minidist.comm.cost.link_model import load_profile, profile_path
+from minidist.console import write_json
 from minidist.errors import ConfigError, MinidistError
+from minidist.observe.machine import processor
 
 OK, OPTIONAL, BROKEN = "ok", "optional", "broken"
 MARKS = {OK: "[green]ok[/green]", OPTIONAL: "[dim]-[/dim]", BROKEN: "[bold red]no[/bold red]"}

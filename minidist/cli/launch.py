@@ -15,7 +15,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from minidist.cli.common import fail, positive, write_json
+from minidist.console import fail, positive, write_json
 from minidist.launch.spawning import Nodes, spawn
 
 

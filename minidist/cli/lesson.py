@@ -19,7 +19,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from minidist import lessons
-from minidist.cli.common import fail, positive, write_json
+from minidist.console import fail, positive, write_json
 from minidist.grading import folder_to_write
 from minidist.lessons import Lesson
 from minidist.observe.page import page_console

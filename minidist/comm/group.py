@@ -48,7 +48,7 @@ class Group:
                 nodes          the machine each rank is on: a number for each rank, equal where they share one
                 axis           what the group is for ("world", "dp", ...): the ledger counts under it
                 ledger         what this rank sent, shared with its other groups
-                link           what a message costs among its ranks (comm/cost/link_model.py); None if nobody measured it
+                link           what a message costs among its ranks (cost/link_model.py); None if it was not measured
                 tiers          how it lies on nodes, if it spans several of several ranks; else None
                 board          memory that all its ranks share, or None
                 transport, id, usage   for the layers below
@@ -261,8 +261,8 @@ class Group:
     def close(self) -> None:
         """Carry out what was started, in this group and those split from it, and end them; again, it does nothing.
 
-        The world's waits for ranks that share this one's GPU to do the same, and gives that memory back (device_lane.py).
-        Raises: the error of a started call that nobody waited for.
+        The world's waits for ranks that share this one's GPU to do the same, and gives that memory back
+        (device_lane.py). Raises: the error of a started call that nobody waited for.
         """
         self.usage.close()
         for child in self._children:

@@ -1,4 +1,4 @@
-"""From a launcher's variables to a link to the job's monitor; comm/health/rendezvous.py has the table of who does what."""
+"""From a launcher's variables to a link to the job's monitor; health/rendezvous.py has the table of who does what."""
 
 from dataclasses import dataclass
 

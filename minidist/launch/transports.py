@@ -39,8 +39,9 @@ def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
 
 def load(name: str, *, shared_memory: bool = True) -> Callable[..., Any]:
     """What makes a transport between processes; importing it costs more than calling it."""
-    module, maker = {"sockets": ("hosts", "connect") if shared_memory else ("sockets", "SocketsTransport"),
-                     "shm": ("shm", "connect"), "mpi": ("mpi", "MpiTransport"), "nccl": ("nccl", "connect")}[name]
+    module, maker = {"sockets": ("auto", "connect") if shared_memory else ("tcp.transport", "SocketsTransport"),
+                     "shm": ("shm.transport", "connect"), "mpi": ("mpi.transport", "MpiTransport"),
+                     "nccl": ("gpu.nccl", "connect")}[name]
     return getattr(importlib.import_module(f"minidist.comm.transports.{module}"), maker)      # type: ignore[no-any-return]
 
 

@@ -17,9 +17,9 @@ from minidist.bench.floors import connected, copies_call, tcp_call
 from minidist.bench.jobs import Job
 from minidist.bench.overlap import Row
 from minidist.cli import main
-from minidist.cli.machine import machine
 from minidist.comm.cost.link_model import LinkCost, Profile, Work, load_profile, save_profile
 from minidist.errors import LaunchError, PeerLostError
+from minidist.observe.machine import machine
 
 
 @pytest.mark.parametrize("title", ["all-reduce", "all-to-all"])

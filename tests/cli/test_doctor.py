@@ -5,11 +5,11 @@ import json
 import pytest
 
 from minidist.cli import doctor, main
-from minidist.cli.machine import machine
 from minidist.comm.cost.link_model import LinkCost, Profile, profile_path, save_profile
 from minidist.comm.transports.shm import process_vm_read
 from minidist.errors import LaunchError, MinidistError
 from minidist.launch import mpirun
+from minidist.observe.machine import machine
 
 
 @pytest.fixture(autouse=True)

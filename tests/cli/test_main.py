@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from minidist.cli import COMMANDS, main
-from minidist.cli.common import Parser, counts, meant, number_of_bytes, positive, seconds, sizes, write_json
+from minidist.console import Parser, counts, meant, number_of_bytes, positive, seconds, sizes, write_json
 from minidist.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ from minidist.comm.health.wait_state import Waits
 
 
 def test_the_caller_is_the_line_outside():
-    assert call_site.caller().split("/")[-1].startswith("test_source.py:")
+    assert call_site.caller().split("/")[-1].startswith("test_call_site.py:")
     assert call_site.place("x" * 500, 3) == "x" * 200 + ":3"
 
 
@@ -26,7 +26,7 @@ def test_looking_it_up_is_cheap():
                  "    return deep(n - 1) if n else (caller(), min(repeat(caller, number=2000, repeat=5)) / 2000)",
                  call_site.__file__, "exec"), inside)
     found, seconds = inside["deep"](3)
-    assert "test_source.py:" in found
+    assert "test_call_site.py:" in found
     assert seconds < 3e-6
 
 
@@ -37,7 +37,7 @@ def test_where_an_error_was_raised():
     try:
         run(ranks, size=1)
     except Exception as error:
-        assert "test_source.py:" in call_site.raised_at(error)
+        assert "test_call_site.py:" in call_site.raised_at(error)
 
 
 def test_what_a_thread_is_doing():

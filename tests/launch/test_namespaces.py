@@ -15,7 +15,7 @@ from minidist.errors import LaunchError
 from minidist.launch import namespaces
 from minidist.launch.namespaces import joined_hosts
 
-HOSTS_JOB = str(Path(__file__).parent / "hosts_job.py")
+HOSTS_JOB = str(Path(__file__).parents[1] / "support" / "hosts_job.py")
 PORT = "29500"      # of a namespace of our own
 WHO = r"rank 2 \(process \d+ on minidist-\w+-1\)"
 

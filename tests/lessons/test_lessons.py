@@ -15,6 +15,7 @@ from minidist.errors import MinidistError
 from minidist.grading import load_module
 
 ROOT = lessons.FOLDER.parent
+IN_TURN = str(ROOT / "tests" / "support" / "in_turn.py")
 NUMBERS = [lesson.number for lesson in lessons.every_lesson()]
 BREAKS = [(number, name) for number in NUMBERS
           for name in load_module(lessons.find(number).part("lesson.py"), number).BREAKS]
@@ -115,8 +116,7 @@ def test_break_it_in_processes(number: str, name: str) -> None:
 @pytest.mark.parametrize("numbers", [NUMBERS[turn::5] for turn in range(5)], ids=" ".join)
 def test_under_mpirun(numbers: list[str], ranks: str, tmp_path: Path) -> None:
     """As `mpirun -n P python lesson.py` does, several lessons a start."""
-    output = run(["mpirun", "-n", ranks, sys.executable, str(Path(__file__).with_name("in_turn.py")), str(tmp_path),
-                  *numbers])
+    output = run(["mpirun", "-n", ranks, sys.executable, IN_TURN, str(tmp_path), *numbers])
     verdicts = re.findall(r" (ok|off [-+][\d.]+ %) │$", output, re.MULTILINE)
     assert set(verdicts) <= {"ok"}, output
     for number in numbers:

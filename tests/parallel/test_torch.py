@@ -25,7 +25,7 @@ def theirs(peer: str, size: int, steps: int, folder: Path) -> np.ndarray:
     inputs, targets = zip(*(global_batch(step, SEQUENCES, CONFIG) for step in range(steps)), strict=True)
     sizes = (CONFIG.vocabulary, CONFIG.context, CONFIG.layers, CONFIG.width, CONFIG.heads)
     np.savez(folder / "job.npz", inputs=np.stack(inputs), targets=np.stack(targets), sizes=sizes, **model.state_dict())
-    script = Path(__file__).with_name("torch_job.py")
+    script = Path(__file__).parents[1] / "support" / "torch_job.py"
     ranks = [subprocess.Popen([sys.executable, script, peer, str(rank), str(size), folder], stderr=subprocess.PIPE,
                               text=True) for rank in range(size)]
     try:

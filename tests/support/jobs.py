@@ -11,7 +11,7 @@ from pathlib import Path
 from minidist.launch.launchers import clean_environment
 from minidist.launch.mpirun import find_mpirun
 
-JOB = str(Path(__file__).parent / "launch" / "job.py")
+JOB = str(Path(__file__).parent / "job.py")
 BIN = Path(sys.executable).parent
 
 

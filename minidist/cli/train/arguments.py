@@ -2,7 +2,7 @@
 
 import argparse
 
-from minidist.cli.common import number_of_bytes, positive
+from minidist.console import number_of_bytes, positive
 from minidist.launch.transports import PROCESSES
 from minidist.nn.config import BALANCES
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS, SCHEDULES

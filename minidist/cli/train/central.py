@@ -7,13 +7,12 @@ from typing import Any
 
 from rich.table import Table
 
-from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.bounded_staleness import key_shards
 from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.plan import Plan
-from minidist.parallel.step.step import Part, part_of
+from minidist.parallel.step.step import Part, micro_parts, part_of
 
 Counts = list[list[int]]
 """[bytes, messages] of each rank, or device."""

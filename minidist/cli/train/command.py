@@ -22,13 +22,13 @@ from typing import Any
 
 from rich.console import Console
 
-from minidist.cli.common import fail, write_json
 from minidist.cli.train import arguments, experts, hybrid, options
 from minidist.cli.train import report as train_report
 from minidist.cli.train.progress import Report, Silence, make_console, make_report
 from minidist.cli.train.sample import sample
 from minidist.cli.train.verify import STEPS, Weights, verify
 from minidist.comm.group import Group
+from minidist.console import fail, write_json
 from minidist.device import account
 from minidist.launch import detect, init, spawn
 from minidist.launch.membership import limit_blas_threads

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minidist.cli.common import fail
+from minidist.console import fail
 from minidist.data import text
 from minidist.device.backend import module_for
 from minidist.nn import GPTConfig, MixtureConfig

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 import minidist
-from minidist.cli.common import write_json
 from minidist.cli.train import central, hybrid
 from minidist.cli.train import experts as train_experts
 from minidist.cli.train.offload import offload_record, on_device, print_offload
 from minidist.comm.chunks import bounds
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
+from minidist.console import write_json
 from minidist.errors import ConfigError
 from minidist.nn import GPT
 from minidist.observe.plots import draw_loss

@@ -13,9 +13,9 @@ group of one rank sends nothing.
 Results may differ from run to run by the order of additions, as far as the library promises no more; NaN in max and min
 is its affair, too.
 
-On a GPU (comm/device_lane.py) the arrays are CuPy's, and the library is NCCL or CUDA IPC; the messages that agree are the
-same, and so are the costs, but that an all-to-all's shapes travel in P-1 headers a rank instead of labels. NCCL adds in
-the arrays' dtype: it may round low precision at every hop. Not yet measured on a GPU.
+On a GPU (comm/device_lane.py) the arrays are CuPy's, and the library is NCCL or CUDA IPC; the messages that agree are
+the same, and so are the costs, but that an all-to-all's shapes travel in P-1 headers a rank instead of labels. NCCL
+adds in the arrays' dtype: it may round low precision at every hop. Not yet measured on a GPU.
 """
 
 import math

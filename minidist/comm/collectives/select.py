@@ -3,8 +3,8 @@
 A choice depends only on what every rank of the call knows alike, so that all choose the same: the verb, the number of
 ranks and of nodes, and, for the verbs whose arrays have one length on all ranks, that length. For those the job's
 communication profile decides, where `minidist bench calibrate` has left one: the algorithm of least predicted time
-(critical_path.py). It is rank 0's, read when the job meets. Without it, for other verbs, and where it sees little difference,
-the limits below hold.
+(critical_path.py). It is rank 0's, read when the job meets. Without it, for other verbs, and where it sees little
+difference, the limits below hold.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,8 @@ from minidist.errors import ConfigError
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
     "broadcast": {"naive": naive.broadcast, "tree": tree.broadcast, "ring": ring.broadcast,
-                  "hierarchical": hierarchical.broadcast, "native": native.broadcast, "shared": shared_memory.broadcast},
+                  "hierarchical": hierarchical.broadcast, "native": native.broadcast,
+                  "shared": shared_memory.broadcast},
     "reduce": {"naive": naive.reduce, "tree": tree.reduce, "hierarchical": hierarchical.reduce,
                "native": native.reduce},
     "all_reduce": {"naive": naive.all_reduce, "tree": tree.all_reduce, "ring": ring.all_reduce,

@@ -9,10 +9,10 @@ together, and there are two of them, or one, whatever P is. Long arrays go in pi
     show             sum0            sum1            sum2             all wait for all
     each copies      sum0 sum1 sum2  sum0 sum1 sum2  sum0 sum1 sum2
 
-Where the system lets the ranks read each other's memory (process_vm_read.py), a rank lends what is longer than one piece:
-it shows only where that lies, the others copy it from there, and all wait for all before it may change. That is one
-copy instead of two, but by a system call that has to look up every page: of short arrays, which the caches hold, two
-copies are quicker. Reductions do not lend: each rank shows what it has once, and adds from the cache.
+Where the system lets the ranks read each other's memory (process_vm_read.py), a rank lends what is longer than one
+piece: it shows only where that lies, the others copy it from there, and all wait for all before it may change. That is
+one copy instead of two, but by a system call that has to look up every page: of short arrays, which the caches hold,
+two copies are quicker. Reductions do not lend: each rank shows what it has once, and adds from the cache.
 
 Only where all ranks of the group share memory: on one host, over shm or sockets. What is shown counts as one message of
 its bytes, and so does what is lent: it is there once, for P-1 readers. Addresses count as little as headers.

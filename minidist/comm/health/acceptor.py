@@ -26,7 +26,7 @@ log = logging.getLogger("minidist.control")
 
 @dataclasses.dataclass
 class Seat:
-    """A rank's place at the monitor. `system` names the table of processes that its pid belongs to (process_state.py)."""
+    """A rank's place at the monitor. `system` names the process table its pid belongs to (process_state.py)."""
 
     world_rank: int
     pid: int

@@ -15,8 +15,9 @@ no data.
     goodbye  state                                   lost     loss        (who, process id, host, how, traceback)
 
 A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process is stopped
-(process_state.py), and a host of which nothing is heard. The first loss is the job's; it goes to every other rank, also to
-those that connect later. What ranks wait for goes to the arbiter (deadlock_arbiter.py), which sees deadlocks and disagreements.
+(process_state.py), and a host of which nothing is heard. The first loss is the job's; it goes to every other rank,
+also to those that connect later. What ranks wait for goes to the arbiter (deadlock_arbiter.py), which sees deadlocks
+and disagreements.
 Who is let in: acceptor.py. A host that the monitor is not on has a lookout, which it asks (node_agent.py).
 """
 

@@ -7,10 +7,10 @@
     lost     loss: the job is over, and why             goodbye
     died     loss: of a rank without which it goes on
 
-The monitor's looks are the job's heartbeat between hosts (watchdog.py): every LOOK seconds one, each answered. No rank has
-a part in it, so a rank may compute as long as it likes, in one call that holds the interpreter. A frozen rank is found
-as on one host, within 2 s; a host that is silent for SILENCE seconds is lost with all its ranks. The other way round, a
-rank learns by the kernel's keep-alives that the monitor's host is out of reach (acceptor.py).
+The monitor's looks are the job's heartbeat between hosts (watchdog.py): every LOOK seconds one, each answered. No rank
+has a part in it, so a rank may compute as long as it likes, in one call that holds the interpreter. A frozen rank is
+found as on one host, within 2 s; a host that is silent for SILENCE seconds is lost with all its ranks. The other way
+round, a rank learns by the kernel's keep-alives that the monitor's host is out of reach (acceptor.py).
 
 Our own launcher is the lookout of its node, and knows its ranks' exit codes. Under mpirun, torchrun and srun it is a
 child of the node's first rank.

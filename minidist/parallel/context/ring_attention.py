@@ -3,8 +3,8 @@
 The idea. Everything in a block but attention works token by token, so each rank can hold some of the tokens and all of
 the weights. In attention a rank's queries must see the keys of all ranks. They come in pieces: each rank passes the
 keys and values that it has just used on to the next and gets the previous rank's, and after P - 1 hops every query has
-met every key. Softmax over keys that come in pieces is what autograd/ops/online_attention.py is about: a running maximum, a
-running sum. While a rank computes with one piece, the next is on its way.
+met every key. Softmax over keys that come in pieces is what autograd/ops/online_attention.py is about: a running
+maximum, a running sum. While a rank computes with one piece, the next is on its way.
 
     P=3      r0 sees    r1 sees    r2 sees        r -> r+1 meanwhile
     hop 0    kv0        kv1        kv2            each its own

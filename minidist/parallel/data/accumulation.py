@@ -32,20 +32,6 @@ of charge. The number of messages goes the same way.
 notes:   N1 §2.1, N2 §10.4 (N2:419)
 """
 
-from minidist.errors import ConfigError
-from minidist.parallel.step.step import Part, part_of
-
-
-def micro_parts(part: Part, count: int) -> list[Part]:
-    """A rank's part cut in `count` passes, in `numpy.array_split` order; some may have no row.
-
-    Raises:  ConfigError if `count` is not positive.
-    """
-    if count < 1:
-        raise ConfigError(f"accumulate={count}: a step has at least one backward pass")
-    micros = [part_of((part.inputs, part.targets), size=count, rank=number) for number in range(count)]
-    return [Part(micro.inputs, micro.targets, part.first + micro.first) for micro in micros]
-
 
 def elements_sent(parameters: int, *, ranks: int, zero: int = 0, accumulate: int = 1, root: int = 0,
                   free_after_forward: bool = True) -> int:

@@ -65,12 +65,11 @@ from minidist.device.backend import Array, array_module
 from minidist.errors import CommError, ConfigError, PeerLostError
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.buckets import cut, make_buckets
 from minidist.parallel.step.flat import Flat, empty_like
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Part, clip_and_update, rows_of, zero_unused
+from minidist.parallel.step.step import Batch, Part, clip_and_update, micro_parts, rows_of, zero_unused
 
 EVERYTHING = 1 << 62
 """Bytes of a bucket that holds all parameters of a dtype."""

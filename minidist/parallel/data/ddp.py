@@ -58,14 +58,13 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim import Optimizer, squares_of
-from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.bucket_order import InOrder, agreed
 from minidist.parallel.data.buckets import BUCKET_BYTES, make_buckets
 from minidist.parallel.data.replica_groups import Others, check_equal_owners, owners
 from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, part_of, zero_unused
+from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of, zero_unused
 
 
 class DDP:

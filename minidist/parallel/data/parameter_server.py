@@ -52,7 +52,6 @@ from minidist.device.backend import to_host
 from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import Module
 from minidist.optim import Optimizer, sum_of_squares
-from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.async_server import Service
 from minidist.parallel.data.bounded_staleness import Update, key_shards, own_scale
 from minidist.parallel.data.server_keys import Shard, free
@@ -60,7 +59,7 @@ from minidist.parallel.step.flat import Piece, clip_and_update_shards, sum_in_or
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, part_of, zero_unused
+from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of, zero_unused
 
 NOBODY = -1.0
 """The step that a worker names in its last push: it has done all of them."""

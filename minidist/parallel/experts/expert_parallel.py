@@ -55,10 +55,9 @@ from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, Weight
 from minidist.nn.moe import Experts, loads, mixtures, rebalance
 from minidist.optim import Optimizer
-from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Batch, Loss, part_of, zero_unused
+from minidist.parallel.step.step import Batch, Loss, micro_parts, part_of, zero_unused
 from minidist.parallel.tensor.split_model import SplitModel
 from minidist.parallel.tensor.tensor_layers import ranges
 from minidist.parallel.zero.weight_shard import Place, WeightShard, add_up, squares_once

@@ -42,11 +42,10 @@ from minidist.device.dispatch import launcher
 from minidist.errors import ConfigError, KernelError, MinidistError, ShapeError
 from minidist.nn.dropout import Dropout, DropoutKey
 from minidist.optim import Adam
-from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.single import Single
-from minidist.parallel.step.step import Batch, Part, zero_unused
+from minidist.parallel.step.step import Batch, Part, micro_parts, zero_unused
 
 WARM_UP = 2         # steps that run as they are
 _ALIGN = 256        # bytes; where CUDA's own allocations begin

@@ -5,7 +5,7 @@
     loss = trainer.step(batch)                  # the global batch in, the global mean loss out
 
 Every rank passes the same global batch and gets the same loss; which part of the batch, of the model and of the state
-a rank works on is the plan's affair. With the data axis alone (dp) the step is that of parallel/data/ddp.py, or with zero=1,
+a rank works on is the plan's affair. With the data axis alone (dp) the step is that of data/ddp.py, or with zero=1,
 2 or 3 of zero1.py, zero2.py or zero3.py, or with strategy= of parameter_server.py; one rank alone takes the step of
 single.py, or drives several devices (data_parallel.py). With any other axis, a pipeline (pp), experts (ep), context
 (cp) or tensor parallelism (tp), it is composed of theirs: hybrid_step.py, which goes on with this chapter. With any of
@@ -30,7 +30,6 @@ from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig, Module
 from minidist.nn.moe import biases
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
-from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.parameter_server import ParameterServer
@@ -46,7 +45,7 @@ from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas, weights_digest
 from minidist.parallel.step.single import Single
-from minidist.parallel.step.step import Batch, Part, part_of
+from minidist.parallel.step.step import Batch, Part, micro_parts, part_of
 from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3

@@ -37,12 +37,11 @@ from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
 from minidist.nn import GPT
 from minidist.optim import Optimizer
-from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.pipeline.stage_model import Layered
 from minidist.parallel.pipeline.stages import Arrived
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Batch, Key, Part
+from minidist.parallel.step.step import Batch, Key, Part, micro_parts
 
 
 class ModelParallel(Layered):

@@ -3,7 +3,7 @@
 The idea. Each rank holds one stage of the model, a run of neighbouring layers. The batch is cut into microbatches; when
 stage 0 has done the first it hands the activations on and takes the second, so all stages work at the same time, each
 on another microbatch. Gradients come back the same way. Who does what when is a schedule (schedules.py), a list that is
-proved before it runs (schedule_checker.py) and carried out by a worker (pipeline/executor.py); here is what it computes.
+proved before it runs (schedule_checker.py) and carried out by an executor (executor.py); here is what it computes.
 
     rank 0   embed, blocks 0-1     x ---> F0 F1 F2 F3 .. .. B0 B0 …      activations  (B/m, T, width) ---> next stage
     rank 1   blocks 2-3                   .. F0 F1 F2 .. B0 B0 …         gradients    the same shape  <--- next stage
@@ -56,14 +56,13 @@ from minidist.errors import PlanError
 from minidist.nn import GPT
 from minidist.nn.balance import of_stage
 from minidist.optim import Optimizer
-from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.pipeline.executor import Worker
 from minidist.parallel.pipeline.schedules import BackwardInput, Instruction, RecvActivation, Schedule
 from minidist.parallel.pipeline.stage_model import Layered
 from minidist.parallel.pipeline.stages import Arrived, hollow
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Batch, Key, Part, zero_unused
+from minidist.parallel.step.step import Batch, Key, Part, micro_parts, zero_unused
 
 
 class Pipeline(Layered):

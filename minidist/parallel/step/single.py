@@ -25,12 +25,11 @@ import numpy as np
 
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Loss, Part, clip_and_update, loss_of, zero_unused
+from minidist.parallel.step.step import Batch, Loss, Part, clip_and_update, loss_of, micro_parts, zero_unused
 
 
 class Single:

@@ -6,6 +6,7 @@ from typing import Any
 
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.device.backend import Array, array_module
+from minidist.errors import ConfigError
 from minidist.nn.dropout import DropoutKey
 from minidist.optim import Optimizer, squares_of
 from minidist.parallel.step.precision import Precision
@@ -49,6 +50,17 @@ def rows_of(rows: int, *, size: int, rank: int) -> tuple[int, int]:
     """How many of so many rows are rank `rank`'s, and the number of its first, in `numpy.array_split` order."""
     each, more = divmod(rows, size)
     return each + (rank < more), rank * each + min(rank, more)
+
+
+def micro_parts(part: Part, count: int) -> list[Part]:
+    """A rank's part cut in `count` passes, in `numpy.array_split` order; some may have no row.
+
+    Raises:  ConfigError if `count` is not positive.
+    """
+    if count < 1:
+        raise ConfigError(f"accumulate={count}: a step has at least one backward pass")
+    micros = [part_of((part.inputs, part.targets), size=count, rank=number) for number in range(count)]
+    return [Part(micro.inputs, micro.targets, part.first + micro.first) for micro in micros]
 
 
 def zero_unused(parameters: Iterable[Parameter]) -> None:

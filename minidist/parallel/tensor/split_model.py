@@ -7,12 +7,11 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.nn import GPT
 from minidist.optim import Optimizer
-from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, zero_unused
+from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, zero_unused
 from minidist.parallel.zero.weight_shard import WeightShard, add_up, assemble, cut, squares_once, summands
 
 

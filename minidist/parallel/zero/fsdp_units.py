@@ -1,4 +1,4 @@
-"""Units: parameters that are gathered and freed together, of which this rank keeps its chunks, in a home (shard_store.py).
+"""Units: parameters that are gathered and freed together, of which this rank keeps its chunks (shard_store.py).
 
 A freed parameter has its shape and dtype and nothing else: it reads as NaN, so that a use outside its unit cannot pass
 unnoticed, and takes one element for all of them.

@@ -5,8 +5,8 @@
     finish()     the last one is waited for, and in the last backward of a step the sums over other copies
 
 So at most two buffers live beside the shards: one that fills and one in flight (and those of runs that are in use all
-along, as a tied weight's, or that wait for their turn). Where shards lie is a home's affair (shard_store.py); one that is not
-the device holds a third buffer, while its sum is on the way there.
+along, as a tied weight's, or that wait for their turn). Where shards lie is a home's affair (shard_store.py); one that
+is not the device holds a third buffer, while its sum is on the way there.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
 A rank owns a chunk of each flat run (flat.py): of its weights, of the sum of its gradients, of the optimizer's state.
 A strategy says when a chunk is needed and when it has changed; its home says where it is in between. Home itself is the
-plain one: everything stays on the device, where it is computed with, and nothing moves. parallel/memory/offload.py has the
-host's memory and the disk.
+plain one: everything stays on the device, where it is computed with, and nothing moves. parallel/memory/offload.py has
+the host's memory and the disk.
 
     keep, keep_gradients, pieces      once: here are the weights, make room for gradients, what is the optimizer made of
     prefetch, weights                 before a unit computes (ZeRO-3): its weights will be wanted; are wanted now

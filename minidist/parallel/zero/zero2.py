@@ -47,14 +47,13 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.bucket_order import InOrder
 from minidist.parallel.data.buckets import BUCKET_BYTES, cut
 from minidist.parallel.data.replica_groups import Others, check_equal_owners, owners
 from minidist.parallel.step.flat import Flat, squares_of_shards, sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, part_of
+from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of
 from minidist.parallel.zero.gradient_shards import Scattered
 from minidist.parallel.zero.hybrid_sharding import Sharing
 from minidist.parallel.zero.parameter_arrival import Arrivals

@@ -27,8 +27,8 @@ Cost, a step and rank, with A backward passes, R of the Ψ parameters in the roo
     bytes        (P-1)/P × 4 × (3A(Ψ-R) + (1+A)R)   gather, gather, reduce; the notes' "50 % more" than DDP for A = 1
                  (P-1)/P × 4 × (2A(Ψ-R) + (1+A)R)   where units stay to backward (`free_after_forward=False`)
     messages     P-1 for each of these collectives
-    With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies (zero/hybrid_sharding.py).
-    control      two float64: the loss, the squares of the gradient's norm
+    With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies
+    (zero/hybrid_sharding.py). control      two float64: the loss, the squares of the gradient's norm
 
 No all-gather ends the step (N0:375 has one, which would make it 4Ψ): the next forward gathers anyway.
 
@@ -56,12 +56,11 @@ from minidist.device.backend import Array
 from minidist.errors import GradientError
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.replica_groups import Others, check_equal_owners
 from minidist.parallel.step.flat import squares_of_shards, sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, part_of
+from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of
 from minidist.parallel.zero.fsdp_units import Unit, make_units
 from minidist.parallel.zero.gradient_shards import Scattered
 from minidist.parallel.zero.hybrid_sharding import Sharing
@@ -80,8 +79,8 @@ class Zero3:
              free_after_forward: or keep a unit until its backward, for memory instead of traffic.
              algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
              shard: how many neighbours share one copy of the state (default: all; zero/hybrid_sharding.py).
-             others: the parameters that another group shares, with whom (data/replica_groups.py); whole: those that stay
-             whole, which nobody learns; apart: those that travel in vectors of their own, within their units.
+             others: the parameters that another group shares, with whom (data/replica_groups.py); whole: those that
+             stay whole, which nobody learns; apart: those that travel in vectors of their own, within their units.
              chains: units that are called in a row, and go backward by `backward_chain`: a pipeline's stages.
              precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
              recorder: is told what runs when.

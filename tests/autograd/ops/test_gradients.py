@@ -11,7 +11,7 @@ from minidist.autograd.tape import REGISTRY
 from minidist.autograd.tensor import tensor
 from minidist.device import backend
 
-WITH_RANKS = ("minidist.autograd.ops.collectives", "minidist.autograd.ops.vocabulary")     # need a group: their own tests run on ranks
+WITH_RANKS = ("minidist.autograd.ops.collectives", "minidist.autograd.ops.vocabulary")    # they run on ranks
 OPS = sorted(name for name, op in REGISTRY.items()
              if op.__module__.startswith("minidist.autograd.ops.") and op.__module__ not in WITH_RANKS)
 

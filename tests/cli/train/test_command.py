@@ -17,10 +17,10 @@ from safetensors.numpy import load_file
 
 import minidist as md
 from minidist.cli import main
-from minidist.cli.common import Parser
 from minidist.cli.train import arguments, progress, sample
 from minidist.cli.train import command as train
 from minidist.cli.train import options as train_options
+from minidist.console import Parser
 from minidist.parallel.data.accumulation import elements_sent
 from minidist.parallel.step.replicas import weights_digest
 
@@ -388,7 +388,7 @@ def test_a_mistake_under_mpirun_is_one_line_too(book: Path, tmp_path: Path) -> N
 # ---------------------------------------------------------------------------------------------------------- the pieces
 
 def test_options_survive_the_way_to_the_ranks() -> None:
-    from minidist.cli.common import Parser
+    from minidist.console import Parser
 
     parser = Parser()
     arguments.add_arguments(parser)

@@ -349,6 +349,7 @@ def test_a_line_is_one_write():
     """Where Python's own buffer is off, too: each packet that the socket gives is what one write brought."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with ours, theirs:
-        subprocess.run([sys.executable, "-c", "from minidist.comm.health.failure import say_line; say_line('rank 1 is lost')"],
+        program = "from minidist.comm.health.failure import say_line; say_line('rank 1 is lost')"
+        subprocess.run([sys.executable, "-c", program],
                        stderr=theirs, env={**os.environ, "PYTHONUNBUFFERED": "1"}, check=True)
         assert ours.recv(100) == b"rank 1 is lost\n"

@@ -28,8 +28,8 @@ TOKEN = wire.new_token()
 @pytest.fixture
 def far(monkeypatch):
     """From here on ranks and lookouts say that they are on another system; the monitor stays where it is."""
-    for module in ("link", "lookout"):
-        monkeypatch.setattr(f"minidist.comm.{module}.this_system", lambda: "far")
+    for module in ("monitor_client", "node_agent"):
+        monkeypatch.setattr(f"minidist.comm.health.{module}.this_system", lambda: "far")
     monkeypatch.setattr("minidist.comm.health.watchdog.LOOK", 0.05)
     for patience in ("_TRY", "ANSWER_LIMIT"):   # this machine may be busy
         monkeypatch.setattr(f"minidist.comm.health.node_agent.{patience}", SOON)

@@ -44,7 +44,7 @@ def seconds_of(world, algorithm, nbytes, alpha, beta):
 @pytest.mark.parametrize("algorithm", ["tree", "ring", "direct", "pairwise", "doubling", "halving-doubling"])
 @pytest.mark.parametrize(("alpha", "beta"), [(ALPHA, 0.0), (0.0, 2 * ALPHA / (1 << 14))], ids=["waits", "bytes"])
 def test_an_algorithm_takes_as_long_as_its_path_says(algorithm, alpha, beta):
-    """This holds critical_path.py against the clock: a call is never faster than its path, and at its best hardly slower."""
+    """critical_path.py against the clock: a call is never faster than its path, and at its best hardly slower."""
     nbytes = 1 << 14
     cost = LinkCost("threads", 4, alpha, 0.0, beta, 0.0, 0.0)
     path = PATHS["all_reduce", algorithm](4)

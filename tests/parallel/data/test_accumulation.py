@@ -13,11 +13,11 @@ from minidist.device import account
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT
 from minidist.optim import SGD
-from minidist.parallel.data.accumulation import elements_sent, micro_parts
+from minidist.parallel.data.accumulation import elements_sent
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.step.single import Single
-from minidist.parallel.step.step import Part
+from minidist.parallel.step.step import Part, micro_parts
 from minidist.parallel.zero.zero3 import Zero3
 
 BOUND = 1e-10

@@ -314,7 +314,7 @@ def test_loss_within_a_hundredth_of_float32_after_200_steps(precision: str) -> N
 def test_the_default_rate_beside_pytorch(seed: str) -> None:
     """Four times that rate: bf16 ends lower than float32, in PyTorch as here, by more than a hundredth."""
     pytest.importorskip("torch", reason="needs PyTorch: the extra `bench`")
-    options, script = ("--seed", seed), Path(__file__).with_name("torch_mixed.py")
+    options, script = ("--seed", seed), Path(__file__).parents[2] / "support" / "torch_mixed.py"
     losses = {}
     for precision in ("fp32", "bf16"):
         done = subprocess.run([sys.executable, script, precision, "--steps", "200", "--out", "unused", *options],

@@ -13,11 +13,10 @@ import minidist as md
 from minidist.autograd.tensor import Parameter
 from minidist.errors import ConfigError, GradientError, MismatchError
 from minidist.nn import GPT
-from minidist.parallel.data.accumulation import micro_parts
 from minidist.parallel.data.buckets import cut
 from minidist.parallel.step import flat as flat_module
 from minidist.parallel.step.flat import Flat
-from minidist.parallel.step.step import Part
+from minidist.parallel.step.step import Part, micro_parts
 from minidist.parallel.zero.parameter_arrival import Arrivals
 from minidist.parallel.zero.zero1 import Zero1
 

@@ -3,10 +3,10 @@
     rank 0's memory   turn 0 | turn 1      only rank 0 writes here; all the others have it mapped (cudaIpcOpenMemHandle)
     rank 1's memory   turn 0 | turn 1
 
-It is the board of exchange_board.py on the GPU. A `show`: copy into the turn, record the turn's event, tell the others over the
-host that it is recorded, let the side's stream wait for their events. Turns are used alternately, and that is enough:
-who writes a turn again has waited for events that the others recorded after they had read it. The host waits for ranks,
-never for the GPU, and a rank that dies leaves no kernel that waits for it.
+It is the board of exchange_board.py on the GPU. A `show`: copy into the turn, record the turn's event, tell the others
+over the host that it is recorded, let the side's stream wait for their events. Turns are used alternately, and that is
+enough: who writes a turn again has waited for events that the others recorded after they had read it. The host waits
+for ranks, never for the GPU, and a rank that dies leaves no kernel that waits for it.
 
 What is exported are whole allocations of cudaMalloc, made for this and freed at the end: an array of CuPy's pool is a
 stretch of a larger allocation, which the pool may divide again while another process looks at it. The price is one copy

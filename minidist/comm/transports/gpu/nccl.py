@@ -1,4 +1,4 @@
-"""Ranks with GPUs: arrays of CuPy go from GPU to GPU by NCCL, everything else over a host transport (hosts.py).
+"""Ranks with GPUs: arrays of CuPy go from GPU to GPU by NCCL, everything else over a host transport (auto.py).
 
     a call with CuPy arrays    the ranks agree, over the host     dissemination's barrier with the signature (native.py)
                                its NCCL call joins the queue      of the group's own stream; returns at once

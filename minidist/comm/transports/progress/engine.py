@@ -108,7 +108,7 @@ class Engine(Transport):
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def drive(self, operation: Operation) -> None:
-        """Return when `operation` is finished, leading while no other thread does; one that lasts is told (wait_state.py).
+        """Return when `operation` is finished, leading while no other thread does; a long wait is told (wait_state.py).
 
         Raises: TimeoutError after `limit` seconds; what abort() was given.
         """

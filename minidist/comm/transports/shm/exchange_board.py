@@ -8,9 +8,9 @@ One `show` is all there is: a rank copies its arrays into its part, moves `poste
 as often, and looks at their bytes where they lie. So what a message would carry to P-1 ranks is written once, and
 nobody waits for one rank after the other.
 
-Parts have two turns, used alternately; a header says where the turn's bytes lie (write_placement.py). What was shown may be
-read until the reader's next `show`: a rank overwrites a turn only at its second `show` after, and before that it saw
-everybody post the first.
+Parts have two turns, used alternately; a header says where the turn's bytes lie (write_placement.py). What was shown
+may be read until the reader's next `show`: a rank overwrites a turn only at its second `show` after, and before that it
+saw everybody post the first.
 
 Long arrays need not be copied here, where the ranks may read each other's memory: a rank lends them, that is, shows
 where they lie, the others read() them there, and all meet once more before anybody's may change.
@@ -18,7 +18,7 @@ where they lie, the others read() them there, and all meet once more before anyb
 A rank closes its board when it needs it no more, and the others may still be looking at what it showed last. So its
 part serves another board only after they have closed theirs: each part counts how often its rank has.
 
-The fences are those of ring_buffer.py, for the same reasons: bytes before `posted`; `posted` before the look at `asleep`, and
+The fences are those of ring_buffer.py, for the same reasons: bytes before `posted`; `posted` before `asleep`, and
 `asleep` before the look at `posted`, so that whichever comes second sees the other, and no wake-up is lost.
 """
 

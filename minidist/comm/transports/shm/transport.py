@@ -5,16 +5,16 @@
     array <--copy--  [ ring 1 -> 0                              ]  <--copy-- array
     doorbell <=====  a connected socket: "wake up", or the end of the process  =====> doorbell
 
-Two ranks share one piece of memory with a ring each way (ring_buffer.py), and a Unix socket. Bytes go through the rings. Who
-finds nothing to do says so in the ring, looks once more, and sleeps on the socket; who then moves bytes sends one byte
-there. The socket also tells of a death at once: the kernel closes it, however the process ended.
+Two ranks share one piece of memory with a ring each way (ring_buffer.py), and a Unix socket. Bytes go through the
+rings. Who finds nothing to do says so in the ring, looks once more, and sleeps on the socket; who then moves bytes
+sends one byte there. The socket also tells of a death at once: the kernel closes it, however the process ended.
 
 The memory has no name (fd_passing.py), so the size of /dev/shm does not limit it. Pages never written cost nothing.
 
 A reduction adds straight from the ring. Nothing of the size of a message is allocated, on either side.
 
-Groups have boards (exchange_board.py) beside the rings; and where the system lets each rank read the memory of all others
-(cross_memory.py: found out when they meet, and the same for all) long arrays are only shown where they lie.
+Groups have boards (exchange_board.py) beside the rings; and where the system lets each rank read the memory of all
+others (cross_memory.py: found out when they meet, and the same for all) long arrays are only shown where they lie.
 """
 
 import os
@@ -76,7 +76,7 @@ class ShmTransport(PolledTransport):
 
     Args: links      to every other rank of this host
           arenas     the ARENA_BYTES of shared memory of each of them, in which it alone places boards; this rank's too
-          far        links to the ranks of other hosts (hosts.py)
+          far        links to the ranks of other hosts (auto.py)
           processes  of the ranks that have an arena, if each of them may read the memory of all others; else None
     """
 

@@ -1,7 +1,7 @@
 """Ranks as processes that talk over TCP: on one host or several, nothing to install.
 
-One connection between every two ranks, made at the start (mesh.py), each proved to belong to the job. A message leaves
-in one `sendmsg` of header and payload. On the other side
+One connection between every two ranks, made at the start (full_mesh.py), each proved to belong to the job. A message
+leaves in one `sendmsg` of header and payload. On the other side
 
     small messages    come with their header in one recv, into the stage, and are copied out of it
     copies            are received straight into the array they are for

@@ -1,1 +1,0 @@
-"""What several strategies need; no strategy itself."""

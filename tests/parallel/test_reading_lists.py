@@ -1,0 +1,58 @@
+"""How much a reader of one chapter has to open: its module and what that imports inside parallel/, without step/.
+
+    pytest tests/parallel/test_reading_lists.py -s          prints the table
+"""
+
+import pytest
+from imports import lines, modules, reached
+
+PARALLEL, STEP = "minidist.parallel", "minidist.parallel.step"
+FILES, LINES = 5, 800
+
+CHAPTERS = {
+    "step.single": "00", "data.data_parallel": "05", "data.parameter_server": "06", "data.ddp": "07",
+    "data.accumulation": "08", "precision.mixed_precision": "09", "pipeline.model_parallel": "10",
+    "pipeline.pipeline": "11", "tensor.tensor_parallel": "12", "context.sequence_parallel": "13",
+    "context.ring_attention": "13", "context.ulysses": "13", "zero.zero1": "14", "zero.zero2": "15", "zero.zero3": "16",
+    "hybrid.hybrid": "17", "experts.expert_parallel": "18", "memory.activations": "19", "memory.offload": "20",
+}
+"""The module of each chapter, inside parallel/."""
+
+LARGER = {"hybrid.hybrid": (25, 4500)}
+"""Chapters that compose others."""
+
+TODAY = {
+    "pipeline.pipeline": (7, 1465), "context.sequence_parallel": (6, 909), "context.ulysses": (7, 896),
+    "zero.zero1": (8, 830), "zero.zero2": (9, 926), "zero.zero3": (7, 898), "hybrid.hybrid": (53, 8633),
+    "memory.offload": (7, 1049),
+}
+"""Those that are above the bound as yet, and by how much: numbers here may only fall, and rows only go."""
+
+
+def measured(module: str) -> tuple[int, int]:
+    """Files and lines that a reader of `module` opens."""
+    found = reached(f"{PARALLEL}.{module}", PARALLEL, without=STEP)
+    return len(found), sum(map(lines, found))
+
+
+@pytest.mark.parametrize("module", CHAPTERS)
+def test_a_chapter_is_short(module: str) -> None:
+    files, total = measured(module)
+    allowed = LARGER.get(module, (FILES, LINES))
+    print(f"\n{CHAPTERS[module]} {module:28} {files:3} files {total:6} lines   (at most {allowed[0]}, {allowed[1]})")
+    most = TODAY.get(module, allowed)
+    assert files <= most[0], f"{module}: {reached(f'{PARALLEL}.{module}', PARALLEL, without=STEP)}"
+    assert total <= most[1]
+    assert module not in TODAY or files > allowed[0] or total > allowed[1], "within the bound now: take the row out"
+
+
+def test_step_is_no_cupboard() -> None:
+    """What all chapters share and the table leaves out: at most 10 files and 800 lines."""
+    found = [module for module in modules() if module.startswith(f"{STEP}.")]
+    assert len(found) <= 10
+    assert sum(map(lines, found)) <= LINES
+
+
+def test_every_chapter_has_its_module() -> None:
+    assert all(f"{PARALLEL}.{module}" in modules() for module in CHAPTERS)
+    assert set(TODAY) | set(LARGER) <= set(CHAPTERS)

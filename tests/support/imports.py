@@ -1,0 +1,70 @@
+"""What each module of the project imports, read from the source: also imports inside functions and for type checkers."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+HOMES = {"minidist": ROOT / "minidist", "minidist.kernels": ROOT / "kernels", "minidist.lessons": ROOT / "lessons"}
+
+
+class Import(NamedTuple):
+    """`importer` imports the module `imported` in line `line` of `path`."""
+
+    importer: str
+    imported: str
+    path: Path
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}: {self.importer} imports {self.imported}"
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of minidist by its dotted name. `minidist.lessons` has its package's own files, no chapter's."""
+    found = {}
+    for package, folder in HOMES.items():
+        for path in sorted(folder.rglob("*.py") if package != "minidist.lessons" else folder.glob("*.py")):
+            name = ".".join((package, *path.relative_to(folder).with_suffix("").parts))
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def imports(module: str) -> tuple[Import, ...]:
+    """The imports of a module that lead to modules of this project."""
+    path = modules()[module]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return tuple(Import(module, name, path, node.lineno) for node in ast.walk(tree) for name in _imported(node))
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name in modules())
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute in this project"
+        for alias in node.names:
+            inner = f"{node.module}.{alias.name}"
+            if (found := inner if inner in modules() else node.module) in modules():
+                yield found
+
+
+def reached(module: str, inside: str, without: str = "") -> list[str]:
+    """`module`, and what it imports inside the package `inside`, and what those import there, and so on."""
+    seen, left = {module}, [module]
+    while left:
+        for found in imports(left.pop()):
+            name = found.imported
+            packages = modules()[name].name == "__init__.py"
+            if name.startswith(f"{inside}.") and not packages and not (without and name.startswith(f"{without}.")):
+                left += [name] if name not in seen else []
+                seen.add(name)
+    return sorted(seen)
+
+
+def lines(module: str) -> int:
+    """How many lines the file of a module has."""
+    return len(modules()[module].read_text(encoding="utf-8").splitlines())

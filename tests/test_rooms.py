@@ -1,0 +1,120 @@
+"""The rooms of the house: imports run downwards, from a floor to one below it, and a room's tests are found by its path."""
+
+from pathlib import Path
+
+import pytest
+from imports import ROOT, Import, imports, modules
+from setuptools.config.setupcfg import read_configuration
+
+FLOORS = [
+    ["minidist.__main__"],
+    ["minidist.cli"],
+    ["minidist.lessons"],
+    ["minidist.bench"],
+    ["minidist.console", "minidist.grading"],
+    ["minidist.observe"],
+    ["minidist"],                           # the public names: each is loaded when it is asked for
+    ["minidist.parallel.hybrid"],
+    ["minidist.parallel.pipeline"],
+    ["minidist.parallel.experts", "minidist.parallel.context"],
+    ["minidist.parallel.tensor"],
+    ["minidist.parallel.memory"],
+    ["minidist.parallel.zero"],
+    ["minidist.parallel.data"],
+    ["minidist.parallel.precision"],
+    ["minidist.parallel.step"],
+    ["minidist.nn", "minidist.optim", "minidist.data"],
+    ["minidist.autograd"],
+    ["minidist.launch"],
+    ["minidist.comm.transports"],
+    ["minidist.comm.group"],
+    ["minidist.comm.verbs", "minidist.comm.point_to_point", "minidist.comm.subgroups"],
+    ["minidist.comm.collectives"],
+    ["minidist.comm.calls"],
+    ["minidist.comm.transport"],
+    ["minidist.comm.cost"],
+    ["minidist.comm.health"],
+    ["minidist.comm.ledger", "minidist.comm.native", "minidist.comm.call_site", "minidist.comm.signature",
+     "minidist.comm.device_lane"],
+    ["minidist.comm.wire"],
+    ["minidist.comm.serialization", "minidist.comm.chunks"],
+    ["minidist.kernels"],
+    ["minidist.device"],
+    ["minidist.errors"],
+]
+"""Each line is a floor; rooms on one floor do not import each other."""
+
+NO_ROOM = ("minidist.comm", "minidist.parallel")        # only a docstring
+
+
+KNOWN: set[tuple[str, str]] = {
+    ("minidist.comm.calls.call", "minidist.comm.group"),
+    ("minidist.comm.cost.volume", "minidist.comm.collectives.ring"),
+    ("minidist.comm.cost.volume", "minidist.comm.collectives.shared_memory"),
+    ("minidist.comm.cost.volume", "minidist.comm.transport"),
+    ("minidist.comm.device_lane", "minidist.comm.native"),
+    ("minidist.comm.device_lane", "minidist.comm.transport"),
+    ("minidist.comm.health.monitor_client", "minidist.comm.transport"),
+    ("minidist.comm.point_to_point", "minidist.comm.group"),
+    ("minidist.comm.point_to_point", "minidist.comm.transports.progress.mailbox"),
+    ("minidist.comm.subgroups", "minidist.comm.group"),
+    ("minidist.comm.verbs", "minidist.comm.group"),
+    ("minidist.parallel.zero.shard_store", "minidist.parallel.memory.transfer_lanes"),
+}
+"""Arrows that still run upwards. The list may only get shorter."""
+
+
+def test_every_arrow_runs_downwards() -> None:
+    wrong = [found for module in modules() for found in imports(module) if not _downwards(found)]
+    new = [str(found) for found in wrong if (found.importer, found.imported) not in KNOWN]
+    assert not new, "\n".join(new)
+    assert {(found.importer, found.imported) for found in wrong} == KNOWN, "an arrow of KNOWN is gone: take it out"
+
+
+def test_every_module_has_a_room() -> None:
+    assert len(modules()) > 300
+    assert [module for module in modules() if _place(module) is None and module not in NO_ROOM] == []
+
+
+def test_a_wrong_arrow_is_seen() -> None:
+    below = Import("minidist.errors", "minidist.device.backend", ROOT / "minidist/errors.py", 7)
+    assert not _downwards(below)
+    assert str(below) == "minidist/errors.py:7: minidist.errors imports minidist.device.backend"
+    assert not _downwards(below._replace(importer="minidist.nn.gpt", imported="minidist.optim.adam"))
+    assert _downwards(below._replace(importer="minidist.nn.gpt", imported="minidist.nn.linear"))
+
+
+def test_setup_cfg_lists_every_package() -> None:
+    listed = read_configuration(ROOT / "setup.cfg")["options"]["packages"]
+    assert sorted(listed) == sorted(name for name, path in modules().items() if path.name == "__init__.py")
+
+
+@pytest.mark.parametrize("folder", ["minidist", "kernels"])
+def test_a_test_is_found_by_the_path_of_its_module(folder: str) -> None:
+    """A test file named after a module lies where the module does; others test a whole folder of that path."""
+    tests = ROOT / "tests" / ("kernels" if folder == "kernels" else "")
+    for path in tests.rglob("test_*.py"):
+        inside = path.relative_to(tests).parent
+        if inside.parts[:1] in (("lessons",), ("kernels",)):
+            continue
+        assert (ROOT / folder / inside).is_dir(), f"{path}: there is no folder {folder}/{inside}"
+        name = path.name.removeprefix("test_")
+        homes = [found.parent for found in (ROOT / folder).rglob(name)]
+        assert not homes or ROOT / folder / inside in homes or _is_general(path), f"{path} belongs to {homes}"
+
+
+def _is_general(path: Path) -> bool:
+    """Named after a subject that happens to be the name of a module elsewhere."""
+    return path.name in ("test_gpu.py",)
+
+
+def _downwards(found: Import) -> bool:
+    importer, imported = _place(found.importer), _place(found.imported)
+    return importer is None or imported is None or importer == imported or importer[0] < imported[0]
+
+
+def _place(module: str) -> tuple[int, str] | None:
+    """Floor and room of a module: the longest name of a room that it begins with."""
+    rooms = [(floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms
+             if module == room or (room != "minidist" and module.startswith(f"{room}."))]
+    return max(rooms, key=lambda place: len(place[1]), default=None)
