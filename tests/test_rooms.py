@@ -1,4 +1,4 @@
-"""The rooms of the house: imports run downwards, from a floor to one below it, and a room's tests are found by its path."""
+"""The rooms of the house: imports run downwards, and the tests of a module are found by its path."""
 
 from pathlib import Path
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from minidist.observe.machine import machine
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.cost.volume import FORMULAS
 from minidist.grading import load_module
 from minidist.launch import init, run
+from minidist.observe.machine import machine
 from minidist.observe.page import size_text
 
 HERE = Path(__file__).resolve().parent

@@ -12,8 +12,7 @@ from minidist.launch import run
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.data.accumulation import elements_sent
-from minidist.parallel.step.step import micro_parts
-from minidist.parallel.step.step import Part
+from minidist.parallel.step.step import Part, micro_parts
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
 SEQUENCES = (5, 3, 4)   # rows of ranks 0, 1, 2 in every batch

@@ -15,10 +15,9 @@ import minidist as md
 from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD, Adam
-from minidist.parallel.step.step import micro_parts
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step.single import Single
-from minidist.parallel.step.step import part_of
+from minidist.parallel.step.step import micro_parts, part_of
 
 lab = load_module(Path(__file__).resolve().parents[1] / "07_ddp" / "experiments.py", "07")
 passing = load_module(Path(__file__).resolve().with_name("experiments.py"), "08")

@@ -9,10 +9,9 @@ from minidist.data import text
 from minidist.device import backend
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
-from minidist.parallel.step.step import micro_parts
 from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision
 from minidist.parallel.step.single import Single
-from minidist.parallel.step.step import Part
+from minidist.parallel.step.step import Part, micro_parts
 
 FORMATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "e5m2": "float8_e5m2", "e4m3": "float8_e4m3fn"}
 TEXT = text.load("python")

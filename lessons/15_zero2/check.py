@@ -15,10 +15,9 @@ from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
-from minidist.parallel.step.step import micro_parts
 from minidist.parallel.data.buckets import cut
 from minidist.parallel.step.flat import Flat
-from minidist.parallel.step.step import part_of
+from minidist.parallel.step.step import micro_parts, part_of
 
 CONFIG = GPTConfig(vocabulary=13, context=5, layers=2, width=8, heads=2, dtype="float64")
 BUCKET, STEPS, PASSES, LIMIT, RATE = 2048, 3, 2, 60.0, 0.3

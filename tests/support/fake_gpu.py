@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 import minidist
+from minidist.device import cublas
 
 HOME = os.path.dirname(minidist.__file__) + os.sep        # not any folder of this name: a checkout's may have it, too
 PRODUCTS = {"matmul", "dot", "tensordot", "einsum", "inner", "vdot"}        # by CuPy's cuBLAS

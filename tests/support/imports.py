@@ -1,4 +1,4 @@
-"""What each module of the project imports, read from the source: also imports inside functions and for type checkers."""
+"""What each module imports, read from the source: imports inside functions and for type checkers, too.
 
 import ast
 from collections.abc import Iterator
