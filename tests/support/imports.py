@@ -1,4 +1,4 @@
-"""What each module imports, read from the source: imports inside functions and for type checkers, too.
+"""What each module imports, read from the source: imports inside functions and for type checkers, too."""
 
 import ast
 from collections.abc import Iterator

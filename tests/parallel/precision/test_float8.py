@@ -128,7 +128,7 @@ def test_a_step_on_a_gpu_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     losses, weights, histories, _ = md.run(job, "cpu", size=1)[0]
     found, masters, seen, waits = md.run(job, "cuda", size=1)[0]
-    assert [wait.partition(":")[0] for wait in waits] == ["get at backend.py"] * 3
+    assert [wait.partition(":")[0] for wait in waits] == ["get at device/backend.py"] * 3
     assert found == pytest.approx(losses, rel=2e-3)
     assert difference(masters, weights) < 5e-3
     np.testing.assert_allclose(seen, histories, rtol=0.1)
