@@ -38,7 +38,7 @@ def owner_of(array: Array) -> Array:
     return array
 
 
-class _Held(weakref.ref):
+class _Held(weakref.ref[Any]):
     """A weak reference to a counted buffer, with what must be subtracted when it dies."""
 
     __slots__ = ("key", "category", "nbytes")

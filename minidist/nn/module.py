@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from minidist.autograd.recompute import recompute
-from minidist.autograd.tensor import Parameter
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.device.backend import device_of, to_device, to_host
 from minidist.errors import DataError
 from minidist.nn import hooks
@@ -41,10 +41,11 @@ class Module(ABC):
     def forward(self, *args: Any, **options: Any) -> Any:
         """What the module computes. Call the module itself, not this: then its hooks run."""
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        if self._hooks is None:
-            return self.run(*args, **options)
-        return hooks.call(self, self._hooks, args, options)
+    def __call__(self, *args: Any, **options: Any) -> Tensor:
+        """The result of forward, with the hooks run around it."""
+        result: Tensor = (self.run(*args, **options) if self._hooks is None else
+                          hooks.call(self, self._hooks, args, options))
+        return result
 
     def run(self, *args: Any, **options: Any) -> Any:
         """forward, between the hooks."""
