@@ -1,4 +1,4 @@
-"""Tensors: an array, and what the tape needs to know about it.
+"""Tensors: an array, and its place on the tape.
 
     x = tensor(array, requires_grad=True)
     loss = (x * x).sum()
@@ -46,7 +46,7 @@ def _operator(name: str, *, swapped: bool = False) -> Callable[["Tensor", Any], 
 
 
 class TapeNode(Protocol):
-    """What a Tensor uses of the node that made it; the class itself is tape.Node."""
+    """The part of a node that Tensor uses; the class of nodes is tape.Node."""
 
     hooks: dict[int, list[GradientHook]]
 
@@ -86,7 +86,7 @@ class Tensor:
         result.requires_grad, result.node, result.index = node is not None, node, index
         return result
 
-    # ------------------------------------------------------------------------------------------------- what it is
+    # ------------------------------------------------------------------------------------------------- properties
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Layer norm and RMS norm over the last dim, computed and differentiated a block of rows at a time.
 
-On a GPU kernels/norm.cu does both; its backward computes the normalized rows again from x, mean and scale.
+On a GPU kernels/norm.cu does both. Its backward computes the normalized rows again from x, mean and scale.
 """
 
 from minidist.autograd.ops.blocks import row_blocks
@@ -12,6 +12,7 @@ from minidist.errors import ShapeError
 
 
 def _check(name: str, x: Array, **weights: Array) -> None:
+    """Raises: ShapeError if a weight is not one row of x."""
     for argument, value in weights.items():
         if value.shape != x.shape[-1:]:
             raise ShapeError(f"{name}: {argument} {value.shape} does not fit x {x.shape}; "
@@ -19,7 +20,7 @@ def _check(name: str, x: Array, **weights: Array) -> None:
 
 
 def _normalize(x: Array, w: Array, b: Array | None, eps: float) -> tuple[Array, Saved]:
-    """hat * w (+ b), where hat is x with each row scaled to mean square 1, its mean taken off first if there is a b."""
+    """hat * w (+ b), where hat is x with each row scaled to mean square 1; with b, the mean is subtracted first."""
     xp = array_module(x)
     wide, w_wide = xp.ascontiguousarray(rows(widen(x))), widen(w)
     n = wide.shape[1]
@@ -75,7 +76,10 @@ def _norm_gradients(node: Node, dy: Array) -> dict[str, Array]:
 
 @op
 def layer_norm(x: Array, w: Array, b: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
-    """(x - mean) / sqrt(var + eps) * w + b over the last dim: (…, n), (n,), (n,) -> (…, n). Source: Ba et al. 2016."""
+    """(x - mean) / sqrt(var + eps) * w + b over the last dim: (…, n), (n,), (n,) -> (…, n). Raises: ShapeError.
+
+    Source: Ba et al. 2016.
+    """
     _check("layer_norm", x, w=w, b=b)
     fast = kernel("layer_norm", x, w, b) if x.dtype == w.dtype == b.dtype else None
     if fast is not None:
@@ -101,7 +105,10 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def rms_norm(x: Array, w: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
-    """x / sqrt(mean(x²) + eps) * w over the last dim: (…, n), (n,) -> (…, n). Source: Zhang & Sennrich 2019."""
+    """x / sqrt(mean(x²) + eps) * w over the last dim: (…, n), (n,) -> (…, n). Raises: ShapeError.
+
+    Source: Zhang & Sennrich 2019.
+    """
     _check("rms_norm", x, w=w)
     fast = kernel("rms_norm", x, w) if x.dtype == w.dtype else None
     if fast is not None:
