@@ -1,8 +1,8 @@
 """The memory account: bytes of live arrays by category, now and at the peak.
 
 An account sums the *distinct* buffers that are registered by `hold`. A view counts as its owner. A buffer registered
-twice counts once, under its first category. It stops counting at the moment it is freed, by a weak reference, so no call
-says "freed". Registering costs about a microsecond.
+twice counts once, under its first category. A weak reference ends the count at the moment the buffer is freed, so no
+call says "freed". Registering costs about a microsecond.
 
     memory = account.current()                         # the calling thread's account: each rank has its own
     memory.hold(weights, "parameters")
