@@ -64,8 +64,7 @@ class Tensor:
     Raises:  DtypeError if requires_grad and the dtype is not a float.
     """
 
-    __slots__ = ("data", "grad", "requires_grad", "node", "index", "tensor_hooks", "__weakref__")
-    data: Array                # the array itself
+    __slots__ = ("_data", "grad", "requires_grad", "node", "index", "tensor_hooks", "__weakref__")
     grad: Array | None         # the gradient summed over the backwards since the last zero_grad, or None
 
     def __init__(self, data: Array, *, requires_grad: bool = False) -> None:
@@ -89,27 +88,36 @@ class Tensor:
     # ------------------------------------------------------------------------------------------------- properties
 
     @property
+    def data(self) -> Array:
+        """The array itself."""
+        return self._data
+
+    @data.setter
+    def data(self, array: Array) -> None:
+        self._data: Array = array
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The sizes of the dims."""
-        shape: tuple[int, ...] = self.data.shape
+        shape: tuple[int, ...] = self._data.shape
         return shape
 
     @property
     def dtype(self) -> np.dtype:
         """The element type."""
-        dtype: np.dtype = self.data.dtype
+        dtype: np.dtype = self._data.dtype
         return dtype
 
     @property
     def ndim(self) -> int:
         """The number of dims."""
-        ndim: int = self.data.ndim
+        ndim: int = self._data.ndim
         return ndim
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        size: int = self.data.size
+        size: int = self._data.size
         return size
 
     def __repr__(self) -> str:
@@ -228,7 +236,7 @@ class Parameter(Tensor):
                 lender   lender(parameter), if set, gives the view to bind when a gradient comes and none is bound
     """
 
-    __slots__ = ("name", "hooks", "arrival", "lender", "_data", "_grad", "_view", "_fresh")
+    __slots__ = ("name", "hooks", "arrival", "lender", "_grad", "_view", "_fresh")
 
     def __init__(self, data: Array, *, name: str = "", requires_grad: bool = True) -> None:
         self._view: Array | None = None

@@ -195,7 +195,7 @@ class Mixture(Module):
         """y, connected to the gradient of the balance loss; sets `balance` to the loss itself.
 
         The loss is the sum over tokens of weight · E · Σ_e f_e p_e, where f_e is the share of the choices in the
-        token's sequence that fell on expert e. For a sequence this is weight · T · E · Σ f_e mean(p_e), which is weight · T if
+        token's sequence that fell on e. For a sequence this is weight · T · E · Σ f_e mean(p_e), which is weight · T if
         all are equal. No gradient passes through f.
         """
         assert self.routing is not None

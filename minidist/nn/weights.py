@@ -81,30 +81,6 @@ class Weight(Parameter):
         self._data = account.current().hold(array, "parameters") if holds else array
         self.drawn = True
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As Tensor.shape; known before there are values."""
-        shape: tuple[int, ...] = self._data.shape
-        return shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """As Tensor.dtype; known before there are values."""
-        dtype: np.dtype = self._data.dtype
-        return dtype
-
-    @property
-    def ndim(self) -> int:
-        """As Tensor.ndim; known before there are values."""
-        ndim: int = self._data.ndim
-        return ndim
-
-    @property
-    def size(self) -> int:
-        """As Tensor.size; known before there are values."""
-        size: int = self._data.size
-        return size
-
     def draw(self, seed: int, part: Part = (), *, device: str = "cpu") -> Array:
         """The initial values of `part` of this tensor; () is all of it. Only the part is computed.
 

@@ -1,7 +1,7 @@
 """Adam's update of all tensors in one launch on a GPU: the passes of adam.py, by kernels/adam.cu.
 
 A model has hundreds of tensors, and the passes are a dozen launches for each. The kernel gets all tensors through
-tables of pointers. Weights and moments stay in place from step to step. Gradients are new arrays in each backward; their
+tables of pointers. Weights and moments stay in place from step to step. Gradients are new arrays in each backward; the
 table is made again only if an address has changed. The device counts the updates too, so the host decides nothing in a
 step.
 

@@ -78,7 +78,8 @@ def gelu(x: Array, bias: Array | None = None) -> tuple[Array, Saved]:
     return y, saved(slope=slope)
 
 
-def _gelu_gradients(node: Node, dy: Array) -> tuple[Array, Array | None]:
+@gelu.gradient("x", "bias")
+def _(node: Node, dy: Array) -> tuple[Array, Array | None]:
     """The gradient of x and that of the bias, its sum over all rows."""
     if node.slope is None:
         dx, dbias = launcher("gelu_gradient")(node.x, node.bias, array_module(dy).ascontiguousarray(dy))
@@ -87,16 +88,6 @@ def _gelu_gradients(node: Node, dy: Array) -> tuple[Array, Array | None]:
         dbias = column_sums(rows(dx)) if node.needs("bias") else None
     node.forget()
     return dx, dbias
-
-
-@gelu.gradient("x")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gelu_gradients, dy)[0]
-
-
-@gelu.gradient("bias")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gelu_gradients, dy)[1]
 
 
 @op
@@ -127,24 +118,14 @@ def swiglu(gate: Array, up: Array) -> tuple[Array, Saved]:
     return narrow(widen(y) * widen(up), up.dtype), saved(silu=y, slope=slope, up=up)
 
 
-def _swiglu_gradients(node: Node, dy: Array) -> tuple[Array, Array]:
-    """The gradients of gate and up."""
+@swiglu.gradient("gate", "up")
+def _(node: Node, dy: Array) -> tuple[Array, Array]:
     if node.slope is None:
         dgate, dup = launcher("swiglu_gradient")(node.gate, node.up, array_module(dy).ascontiguousarray(dy))
         return dgate, dup
     wide = widen(dy)
     of_silu = narrow(wide * widen(node.up), dy.dtype)
     return narrow(widen(of_silu) * widen(node.slope), dy.dtype), narrow(wide * widen(node.silu), dy.dtype)
-
-
-@swiglu.gradient("gate")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_swiglu_gradients, dy)[0]
-
-
-@swiglu.gradient("up")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_swiglu_gradients, dy)[1]
 
 
 @op

@@ -207,30 +207,15 @@ def causal_attention(q: Array, k: Array, v: Array, *, keep: bool = True) -> tupl
     return y, saved(q=q, k=k, v=v, y=y, log_total=log_total, kept=kept)
 
 
-def _gradients(node: Node, dy: Array) -> dict[str, Array]:
-    """The gradients of q, k and v."""
+@causal_attention.gradient("q", "k", "v")
+def _(node: Node, dy: Array) -> tuple[Array, ...]:
     if node.kept is None:
-        return dict(zip("qkv", _gradients_by_kernel(node.q, node.k, node.v, node.y, node.log_total, dy), strict=True))
+        return _gradients_by_kernel(node.q, node.k, node.v, node.y, node.log_total, dy)
     xp = array_module(dy)
     q, k, v = widen(node.q), widen(node.k), widen(node.v)
     dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in (q, k, v))
     _backward(q, k, v, widen(node.y), node.log_total, node.kept, widen(dy), dq, dk, dv)
-    return {name: narrow(x, dy.dtype) for name, x in (("q", dq), ("k", dk), ("v", dv))}
-
-
-@causal_attention.gradient("q")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gradients, dy)["q"]
-
-
-@causal_attention.gradient("k")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gradients, dy)["k"]
-
-
-@causal_attention.gradient("v")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gradients, dy)["v"]
+    return tuple(narrow(x, dy.dtype) for x in (dq, dk, dv))
 
 
 def _by_head(x: Array, heads: int) -> Array:

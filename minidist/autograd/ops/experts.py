@@ -168,7 +168,8 @@ def from_experts(results: Array, weights: Array, placement: Placement) -> tuple[
     return sum_by_id(placement.tokens, weighted, placement.shape[0]), kept
 
 
-def _from_experts_gradients(node: Node, dy: Array) -> tuple[Array, Array]:
+@from_experts.gradient("results", "weights")
+def _(node: Node, dy: Array) -> tuple[Array, Array]:
     """With dy of the row's token: the gradient of results is weight · dy, that of a weight the dot product row · dy."""
     fast = kernel("from_experts_gradient", dy)
     if fast is not None:
@@ -177,13 +178,3 @@ def _from_experts_gradients(node: Node, dy: Array) -> tuple[Array, Array]:
     rows = widen(array_module(dy).take(dy, node.placement.tokens, axis=0))
     dweights = unbroadcast(rows * widen(node.results), (len(rows), 1)).reshape(-1)
     return narrow(rows * widen(node.weights)[:, None], dy.dtype), narrow(dweights, dy.dtype)
-
-
-@from_experts.gradient("results")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_from_experts_gradients, dy)[0]
-
-
-@from_experts.gradient("weights")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_from_experts_gradients, dy)[1]
