@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from minidist.comm import subgroups, verbs
+from minidist.comm.call_site import entries
 from minidist.comm.calls.async_call import Pending, Worker
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.group_guard import Usage
@@ -39,6 +40,7 @@ WORLD = 0
 """The id of the group of all ranks."""
 
 
+@entries
 class Group:
     """An ordered set of ranks of the job, this one among them.
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from minidist.comm.device_lane import program
-from minidist.comm.health.wait_state import QUIET, Purpose
+from minidist.comm.call_site import entries
+from minidist.comm.health.running_call import RunningCall
+from minidist.comm.health.wait_state import QUIET
 from minidist.comm.signature import Signature
 from minidist.comm.transport import Handle, Transport
 from minidist.device import account
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 _LOOK = 1.0  # seconds between looks at whether the worker still lives
 
 
+@entries
 class Pending(ABC):
     """A call that was started. Its argument must not change before wait() returned, nor `out` be read."""
 
@@ -31,7 +34,8 @@ class Pending(ABC):
         """Whether wait() would return or raise at once."""
 
 
-class PendingCall(Pending, Purpose):
+@entries
+class PendingCall(Pending, RunningCall):
     """A collective in a worker's queue; on a GPU it works where the thread does that started it."""
 
     def __init__(self, call: "Call", worker: "Worker") -> None:
@@ -42,13 +46,14 @@ class PendingCall(Pending, Purpose):
         self.error: BaseException | None = None
 
     def wait(self) -> Any:
-        if not self.finished.wait(QUIET):
-            with self.worker.transport.waits.lasting("this rank's worker", tuple):
-                self._wait_long()
-        if self.error is not None:
-            self.worker.error = None  # somebody knows of it now
-            raise self.error
-        return self.call.settle(self.result)
+        with self:
+            if not self.finished.wait(QUIET):
+                with self.worker.transport.waits.lasting("this rank's worker", tuple):
+                    self._wait_long()
+            if self.error is not None:
+                self.worker.error = None  # the program knows of it now
+                raise self.error
+            return self.call.settle(self.result)
 
     def done(self) -> bool:
         return self.finished.is_set()
@@ -59,7 +64,8 @@ class PendingCall(Pending, Purpose):
                 raise CommError(f"the group was closed before {self.call.signature.describe()} was carried out")
 
 
-class PendingMessage(Pending, Purpose):
+@entries
+class PendingMessage(Pending, RunningCall):
     """A send, a receive, or both, already with the transport; wait() drives them in the calling thread."""
 
     def __init__(self, signature: Signature, world_ranks: tuple[int, ...], handles: list[Handle],
@@ -70,11 +76,12 @@ class PendingMessage(Pending, Purpose):
         self.delivered = False
 
     def wait(self) -> Any:
-        for handle in self.handles:
-            handle.wait()
-        if not self.delivered:
-            self.result, self.delivered = self.deliver(), True
-        return self.result
+        with self:
+            for handle in self.handles:
+                handle.wait()
+            if not self.delivered:
+                self.result, self.delivered = self.deliver(), True
+            return self.result
 
     def done(self) -> bool:
         return all(handle.done() for handle in self.handles)

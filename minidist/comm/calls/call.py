@@ -20,7 +20,7 @@ import numpy as np
 from minidist.comm import call_site
 from minidist.comm.calls.buffers import Place, address_of
 from minidist.comm.device_lane import Side
-from minidist.comm.health.wait_state import Purpose
+from minidist.comm.health.running_call import RunningCall
 from minidist.comm.ledger import Event
 from minidist.comm.native import Native
 from minidist.comm.signature import (
@@ -48,7 +48,7 @@ Arrays = Sequence[np.ndarray]
 _NOTHING = np.empty(0, np.uint8)
 
 
-class Call(Purpose):
+class Call(RunningCall):
     """A collective that this rank has entered, or will.
 
     Attributes: rank, size, next_rank, prev_rank   within the group
@@ -93,10 +93,11 @@ class Call(Purpose):
         """Carry the call out, count what it sent, tell the ledger's subscribers."""
         start = time.perf_counter() if self.ledger.subscribers else 0.0
         try:
-            if self.side is None:
-                return self.work(self)
-            result, self._done = self.side.carry_out(self._begun, lambda: self.work(self), self)
-            return result
+            with self:
+                if self.side is None:
+                    return self.work(self)
+                result, self._done = self.side.carry_out(self._begun, lambda: self.work(self), self)
+                return result
         finally:
             self.ledger.record(self.axis, self.verb, self.algorithm, self._nbytes, self._messages, self.phase)
             if self.ledger.subscribers and start:
