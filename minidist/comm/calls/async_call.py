@@ -4,19 +4,18 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from minidist.comm.device_lane import program
 from minidist.comm.call_site import entries
+from minidist.comm.calls.call import Call
+from minidist.comm.device_lane import program
+from minidist.comm.handle import Handle
 from minidist.comm.health.running_call import RunningCall
 from minidist.comm.health.wait_state import QUIET
 from minidist.comm.signature import Signature
-from minidist.comm.transport import Handle, Transport
+from minidist.comm.transport import Transport
 from minidist.device import account
 from minidist.errors import CommError
-
-if TYPE_CHECKING:
-    from minidist.comm.calls.call import Call
 
 _LOOK = 1.0  # seconds between looks at whether the worker still lives
 
@@ -38,7 +37,7 @@ class Pending(ABC):
 class PendingCall(Pending, RunningCall):
     """A collective in a worker's queue; on a GPU it works where the thread does that started it."""
 
-    def __init__(self, call: "Call", worker: "Worker") -> None:
+    def __init__(self, call: Call, worker: "Worker") -> None:
         self.call, self.worker, self.program = call, worker, program()
         self.signature, self.world_ranks = call.signature, call.world_ranks
         self.finished = threading.Event()
@@ -105,7 +104,7 @@ class Worker:
         self._thread.start()
         transport.waits.workers.add(self)
 
-    def submit(self, call: "Call") -> PendingCall:
+    def submit(self, call: Call) -> PendingCall:
         """Put a call at the end of the queue."""
         pending = PendingCall(call, self)
         with self._changed:

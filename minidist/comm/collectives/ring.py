@@ -21,10 +21,8 @@ from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives.tree import halved
-from minidist.comm.transport import Handle
-
-STRETCH_BYTES = 4 << 20
-"""Most that an all-reduce sends round at a time: what a step has added, the next one finds in the cache."""
+from minidist.comm.handle import Handle
+from minidist.comm.limits import STRETCH_BYTES
 
 
 def reduce_around(call: Call, chunks: Sequence[np.ndarray], partials: Sequence[np.ndarray], op: Reduction,
