@@ -195,18 +195,19 @@ def _from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm
     return Call(group, verb, name, work, deliver, root=root, device=device_of(x, out), side=side, **_kind(model, verb))
 
 
-def _gathered(group: Members, verb: str, x: Any, out: Any, algorithm: str, **root: int) -> Call:
+def _gathered(group: Members, verb: str, x: Any, out: Any, algorithm: str, root: int | None = None) -> Call:
     """gather at its root, and all_gather."""
     where = _where(group, algorithm, x)
     own, result = _rows_of(argument(verb, x, where)), Result(verb, out, where)
     name = _choose(group, verb, algorithm, where)
+    to_root = {} if root is None else {"root": root}
 
     def work(call: Call) -> None:
         result.side = call.side
         rows = Rows(result, own, call.size)
-        ALGORITHMS[verb][name](call, own=rows.put_own(call.rank), rows=rows, **root)
+        ALGORITHMS[verb][name](call, own=rows.put_own(call.rank), rows=rows, **to_root)
 
-    return Call(group, verb, name, work, _delivered(result), **root, dtype=own.dtype, shape=(None, *own.shape[1:]),
+    return Call(group, verb, name, work, _delivered(result), root=root, dtype=own.dtype, shape=(None, *own.shape[1:]),
                 device=device_of(x), side=_side(group, where))
 
 
