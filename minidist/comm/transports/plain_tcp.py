@@ -73,7 +73,7 @@ def send_all(sock: socket.socket, header: bytes, payload: np.ndarray) -> None:
 def receive(sock: socket.socket, nbytes: int) -> np.ndarray:
     """The next `nbytes` bytes, however many pieces they come in. Raises EOFError if the connection ends before."""
     data = np.empty(nbytes, np.uint8)
-    missing = memoryview(data)
+    missing = data.data
     while missing:
         with suppress(BlockingIOError, socket.timeout):     # noqa: UP041 - a socket's time limit is for sends
             count = sock.recv_into(missing)
@@ -124,7 +124,7 @@ class PlainTcp(Mailbox):
         """The body of a reading thread: put every message of a peer into the mailbox, until its connection ends."""
         try:
             while True:
-                group, sequence, meta_bytes, nbytes = HEADER.unpack(receive(sock, HEADER.size))
+                group, sequence, meta_bytes, nbytes = HEADER.unpack(receive(sock, HEADER.size).data)
                 meta = receive(sock, meta_bytes).tobytes()
                 message = MailSend(self, peer, Tag(group, sequence), receive(sock, nbytes), meta)
                 message.complete = True
