@@ -121,4 +121,4 @@ def _loss(ax: Any, recorded: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    draw_figure(record, draw, HERE, size=RANKS, transport="sockets")
+    draw_figure(record, draw, HERE, size=RANKS, transport="auto")

@@ -45,6 +45,7 @@ from minidist.comm.cost.link_model import Profile, profile_path, save_profile
 from minidist.console import meant, write_json
 from minidist.errors import ConfigError
 from minidist.launch import detect, init
+from minidist.launch.transports import current_name
 from minidist.observe import bench_plots, kernel_plots, step_plots
 from minidist.observe.machine import machine
 from minidist.parallel.hybrid.plan import Plan
@@ -122,7 +123,7 @@ def _chosen(verb: collectives.Verb, only: str | None) -> list[str]:
     here = collectives.contenders_here(verb)
     if only is None:
         return here
-    chosen = only.split(",")
+    chosen = [current_name(name) for name in only.split(",")]
     for name in chosen:
         base, _, algorithm = name.partition(":")
         if base not in (*collectives.OURS, *verb.peers):
@@ -159,12 +160,13 @@ def _step(args: argparse.Namespace, progress: Progress) -> Result:
     if args.model or args.device or args.precision or args.graph:
         return step_device.measure_asked(args, model, progress)
     plans = _plans(args, model)
-    result = {"what": "step", "model": vars(model), "transport": args.transport, "zero": args.zero, "plans": [*plans],
+    transport = "shm" if args.transport == "auto" else current_name(args.transport)     # the ranks are on this host
+    result = {"what": "step", "model": vars(model), "transport": transport, "zero": args.zero, "plans": [*plans],
               "left_out": []}
     rows: list[Any] = []
     if plans and not args.zero:
         for axes, plan in plans.items():
-            more, without = bench_plan.measure_plan(axes, plan, model, args.rounds, args.steps, args.transport,
+            more, without = bench_plan.measure_plan(axes, plan, model, args.rounds, args.steps, transport,
                                                     progress)
             rows, result["left_out"] = rows + more, result["left_out"] + without
             if len(plans) > 1:
@@ -174,9 +176,9 @@ def _step(args: argparse.Namespace, progress: Progress) -> Result:
         if min(ranks) < 2:
             raise ConfigError("bench step --zero: one rank divides nothing; choose -n of at least 2")
         rows, result["left_out"] = step.measure_stages(model, ranks, args.zero, args.rounds, args.steps,
-                                                             args.transport, progress)
+                                                       transport, progress)
     else:
-        rows = step.measure_all(model, args.ranks or [1, 2], args.rounds, args.steps, args.transport, progress)
+        rows = step.measure_all(model, args.ranks or [1, 2], args.rounds, args.steps, transport, progress)
     return {**result, "rows": [vars(row) for row in rows]}
 
 
@@ -273,7 +275,7 @@ def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
 
 def _known(what: str, only: str | None, known: tuple[str, ...], here: list[str]) -> list[str]:
     """The contenders asked for, or all that are here."""
-    chosen = here if only is None else only.split(",")
+    chosen = here if only is None else [current_name(name) for name in only.split(",")]
     for name in chosen:
         if name not in known:
             raise ConfigError(f"bench {what}: no {name!r}{meant(name, known)}; choose from {', '.join(here)}")

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"sockets": "#3b6fb6", "shm": "#5b9a68", "mpi": "#8172b3", "gloo": "#e08e3c", "MPI": "#c44e52",
-           "copies": "#9aa5b1", "tcp": "#6b7280", "minidist": "#3b6fb6", "separate": "#9aa5b1", "PyTorch": "#e08e3c"}
+COLOURS = {"tcp": "#3b6fb6", "shm": "#5b9a68", "mpi": "#8172b3", "gloo": "#e08e3c", "MPI": "#c44e52",
+           "copies": "#9aa5b1", "bare-tcp": "#6b7280",
+           "minidist": "#3b6fb6", "separate": "#9aa5b1", "PyTorch": "#e08e3c"}
 STAGES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
-PEERS = ("gloo", "MPI", "copies", "tcp", "PyTorch")  # dashed, so that ours and theirs differ without colour too
+PEERS = ("gloo", "MPI", "copies", "bare-tcp", "PyTorch")  # dashed, so that ours and theirs differ without colour too
 
 
 def draw_bus_bandwidth(path: Path, title: str, seconds: dict[int, dict[str, dict[int, float]]],

@@ -14,7 +14,7 @@ piece: it shows only where that lies, the others copy it from there, and all wai
 one copy instead of two, but by a system call that has to look up every page: of short arrays, which the caches hold,
 two copies are quicker. Reductions do not lend: each rank shows what it has once, and adds from the cache.
 
-Only where all ranks of the group share memory: on one host, over shm or sockets. What is shown counts as one message of
+Only where all ranks of the group share memory: on one host, over auto or shm. What is shown counts as one message of
 its bytes, and so does what is lent: it is there once, for P-1 readers. Addresses count as little as headers.
 
 notes: N4 §3 (inside a node).    Source: Jain, Kaleem et al. 2018 (shared-memory collectives of MPICH).
