@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
-from minidist.bench.step import Model, random_batch
+from minidist.bench.step.ranks import Model, random_batch
 from minidist.launch.membership import limit_blas_threads
 from minidist.observe.overlap import Overlap, measure, together
 from minidist.observe.timeline import Timeline

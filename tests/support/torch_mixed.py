@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minidist.bench.peers import TorchBlock, torch_weights
+from minidist.bench.step.peers import TorchBlock, torch_weights
 from minidist.cli.train import arguments
 from minidist.cli.train import options as train_options
 from minidist.nn import GPT, GPTConfig

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from minidist.autograd.ops.experts import Placement, place_rows
-from minidist.bench.kernels_case import Case, Draw, Inputs, wide
-from minidist.bench.step import Model
+from minidist.bench.kernels.case import Case, Draw, Inputs, wide
+from minidist.bench.step.ranks import Model
 from minidist.device.backend import random_bits, stream_key
 from minidist.kernels import activation, cross_entropy, dropout, embedding, norm, permute, rotary, softmax
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench.kernels import chosen
-from minidist.bench.kernels_case import KIND, Case, Draw, error, every, place, sample
-from minidist.bench.step import Model
+from minidist.bench.kernels.case import KIND, Case, Draw, error, every, place, sample
+from minidist.bench.kernels.timing import chosen
+from minidist.bench.step.ranks import Model
 from minidist.device.backend import dtype_name
 from minidist.errors import ConfigError, KernelError
 from minidist.kernels import on_cpu

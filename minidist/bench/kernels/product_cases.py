@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench.kernels_case import MATRIX, Case, Draw, Inputs, wide
-from minidist.bench.step import Model
+from minidist.bench.kernels.case import MATRIX, Case, Draw, Inputs, wide
+from minidist.bench.step.ranks import Model
 from minidist.kernels import attention, matmul
 
 BAND = 4            # where attention is sparse: blocks of 64 keys that a block of queries sees, its own the last

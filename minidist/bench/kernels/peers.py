@@ -9,10 +9,10 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minidist.bench.kernels_case import COMPILED, EAGER, Case, Inputs, every
-from minidist.bench.kernels_flat import BETAS, DECAY, LR, TAKEN
-from minidist.bench.kernels_gpu import as_torch
-from minidist.bench.kernels_rows import RATE
+from minidist.bench.kernels.case import COMPILED, EAGER, Case, Inputs, every
+from minidist.bench.kernels.flat_cases import BETAS, DECAY, LR, TAKEN
+from minidist.bench.kernels.gpu import as_torch
+from minidist.bench.kernels.row_cases import RATE
 
 Tensors = dict[str, Any]
 Work = Callable[[], Any]

@@ -4,7 +4,7 @@
     work = case.build({name: on the device}, version)           # what is timed
     wrong = error(case, inputs, work(), sample)                 # before it is
 
-The tables of cases stand in kernels_rows.py, kernels_flat.py and kernels_products.py.
+The tables of cases stand in row_cases.py, flat_cases.py and product_cases.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench.step import Model
+from minidist.bench.step.ranks import Model
 from minidist.device import backend
 from minidist.device.backend import Array, dtype_name, is_array, to_device, to_host
 

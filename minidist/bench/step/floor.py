@@ -10,7 +10,7 @@ table. No caches: what one part leaves and the next reads is moved twice.
 
 from dataclasses import dataclass
 
-from minidist.bench.step import Model
+from minidist.bench.step.ranks import Model
 from minidist.nn import GPT
 
 FLOAT = 4                   # bytes of a float32 number

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench.kernels_case import Case, Draw, Inputs, Outputs, once, wide
-from minidist.bench.step import Model
+from minidist.bench.kernels.case import Case, Draw, Inputs, Outputs, once, wide
+from minidist.bench.step.ranks import Model
 from minidist.device.backend import Array
 from minidist.kernels import adam, casts, global_norm, quantise, ring_add, selection
 from minidist.nn import GPT

@@ -28,11 +28,13 @@ from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import ZERO_STAGES
 
 OURS, SEPARATE, PEER = "minidist", "separate", "PyTorch"
-MODULE = "minidist.bench.step"
+MODULE = "minidist.bench.step.ranks"
 CLIP = 1.0
 PEERS = {0: ("DDP",), 1: ("ZeroRedundancyOptimizer",), 2: ("FSDP1 SHARD_GRAD_OP", "FSDP2 keep"),
          3: ("FSDP1 FULL_SHARD", "FSDP2 reshard")}
 """What PyTorch has for each ZeRO stage (peers.py); FSDP that keeps weights after forward divides as stage 2."""
+
+STAGES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def torch_rank(model: Model, folder: str, rank: int, size: int,
     """One rank of PyTorch eager; over gloo where there are several."""
     import torch
 
-    from minidist.bench.peers import torch_step
+    from minidist.bench.step.peers import torch_step
 
     torch.set_num_threads(1)
     if size > 1:

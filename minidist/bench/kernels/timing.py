@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from minidist.bench import kernels_flat, kernels_products, kernels_rows
-from minidist.bench.kernels_case import (
+from minidist.bench.kernels import flat_cases, product_cases, row_cases
+from minidist.bench.kernels.case import (
     COPY,
     COPY_SHARE,
     EAGER,
@@ -38,14 +38,14 @@ from minidist.bench.kernels_case import (
     place,
     sample,
 )
-from minidist.bench.kernels_gpu import CudaGpu
-from minidist.bench.kernels_peers import find, peers_of
-from minidist.bench.step import MODELS, Model
+from minidist.bench.kernels.gpu import CudaGpu
+from minidist.bench.kernels.peers import find, peers_of
+from minidist.bench.step.ranks import MODELS, Model
 from minidist.console import meant
 from minidist.device.backend import dtype_name
 from minidist.errors import ConfigError, KernelError
 
-CASES = [*kernels_rows.CASES, *kernels_flat.CASES, *kernels_products.CASES]
+CASES = [*row_cases.CASES, *flat_cases.CASES, *product_cases.CASES]
 STEP = MODELS["gpt2-124m"]
 
 Progress = Callable[[str], None]
@@ -53,7 +53,7 @@ Work = Callable[[], Any]
 
 
 class Gpu(Protocol):
-    """What measuring needs of a device (kernels_gpu.py; tests bring their own)."""
+    """What measuring needs of a device (gpu.py; tests bring their own)."""
 
     device: str                         # as backend.to_device names it
 
