@@ -15,7 +15,7 @@ from minidist.bench import collectives, floors
 from minidist.bench.collectives import VERBS, in_a_row, our_call, timed
 from minidist.bench.floors import connected, copies_call, tcp_call
 from minidist.bench.jobs import Job
-from minidist.bench.overlap import Row
+from minidist.bench.overlap import OverlapRow
 from minidist.bench.step import ranks
 from minidist.cli import main
 from minidist.comm.cost.link_model import LinkCost, Profile, Work, load_profile, save_profile
@@ -120,8 +120,8 @@ def test_overlap_hides_some(tmp_path):
 
 def test_what_is_hidden():
     """Wholly hidden: both take as long as the longer; not at all: as long as one after the other."""
-    assert (Row("", 2.0, 3.0, 3.0).of_longer, Row("", 2.0, 3.0, 3.0).hidden) == (1.0, 1.0)
-    assert (Row("", 3.0, 3.0, 6.0).of_longer, Row("", 3.0, 3.0, 6.0).hidden) == (2.0, 0.0)
+    assert (OverlapRow("", 2.0, 3.0, 3.0).of_longer, OverlapRow("", 2.0, 3.0, 3.0).hidden) == (1.0, 1.0)
+    assert (OverlapRow("", 3.0, 3.0, 6.0).of_longer, OverlapRow("", 3.0, 3.0, 6.0).hidden) == (2.0, 0.0)
 
 
 @pytest.mark.soak

@@ -40,7 +40,7 @@ Turn = Callable[..., dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Row:
+class DeviceRow:
     """One contender.
 
     Attributes: step_seconds    median over turns
@@ -141,14 +141,14 @@ def _take_turns(jobs: list[Job], rounds: int, steps: int,
     return turns, lost
 
 
-def row_of(name: str, turns: list[dict[str, Any]], model: Model, parts: list[step_floor.Part],
-           ceilings: dict[str, float]) -> Row:
+def row_of(name: str, turns: list[dict[str, Any]], model: Model, parts: list[step_floor.FloorPart],
+           ceilings: dict[str, float]) -> DeviceRow:
     """Medians and fractions of what a contender answered."""
     seconds = statistics.median(turn["seconds"] for turn in turns)
     least = step_floor.floor(parts, copy=ceilings["copy"], matrix=ceilings["matrix"])
-    return Row(name, seconds, model.batch * model.context / seconds,
-               step_floor.operations(parts) / seconds / ceilings["matrix"], least / seconds,
-               turns[-1]["peak_bytes"], turns[-1]["memory"])
+    return DeviceRow(name, seconds, model.batch * model.context / seconds,
+                     step_floor.operations(parts) / seconds / ceilings["matrix"], least / seconds,
+                     turns[-1]["peak_bytes"], turns[-1]["memory"])
 
 
 # ---------------------------------------------------------------- the contenders' side

@@ -21,7 +21,7 @@ from minidist.bench.kernels.counting import COUNTED, count_all
 from minidist.bench.kernels.gpu import readings
 from minidist.bench.kernels.plots import draw_kernels
 from minidist.bench.kernels.tables import show_kernels
-from minidist.bench.kernels.timing import CASES, Row, chosen, judged, measure_all, timed
+from minidist.bench.kernels.timing import CASES, KernelRow, chosen, judged, measure_all, timed
 from minidist.bench.step.ranks import Model
 from minidist.cli import main
 from minidist.errors import KernelError
@@ -250,7 +250,7 @@ def test_a_rung_too_slow_for_a_step_is_left_out(monkeypatch):
 
 
 def row(contender="v3", seconds=1e-3, held="copy", **fields):
-    plain = Row("k", "f", contender, "bfloat16", held, 10 ** 9, 5e10, **fields)
+    plain = KernelRow("k", "f", contender, "bfloat16", held, 10 ** 9, 5e10, **fields)
     return timed(plain, seconds, CEILINGS)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from minidist.bench.step import device
 from minidist.bench.step.device import CAPTURED, COMPILED, EAGER, row_of, timed
-from minidist.bench.step.floor import Part, floor, operations, parameters, step_parts
+from minidist.bench.step.floor import FloorPart, floor, operations, parameters, step_parts
 from minidist.bench.step.plots import draw_device
 from minidist.bench.step.ranks import MODELS, OURS, Model
 from minidist.bench.step.tables import show_device
@@ -56,14 +56,14 @@ def test_bytes_of_a_small_step():
 
 
 def test_a_part_takes_the_longer_of_its_times():
-    parts = [Part("products", 6e9, 1e9), Part("norms", 0.0, 2e9)]
+    parts = [FloorPart("products", 6e9, 1e9), FloorPart("norms", 0.0, 2e9)]
     assert floor(parts, copy=1e9, matrix=1e9) == 8.0
     assert floor(parts, copy=1e9, matrix=1e12) == 3.0
 
 
 def test_a_row():
     turns = [{"seconds": seconds, "peak_bytes": 7, "memory": None} for seconds in (4.0, 1.0, 2.0)]
-    row = row_of(EAGER, turns, TINY, [Part("products", 1e9, 0.0)], CEILINGS)
+    row = row_of(EAGER, turns, TINY, [FloorPart("products", 1e9, 0.0)], CEILINGS)
     assert (row.step_seconds, row.tokens_per_second, row.utilisation, row.of_floor) == (2.0, 8.0, 0.5, 0.5)
 
 
