@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench import step as bench_step
 from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
-from minidist.bench.step import CLIP, OURS, PEER, SEPARATE, Model, random_batch, take_turns, timed
+from minidist.bench.step.ranks import CLIP, OURS, PEER, SEPARATE, Model, random_batch, take_turns, timed
+from minidist.bench.step.ranks import start_job as start_ranks
 from minidist.errors import LaunchError, PeerLostError
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPT
 from minidist.parallel.hybrid.plan import Plan
 
-MODULE = "minidist.bench.plan"
+MODULE = "minidist.bench.step.plan"
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 """Pipeline schedules that PyTorch has too, with as many stages a rank."""
 TOLERANCE = 1e-5  # of a loss: float32, summed in another order
@@ -49,6 +49,11 @@ def words(plan: Plan) -> str:
     """The plan in a table: "dp=2,pp=2, 1f1b × 8"."""
     axes = ",".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1)
     return f"{axes}, {plan.schedule} × {plan.pieces}" if plan.pp > 1 else axes
+
+
+def plan_label(row: dict[str, Any]) -> str:
+    """A contender of `minidist bench step --plan`, as tables and pictures call it: "PyTorch 1F1B + DTensor"."""
+    return f"{row['name']} {row['cut']}" if row["cut"] and row["name"] == "PyTorch" else str(row["name"])
 
 
 def replicates(plan: Plan) -> str:
@@ -92,11 +97,11 @@ def measure_plan(axes: str, plan: Plan, model: Model, rounds: int, steps: int, t
     left_out: list[str] = []
     try:
         progress(f"{words(plan)}: starting")
-        jobs = [start_job(OURS, plan, axes, model, transport), bench_step.start_job(OURS, 1, model, transport),
-                bench_step.start_job(SEPARATE, plan.size, model, transport)]
+        jobs = [start_job(OURS, plan, axes, model, transport), start_ranks(OURS, 1, model, transport),
+                start_ranks(SEPARATE, plan.size, model, transport)]
         cuts: list[str | None] = [words(plan), None, None]
         if importlib.util.find_spec("torch"):
-            jobs.append(bench_step.start_job(PEER, 1, model, transport))
+            jobs.append(start_ranks(PEER, 1, model, transport))
             peer, why = _start_peer(jobs[0], plan, axes, model, transport)
             if why:
                 left_out.append(f"PyTorch {peer_of(plan)} beside {words(plan)}: {why}")
@@ -158,7 +163,7 @@ def torch_step(model: Model, plan: Plan, folder: str, rank: int) -> Callable[[],
     """The step of one rank of PyTorch's, from our weights."""
     import torch
 
-    from minidist.bench.plan_peers import plan_step
+    from minidist.bench.step.plan_peers import plan_step
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=plan.size)

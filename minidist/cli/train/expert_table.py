@@ -10,7 +10,7 @@ from minidist.parallel.hybrid.hybrid import Trainer
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def record(trainer: Trainer) -> dict[str, Any]:
+def expert_record(trainer: Trainer) -> dict[str, Any]:
     """For metrics.json: tokens of the run that chose each expert, and that it took, layer by layer. All ranks call it.
 
     Empty for a model without experts.
@@ -21,7 +21,7 @@ def record(trainer: Trainer) -> dict[str, Any]:
     return {"experts": {"chosen": loads[:, 0].tolist(), "taken": loads[:, 1].tolist()}}
 
 
-def table(metrics: dict[str, Any]) -> Table:
+def expert_table(metrics: dict[str, Any]) -> Table:
     """A row a layer: the fewest and the most that an expert was chosen by beside the even share, and each one's bar."""
     chosen, taken = (np.array(metrics["experts"][kind]) for kind in ("chosen", "taken"))
     steps = len(metrics["losses"])

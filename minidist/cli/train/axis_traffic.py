@@ -8,6 +8,7 @@ import numpy as np
 from rich.table import Table
 
 from minidist.comm.group import Group
+from minidist.console import exactly
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.hybrid_costs import elements_sent, wide_elements
 from minidist.parallel.hybrid.hybrid_pipeline import gathers
@@ -55,7 +56,7 @@ def stage_layers(trainer: Trainer) -> list[int] | None:
 
 
 def collectives(strategy: Hybrid, accumulate: int) -> list[tuple[str, int, Group]] | None:
-    """train_report.collectives for ZeRO-2 and 3 behind a pipeline, where a microbatch is a pass; None: no difference.
+    """report.collectives for ZeRO-2 and 3 behind a pipeline, where a microbatch is a pass; None: no difference.
     """
     pipeline, data, plan = strategy.pipeline, strategy.data, strategy.plan
     if pipeline is None or not isinstance(data, (Zero2, Zero3)):
@@ -96,6 +97,6 @@ def traffic_table(metrics: dict[str, Any]) -> Table:
             continue
         expected = by_formula.get(axis)
         ranks = math.prod(metrics["plan"].get(name, 1) for name in axis.split(","))
-        table.add_row(axis, str(ranks), f"{sent / steps:,.1f}".removesuffix(".0"),
-                      "" if expected is None else f"{expected / steps:,.1f}".removesuffix(".0"))
+        table.add_row(axis, str(ranks), exactly(sent / steps),
+                      "" if expected is None else exactly(expected / steps))
     return table

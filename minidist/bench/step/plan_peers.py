@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from minidist.bench.peers import TorchGPT, torch_weights
-from minidist.bench.plan import replicates
+from minidist.bench.step.peers import TorchGPT, torch_weights
+from minidist.bench.step.plan import replicates
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.pipeline.stages import balanced_layers

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench.kernels_case import Case, Draw, Inputs, Outputs, once, wide
-from minidist.bench.step import Model
+from minidist.bench.kernels.case import Draw, Inputs, KernelCase, Outputs, once, wide
+from minidist.bench.step.ranks import Model
 from minidist.device.backend import Array
 from minidist.kernels import adam, casts, global_norm, quantise, ring_add, selection
 from minidist.nn import GPT
@@ -185,34 +185,34 @@ def _size(times: float, name: str = "x") -> Any:
     return lambda i: times * i[name].size
 
 
-_ROWS_OF_CODES: Any = lambda i: i["codes"].size // ROW      # noqa: E731 - a field of Case
+_ROWS_OF_CODES: Any = lambda i: i["codes"].size // ROW      # noqa: E731 - a field of KernelCase
 CASES = [
-    Case("adam", "adam", adam.VERSIONS, _state, _adam, _adam_wanted, lambda i: 14.0 * _numbers(i), _adam_moved,
-         float32=(1,), slack=1.5),
-    Case("global_norm", "global_norm", global_norm.VERSIONS, _gradients, _norm,
-         lambda i, rows: [np.array([global_norm.global_norm_reference(i["gradients"])])],
-         lambda i: 2.0 * _numbers(i), float32=(1,), slack=5.0),
-    Case("cast_bf16", "casts", casts.VERSIONS, _activations("float32"),
-         lambda i, v: lambda: casts.cast(i["x"], "bfloat16", version=v), _half_wanted, _size(3)),
-    Case("cast_fp8", "casts", casts.VERSIONS, _activations("bfloat16"), _fp8, _fp8_wanted, _size(3)),
-    Case("ring_add", "ring_add", ring_add.VERSIONS, _adding, _ring_add,
-         lambda i, rows: [ring_add.ring_add_reference(i["incoming"][rows], wide(i["own"][rows]))],
-         _size(1, "own")),
-    Case("quantise_8", "quantise", quantise.VERSIONS, _flat("float32"),
-         lambda i, v: lambda: quantise.quantise(i["x"], bits=8, version=v), _quantised(8), _size(5)),
-    Case("quantise_4", "quantise", quantise.VERSIONS, _flat("float32"),
-         lambda i, v: lambda: quantise.quantise(i["x"], bits=4, version=v), _quantised(4), _size(5)),
-    Case("restore_8", "quantise", (1,), _codes,
-         lambda i, v: lambda: (quantise.restore(i["codes"], i["scales"], i["codes"].size, bits=8),),
-         _restored_wanted, _size(1, "codes"), rows=_ROWS_OF_CODES),
-    Case("pack_signs", "quantise", quantise.SIGN_VERSIONS, _flat("float32"),
-         lambda i, v: lambda: quantise.pack_signs(i["x"], version=v), _signs_wanted, _size(3)),
-    Case("restore_signs", "quantise", (1,), _words,
-         lambda i, v: lambda: (quantise.restore_signs(i["words"], i["scales"], 32 * i["words"].size),),
-         _signs_restored, _size(32, "words"), rows=lambda i: len(i["scales"])),
-    Case("top_k", "selection", selection.VERSIONS, _of_token,
-         lambda i, v: lambda: selection.top_k(i["x"], i["x"].size // TAKEN, version=v), _top_wanted, _size(10),
-         _six_reads, left_out={1: "it reads all numbers once for each of them"}),
-    Case("at_least", "selection", (1,), _of_token, lambda i, v: lambda: selection.at_least(i["x"], 2.5),
-         _threshold_wanted, _size(2)),
+    KernelCase("adam", "adam", adam.VERSIONS, _state, _adam, _adam_wanted, lambda i: 14.0 * _numbers(i), _adam_moved,
+               float32=(1,), slack=1.5),
+    KernelCase("global_norm", "global_norm", global_norm.VERSIONS, _gradients, _norm,
+               lambda i, rows: [np.array([global_norm.global_norm_reference(i["gradients"])])],
+               lambda i: 2.0 * _numbers(i), float32=(1,), slack=5.0),
+    KernelCase("cast_bf16", "casts", casts.VERSIONS, _activations("float32"),
+               lambda i, v: lambda: casts.cast(i["x"], "bfloat16", version=v), _half_wanted, _size(3)),
+    KernelCase("cast_fp8", "casts", casts.VERSIONS, _activations("bfloat16"), _fp8, _fp8_wanted, _size(3)),
+    KernelCase("ring_add", "ring_add", ring_add.VERSIONS, _adding, _ring_add,
+               lambda i, rows: [ring_add.ring_add_reference(i["incoming"][rows], wide(i["own"][rows]))],
+               _size(1, "own")),
+    KernelCase("quantise_8", "quantise", quantise.VERSIONS, _flat("float32"),
+               lambda i, v: lambda: quantise.quantise(i["x"], bits=8, version=v), _quantised(8), _size(5)),
+    KernelCase("quantise_4", "quantise", quantise.VERSIONS, _flat("float32"),
+               lambda i, v: lambda: quantise.quantise(i["x"], bits=4, version=v), _quantised(4), _size(5)),
+    KernelCase("restore_8", "quantise", (1,), _codes,
+               lambda i, v: lambda: (quantise.restore(i["codes"], i["scales"], i["codes"].size, bits=8),),
+               _restored_wanted, _size(1, "codes"), rows=_ROWS_OF_CODES),
+    KernelCase("pack_signs", "quantise", quantise.SIGN_VERSIONS, _flat("float32"),
+               lambda i, v: lambda: quantise.pack_signs(i["x"], version=v), _signs_wanted, _size(3)),
+    KernelCase("restore_signs", "quantise", (1,), _words,
+               lambda i, v: lambda: (quantise.restore_signs(i["words"], i["scales"], 32 * i["words"].size),),
+               _signs_restored, _size(32, "words"), rows=lambda i: len(i["scales"])),
+    KernelCase("top_k", "selection", selection.VERSIONS, _of_token,
+               lambda i, v: lambda: selection.top_k(i["x"], i["x"].size // TAKEN, version=v), _top_wanted, _size(10),
+               _six_reads, left_out={1: "it reads all numbers once for each of them"}),
+    KernelCase("at_least", "selection", (1,), _of_token, lambda i, v: lambda: selection.at_least(i["x"], 2.5),
+               _threshold_wanted, _size(2)),
 ]

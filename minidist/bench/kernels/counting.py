@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench.kernels import chosen
-from minidist.bench.kernels_case import KIND, Case, Draw, error, every, place, sample
-from minidist.bench.step import Model
+from minidist.bench.kernels.case import KIND, Draw, KernelCase, error, every, place, sample
+from minidist.bench.kernels.timing import chosen
+from minidist.bench.step.ranks import Model
 from minidist.device.backend import dtype_name
 from minidist.errors import ConfigError, KernelError
 from minidist.kernels import on_cpu
@@ -32,7 +32,7 @@ def counted(names: Sequence[str], seed: int | None, progress: Progress) -> dict[
 
 
 @dataclass(frozen=True)
-class Count:
+class KernelCount:
     """What one rung moves, counted on the CPU build, all its launches together.
 
     Attributes: least      bytes of inputs and outputs, each once: by formula
@@ -40,7 +40,7 @@ class Count:
                 sectors    of 32 bytes that warps' requests touched, caches not regarded; fetched: their bytes
                 needed     least / fetched; what is small, or lies where a sector was fetched already, may pass 1
                 shared     bytes that threads loaded and stored in shared memory
-                error      as Row's
+                error      as KernelRow's
     """
 
     kernel: str
@@ -59,7 +59,7 @@ class Count:
     error: float
 
 
-def count_all(cases: list[Case], *, seed: int, progress: Progress) -> list[Count]:
+def count_all(cases: list[KernelCase], *, seed: int, progress: Progress) -> list[KernelCount]:
     """Every rung of the cases, at sizes of COUNTED.
 
     Raises: ConfigError without g++; KernelError if a kernel breaks a rule.
@@ -70,7 +70,7 @@ def count_all(cases: list[Case], *, seed: int, progress: Progress) -> list[Count
     return [_count(case, version, seed, progress) for case in cases for version in case.versions]
 
 
-def _count(case: Case, version: int, seed: int, progress: Progress) -> Count:
+def _count(case: KernelCase, version: int, seed: int, progress: Progress) -> KernelCount:
     progress(f"{case.name} v{version}")
     inputs = case.draw(COUNTED, Draw(seed, case.kind(version, KIND)))
     picked = sample(case, inputs, np.random.default_rng(seed))
@@ -82,7 +82,7 @@ def _count(case: Case, version: int, seed: int, progress: Progress) -> Count:
         raise KernelError(f"{case.name} v{version} is wrong: off by {off:.1f} roundings of the largest number")
     traffic = [part for launch in seen for part in (launch.loads, launch.stores)]
     sectors, least = sum(part.sectors for part in traffic), case.moved(inputs, outputs)
-    return Count(case.name, case.family, f"v{version}", dtype_name(next(every(inputs.values())).dtype), len(seen),
-                 least, sum(part.bytes for part in traffic), sum(part.requests for part in traffic), sectors,
-                 SECTOR * sectors, least / (SECTOR * sectors), sum(part.shared for part in traffic),
-                 sum(launch.barriers for launch in seen), off)
+    return KernelCount(case.name, case.family, f"v{version}", dtype_name(next(every(inputs.values())).dtype), len(seen),
+                       least, sum(part.bytes for part in traffic), sum(part.requests for part in traffic), sectors,
+                       SECTOR * sectors, least / (SECTOR * sectors), sum(part.shared for part in traffic),
+                       sum(launch.barriers for launch in seen), off)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from minidist.bench import plan as bench_plan
-from minidist.bench import step
-from minidist.bench.plan import Plan, PlanRow, lacks, peer_of, words
-from minidist.bench.step import Answers, Model
+from minidist.bench.step import command
+from minidist.bench.step import plan as plan_bench
+from minidist.bench.step.plan import Plan, PlanRow, lacks, peer_of, words
+from minidist.bench.step.ranks import Answers, Model
 from minidist.cli import main
 from minidist.errors import LaunchError, PeerLostError
 
@@ -23,7 +23,7 @@ def plan(axes, **options):
 
 def test_a_plan_is_measured(tmp_path, monkeypatch, capsys):
     """Ours alone, where PyTorch is not installed: tokens/s are batch × context × ranks over the median step."""
-    monkeypatch.setattr(bench_plan.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(plan_bench.importlib.util, "find_spec", lambda name: None)
     file = tmp_path / "step.json"
     assert main(["bench", "step", "--plan", "pp=2", "--microbatches", "2", *TINY, "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
@@ -41,7 +41,7 @@ def test_each_plan_is_shown_beside_its_own_contenders(tmp_path, monkeypatch, cap
                  ("PyTorch", None, 1, 100.0), ("PyTorch", peer_of(plan), plan.size, {200.0: 400.0}.get(speed, speed)))
         return [PlanRow(words(plan), name, cut, ranks, 1 / fast, fast) for name, cut, ranks, fast in cells], ["why"]
 
-    monkeypatch.setattr(bench_plan, "measure_plan", measure)
+    monkeypatch.setattr(command, "measure_plan", measure)
     picture = tmp_path / "step.png"
     assert main(["bench", "step", "--plan", "pp=2", "--plan", "tp=3", "--figure", str(picture)]) == 0
     cells = [[cell.strip() for cell in line.split("│")[1:-1]]
@@ -62,7 +62,7 @@ def test_what_was_measured_before_an_interruption_has_been_shown(monkeypatch, ca
         return [PlanRow(words(plan), name, cut, ranks, seconds, 256 / seconds)
                 for name, cut, ranks, seconds in cells], []
 
-    monkeypatch.setattr(bench_plan, "measure_plan", measure)
+    monkeypatch.setattr(command, "measure_plan", measure)
     with suppress(KeyboardInterrupt):
         main(["bench", "step", "--plan", "pp=2", "--plan", "tp=3"])
     assert capsys.readouterr().out.splitlines() == [
@@ -82,7 +82,7 @@ def test_what_was_measured_before_an_interruption_has_been_shown(monkeypatch, ca
 ])
 def test_a_plan_that_cannot_be_measured_is_one_line_and_status_2(options, expected, capsys, monkeypatch):
     """Before anything starts, also where it stands behind a good one."""
-    monkeypatch.setattr(bench_plan, "start_job", None)
+    monkeypatch.setattr(plan_bench, "start_job", None)
     assert main(["bench", "step", *options]) == 2
     captured = capsys.readouterr()
     assert expected in captured.err
@@ -138,8 +138,8 @@ class Answering:
 ])
 def test_a_peer_is_timed_only_if_its_losses_are_ours(losses, why, monkeypatch):
     theirs, ours = Answering(*losses), Answering([4.0, 3.0, 2.0], [4.0, 3.0, 2.0])
-    monkeypatch.setattr(bench_plan, "start_job", lambda *arguments: theirs)
-    job, told = bench_plan._start_peer(ours, plan("tp=2"), "tp=2", Model(), "tcp")
+    monkeypatch.setattr(plan_bench, "start_job", lambda *arguments: theirs)
+    job, told = plan_bench._start_peer(ours, plan("tp=2"), "tp=2", Model(), "tcp")
     assert (job, theirs.closed) == ((theirs, False) if why is None else (None, True))
     assert told is None if why is None else why in told
 
@@ -152,11 +152,11 @@ def test_a_peer_that_does_not_start_leaves_the_others(monkeypatch):
 
     job, turn = Answering(), Answers([1.0], 0)
     job.name, job.size = "minidist", 2
-    monkeypatch.setattr(bench_plan.importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(bench_plan, "start_job", start)
-    monkeypatch.setattr(step, "start_job", lambda *arguments: job)
-    monkeypatch.setattr(bench_plan, "take_turns", lambda jobs, *rest: [turn for _ in jobs])
-    rows, left_out = bench_plan.measure_plan("pp=2", plan("pp=2"), Model(), 1, 1, "tcp", print)
+    monkeypatch.setattr(plan_bench.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(plan_bench, "start_job", start)
+    monkeypatch.setattr(plan_bench, "start_ranks", lambda *arguments: job)
+    monkeypatch.setattr(plan_bench, "take_turns", lambda jobs, *rest: [turn for _ in jobs])
+    rows, left_out = plan_bench.measure_plan("pp=2", plan("pp=2"), Model(), 1, 1, "tcp", print)
     assert left_out == ["PyTorch 1F1B beside pp=2, 1f1b × 8: ImportError: no pipelining"]
     assert [row.cut for row in rows] == ["pp=2, 1f1b × 8", None, None, None]
 

@@ -32,7 +32,7 @@ Work = Callable[[], Any]
 
 
 class CudaGpu:
-    """The current GPU, through CuPy (or its stand-in): bench_kernels.Gpu.
+    """The current GPU, through CuPy (or its stand-in): timing.TimingGpu.
 
     Args:    cache: bytes of the buffer that is read before each run (default: READ_CACHES second-level caches).
     Raises:  DeviceError without CuPy or a GPU.

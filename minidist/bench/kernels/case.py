@@ -4,7 +4,7 @@
     work = case.build({name: on the device}, version)           # what is timed
     wrong = error(case, inputs, work(), sample)                 # before it is
 
-The tables of cases stand in kernels_rows.py, kernels_flat.py and kernels_products.py.
+The tables of cases stand in row_cases.py, flat_cases.py and product_cases.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench.step import Model
+from minidist.bench.step.ranks import Model
 from minidist.device import backend
 from minidist.device.backend import Array, dtype_name, is_array, to_device, to_host
 
@@ -52,7 +52,7 @@ def _first(inputs: Inputs) -> Any:
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One kernel at one size.
 
     Attributes: name, family     "softmax_gradient", of kernels/softmax.py
@@ -128,7 +128,7 @@ def place(inputs: Inputs, device: str) -> Inputs:
     return {name: there(value) for name, value in inputs.items()}
 
 
-def sample(case: Case, inputs: Inputs, rng: np.random.Generator) -> np.ndarray:
+def sample(case: KernelCase, inputs: Inputs, rng: np.random.Generator) -> np.ndarray:
     """Which rows are looked at: the first, the last and some between, in order."""
     count = case.rows(inputs)
     if count <= case.sampled:
@@ -137,7 +137,7 @@ def sample(case: Case, inputs: Inputs, rng: np.random.Generator) -> np.ndarray:
     return np.sort(np.concatenate([[0, count - 1], between]))
 
 
-def error(case: Case, inputs: Inputs, rows: np.ndarray, want: list[np.ndarray], outputs: Outputs) -> float:
+def error(case: KernelCase, inputs: Inputs, rows: np.ndarray, want: list[np.ndarray], outputs: Outputs) -> float:
     """How far outputs are from `want`: the largest difference over the largest number wanted, in ROUNDINGs.
 
     inf is worse than any: an integer that differs, NaN, a size that does not fit, a number that nobody wrote (all ones

@@ -9,10 +9,10 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minidist.bench.kernels_case import COMPILED, EAGER, Case, Inputs, every
-from minidist.bench.kernels_flat import BETAS, DECAY, LR, TAKEN
-from minidist.bench.kernels_gpu import as_torch
-from minidist.bench.kernels_rows import RATE
+from minidist.bench.kernels.case import COMPILED, EAGER, Inputs, KernelCase, every
+from minidist.bench.kernels.flat_cases import BETAS, DECAY, LR, TAKEN
+from minidist.bench.kernels.gpu import as_torch
+from minidist.bench.kernels.row_cases import RATE
 
 Tensors = dict[str, Any]
 Work = Callable[[], Any]
@@ -32,8 +32,8 @@ def find() -> tuple[Any, str]:
     return torch, ""
 
 
-def peers_of(torch: Any, names: Sequence[str], case: Case, inputs: Inputs) -> tuple[dict[str, Work], list[str]]:
-    """bench_kernels.Peers: those named, EAGER and COMPILED, and a line for each that does not run.
+def peers_of(torch: Any, names: Sequence[str], case: KernelCase, inputs: Inputs) -> tuple[dict[str, Work], list[str]]:
+    """timing.Peers: those named, EAGER and COMPILED, and a line for each that does not run.
 
     PyTorch's errors are its own: whatever it raises says in one line why it was left out.
     """

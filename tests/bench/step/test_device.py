@@ -10,16 +10,16 @@ import pytest
 from kernel_checks import needs_compiler
 from rich.console import Console
 
-from minidist.bench import step_device
-from minidist.bench.step import MODELS, OURS, Model
-from minidist.bench.step_device import CAPTURED, COMPILED, EAGER, row_of, timed
-from minidist.bench.step_floor import Part, floor, operations, parameters, step_parts
-from minidist.bench.step_tables import show_device
+from minidist.bench.step import device
+from minidist.bench.step.device import CAPTURED, COMPILED, EAGER, row_of, timed
+from minidist.bench.step.floor import FloorPart, floor, operations, parameters, step_parts
+from minidist.bench.step.plots import draw_device
+from minidist.bench.step.ranks import MODELS, OURS, Model
+from minidist.bench.step.tables import show_device
 from minidist.cli import main
 from minidist.device import account
 from minidist.errors import LaunchError, PeerLostError
 from minidist.nn import GPT
-from minidist.observe.step_plots import draw_device
 
 GPT2 = MODELS["gpt2-124m"]
 TINY = Model(layers=1, width=8, heads=2, context=8, batch=2, vocab=16)
@@ -56,14 +56,14 @@ def test_bytes_of_a_small_step():
 
 
 def test_a_part_takes_the_longer_of_its_times():
-    parts = [Part("products", 6e9, 1e9), Part("norms", 0.0, 2e9)]
+    parts = [FloorPart("products", 6e9, 1e9), FloorPart("norms", 0.0, 2e9)]
     assert floor(parts, copy=1e9, matrix=1e9) == 8.0
     assert floor(parts, copy=1e9, matrix=1e12) == 3.0
 
 
 def test_a_row():
     turns = [{"seconds": seconds, "peak_bytes": 7, "memory": None} for seconds in (4.0, 1.0, 2.0)]
-    row = row_of(EAGER, turns, TINY, [Part("products", 1e9, 0.0)], CEILINGS)
+    row = row_of(EAGER, turns, TINY, [FloorPart("products", 1e9, 0.0)], CEILINGS)
     assert (row.step_seconds, row.tokens_per_second, row.utilisation, row.of_floor) == (2.0, 8.0, 0.5, 0.5)
 
 
@@ -107,13 +107,13 @@ class FakeJob:
 @pytest.fixture
 def jobs(monkeypatch):
     monkeypatch.setattr(FakeJob, "closed", [])
-    monkeypatch.setattr(step_device, "Job", FakeJob)
-    monkeypatch.setattr(step_device.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(device, "Job", FakeJob)
+    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: True)
     return FakeJob
 
 
 def measure(graph=False):
-    return step_device.measure(TINY, "cpu", "bf16", 2, 3, lambda line: None, graph=graph)
+    return device.measure(TINY, "cpu", "bf16", 2, 3, lambda line: None, graph=graph)
 
 
 def test_contenders_stand_beside_each_other(jobs, tmp_path):
@@ -153,7 +153,7 @@ def test_a_peer_that_cannot_is_left_out_with_its_reason(jobs, monkeypatch, what,
 
 def test_ours_on_the_cpu(tmp_path, monkeypatch, capsys):
     """The path that a GPU takes, with a tiny model and no PyTorch."""
-    monkeypatch.setattr(step_device.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: None)
     file = tmp_path / "step.json"
     assert main(["bench", "step", "--device", "cpu", "--precision", "bf16", "--rounds", "1", "--steps", "2",
                  *TINY_OPTIONS, "--json", str(file)]) == 0
@@ -171,11 +171,11 @@ def test_ours_over_the_stand_in_for_cupy(captured, monkeypatch):
     """The way a GPU takes: steps are queued, waited for at the end; its pools say what was held."""
     cupy = fake_gpu.install(monkeypatch)
     monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: SimpleNamespace(total_bytes=lambda: 77), raising=False)
-    monkeypatch.setattr(step_device, "limit_blas_threads", lambda *threads, **local: 1)
-    monkeypatch.setattr(step_device, "WARM_UP", 1)
+    monkeypatch.setattr(device, "limit_blas_threads", lambda *threads, **local: 1)
+    monkeypatch.setattr(device, "WARM_UP", 1)
     monkeypatch.setattr(fake_gpu.MemoryPool, "total_bytes", lambda pool: 5)
     with account.use(account.MemoryAccount()):
-        turn = step_device.ours(TINY, "cuda", "bf16", captured=captured)
+        turn = device.ours(TINY, "cuda", "bf16", captured=captured)
         answers = [turn(steps=1)]
         fake_gpu.waits.clear()
         answers.append(turn(steps=2))
@@ -212,7 +212,7 @@ def test_a_named_model_and_sizes_that_change_it(monkeypatch):
         asked.append((model, *rest[:4]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(step_device, "measure", record)
+    monkeypatch.setattr(device, "measure", record)
     assert main(["bench", "step", "--model", "gpt2-124m", "--device", "cuda", "--precision", "bf16"]) == 130
     assert main(["bench", "step", "--model", "gpt2-124m", "--batch", "4"]) == 130
     assert asked[0] == (GPT2, "cuda", "bf16", 4, 5)
@@ -234,8 +234,8 @@ def test_every_contender_takes_a_step(tmp_path):
 def test_the_peer_starts_and_learns_like_ours():
     """The same model: the first loss is that of equal chances, and falls."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: the extra `bench`")
-    from minidist.bench.peers import torch_device_step
-    from minidist.bench.step import random_batch
+    from minidist.bench.step.peers import torch_device_step
+    from minidist.bench.step.ranks import random_batch
 
     model = Model(layers=2, width=32, heads=2, context=16, batch=4, vocab=64)
     ids, targets = map(torch.from_numpy, random_batch(64, 4, 16))

@@ -5,7 +5,7 @@ their users write it: autocast, float32 weights, AdamW (fused on a GPU), clippin
 and take turns round by round; a turn is several steps, timed from first to last with the device idle before and after.
 
 The rate of matrix products and the bandwidth of a copy are measured first, on the same device. Utilisation is the
-model's operations (bench_step_floor.py: products, and a causal attention's half of the scores) over the time, over that
+model's operations (floor.py: products, and a causal attention's half of the scores) over the time, over that
 rate. The floor is what the step would take if each of its parts did. Nothing here is divided: several ranks, ZeRO
 stages and plans are `bench step` without --device. With --graph our step stands there twice, the second time captured
 as one CUDA graph (cuda_graph.py).
@@ -21,15 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench import step_floor
 from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
-from minidist.bench.step import CLIP, OURS, Model, random_batch, resident_peak
+from minidist.bench.step import floor as step_floor
+from minidist.bench.step.ranks import CLIP, OURS, Model, random_batch, resident_peak
 from minidist.device import account
 from minidist.device.backend import module_for
 from minidist.errors import ConfigError, LaunchError, PeerLostError
 from minidist.launch.membership import limit_blas_threads
 
-MODULE = "minidist.bench.step_device"
+MODULE = "minidist.bench.step.device"
 EAGER, COMPILED, CEILINGS, CAPTURED = "PyTorch eager", "torch.compile", "ceilings", "minidist, one graph"
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 WARM_UP = 3                         # steps before the first turn
@@ -40,7 +40,7 @@ Turn = Callable[..., dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Row:
+class DeviceRow:
     """One contender.
 
     Attributes: step_seconds    median over turns
@@ -141,14 +141,14 @@ def _take_turns(jobs: list[Job], rounds: int, steps: int,
     return turns, lost
 
 
-def row_of(name: str, turns: list[dict[str, Any]], model: Model, parts: list[step_floor.Part],
-           ceilings: dict[str, float]) -> Row:
+def row_of(name: str, turns: list[dict[str, Any]], model: Model, parts: list[step_floor.FloorPart],
+           ceilings: dict[str, float]) -> DeviceRow:
     """Medians and fractions of what a contender answered."""
     seconds = statistics.median(turn["seconds"] for turn in turns)
     least = step_floor.floor(parts, copy=ceilings["copy"], matrix=ceilings["matrix"])
-    return Row(name, seconds, model.batch * model.context / seconds,
-               step_floor.operations(parts) / seconds / ceilings["matrix"], least / seconds,
-               turns[-1]["peak_bytes"], turns[-1]["memory"])
+    return DeviceRow(name, seconds, model.batch * model.context / seconds,
+                     step_floor.operations(parts) / seconds / ceilings["matrix"], least / seconds,
+                     turns[-1]["peak_bytes"], turns[-1]["memory"])
 
 
 # ---------------------------------------------------------------- the contenders' side
@@ -206,7 +206,7 @@ def measured_ceilings(device: str, precision: str) -> dict[str, Any]:
     """What ceilings_of gives. On a CPU products are float32's, which low precision is computed in there."""
     limit_blas_threads(1, local_size=1)
     if device == "cuda":
-        from minidist.bench.kernels_gpu import CudaGpu
+        from minidist.bench.kernels.gpu import CudaGpu
 
         gpu, kind = CudaGpu(), PRECISIONS[precision]
         found = gpu.ceilings((kind,))
@@ -230,7 +230,7 @@ def theirs(model: Model, device: str, precision: str, *, compiled: bool) -> Turn
     """PyTorch, eager or compiled."""
     import torch
 
-    from minidist.bench.peers import torch_device_step
+    from minidist.bench.step.peers import torch_device_step
 
     if device == "cuda" and not torch.cuda.is_available():
         raise LaunchError(f"PyTorch {torch.__version__} sees no GPU")

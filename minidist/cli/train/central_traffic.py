@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from minidist.console import exactly
 from minidist.parallel.data.bounded_staleness import key_shards
 from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.data.parameter_server import ParameterServer
@@ -19,7 +20,7 @@ Counts = list[list[int]]
 
 
 def device_records(strategy: DataParallel) -> list[dict[str, Any]]:
-    """As train_report.rank_record, for each device of the one process."""
+    """As metrics.rank_record, for each device of the one process."""
     return [{"rank": device.rank, "coordinates": {"dp": device.rank}, "sent_bytes": device.group.ledger.sent_bytes(),
              "messages": device.group.ledger.messages(), "memory": device.account.snapshot()}
             for device in strategy.devices]
@@ -78,9 +79,9 @@ def traffic_table(metrics: dict[str, Any]) -> Table:
         row = [value for kind, expected in zip(("sent_bytes", "messages"), by_formula, strict=True)
                for value in (sum(record[kind].get("dp", {}).values()), expected)]
         totals = [total + value for total, value in zip(totals, row, strict=True)]
-        table.add_row(_name(plan, record["rank"]), *(f"{value / steps:,.1f}".removesuffix(".0") for value in row),
+        table.add_row(_name(plan, record["rank"]), *(exactly(value / steps) for value in row),
                       end_section=record is metrics["ranks"][-1])
-    table.add_row("all", *(f"{value / steps:,.1f}".removesuffix(".0") for value in totals))
+    table.add_row("all", *(exactly(value / steps) for value in totals))
     return table
 
 

@@ -28,11 +28,13 @@ from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import ZERO_STAGES
 
 OURS, SEPARATE, PEER = "minidist", "separate", "PyTorch"
-MODULE = "minidist.bench.step"
+MODULE = "minidist.bench.step.ranks"
 CLIP = 1.0
 PEERS = {0: ("DDP",), 1: ("ZeroRedundancyOptimizer",), 2: ("FSDP1 SHARD_GRAD_OP", "FSDP2 keep"),
          3: ("FSDP1 FULL_SHARD", "FSDP2 reshard")}
 """What PyTorch has for each ZeRO stage (peers.py); FSDP that keeps weights after forward divides as stage 2."""
+
+STAGES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def stages(text: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """One contender: median seconds a step, tokens/s over all ranks, peak bytes above import of its largest rank."""
 
     name: str
@@ -89,7 +91,7 @@ def start_job(contender: str, ranks: int, model: Model, transport: str, zero: in
 
 
 def measure_all(model: Model, ranks: list[int], rounds: int, steps: int, transport: str,
-                progress: Callable[[str], None]) -> list[Row]:
+                progress: Callable[[str], None]) -> list[StepRow]:
     """A row for ours at each rank count, and for PyTorch's where it is installed; every round asks each job in turn."""
     names = [OURS, SEPARATE, PEER] if importlib.util.find_spec("torch") else [OURS, SEPARATE]
     jobs = [start_job(name, count, model, transport) for count in ranks for name in names
@@ -98,12 +100,12 @@ def measure_all(model: Model, ranks: list[int], rounds: int, steps: int, transpo
 
 
 def measure_stages(model: Model, ranks: list[int], stages: list[int], rounds: int, steps: int, transport: str,
-                   progress: Callable[[str], None]) -> tuple[list[Row], list[str]]:
+                   progress: Callable[[str], None]) -> tuple[list[StepRow], list[str]]:
     """A row for each stage of ours and for its peers in PyTorch, at each rank count; and which were left out and why.
 
     The contenders of one stage and rank count take turns within every round.
     """
-    rows: list[Row] = []
+    rows: list[StepRow] = []
     left_out: list[str] = []
     for count in ranks:
         for zero in stages:
@@ -125,13 +127,14 @@ class Answers(NamedTuple):
     peak_bytes: int
 
 
-def measure_jobs(jobs: list[Job], model: Model, rounds: int, steps: int, progress: Callable[[str], None]) -> list[Row]:
+def measure_jobs(jobs: list[Job], model: Model, rounds: int, steps: int,
+                 progress: Callable[[str], None]) -> list[StepRow]:
     """A row for each job; every round asks each in turn. Ends the jobs."""
     rows = []
     for job, answers in zip(jobs, take_turns(jobs, rounds, steps, progress), strict=True):
         median = statistics.median(answers.seconds)
-        rows.append(Row(job.name, job.size, median, model.batch * model.context * job.size / median,
-                        answers.peak_bytes))
+        rows.append(StepRow(job.name, job.size, median, model.batch * model.context * job.size / median,
+                            answers.peak_bytes))
     return rows
 
 
@@ -185,7 +188,7 @@ def torch_rank(model: Model, folder: str, rank: int, size: int,
     """One rank of PyTorch eager; over gloo where there are several."""
     import torch
 
-    from minidist.bench.peers import torch_step
+    from minidist.bench.step.peers import torch_step
 
     torch.set_num_threads(1)
     if size > 1:

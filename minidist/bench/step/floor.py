@@ -10,7 +10,7 @@ table. No caches: what one part leaves and the next reads is moved twice.
 
 from dataclasses import dataclass
 
-from minidist.bench.step import Model
+from minidist.bench.step.ranks import Model
 from minidist.nn import GPT
 
 FLOAT = 4                   # bytes of a float32 number
@@ -18,7 +18,7 @@ STATE = 6 * FLOAT           # bytes of a parameter's master and moments, read an
 
 
 @dataclass(frozen=True)
-class Part:
+class FloorPart:
     """A kind of work of one step: operations of matrix products, and bytes."""
 
     name: str
@@ -30,7 +30,7 @@ class Part:
         return max(self.bytes / copy, self.operations / matrix)
 
 
-def step_parts(model: Model, itemsize: int) -> list[Part]:
+def step_parts(model: Model, itemsize: int) -> list[FloorPart]:
     """A step on one device; activations, weights and gradients have `itemsize` bytes a number.
 
     With N = batch × context tokens, width w, L layers, V words, T tokens a sequence and s = itemsize:
@@ -47,12 +47,12 @@ def step_parts(model: Model, itemsize: int) -> list[Part]:
     moved = sum(tokens * m + m * n + tokens * n for m, n in shapes)
     row = tokens * w * s
     numbers = parameters(model)
-    return [Part("products", 6.0 * tokens * sum(m * n for m, n in shapes), 3.0 * moved * s),
-            Part("attention", 7.0 * layers * tokens * model.context * w, 12.0 * layers * row),
-            Part("norms", 0.0, 5.0 * (2 * layers + 1) * row), Part("gelu", 0.0, 20.0 * layers * row),
-            Part("residuals", 0.0, 12.0 * layers * row), Part("loss", 0.0, 2.0 * tokens * words * s),
-            Part("tables", 0.0, 4.0 * row + words * w * s),
-            Part("optimizer", 0.0, float(numbers * (STATE + 3 * s)))]
+    return [FloorPart("products", 6.0 * tokens * sum(m * n for m, n in shapes), 3.0 * moved * s),
+            FloorPart("attention", 7.0 * layers * tokens * model.context * w, 12.0 * layers * row),
+            FloorPart("norms", 0.0, 5.0 * (2 * layers + 1) * row), FloorPart("gelu", 0.0, 20.0 * layers * row),
+            FloorPart("residuals", 0.0, 12.0 * layers * row), FloorPart("loss", 0.0, 2.0 * tokens * words * s),
+            FloorPart("tables", 0.0, 4.0 * row + words * w * s),
+            FloorPart("optimizer", 0.0, float(numbers * (STATE + 3 * s)))]
 
 
 def parameters(model: Model) -> int:
@@ -60,11 +60,11 @@ def parameters(model: Model) -> int:
     return sum(parameter.size for parameter in GPT(model.config(tied=True)).parameters())
 
 
-def operations(parts: list[Part]) -> float:
+def operations(parts: list[FloorPart]) -> float:
     """Of a step."""
     return sum(part.operations for part in parts)
 
 
-def floor(parts: list[Part], *, copy: float, matrix: float) -> float:
+def floor(parts: list[FloorPart], *, copy: float, matrix: float) -> float:
     """The least seconds of a step, its parts one after the other."""
     return sum(part.seconds(copy, matrix) for part in parts)

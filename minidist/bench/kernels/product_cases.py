@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench.kernels_case import MATRIX, Case, Draw, Inputs, wide
-from minidist.bench.step import Model
+from minidist.bench.kernels.case import MATRIX, Draw, Inputs, KernelCase, wide
+from minidist.bench.step.ranks import Model
 from minidist.kernels import attention, matmul
 
 BAND = 4            # where attention is sparse: blocks of 64 keys that a block of queries sees, its own the last
@@ -71,14 +71,14 @@ def _all_heads(i: Inputs) -> int:
 
 
 CASES = [
-    Case("matmul", "matmul", matmul.VERSIONS, _matrices,
-         lambda i, v: lambda: (matmul.matmul(i["a"], i["b"], version=v),),
-         lambda i, rows: [matmul.matmul_reference(wide(i["a"][rows]), wide(i["b"]))],
-         lambda i: 2.0 * i["a"].size * i["b"].shape[1], held=MATRIX),
-    Case("attention", "attention", attention.VERSIONS, _heads, _attend, _attention_wanted, _operations(2),
-         rows=_all_heads, held=MATRIX, flash=True, sampled=4, slack=1.5),
-    Case("attention_gradient", "attention", attention.VERSIONS, _with_dy, _back, _back_wanted, _operations(5),
-         rows=_all_heads, held=MATRIX, sampled=4, slack=2.0),
-    Case("block_sparse_attention", "attention", attention.VERSIONS, _banded, _attend, _attention_wanted,
-         _operations(2), rows=_all_heads, held=MATRIX, sampled=4, slack=1.5),
+    KernelCase("matmul", "matmul", matmul.VERSIONS, _matrices,
+               lambda i, v: lambda: (matmul.matmul(i["a"], i["b"], version=v),),
+               lambda i, rows: [matmul.matmul_reference(wide(i["a"][rows]), wide(i["b"]))],
+               lambda i: 2.0 * i["a"].size * i["b"].shape[1], held=MATRIX),
+    KernelCase("attention", "attention", attention.VERSIONS, _heads, _attend, _attention_wanted, _operations(2),
+               rows=_all_heads, held=MATRIX, flash=True, sampled=4, slack=1.5),
+    KernelCase("attention_gradient", "attention", attention.VERSIONS, _with_dy, _back, _back_wanted, _operations(5),
+               rows=_all_heads, held=MATRIX, sampled=4, slack=2.0),
+    KernelCase("block_sparse_attention", "attention", attention.VERSIONS, _banded, _attend, _attention_wanted,
+               _operations(2), rows=_all_heads, held=MATRIX, sampled=4, slack=1.5),
 ]

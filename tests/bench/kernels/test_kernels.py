@@ -14,16 +14,17 @@ from minidist.kernels import on_cpu
 from minidist.kernels.compile import sources
 from rich.console import Console
 
-from minidist.bench import kernels_gpu, kernels_peers
-from minidist.bench.kernels import CASES, Row, chosen, judged, measure_all, timed
-from minidist.bench.kernels_case import COMPILED, EAGER, KIND, Draw, error, once, place, sample
-from minidist.bench.kernels_count import COUNTED, count_all
-from minidist.bench.kernels_gpu import readings
-from minidist.bench.kernels_tables import show_kernels
-from minidist.bench.step import Model
+from minidist.bench.kernels import gpu as gpu_timing
+from minidist.bench.kernels import peers
+from minidist.bench.kernels.case import COMPILED, EAGER, KIND, Draw, error, once, place, sample
+from minidist.bench.kernels.counting import COUNTED, count_all
+from minidist.bench.kernels.gpu import readings
+from minidist.bench.kernels.plots import draw_kernels
+from minidist.bench.kernels.tables import show_kernels
+from minidist.bench.kernels.timing import CASES, KernelRow, chosen, judged, measure_all, timed
+from minidist.bench.step.ranks import Model
 from minidist.cli import main
 from minidist.errors import KernelError
-from minidist.observe.kernel_plots import draw_kernels
 
 CEILINGS = {"copy": 1e12, "matrix": {"bfloat16": 100e12, "float32": 10e12}}
 
@@ -90,7 +91,7 @@ def test_every_rung_is_right_and_counted(case):
 
 def test_every_kernel_has_a_case_and_every_case_a_peer():
     assert {case.family for case in CASES} == {source.path.stem for source in sources()} - {"attention_gradient"}
-    assert {case.name for case in CASES} == set(kernels_peers.PEERS)
+    assert {case.name for case in CASES} == set(peers.PEERS)
     assert len({case.name for case in CASES}) == len(CASES)
 
 
@@ -249,7 +250,7 @@ def test_a_rung_too_slow_for_a_step_is_left_out(monkeypatch):
 
 
 def row(contender="v3", seconds=1e-3, held="copy", **fields):
-    plain = Row("k", "f", contender, "bfloat16", held, 10 ** 9, 5e10, **fields)
+    plain = KernelRow("k", "f", contender, "bfloat16", held, 10 ** 9, 5e10, **fields)
     return timed(plain, seconds, CEILINGS)
 
 
@@ -321,8 +322,8 @@ def test_peers_compute_the_same(case):
     torch = pytest.importorskip("torch", reason="needs PyTorch: the extra `bench`")
     inputs = case.draw(COUNTED, Draw(1, case.kind(case.versions[-1], KIND)))
     want = case.want(inputs, np.arange(case.rows(inputs)))
-    given = kernels_peers.tensors(torch, place(inputs, "cpu"))
-    got = kernels_peers.PEERS[case.name](torch, given, lambda function: function)()
+    given = peers.tensors(torch, place(inputs, "cpu"))
+    got = peers.PEERS[case.name](torch, given, lambda function: function)()
     if case.name in ("residual_dropout", "softmax_gradient", "adam"):
         return
     got = got if isinstance(got, (tuple, list)) else (got,)
@@ -346,7 +347,7 @@ def test_a_peer_that_does_not_run_is_left_out():
                             cuda=SimpleNamespace(empty_cache=lambda: None), from_dlpack=lambda array: array,
                             bfloat16=ml_dtypes.bfloat16)
     inputs = of("matmul").draw(Model(1, 8, 1, 4, 1, 16), Draw(0, "float32"))
-    found, left_out = kernels_peers.peers_of(torch, [EAGER, COMPILED], of("matmul"), inputs)
+    found, left_out = peers.peers_of(torch, [EAGER, COMPILED], of("matmul"), inputs)
     np.testing.assert_array_equal(found[EAGER](), inputs["a"] @ inputs["b"])
     assert list(found) == [EAGER] and left_out == ["matmul, torch.compile: no triton"]
 
@@ -393,9 +394,9 @@ def cuda(monkeypatch):
 @needs_compiler
 def test_over_the_stand_in_for_cupy(cuda, monkeypatch):
     """Arrays on the device, launches that take them, results brought back and found right."""
-    monkeypatch.setattr(kernels_gpu, "WARM_UPS", 1)
+    monkeypatch.setattr(gpu_timing, "WARM_UPS", 1)
     tiny = Model(layers=1, width=32, heads=2, context=32, batch=1, vocab=64)
-    gpu = kernels_gpu.CudaGpu()
+    gpu = gpu_timing.CudaGpu()
     names = ["layer_norm", "cross_entropy", "adam", "quantise_4", "to_experts"]
     cases = [replace(of(name), versions=of(name).versions[-1:]) for name in names]
     rows, _ = measure_all(cases, tiny, gpu, CEILINGS, works([]), rounds=1, seed=1, progress=quiet)
@@ -405,7 +406,7 @@ def test_over_the_stand_in_for_cupy(cuda, monkeypatch):
 
 
 def test_the_cache_is_emptied_before_every_run(cuda):
-    gpu, ran = kernels_gpu.CudaGpu(), []
+    gpu, ran = gpu_timing.CudaGpu(), []
     assert gpu._buffer.nbytes == 4 * 4096
     gpu._buffer = SimpleNamespace(sum=lambda: ran.append("read"))
     timer = gpu.timer(lambda: ran.append("work"))
@@ -415,7 +416,7 @@ def test_the_cache_is_emptied_before_every_run(cuda):
 
 
 def test_new_arrays_are_filled_with_ones(cuda):
-    with kernels_gpu.CudaGpu().poisoned():
+    with gpu_timing.CudaGpu().poisoned():
         cuda.using[0](64)
         cuda.using[0](0)
     assert [pointer.filled for pointer in cuda.pool.made] == [(0xFF, 64), None]
@@ -433,6 +434,6 @@ def test_on_a_gpu(tmp_path):
 
 @pytest.mark.gpu
 def test_new_arrays_are_rubbish_on_a_gpu():
-    gpu = kernels_gpu.CudaGpu()
+    gpu = gpu_timing.CudaGpu()
     with gpu.poisoned():
         assert np.isnan(gpu.xp.empty((1000,), np.float32).get()).all()

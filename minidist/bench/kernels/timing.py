@@ -17,43 +17,43 @@ attention half the speed of PyTorch's flash attention.
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from minidist.bench import kernels_flat, kernels_products, kernels_rows
-from minidist.bench.kernels_case import (
+from minidist.bench.kernels import flat_cases, product_cases, row_cases
+from minidist.bench.kernels.case import (
     COPY,
     COPY_SHARE,
     EAGER,
     FLASH,
     KIND,
-    Case,
     Draw,
     Inputs,
+    KernelCase,
     error,
     every,
     place,
     sample,
 )
-from minidist.bench.kernels_gpu import CudaGpu
-from minidist.bench.kernels_peers import find, peers_of
-from minidist.bench.step import MODELS, Model
+from minidist.bench.kernels.gpu import CudaGpu
+from minidist.bench.kernels.peers import find, peers_of
+from minidist.bench.step.ranks import MODELS, Model
 from minidist.console import meant
 from minidist.device.backend import dtype_name
 from minidist.errors import ConfigError, KernelError
 
-CASES = [*kernels_rows.CASES, *kernels_flat.CASES, *kernels_products.CASES]
+CASES = [*row_cases.CASES, *flat_cases.CASES, *product_cases.CASES]
 STEP = MODELS["gpt2-124m"]
 
 Progress = Callable[[str], None]
 Work = Callable[[], Any]
 
 
-class Gpu(Protocol):
-    """What measuring needs of a device (kernels_gpu.py; tests bring their own)."""
+class TimingGpu(Protocol):
+    """What measuring needs of a device (gpu.py; tests bring their own)."""
 
     device: str                         # as backend.to_device names it
 
@@ -68,7 +68,7 @@ class Gpu(Protocol):
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """One contender of one kernel.
 
     Attributes: contender    "v1", …, EAGER or COMPILED
@@ -95,7 +95,7 @@ class Row:
     verdict: str = ""
 
 
-def chosen(names: Sequence[str]) -> list[Case]:
+def chosen(names: Sequence[str]) -> list[KernelCase]:
     """The cases of these kernels, or of modules of kernels/; all where none is named. Raises: ConfigError."""
     families = list(dict.fromkeys(case.family for case in CASES))
     known = [*families, *(case.name for case in CASES)]
@@ -123,17 +123,17 @@ def measured(names: Sequence[str], peers_named: Sequence[str], rounds: int, seed
 
 # -------------------------------------------------------------------------------------------------------------- timing
 
-Peers = Callable[[Case, Inputs], tuple[dict[str, Work], list[str]]]
+Peers = Callable[[KernelCase, Inputs], tuple[dict[str, Work], list[str]]]
 """peers(case, inputs on the device) -> work by contender, and a line for each that was left out."""
 
 
-def measure_all(cases: list[Case], model: Model, gpu: Gpu, ceilings: dict[str, Any], peers: Peers, *, rounds: int,
-                seed: int, progress: Progress) -> tuple[list[Row], list[str]]:
+def measure_all(cases: list[KernelCase], model: Model, gpu: TimingGpu, ceilings: dict[str, Any], peers: Peers, *,
+                rounds: int, seed: int, progress: Progress) -> tuple[list[KernelRow], list[str]]:
     """Every contender of every case, and who was left out.
 
     Args:    ceilings: {"copy": bytes a second, "matrix": {dtype: operations a second}}.
     """
-    rows: list[Row] = []
+    rows: list[KernelRow] = []
     left_out: list[str] = []
     for case in cases:
         more, without = _measure(case, model, gpu, ceilings, peers, rounds, seed, progress)
@@ -142,10 +142,10 @@ def measure_all(cases: list[Case], model: Model, gpu: Gpu, ceilings: dict[str, A
     return rows, left_out
 
 
-def _measure(case: Case, model: Model, gpu: Gpu, ceilings: dict[str, Any], peers: Peers, rounds: int, seed: int,
-             progress: Progress) -> tuple[list[Row], list[str]]:
+def _measure(case: KernelCase, model: Model, gpu: TimingGpu, ceilings: dict[str, Any], peers: Peers, rounds: int,
+             seed: int, progress: Progress) -> tuple[list[KernelRow], list[str]]:
     """One case: in each dtype that its rungs need, draw, check, then time in turn."""
-    rows: list[Row] = []
+    rows: list[KernelRow] = []
     left_out = [f"{case.name} v{version}: {why}" for version, why in case.left_out.items()]
     versions = [version for version in case.versions if version not in case.left_out]
     for kind in dict.fromkeys(case.kind(version, KIND) for version in versions):
@@ -162,19 +162,19 @@ def _measure(case: Case, model: Model, gpu: Gpu, ceilings: dict[str, Any], peers
         if kind == case.kind(versions[-1], KIND):
             theirs, without = peers(case, place(inputs, gpu.device))
             works, left_out = {**works, **theirs}, left_out + without
-            rows += [Row(**{**asdict(template), "contender": name, "error": None}) for name in theirs]
+            rows += [replace(template, contender=name, error=None) for name in theirs]
         times = _take_turns(works, gpu, rounds, lambda name: progress(f"{case.name}: {name}"))
         rows = [timed(row, times.get(row.contender), ceilings) if row.dtype == template.dtype else row for row in rows]
     return judged(rows, case), left_out
 
 
-def _checked(case: Case, inputs: Inputs, versions: list[int], gpu: Gpu, seed: int,
-             progress: Progress) -> tuple[list[tuple[Row, Work]], list[str]]:
+def _checked(case: KernelCase, inputs: Inputs, versions: list[int], gpu: TimingGpu, seed: int,
+             progress: Progress) -> tuple[list[tuple[KernelRow, Work]], list[str]]:
     """Each rung, run once, with its error and without a time; and a line for each that does not run."""
     picked = sample(case, inputs, np.random.default_rng(seed))
     want = case.want(inputs, picked)
     dtype, operations = dtype_name(next(every(inputs.values())).dtype), case.operations(inputs)
-    checked: list[tuple[Row, Work]] = []
+    checked: list[tuple[KernelRow, Work]] = []
     left_out = []
     for version in versions:
         progress(f"{case.name}: checking v{version}")
@@ -186,12 +186,12 @@ def _checked(case: Case, inputs: Inputs, versions: list[int], gpu: Gpu, seed: in
         except (KernelError, MemoryError) as failure:
             left_out.append(f"{case.name} v{version}: {str(failure).splitlines()[0]}")
             continue
-        checked.append((Row(case.name, case.family, f"v{version}", dtype, case.held, case.moved(inputs, outputs),
-                            operations, error=off), work))
+        checked.append((KernelRow(case.name, case.family, f"v{version}", dtype, case.held, case.moved(inputs, outputs),
+                                  operations, error=off), work))
     return checked, left_out
 
 
-def _take_turns(works: dict[str, Work], gpu: Gpu, rounds: int, progress: Progress) -> dict[str, float]:
+def _take_turns(works: dict[str, Work], gpu: TimingGpu, rounds: int, progress: Progress) -> dict[str, float]:
     """Median seconds of each; every round asks each once."""
     timers = {}
     for name, work in works.items():
@@ -201,16 +201,16 @@ def _take_turns(works: dict[str, Work], gpu: Gpu, rounds: int, progress: Progres
     return {name: statistics.median(turn[name] for turn in turns) for name in timers}
 
 
-def timed(row: Row, seconds: float | None, ceilings: dict[str, Any]) -> Row:
+def timed(row: KernelRow, seconds: float | None, ceilings: dict[str, Any]) -> KernelRow:
     """The row with its time, rate and fraction of the ceiling; as it is without a time."""
     if seconds is None:
         return row
     work, ceiling = (row.bytes, ceilings["copy"]) if row.held == COPY else (
         row.operations, ceilings["matrix"][row.dtype])
-    return Row(**{**asdict(row), "seconds": seconds, "rate": work / seconds, "fraction": work / seconds / ceiling})
+    return replace(row, seconds=seconds, rate=work / seconds, fraction=work / seconds / ceiling)
 
 
-def judged(rows: list[Row], case: Case) -> list[Row]:
+def judged(rows: list[KernelRow], case: KernelCase) -> list[KernelRow]:
     """Each beside PyTorch eager, and the last rung held against its aim."""
     eager = next((row for row in rows if row.contender == EAGER and row.seconds), None)
     last = f"v{case.versions[-1]}"
@@ -221,11 +221,11 @@ def judged(rows: list[Row], case: Case) -> list[Row]:
             fields["beside_eager"] = eager.seconds / row.seconds
         if row.contender == last:
             fields["verdict"] = verdict(case, row, fields["beside_eager"])
-        done.append(Row(**fields))
+        done.append(KernelRow(**fields))
     return done
 
 
-def verdict(case: Case, row: Row, beside_eager: float | None) -> str:
+def verdict(case: KernelCase, row: KernelRow, beside_eager: float | None) -> str:
     """ "met", what is missing, or "" for a kernel without an aim (the ladder of the product, attention's gradient)."""
     if row.error is not None and row.error > case.slack:
         return f"wrong: off by {row.error:.1f} roundings"

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from minidist.bench.kernels_case import COPY, EAGER
+from minidist.bench.kernels.case import COPY, EAGER
 from minidist.bench.tables import new_table
 
 

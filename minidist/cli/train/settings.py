@@ -3,7 +3,7 @@
 import argparse
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +19,6 @@ from minidist.parallel.step.step import Batch
 
 VALIDATION_ROWS = 512
 """Sequences of held-out text that the validation loss is taken over, at most."""
-
-PLAN_OPTIONS = (
-    "zero",
-    "shard",
-    "keep_gathered",
-    "accumulate",
-    "schedule",
-    "microbatches",
-    "stage_layers",
-    "attention",
-    "sequence_parallel",
-    "precision",
-    "strategy",
-    "servers",
-    "asynchronous",
-    "checkpoint_blocks",
-    "offload",
-    "device_memory",
-)
-"""Options that are fields of Plan."""
 
 MIXTURE_OPTIONS = {
     "top_k": "top_k",
@@ -78,15 +58,16 @@ class Settings:
         return [(inputs[at:at + size], targets[at:at + size]) for at in range(0, len(inputs), size)]
 
     def plan(self, size: int) -> Plan:
-        """The plan for a job of `size` ranks."""
+        """The plan for a job of `size` ranks: options named like a field of Plan, over the axes of --plan."""
         plan = Plan.parse(self.args.plan) if self.args.plan else Plan(dp=size)
         args = self.args
-        chosen = {option: getattr(args, option) for option in PLAN_OPTIONS}
+        given = {field.name: getattr(args, field.name) for field in fields(Plan) if hasattr(args, field.name)}
         if args.zero is None:
-            chosen["zero"] = 3 if args.offload == "all" else 0
+            given["zero"] = 3 if args.offload == "all" else 0
         ahead = STALENESS if args.staleness is None else args.staleness
-        return replace(plan, replicas=args.replicas or 1 + (args.strategy == "data-parallel"),
-                       staleness=None if ahead < 0 else ahead, **chosen)
+        given["staleness"] = None if ahead < 0 else ahead
+        given["replicas"] = args.replicas or 1 + (args.strategy == "data-parallel")
+        return replace(plan, **given)
 
     def trainer_options(self) -> dict[str, Any]:
         """What Trainer takes beside plan, config and world."""
