@@ -11,6 +11,7 @@ import minidist as md
 from minidist.autograd import ops
 from minidist.autograd.ops.online_attention import OnlineSoftmax
 from minidist.autograd.tensor import tensor
+from minidist.comm.group import Group
 from minidist.device.backend import random_uniform
 from minidist.grading import Result, counted, expect
 from minidist.parallel.context.ring_attention import own_blocks, ring_attention, zigzag
@@ -137,7 +138,7 @@ def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
     length = 4 * ranks
     block = 8 * 4 * 4
 
-    def job(group: Any) -> tuple[int, int]:
+    def job(group: Group) -> tuple[int, int]:
         own = zigzag(length, group.rank, ranks)
         q, k, v = (tensor(_numbers(name, 1, 1, length, 4)[:, :, own], requires_grad=True) for name in "qkv")
         y = ring_attention(q, k, v, group=group, length=length)

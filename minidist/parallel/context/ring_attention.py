@@ -68,6 +68,27 @@ from minidist.parallel.context.token_shard import Own, keep_own_tokens, pick
 __all__ = ["ContextParallel", "RingSelfAttention", "around", "attend_by_ring", "context_parallel", "elements_sent",
            "own_blocks", "pass_on", "ring_attention", "visible", "zigzag"]
 
+
+def plain_ring_attention(q: Array, k: Array, v: Array, positions: Array, group: Group) -> Array:
+    """Ring attention, forward, of one head: (own, D) three times, positions (own,) -> (own, D)."""
+    next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    top, total, y, seen = -np.inf, 0.0, 0.0, positions                         # seen: where these keys stand
+    for hop in range(group.size):
+        scores = q @ k.T / np.sqrt(q.shape[1])
+        scores[positions[:, None] < seen] = -np.inf                            # these lie ahead
+        now = np.maximum(top, scores.max(axis=1, keepdims=True))
+        p, shrink = np.exp(scores - now), np.exp(top - now)                    # shrink: for sums under the old maximum
+        total, y, top = total * shrink + p.sum(axis=1, keepdims=True), y * shrink + p @ v, now
+        if hop < group.size - 1:                                               # pass on, take the previous rank's
+            k, v, seen = (group.exchange(x, dst=next_rank, src=prev_rank) for x in (k, v, seen))
+    return y / total
+
+
+# `ring_attention` below adds backward (the same ring once more, in which the gradients of keys and values travel with
+# them and come home), all heads and sequences at once, and overlap: the next keys are on their way while these are
+# multiplied. It cuts a sequence so that all ranks have equally much to do (`zigzag`), skips what lies ahead instead of
+# computing it, and works in tiles.
+
 # ------------------------------------------------------------------------------------------------------- partition
 
 def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:

@@ -300,12 +300,12 @@ def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, A
     check_job(context, elements_sent, size, changes, options, steps=3)
 
 
-def test_same_bits_over_sockets() -> None:
-    check_same_bits(context, "sockets")
+def test_same_bits_over_tcp() -> None:
+    check_same_bits(context, "tcp")
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
     check_twenty_steps(context, size, transport, context=17)
