@@ -48,7 +48,7 @@ def new_token() -> bytes:
 def greet(sock: socket.socket, token: bytes, hello: dict[str, Any], limit: float) -> None:
     """Prove to the accepting side that we belong to its job, and have it prove the same; `hello` says who we are.
 
-    Cost:    one and a half round trips, 146 bytes and the packed hello (at most 4 KiB).
+    Cost:    one and a half round trips, 138 bytes and the packed hello (at most 4 KiB).
     Raises:  HandshakeError naming the address: another token, not minidist, or a connection closed in between;
              TimeoutError after `limit` seconds.
     """

@@ -71,8 +71,9 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
                               step 3   r0 -> r1, r2 -> r3              the sum, inside
 
     Args:    x, out (n,), contiguous; x is only read, and may be out.
-    Cost:    2(P-M) messages inside nodes, 2M(M-1) between leaders; 2(P-1)*nbytes over all ranks, exactly, of which
-             2(M-1)*nbytes between nodes. No workspace on leaders, n elements on ranks with both parent and children.
+    Cost:    2(P-M) messages inside nodes, 2M(M-1) between leaders for each stretch of at most 4 MiB (ring.py);
+             2(P-1)*nbytes over all ranks, exactly, of which 2(M-1)*nbytes between nodes. No workspace on leaders,
+             n elements on ranks with both parent and children.
     Rounding: low precision is added in float32 and rounded once a rank in the tree, once a hop in the ring.
     """
     call.agree()

@@ -91,7 +91,7 @@ class ControlLink:
     def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank gives a small dict and gets all of them, in world rank order. Every rank calls it equally often.
 
-        Cost:    2 control frames a rank; P dicts each way through the monitor. For start-up, not for data.
+        Cost:    2 control frames a rank: its dict to the monitor, P dicts back. For start-up, not for data.
         Raises:  TimeoutError naming the ranks that did not come; PeerLostError if one was lost.
         """
         number = next(self._rounds)
