@@ -1,5 +1,6 @@
 """The rooms of the house: imports run downwards, and the tests of a module are found by its path."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,15 @@ def test_a_wrong_arrow_is_seen() -> None:
 def test_setup_cfg_lists_every_package() -> None:
     listed = read_configuration(ROOT / "setup.cfg")["options"]["packages"]
     assert sorted(listed) == sorted(name for name, path in modules().items() if path.name == "__init__.py")
+
+
+def test_contributing_lists_the_rooms_floor_by_floor() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    block = re.search(r"```\n(__main__ .*?)```", text, re.DOTALL)
+    assert block, "CONTRIBUTING.md has a block of rooms"
+    listed = [line.split("  ")[0].split() for line in block[1].splitlines()]
+    floors = [[room.removeprefix("minidist").removeprefix(".") or "." for room in floor] for floor in FLOORS]
+    assert listed == floors
 
 
 @pytest.mark.parametrize("folder", ["minidist", "kernels"])

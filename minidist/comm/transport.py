@@ -96,7 +96,7 @@ class Board(ABC):
 class Transport(ABC):
     """One rank's end of the links to every other rank of the job.
 
-    Attributes: name        "threads", "sockets", ...
+    Attributes: name        "threads", "tcp", "shm+tcp", …
                 world_rank  this rank in the job
                 world_size  number of ranks in the job
                 limit       seconds that any one wait may last; may be changed between calls

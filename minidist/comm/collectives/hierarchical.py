@@ -25,7 +25,22 @@ from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction, add_from
 from minidist.comm.chunks import split
 from minidist.comm.collectives import ring, tree
+from minidist.comm.collectives.blocking import BlockingGroup
 from minidist.comm.collectives.subset_call import SubsetCall
+
+
+def plain_all_reduce(node: BlockingGroup, leaders: BlockingGroup | None, x: np.ndarray) -> np.ndarray:
+    """The sum of x over all ranks; `node`: the ranks of this machine, `leaders`: their first ranks, None elsewhere."""
+    total = tree.plain_reduce(node, x, root=0)                  # inside
+    if leaders is not None:
+        total = ring.plain_all_reduce(leaders, total)           # between machines: one rank of each
+    result = tree.plain_broadcast(node, total, root=0)          # inside
+    assert result is not None, "every rank is told"
+    return result
+
+
+# The real one finds nodes and leaders by itself (`levels`), from what the ranks told each other when they met, and
+# needs no groups: a SubsetCall numbers some ranks of the call anew. It divides a mean once, in the end.
 
 
 class Levels(NamedTuple):

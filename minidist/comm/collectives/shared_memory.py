@@ -14,7 +14,7 @@ piece: it shows only where that lies, the others copy it from there, and all wai
 one copy instead of two, but by a system call that has to look up every page: of short arrays, which the caches hold,
 two copies are quicker. Reductions do not lend: each rank shows what it has once, and adds from the cache.
 
-Only where all ranks of the group share memory: on one host, over shm or sockets. What is shown counts as one message of
+Only where all ranks of the group share memory: on one host, over auto or shm. What is shown counts as one message of
 its bytes, and so does what is lent: it is there once, for P-1 readers. Addresses count as little as headers.
 
 notes: N4 §3 (inside a node).    Source: Jain, Kaleem et al. 2018 (shared-memory collectives of MPICH).
@@ -29,8 +29,20 @@ from minidist.comm.calls.buffers import Place, PlaceOf, Rows
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
+from minidist.comm.collectives.blocking import SharingGroup
 from minidist.comm.collectives.packed_shapes import labels_in, labels_of, parts_of
 from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES
+
+
+def plain_all_reduce(group: SharingGroup, x: np.ndarray) -> np.ndarray:
+    """The sum of x (n,) over ranks that see each other's memory: show, add one chunk, show the sum, copy all sums."""
+    shown = group.show(x)                                                   # all wait for all
+    own = np.sum([np.array_split(theirs, group.size)[group.rank] for theirs in shown], axis=0)
+    return np.concatenate(group.show(own))                                  # all wait for all
+
+
+# The real one shows long arrays in pieces that the caches hold, leaves out what no other rank reads, and lets each rank
+# add everything itself where the array is so short that a second wait costs more.
 
 _NOTHING = np.empty(0, np.uint8)
 

@@ -23,7 +23,20 @@ from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives import ring
+from minidist.comm.collectives.blocking import BlockingGroup
 from minidist.comm.collectives.subset_call import SubsetCall
+
+
+def plain_all_reduce(row: BlockingGroup, column: BlockingGroup, x: np.ndarray) -> np.ndarray:
+    """The sum of x (n,) over a grid of ranks: a ring in the row, one in the column, and the row's once more."""
+    chunks = np.array_split(x.copy(), row.size)
+    ring.plain_reduce_scatter(row, chunks)                      # the row's sum of chunk row.rank
+    chunks[row.rank] = ring.plain_all_reduce(column, chunks[row.rank])
+    ring.plain_all_gather(row, chunks)
+    return np.concatenate(chunks)
+
+
+# The real one makes the grid of the group's own ranks, and has reduce-scatter and all-gather.
 
 
 class Grid(NamedTuple):
