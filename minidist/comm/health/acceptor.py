@@ -45,8 +45,8 @@ class Seat:
 
 
 @dataclasses.dataclass
-class Post(Seat):
-    """A lookout's place at the monitor (node_agent.py): it is there for `ranks`, or, if there are none, for its system.
+class AgentSeat(Seat):
+    """A node agent's place at the monitor (node_agent.py); it covers `ranks`, or, if there are none, its whole system.
 
     `unanswered` looks were sent since it last spoke; `told` is how ranks ended, "" where it does not know.
     """
@@ -60,7 +60,7 @@ class Post(Seat):
         return seat.world_rank in self.ranks if self.ranks else seat.system == self.system
 
 
-class Door:
+class Acceptor:
     """A listening socket; each caller is answered in a thread of its own until it has proven itself.
 
     Args:   host, port: where to listen; port 0 takes a free one. `address` says which.
