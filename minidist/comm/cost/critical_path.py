@@ -105,7 +105,7 @@ class Tiers(NamedTuple):
 
     Attributes: nodes    how many
                 largest  the ranks of the largest
-                inside   what messages cost inside a node; None if nobody measured it
+                inside   what messages cost inside a node; None if it was not measured
                 between  the same between nodes
     """
 

@@ -136,7 +136,7 @@ def _jumps(case: Case) -> int:
 
 
 def _to_and_from_leaders(case: Case) -> int:
-    """Messages of those who are no leader to one and back, and of every block from each leader to the next."""
+    """Messages between other ranks and their leaders, to and fro, and of every block from each leader to the next."""
     return 2 * (case.size - len(case.leaders)) + case.size * (len(case.leaders) - 1)
 
 

@@ -21,5 +21,5 @@ class BarrierStore:
         return [brought[rank] for rank in range(self._size)]
 
     def missing(self, number: int) -> list[int]:
-        """Who has not come."""
+        """The ranks that have not come."""
         return sorted(set(range(self._size)) - set(self._brought[number]))

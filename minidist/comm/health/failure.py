@@ -59,13 +59,13 @@ class Failure:
         return f"{who}{where} {self.how}"
 
     def error(self) -> PeerLostError:
-        """What the other ranks raise: the first line says who and how, the rest is the tail of its traceback."""
+        """What the other ranks raise: the first line names the rank and its end, the rest is its traceback's tail."""
         tail = "".join(f"\n    {line}" for line in self.traceback.splitlines()[-12:])
         return PeerLostError(f"{self}{tail}", self.world_rank)
 
 
 def say_line(line: str) -> None:
-    """To stderr in one write, so that lines of several processes stay apart. Nobody may listen any more.
+    """To stderr in one write, so that lines of several processes stay apart. A closed stderr is no error.
 
     Where PYTHONUNBUFFERED is set, print() makes two writes.
     """

@@ -1,6 +1,6 @@
 """The monitor: one connection from every rank, so that what happens to one is known to all within milliseconds.
 
-A rank that is nobody's neighbour would otherwise wait for ever on one that waits on one that died. The monitor is a
+Without it, a rank that has no connection to a dead rank would wait for ever. The monitor is a
 thread of our launcher, or a child process of rank 0 where another launcher started the ranks (rendezvous.py). It moves
 no data.
 
@@ -12,13 +12,13 @@ no data.
     waits    round (0: unasked), state               ask      round: say what you wait for
     table    own state                               table    what all ranks wait for, in words
     mismatch text, ranks of the group                verdict  error, text: raise that
-    goodbye  state                                   lost     loss        (who, process id, host, how, traceback)
+    goodbye  state                                   lost     loss        (rank, process id, host, how, traceback)
 
 A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process is stopped
-(process_state.py), and a host of which nothing is heard. The first loss is the job's; it goes to every other rank,
+(process_state.py), and a host that is silent. The first loss is the job's; it goes to every other rank,
 also to those that connect later. What ranks wait for goes to the arbiter (deadlock_arbiter.py), which sees deadlocks
 and disagreements.
-Who is let in: acceptor.py. A host that the monitor is not on has a node agent, which it asks (node_agent.py).
+The acceptor (acceptor.py) lets ranks in. Every other host has a node agent, which the monitor asks (node_agent.py).
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ class Monitor:
         self._run(self._bury)
 
     def close(self) -> None:
-        """Hang up on everybody and end every thread."""
+        """Close every connection and end every thread."""
         with self._changed:
             self._closed = True
             self._door.shut()
@@ -233,7 +233,7 @@ class Monitor:
                 self._deaths.put((seat, error))
 
     def _bury(self) -> None:
-        """Another thread finds out, rank by rank, how those ended whose connection did: that may take a moment."""
+        """In a thread of its own: find out how the ranks ended whose connections did; that may take a moment."""
         while (death := self._deaths.get()) is not None:
             seat, error = death
             if self.loss is None:
@@ -280,7 +280,7 @@ class Monitor:
                 raise CommError(f"unknown frame {kind!r}")
 
     def _present(self) -> dict[int, Seat]:
-        """Who is here and has not said goodbye, by world rank."""
+        """The ranks that are here and have not said goodbye, by world rank."""
         with self._changed:
             return {rank: seat for rank, seat in self._seats.items() if not seat.left}
 
@@ -294,7 +294,7 @@ class Monitor:
             each.send("met", round=number, value=infos)
 
     def _fail_late(self, seat: Seat, loss: Failure) -> None:
-        """A rank fails since it saw a peer go: that peer's end is the cause, of which we shall hear ourselves."""
+        """A rank fails because it lost a peer: that peer's own failure is the cause; wait a moment for it."""
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None, BLAME_WAIT)
         seat.send("noted", value=self.lose(loss))

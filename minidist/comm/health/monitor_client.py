@@ -1,4 +1,4 @@
-"""A rank's end of the control connection: it meets the others, hears who died, and says how this rank ends.
+"""A rank's end of the control connection: it meets the others, hears which rank died, and says how this rank ends.
 
     link = MonitorClient.connect(address, token, world_rank, world_size)
     infos = link.meet({"port": 4711})         # all-gather through the monitor: how ranks tell each other where they are
@@ -29,7 +29,7 @@ from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 __all__ = ["MonitorClient", "Failure", "how_it_ended", "monitor_gone"]
 
 GRACE = 5.0                # seconds a rank gets to end after the job has failed
-CONNECT_LIMIT = 60.0       # seconds until a connection must stand, or everybody have met
+CONNECT_LIMIT = 60.0       # seconds until a connection must stand, or all ranks have met
 ANSWER_LIMIT = 5.0         # seconds the monitor gets to answer a question
 
 
@@ -124,8 +124,8 @@ class MonitorClient:
     def wait_for_loss(self, limit: float) -> Failure | None:
         """The loss that ended the job, if the monitor tells within `limit` s.
 
-        A peer's data connection may break a moment before the monitor says why; who is about to report a lost peer
-        asks here first.
+        A peer's data connection may break a moment before the monitor says why; a rank that is about to report a lost
+        peer asks here first.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None or self._closed, limit)
@@ -201,7 +201,7 @@ class MonitorClient:
             except (CommError, OSError, ValueError):       # ValueError: the socket was closed under us
                 if not (self._leaving or self._closed):
                     self._lost(monitor_gone(self.world_rank))
-            with self._sending, self._changed:             # nobody is in the middle of sending when the socket goes
+            with self._sending, self._changed:             # no thread is sending when the socket goes
                 self._closed = True
                 self._changed.notify_all()
 
@@ -225,7 +225,7 @@ class MonitorClient:
     def _tell(self, number: int = 0) -> None:
         """What this rank waits for: of its own accord, or in answer to the monitor's question `number`.
 
-        Two threads that tell at once do so one after the other, lest the older state arrive last.
+        Two threads that tell at once do so one after the other, so that the newest state arrives last.
         """
         with self._telling, contextlib.suppress(CommError, OSError):    # without a monitor the job ends anyway
             self._send({"kind": "waits", "round": number, "state": self._state()})
@@ -247,7 +247,7 @@ class MonitorClient:
             return ""
 
     def _lost(self, loss: Failure) -> None:
-        """Note the first loss, tell everybody who asked, and see to it that this process ends."""
+        """Note the first failure, call the callbacks, and make sure that this process ends."""
         with self._changed:
             if self.loss is not None:
                 return

@@ -1,8 +1,8 @@
-"""A node agent on each host that the monitor is not on: what becomes of processes, only their own system can tell.
+"""A node agent on each host that the monitor is not on: only a system itself knows how its processes end.
 
     monitor -> node agent                               node agent -> monitor
     look     pids: what of these?                       seen     frozen: pids; ended: [pid, how], …
-    how      rank, pid: how did that end?               how      rank, text; "" if nobody knows
+    how      rank, pid: how did that end?               how      rank, text; "" if it does not know
     end      pids: kill those of them that are stopped  ended    loss: a rank here ended, and not well
     lost     loss: the job is over, and why             goodbye
     died     loss: of a rank without which it goes on

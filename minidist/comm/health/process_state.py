@@ -58,7 +58,7 @@ def stopped(pids: Iterable[int]) -> set[int]:
 
 
 def state_of(pid: int) -> str:
-    """The letter that the kernel has for the state of a process of this host; "" if it is gone, or nobody says."""
+    """The kernel's letter for the state of a process of this host; "" if it is gone, or the system does not say."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

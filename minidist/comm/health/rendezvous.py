@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other, whoever started them.
+"""How the ranks of a job find each other, for every launcher.
 
     started by                 the monitor is                          a rank learns address and token from
     minidist launch, md.run    a thread of the launcher                MINIDIST_MONITOR, MINIDIST_TOKEN
@@ -132,7 +132,7 @@ def _monitor_main(size: int, host: str, port: int) -> None:
             say_line(f"minidist: {monitor.loss}; the job ends")
         deadline = time.monotonic() + STOP
         while time.monotonic() < deadline and not select.select([sys.stdin], [], [], 0.0)[0]:
-            if monitor.wait_until_stopped(0.2, late=True):      # who comes late must hear that all has been said
+            if monitor.wait_until_stopped(0.2, late=True):      # a late rank must learn of the failure, too
                 break
         monitor.wait_until_stopped(max(0.0, deadline - time.monotonic()))
     monitor.close()
@@ -203,7 +203,7 @@ class TokenFile:
                               "MINIDIST_TOKEN for every rank instead") from error
 
     def read(self) -> bytes | None:
-        """The token, or None while there is none. Raises LaunchError if somebody else could have written or read it."""
+        """The token, or None while there is none. Raises LaunchError if another user could have written or read it."""
         try:
             with open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
                 state = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""The monitor's eye on the ranks that are there: what they wait for, and whether their processes run at all.
+"""The monitor's view of the ranks that are there: what they wait for, and whether their processes run at all.
 
 What ranks say of their lasting waits goes to the arbiter (deadlock_arbiter.py), whose verdicts go out to the ranks
 concerned. A rank whose wait has reached its limit asks for the table of all waits; those that do not wait are then
@@ -37,7 +37,7 @@ class Watchdog:
         self._looks, self._looked = ProcessLooks(), time.monotonic()
         self._posts: list[AgentSeat] = []                          # of all node agents that ever came
         self._news = threading.Condition()                    # of node agents, and what they say
-        self._curious: list[tuple[float, Seat, State]] = []   # when to answer whom, and what it waited for
+        self._curious: list[tuple[float, Seat, State]] = []   # when to answer which rank, and its state
 
     def heard(self, seat: Seat, state: State, number: int) -> None:
         """A rank has said what it waits for, in answer to question `number`, or unasked (0)."""
@@ -67,7 +67,7 @@ class Watchdog:
         self._arbiter.tick()
         while self._curious and self._curious[0][0] <= time.monotonic():
             _, seat, state = self._curious.pop(0)
-            others = {other.world_rank: waited for _, other, waited in self._curious}   # whose time was up with it
+            others = {other.world_rank: waited for _, other, waited in self._curious}   # at their limits, too
             seat.send("table", value=self._table({**others, seat.world_rank: state}))
         if time.monotonic() - self._looked >= LOOK:
             self._look()
