@@ -77,7 +77,7 @@ def train_alone(settings: Settings, alone: Group) -> tuple[Weights, Weights]:
 def arithmetic_of(settings: Settings) -> str:
     """The name of the run's bound: its precision, which in full is its dtype."""
     args = settings.args
-    return args.dtype if args.precision == "fp32" else args.precision
+    return str(args.dtype if args.precision == "fp32" else args.precision)
 
 
 def compare(ours: Weights, start: Weights, serial: Weights, arithmetic: str) -> dict[str, Any]:
