@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib.patches import FancyArrowPatch
 
+from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
 from minidist.observe.page import size_text
@@ -23,7 +24,7 @@ wiring = lesson.wiring
 FAST, SLOW = look.RANKS[0], look.RANKS[3]
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """On rank 0, what the figure shows; the other ranks' part of it is empty."""
     messages = lesson.recorded(group, "halving-doubling")
     timelines = {name: over_time(group, name) for name in ("ring", "hierarchical")}
@@ -37,7 +38,7 @@ def record(group: Any) -> dict[str, Any]:
             "misfit": cost.misfit, "transport": group.transport.name}
 
 
-def over_time(group: Any, algorithm: str) -> list[dict[str, Any]]:
+def over_time(group: Group, algorithm: str) -> list[dict[str, Any]]:
     """The messages of one all_reduce on two machines, 20 ms between them; times in α, on rank 0."""
     alpha, nodes = 20e-3, lesson.halves(group.size)
     events: list[Any] = []

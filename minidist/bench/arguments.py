@@ -48,8 +48,8 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
                              "FSDP")
     parser.add_argument("--rounds", type=positive, default=4, metavar="K", help="turns each contender gets (4)")
     parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps a turn (5)")
-    parser.add_argument("--transport", choices=("sockets", "shm"), default="sockets",
-                        help="ours, between ranks (sockets)")
+    parser.add_argument("--transport", choices=("auto", "tcp", "shm", "sockets"), default="auto",
+                        metavar="NAME", help="ours, between ranks: auto, tcp or shm (auto)")
     parser.add_argument("--model", choices=list(MODELS), help="its sizes, but for those given; one process")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="time one process on it, beside PyTorch eager and "
                         "torch.compile, under the measured roofline (with --model: cpu)")

@@ -34,6 +34,7 @@ from minidist.comm.cost.link_model import Profile, profile_path, save_profile
 from minidist.console import meant, write_json
 from minidist.errors import ConfigError
 from minidist.launch import detect, init
+from minidist.launch.transports import current_name
 from minidist.observe.machine import machine
 
 __all__ = ["add_arguments", "run"]
@@ -95,7 +96,7 @@ def _chosen(verb: collectives.Verb, only: str | None) -> list[str]:
     here = collectives.contenders_here(verb)
     if only is None:
         return here
-    chosen = only.split(",")
+    chosen = [current_name(name) for name in only.split(",")]
     for name in chosen:
         base, _, algorithm = name.partition(":")
         if base not in (*collectives.OURS, *verb.peers):
@@ -179,7 +180,7 @@ def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
 
 def _known(what: str, only: str | None, known: tuple[str, ...], here: list[str]) -> list[str]:
     """The contenders asked for, or all that are here."""
-    chosen = here if only is None else only.split(",")
+    chosen = here if only is None else [current_name(name) for name in only.split(",")]
     for name in chosen:
         if name not in known:
             raise ConfigError(f"bench {what}: no {name!r}{meant(name, known)}; choose from {', '.join(here)}")

@@ -22,7 +22,7 @@ from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
 from minidist.launch.membership import limit_blas_threads
 
 DELAYED, GLOO = "delayed", "gloo"
-CONTENDERS = (DELAYED, "sockets", "shm", GLOO)
+CONTENDERS = (DELAYED, "tcp", "shm", GLOO)
 MODULE = "minidist.bench.overlap"
 WIDTH = 256         # of the square float32 matrices: a product takes a fraction of a millisecond
 TRIAL = 8           # products in the first look at how long one takes
@@ -55,7 +55,7 @@ class OverlapRow:
 
 def contenders_here() -> list[str]:
     """Ours over delayed links and as it is; gloo where PyTorch is installed."""
-    return [DELAYED, "sockets", "shm", *([GLOO] if importlib.util.find_spec("torch") else [])]
+    return [DELAYED, "tcp", "shm", *([GLOO] if importlib.util.find_spec("torch") else [])]
 
 
 def start_job(contender: str, ranks: int, alpha: float, beta: float) -> Job:
@@ -132,7 +132,7 @@ def our_rank(folder: str, contender: str, alpha: float, beta: float) -> None:
     from minidist.comm.transports.throttled import delayed
 
     limit_blas_threads(1, local_size=1)
-    world = md.init(transport="sockets" if contender == DELAYED else contender, shared_memory=False, threads=1)
+    world = md.init(transport="tcp" if contender == DELAYED else contender, threads=1)
     a, b, c = (np.ones((WIDTH, WIDTH), np.float32) for _ in range(3))
 
     def work(group: Any) -> None:

@@ -1,7 +1,7 @@
 """`minidist bench overlap-step`: how much of a training step's communication lies under its computation.
 
     delayed   over links that sleep α + n·β a message (comm/transports/throttled.py): what overlap is worth on a network
-    sockets   this machine as it is, where the cores that compute also carry the bytes
+    tcp       this machine as it is, where the cores that compute also carry the bytes
 
 ZeRO-3 is measured with its prefetch off and on. Contenders take turns round by round; each turn records its steps, and
 observe/overlap.py takes the share from what was recorded, over all ranks.
@@ -23,7 +23,7 @@ from minidist.observe.timeline import Timeline
 
 MODULE = "minidist.bench.overlap_step"
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-LINKS = ("delayed", "sockets")
+LINKS = ("delayed", "tcp")
 MODEL = Model(layers=8, width=128, heads=4, context=128, batch=8)
 
 
@@ -172,7 +172,7 @@ def main() -> None:
     options = parser.parse_args()
     model = Model(**{name: getattr(options, name) for name in vars(Model())})
     limit_blas_threads(1, local_size=1)
-    world = md.init(transport="sockets", shared_memory=False, threads=1)
+    world = md.init(transport="tcp", threads=1)
     with linked(world, options.link, options.alpha, options.beta) as group:
         answer(options.meet, world.rank,
                recorded_steps(group, options.contender, model, options.bucket, options.ahead))

@@ -7,9 +7,9 @@ from typing import Any
 from minidist.observe.overlap_plots import draw_step, legend, spans_of
 from minidist.observe.page import size_text
 
-COLOURS = {"sockets": "#3b6fb6", "shm": "#5b9a68", "mpi": "#8172b3", "gloo": "#e08e3c", "MPI": "#c44e52",
-           "copies": "#9aa5b1", "tcp": "#6b7280"}
-PEERS = ("gloo", "MPI", "copies", "tcp")  # dashed, so that ours and theirs differ without colour too
+COLOURS = {"tcp": "#3b6fb6", "shm": "#5b9a68", "mpi": "#8172b3", "gloo": "#e08e3c", "MPI": "#c44e52",
+           "copies": "#9aa5b1", "bare-tcp": "#6b7280"}
+PEERS = ("gloo", "MPI", "copies", "bare-tcp")  # dashed, so that ours and theirs differ without colour too
 
 
 def draw_bus_bandwidth(path: Path, title: str, seconds: dict[int, dict[str, dict[int, float]]],

@@ -37,7 +37,7 @@ def show_collective(result: dict[str, Any], console: Console) -> None:
 
 def _peer_of(verb: collectives.Verb, contender: str) -> str:
     """The peer that a contender is held against; "" for a peer."""
-    peers = {"sockets": collectives.GLOO, "shm": verb.mpi, "mpi": verb.mpi, COPIES: verb.mpi,
+    peers = {"tcp": collectives.GLOO, "shm": verb.mpi, "mpi": verb.mpi, COPIES: verb.mpi,
              TCP: collectives.GLOO}
     return peers.get(collectives.base(contender), "")
 
@@ -54,7 +54,7 @@ def show_overlap(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     names = [row["name"] for row in result["rows"]]
     if overlap.DELAYED in names:
-        console.print(f"delayed: sockets, each message held back {result['alpha'] * 1e6:.0f} µs and 1 s for "
+        console.print(f"delayed: tcp, each message held back {result['alpha'] * 1e6:.0f} µs and 1 s for "
                       f"{result['bandwidth'] / 1e6:,.0f} MB; the others are this machine as it is", style="dim")
     if overlap.GLOO not in names:
         console.print(f"gloo was left out: {INSTALL_GLOO}", style="dim", markup=False)
@@ -73,8 +73,8 @@ def show_overlap_step(result: dict[str, Any], console: Console) -> None:
         table.add_row(row["name"], step, communication, hidden, f"{row['share']:.0%}", waited)
     console.print(table)
     if any(row["link"] == "delayed" for row in result["rows"]):
-        console.print(f"delayed: sockets, each message held back {result['alpha'] * 1e6:.0f} µs and 1 s for "
-                      f"{result['bandwidth'] / 1e6:,.0f} MB; sockets: this machine as it is", style="dim")
+        console.print(f"delayed: tcp, each message held back {result['alpha'] * 1e6:.0f} µs and 1 s for "
+                      f"{result['bandwidth'] / 1e6:,.0f} MB; tcp: this machine as it is", style="dim")
 
 
 def show_calibration(result: dict[str, Any], console: Console) -> None:

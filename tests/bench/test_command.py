@@ -27,11 +27,11 @@ from minidist.observe.machine import machine
 def test_table_figure_and_json(title, tmp_path, capsys):
     """Ours and the floors at two sizes: every contender has a time for every size, and a picture is drawn."""
     file, picture = tmp_path / "bench.json", tmp_path / "bench.png"
-    status = main(["bench", title, "--only", "sockets,shm,copies,tcp", "-n", "2", "--sizes", "1KiB,8KiB", "--rounds",
+    status = main(["bench", title, "--only", "tcp,shm,copies,bare-tcp", "-n", "2", "--sizes", "1KiB,8KiB", "--rounds",
                    "1", "--json", str(file), "--figure", str(picture)])
     assert status == 0
     result = json.loads(file.read_text())
-    assert set(result["seconds"]["2"]) == {"sockets", "shm", "copies", "tcp"}
+    assert set(result["seconds"]["2"]) == {"tcp", "shm", "copies", "bare-tcp"}
     assert all(set(times) == {"1024", "8192"} for times in result["seconds"]["2"].values())
     assert all(seconds > 0 for times in result["seconds"]["2"].values() for seconds in times.values())
     assert result["machine"]["command"].startswith("minidist") and result["machine"]["date"]
@@ -128,15 +128,15 @@ def test_what_is_hidden():
 def test_calibrate_in_a_job_measures_the_link_of_that_job(tmp_path):
     """Rank 0 writes it beside what is there; a profile that cannot be read is replaced."""
     file = tmp_path / "profile.json"
-    save_profile(Profile([LinkCost("sockets", 2, 1e-6, 0, 0, 0, 0), LinkCost("shm", 2, 7.0, 0, 0, 0, 0)], machine()),
+    save_profile(Profile([LinkCost("tcp", 2, 1e-6, 0, 0, 0, 0), LinkCost("shm", 2, 7.0, 0, 0, 0, 0)], machine()),
                  file)
     job = subprocess.run([sys.executable, "-m", "minidist", "launch", "-n", "2", "-m", "minidist", "bench", "calibrate",
                           "--sizes", "256B,64KiB", "--rounds", "1", "--out", str(file)], capture_output=True, text=True,
                          timeout=60, check=True)
     assert job.stdout.count("worst misfit") == 1
     links = {cost.link: cost for cost in load_profile(file).links}
-    assert set(links) == {"shm", "sockets"}
-    assert links["sockets"].alpha == 1e-6
+    assert set(links) == {"shm", "tcp"}
+    assert links["tcp"].alpha == 1e-6
     assert 0 < links["shm"].alpha < 7         # a job on sockets shares memory inside the host
     assert Profile([links["shm"]], {"processor": "abacus"}).beside(file).links == [links["shm"]]
     file.write_text("torn")
@@ -297,7 +297,7 @@ def test_a_peer_that_pytorch_lacks_is_named_with_its_reason(monkeypatch):
     monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(ranks, "start_job", start)
     monkeypatch.setattr(ranks, "measure_jobs", lambda *arguments: [])
-    _, left_out = ranks.measure_stages(ranks.Model(), [2], [0, 2], 1, 1, "sockets", print)
+    _, left_out = ranks.measure_stages(ranks.Model(), [2], [0, 2], 1, 1, "tcp", print)
     assert started == [0, 2] and left_out[-1] == "PyTorch FSDP2 keep on 2 ranks: ImportError: no fully_shard"
 
 

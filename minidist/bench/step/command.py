@@ -21,6 +21,7 @@ from minidist.bench.step import device, plots, tables
 from minidist.bench.step.plan import measure_plan
 from minidist.bench.step.ranks import MODELS, Model, measure_all, measure_stages
 from minidist.errors import ConfigError
+from minidist.launch.transports import current_name
 from minidist.parallel.hybrid.plan import Plan
 
 Result = dict[str, Any]
@@ -34,13 +35,13 @@ def measure(args: argparse.Namespace, progress: Progress) -> Result:
     if args.model or args.device or args.precision or args.graph:
         return device.measure_asked(args, model, progress)
     plans = _plans(args, model)
-    result = {"what": "step", "model": vars(model), "transport": args.transport, "zero": args.zero, "plans": [*plans],
+    transport = "shm" if args.transport == "auto" else current_name(args.transport)     # the ranks are on this host
+    result = {"what": "step", "model": vars(model), "transport": transport, "zero": args.zero, "plans": [*plans],
               "left_out": []}
     rows: list[Any] = []
     if plans and not args.zero:
         for axes, plan in plans.items():
-            more, without = measure_plan(axes, plan, model, args.rounds, args.steps, args.transport,
-                                                    progress)
+            more, without = measure_plan(axes, plan, model, args.rounds, args.steps, transport, progress)
             rows, result["left_out"] = rows + more, result["left_out"] + without
             if len(plans) > 1:
                 progress.keep(tables.plan_line([vars(row) for row in more]))
@@ -48,10 +49,9 @@ def measure(args: argparse.Namespace, progress: Progress) -> Result:
         ranks = [plan.size for plan in plans.values()] or args.ranks or [2, 4]
         if min(ranks) < 2:
             raise ConfigError("bench step --zero: one rank divides nothing; choose -n of at least 2")
-        rows, result["left_out"] = measure_stages(model, ranks, args.zero, args.rounds, args.steps,
-                                                             args.transport, progress)
+        rows, result["left_out"] = measure_stages(model, ranks, args.zero, args.rounds, args.steps, transport, progress)
     else:
-        rows = measure_all(model, args.ranks or [1, 2], args.rounds, args.steps, args.transport, progress)
+        rows = measure_all(model, args.ranks or [1, 2], args.rounds, args.steps, transport, progress)
     return {**result, "rows": [vars(row) for row in rows]}
 
 

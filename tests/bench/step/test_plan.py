@@ -139,7 +139,7 @@ class Answering:
 def test_a_peer_is_timed_only_if_its_losses_are_ours(losses, why, monkeypatch):
     theirs, ours = Answering(*losses), Answering([4.0, 3.0, 2.0], [4.0, 3.0, 2.0])
     monkeypatch.setattr(plan_bench, "start_job", lambda *arguments: theirs)
-    job, told = plan_bench._start_peer(ours, plan("tp=2"), "tp=2", Model(), "sockets")
+    job, told = plan_bench._start_peer(ours, plan("tp=2"), "tp=2", Model(), "tcp")
     assert (job, theirs.closed) == ((theirs, False) if why is None else (None, True))
     assert told is None if why is None else why in told
 
@@ -156,7 +156,7 @@ def test_a_peer_that_does_not_start_leaves_the_others(monkeypatch):
     monkeypatch.setattr(plan_bench, "start_job", start)
     monkeypatch.setattr(plan_bench, "start_ranks", lambda *arguments: job)
     monkeypatch.setattr(plan_bench, "take_turns", lambda jobs, *rest: [turn for _ in jobs])
-    rows, left_out = plan_bench.measure_plan("pp=2", plan("pp=2"), Model(), 1, 1, "sockets", print)
+    rows, left_out = plan_bench.measure_plan("pp=2", plan("pp=2"), Model(), 1, 1, "tcp", print)
     assert left_out == ["PyTorch 1F1B beside pp=2, 1f1b × 8: ImportError: no pipelining"]
     assert [row.cut for row in rows] == ["pp=2, 1f1b × 8", None, None, None]
 

@@ -69,7 +69,7 @@ def job_as_told(world: Any, precision: str, zero: int) -> dict[str, Any]:
     return job(world, precision=precision, zero=zero)
 
 
-@pytest.mark.parametrize("transport", ["sockets", pytest.param("mpi", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("mpi", marks=pytest.mark.soak)])
 def test_same_bits_over_other_transports(transport: str) -> None:
     over_threads = md.run(job_as_told, "bf16", 2, size=2)[0]
     others = md.run(job_as_told, "bf16", 2, size=2, transport=transport)
@@ -88,7 +88,7 @@ def every_job(world: Any) -> dict[str, list[Any]]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_same_bits_everywhere_after_twenty_steps(transport: str, size: int) -> None:
     """Of every rank, with parts and shards that are uneven; float64 has no mixed precision, so bits are what can be

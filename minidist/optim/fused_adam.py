@@ -20,7 +20,7 @@ from minidist.optim.optimizer import Slot
 
 
 @dataclass
-class Many:
+class FusedAdam:
     """The tables of one optimizer, made again when a tensor has moved.
 
     Attributes: apart: AdamW's weight decay, else Adam's.

@@ -13,7 +13,7 @@ from kernel_checks import needs_compiler
 
 from minidist import optim
 from minidist.device.backend import to_host
-from minidist.optim import many
+from minidist.optim import fused_adam
 
 SHAPES = [(5, 7), (9,), (0,), (64, 3)]
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -28,8 +28,8 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the launchers that were asked for."""
     names: list[str] = []
-    find = many.kernel
-    monkeypatch.setattr(many, "kernel", lambda name, *arrays: find(name, *arrays) and (names.append(name)
+    find = fused_adam.kernel
+    monkeypatch.setattr(fused_adam, "kernel", lambda name, *arrays: find(name, *arrays) and (names.append(name)
                                                                                        or find(name, *arrays)))
     return names
 
