@@ -84,7 +84,7 @@ def _median(group: Group, verb: str, algorithm: str, nbytes: int) -> float:
 
 def measure() -> Figures:
     """{transport: {(verb, algorithm, size): seconds}} on RANKS processes of this machine."""
-    rows = {"TCP": run(measured_calls, size=RANKS, transport="sockets", shared_memory=False, limit=120.0)[0],
+    rows = {"TCP": run(measured_calls, size=RANKS, transport="tcp", limit=120.0)[0],
             "shm": run(measured_calls, size=RANKS, transport="shm", limit=120.0)[0],
             "MPI": _under_mpirun()}
     return {transport: {(verb, algorithm, size): seconds for verb, algorithm, size, seconds in rows[transport]}

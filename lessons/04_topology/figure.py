@@ -14,7 +14,7 @@ from matplotlib.patches import FancyArrowPatch
 from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
-from minidist.observe.bench_plots import bytes_text
+from minidist.observe.page import size_text
 from minidist.observe.records import gather_records
 
 HERE = Path(__file__).resolve().parent
@@ -151,7 +151,7 @@ def _line(ax: Any, recorded: dict[str, Any]) -> None:
     ax.set_xticks([], minor=True)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     ax.set_yticks([], minor=True)
-    ax.xaxis.set_major_formatter(lambda value, _: bytes_text(value))
+    ax.xaxis.set_major_formatter(lambda value, _: size_text(value))
     ax.set_ylabel("µs an exchange", color=look.SOFT, fontsize=10)
     ax.legend(frameon=False, fontsize=10, loc="upper left", labelcolor=look.INK)
     rate = f", 1/β {1e-9 / recorded['beta']:.2g} GB/s" if recorded["beta"] else ""

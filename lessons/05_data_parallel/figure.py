@@ -114,4 +114,4 @@ def _turns(ax: Any, run: dict[str, Any], title: str) -> None:
 
 
 if __name__ == "__main__":
-    draw_figure(record, draw, HERE, size=RANKS, transport="sockets")
+    draw_figure(record, draw, HERE, size=RANKS, transport="auto")

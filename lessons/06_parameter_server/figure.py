@@ -122,4 +122,4 @@ def _loss(ax: Any, recorded: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    draw_figure(record, draw, HERE, size=RANKS, transport="sockets")
+    draw_figure(record, draw, HERE, size=RANKS, transport="auto")

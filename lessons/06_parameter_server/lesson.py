@@ -175,7 +175,7 @@ def no_bound() -> None:
 
 def lose_a_worker() -> None:
     """A worker's process is killed in step 3 of an asynchronous job."""
-    ranks = lab.job(3, steps=8, transport="sockets", dies={1: 3}, asynchronous=True, staleness=1)
+    ranks = lab.job(3, steps=8, transport="auto", dies={1: 3}, asynchronous=True, staleness=1)
     print(ranks[3]["lost"][1])
     for worker in (0, 2):
         losses = ranks[worker]["losses"]
@@ -198,7 +198,7 @@ def lose_a_server() -> None:
                     print(f"worker 0: {str(error).splitlines()[0]}", flush=True)
                 raise
 
-    lab.md.run(job, size=4, transport="sockets")
+    lab.md.run(job, size=4, transport="auto")
 
 
 BREAKS = {"push-twice": push_twice, "no-bound": no_bound, "lose-a-worker": lose_a_worker,

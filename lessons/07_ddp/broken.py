@@ -85,7 +85,7 @@ def one_bucket() -> None:
 
     for name, bucket_bytes in (("one bucket for everything", 1 << 30),
                                (f"buckets of {size_text(lab.BUCKET)}", lab.BUCKET)):
-        waiting = md.run(waited, bucket_bytes, size=2, transport="sockets", shared_memory=False)[0]
+        waiting = md.run(waited, bucket_bytes, size=2, transport="tcp")[0]
         print(f"{name}: {waiting:.1f} ms of waiting after backward")
 
 

@@ -137,4 +137,4 @@ def mermaid(steps: list[list[dict[str, Any]]]) -> str:
 
 
 if __name__ == "__main__":
-    draw_figure(record, draw, HERE, size=RANKS, transport="sockets")
+    draw_figure(record, draw, HERE, size=RANKS, transport="auto")

@@ -88,4 +88,4 @@ def _idle(ax: Any, recorded: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    draw_figure(record, draw, HERE, size=SIZES[-1], transport="sockets")
+    draw_figure(record, draw, HERE, size=SIZES[-1], transport="auto")

@@ -9,7 +9,7 @@ import numpy as np
 
 import minidist as md
 from minidist.autograd import ops
-from minidist.autograd.ops.online_attention import Running
+from minidist.autograd.ops.online_attention import OnlineSoftmax
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
 from minidist.device.backend import random_uniform
@@ -107,7 +107,7 @@ def _attention(exercise: ModuleType, ranks: int) -> Iterator[Result]:
         whole, off = ops.causal_attention(*(x[None, None] for x in (q, k, v))).data[0, 0], 0.0
         for rank in range(ranks):
             own = exercise.tokens_of(length, rank, ranks)
-            running = Running.of(q[None, None, own])
+            running = OnlineSoftmax.of(q[None, None, own])
             top, total, y = running.top[0, 0].T, running.total[0, 0].T, running.y[0, 0]
             for source in range(ranks):
                 piece = exercise.tokens_of(length, (rank - source) % ranks, ranks)

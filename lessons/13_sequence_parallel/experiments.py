@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.autograd.ops.online_attention import Running
+from minidist.autograd.ops.online_attention import OnlineSoftmax
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import random_bits, random_uniform
@@ -105,7 +105,7 @@ def walk(group: Group, length: int) -> dict[str, Any]:
     """
     own = ring_attention.zigzag(length, group.rank, group.size)
     q, k, v = (numbers(name, length)[:, :, own] for name in "qkv")
-    running, pairs, messages = Running.of(q), [], []
+    running, pairs, messages = OnlineSoftmax.of(q), [], []
     unsubscribe = group.ledger.subscribe(
         lambda event: messages.append((event.details["src"], event.details["dst"], event.start,
                                        event.details["nbytes"]))

@@ -68,4 +68,4 @@ def _by_size(ax: Any, by_size: dict[int, list[float]]) -> None:
 
 
 if __name__ == "__main__":
-    draw_figure(record, draw, Path(__file__).resolve().parent, size=RANKS, transport="sockets")
+    draw_figure(record, draw, Path(__file__).resolve().parent, size=RANKS, transport="auto")

@@ -68,4 +68,4 @@ def _gradients(ax: Any, stage: int, step: dict[str, Any], nbytes: int) -> None:
 
 
 if __name__ == "__main__":
-    draw_figure(record, draw, Path(__file__).resolve().parent, size=RANKS, transport="sockets")
+    draw_figure(record, draw, Path(__file__).resolve().parent, size=RANKS, transport="auto")

@@ -84,4 +84,4 @@ def _timeline(ax: Any, step: dict[str, Any], longest: float) -> float:
 
 
 if __name__ == "__main__":
-    draw_figure(record, draw, HERE, size=RANKS, transport="sockets")
+    draw_figure(record, draw, HERE, size=RANKS, transport="auto")

@@ -68,6 +68,7 @@ def test_every_plain_version_is_quoted() -> None:
     assert set(plain_versions()) <= quoted
 
 
-def test_a_changed_quote_is_seen() -> None:
+def test_a_block_is_taken_apart_by_function() -> None:
     text = "```python\ndef plain_a(x):\n    return x\n\n\ndef plain_b(x):\n    return 2 * x\n```\n"
-    assert quotes(text) == [("plain_a", "def plain_a(x):\n    return x"), ("plain_b", "def plain_b(x):\n    return 2 * x")]
+    assert quotes(text) == [("plain_a", "def plain_a(x):\n    return x"),
+                            ("plain_b", "def plain_b(x):\n    return 2 * x")]

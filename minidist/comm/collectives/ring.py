@@ -22,7 +22,8 @@ from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives.blocking import BlockingGroup
 from minidist.comm.collectives.tree import halved
-from minidist.comm.transport import Handle
+from minidist.comm.handle import Handle
+from minidist.comm.limits import STRETCH_BYTES
 
 
 def plain_reduce_scatter(group: BlockingGroup, chunks: list[np.ndarray]) -> None:
@@ -54,9 +55,6 @@ def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
 # The real ring below sends the same chunks in the same steps. It adds what makes it fast and general: an arriving chunk
 # is added straight from the receive buffer, so no step copies or allocates; a long array goes round in stretches that
 # the processors' caches hold; blocks of any length; other operations than the sum; and a broadcast.
-
-STRETCH_BYTES = 4 << 20
-"""Most that an all-reduce sends round at a time: what a step has added, the next one finds in the cache."""
 
 
 def reduce_around(call: Call, chunks: Sequence[np.ndarray], partials: Sequence[np.ndarray], op: Reduction,

@@ -24,7 +24,7 @@ from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives import ring
 from minidist.comm.collectives.blocking import BlockingGroup
-from minidist.comm.collectives.subset_call import Part
+from minidist.comm.collectives.subset_call import SubsetCall
 
 
 def plain_all_reduce(row: BlockingGroup, column: BlockingGroup, x: np.ndarray) -> np.ndarray:
@@ -79,8 +79,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
         return
     call.agree()
     form = grid(call.size)
-    row = Part(call, form.row_of(call.rank))
-    column = Part(call, form.column_of(call.rank), first_step=form.columns - 1)
+    row = SubsetCall(call, form.row_of(call.rank))
+    column = SubsetCall(call, form.column_of(call.rank), first_step=form.columns - 1)
     sums = split(out, form.columns)
     ring.reduce_around(row, split(x, form.columns), ring.in_their_places(row, sums), op)
     ring.all_reduce(column, sums[row.rank], sums[row.rank], op)
@@ -104,7 +104,7 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
         return
     call.agree()
     form, cut = grid(call.size), bounds(len(x), call.size)
-    row, column = Part(call, form.row_of(call.rank), form.rows - 1), Part(call, form.column_of(call.rank))
+    row, column = SubsetCall(call, form.row_of(call.rank), form.rows - 1), SubsetCall(call, form.column_of(call.rank))
     strips = [x[cut[first]:cut[first + form.columns]] for first in range(0, call.size, form.columns)]
     strip = strips[column.rank]
     if form.rows > 1:
@@ -131,7 +131,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     call.agree()
     form = grid(call.size)
     around = form.row_of(call.rank)
-    row, column = Part(call, around), Part(call, form.column_of(call.rank), form.columns - 1)
+    row, column = SubsetCall(call, around), SubsetCall(call, form.column_of(call.rank), form.columns - 1)
     blocks = ring.gather_blocks(row, own, lambda place: rows.place(around[place]))
     strip = rows.merge(around[0], blocks)
     strips = ring.gather_blocks(column, strip, lambda place: rows.place(place * form.columns, form.columns))

@@ -52,7 +52,7 @@ import numpy as np
 
 from minidist.autograd import ops
 from minidist.autograd.ops.attention import check_shapes
-from minidist.autograd.ops.online_attention import Backward, Running
+from minidist.autograd.ops.online_attention import OnlineGradients, OnlineSoftmax
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor
 from minidist.comm.calls.async_call import Pending
@@ -158,7 +158,7 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
         raise ShapeError(f"ring_attention: {group.axis} rank {group.rank} of {group.size} has {q.shape[2]} tokens, but "
                          f"of a sequence of {length} it should have {own}; cut it as zigzag(length, rank, size) says")
     scaled = _scaled(q)
-    running = Running.of(scaled)
+    running = OnlineSoftmax.of(scaled)
     for source, piece in around(group, _packed(k, v), length):
         keys_all, values_all = widen(piece)
         for queries, keys, causal in visible(length, group.rank, source, group.size):
@@ -171,7 +171,7 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
 def _gradients(node: Node, dy: Array) -> dict[str, Array]:
     """Once more round the ring, each piece followed by its gradients."""
     group, length = node.options["group"], node.options["length"]
-    backward = Backward.of(_scaled(node.q), widen(node.y), node.log_total, widen(dy))
+    backward = OnlineGradients.of(_scaled(node.q), widen(node.y), node.log_total, widen(dy))
     coming: Pending | None = None
     for source, piece in around(group, _packed(node.k, node.v), length):
         keys_all, values_all = widen(piece)
