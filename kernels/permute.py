@@ -62,7 +62,8 @@ def to_experts(x: Array, placement: RowPlacement, *, version: int | None = None)
     return _gather(x, None, placement, version)
 
 
-def from_experts(results: Array, weights: Array | None, placement: RowPlacement, *, version: int | None = None) -> Array:
+def from_experts(results: Array, weights: Array | None, placement: RowPlacement, *,
+                 version: int | None = None) -> Array:
     """(R, width), float32 (R,) or None for ones -> (T, width). Raises: as to_experts."""
     _check("from_experts: results", results, len(placement.tokens))
     (count, ways), width = placement.slots.shape, results.shape[1]
