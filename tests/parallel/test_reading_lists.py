@@ -22,7 +22,6 @@ LARGER = {"hybrid.hybrid": (25, 4500)}
 """Chapters that compose others."""
 
 TODAY = {
-    "pipeline.pipeline": (7, 1465), "context.sequence_parallel": (6, 909), "context.ulysses": (7, 896),
     "zero.zero1": (8, 830), "zero.zero2": (9, 926), "zero.zero3": (7, 898), "hybrid.hybrid": (53, 8633),
     "memory.offload": (7, 1049),
 }

@@ -76,7 +76,7 @@ def _update(scores: Array, v: Array, y: Array, top: Array, total: Array) -> None
 
 
 @dataclass
-class Backward:
+class OnlineBackward:
     """What gradients of pieces need of all queries: q scaled, dy, and of each query log(sum(exp(scores))) and Σ dy y.
 
     dq (B, H, T, D) collects the gradient of the unscaled q; `finish` returns it.
@@ -89,11 +89,11 @@ class Backward:
     dq: Array
 
     @staticmethod
-    def of(q: Array, y: Array, log_total: Array, dy: Array) -> "Backward":
+    def of(q: Array, y: Array, log_total: Array, dy: Array) -> "OnlineBackward":
         """Before the first piece; q comes scaled."""
         xp = array_module(q)
         row = xp.einsum("...td,...td->...t", dy, y)[..., None, :]
-        return Backward(q, dy, log_total, row, xp.zeros(q.shape, q.dtype))
+        return OnlineBackward(q, dy, log_total, row, xp.zeros(q.shape, q.dtype))
 
     def add(self, k: Array, v: Array, queries: slice, dk: Array, dv: Array, *, causal: bool) -> None:
         """Add a piece's part to dq, and what some queries contribute to the piece's own gradients to dk and dv.

@@ -211,7 +211,7 @@ def test_blocks_are_computed_with_while_pieces_are_on_their_way(waits: bool, mon
     """Forward and back, between the start of each piece and the wait for it, but for the gradients that come home; not
     where a rank waits for what it starts."""
     own = threading.local()
-    start, absorb, add = chapter.pass_on, online_attention.Running.absorb, online_attention.Backward.add
+    start, absorb, add = chapter.pass_on, online_attention.Running.absorb, online_attention.OnlineBackward.add
 
     class Piece:
         def __init__(self, pending: Any) -> None:
@@ -231,7 +231,7 @@ def test_blocks_are_computed_with_while_pieces_are_on_their_way(waits: bool, mon
 
     monkeypatch.setattr(chapter, "pass_on", lambda *args: Piece(start(*args)))
     monkeypatch.setattr(chapter.Running, "absorb", counted(absorb))
-    monkeypatch.setattr(chapter.Backward, "add", counted(add))
+    monkeypatch.setattr(chapter.OnlineBackward, "add", counted(add))
 
     def job(world: Any) -> list[int]:
         own.blocks, own.beside = 0, {}
@@ -385,8 +385,8 @@ def no_mask(patch: pytest.MonkeyPatch) -> None:
 
 def share_of_the_loss_by_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """A mean of means."""
-    original = token_shard.OwnOutput.loss
-    patch.setattr(token_shard.OwnOutput, "loss", lambda self, logits, targets, *, divisor: original(
+    original = token_shard.TokenShardOutput.loss
+    patch.setattr(token_shard.TokenShardOutput, "loss", lambda self, logits, targets, *, divisor: original(
         self, logits, targets, divisor=logits.shape[1] * len(targets) * self.group.size))
 
 
@@ -404,7 +404,7 @@ def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) ->
                    run(context, 3, changes, **options))
 
 
-@pytest.mark.parametrize("layer", [token_shard.OwnPositions, token_shard.OwnDropout])
+@pytest.mark.parametrize("layer", [token_shard.TokenShardPositions, token_shard.TokenShardDropout])
 def test_other_tokens_break_parity(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learned positions and dropout, each of the first tokens instead of the own."""
     changes = {"dropout": 0.2}
