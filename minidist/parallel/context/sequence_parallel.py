@@ -43,9 +43,6 @@ from minidist.device.backend import Array
 from minidist.nn import GPT, GPTConfig
 from minidist.nn.moe import Sequences
 from minidist.parallel.context.token_shard import TOKENS, pick, shard_dropouts
-from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Loss
 from minidist.parallel.tensor.split_gpt import set_output, shared_numbers, split_gpt
 from minidist.parallel.tensor.split_model import SplitModel
 from minidist.parallel.tensor.tensor_layers import SplitOutput, TensorRegion
@@ -120,10 +117,9 @@ class SequenceParallel(SplitModel):
     Args:    as SplitModel.
     """
 
-    def __init__(self, model: GPT, group: Group, *, loss: Loss | None = None, algorithm: str = "ring",
-                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
-        super().__init__(model, group, outside=group, loss=loss, algorithm=algorithm, precision=precision,
-                         recorder=recorder)
+    def outside(self) -> Group:
+        """All ranks: each has the gradients of its own tokens."""
+        return self.group
 
 
 # ------------------------------------------------------------------------------------------------------------ cost

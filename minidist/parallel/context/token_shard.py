@@ -16,9 +16,6 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module, device_of, to_device
 from minidist.nn import GPT, Dropout, DropoutKey, Embedding
 from minidist.nn.output import Output
-from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Loss
 from minidist.parallel.tensor.split_model import SplitModel
 
 TOKENS = 1      # the dim of (B, T, width) that is cut
@@ -129,7 +126,6 @@ class ContextParallel(SplitModel):
     Args:    as SplitModel.
     """
 
-    def __init__(self, model: GPT, group: Group, *, loss: Loss | None = None, algorithm: str = "ring",
-                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
-        super().__init__(model, group, outside=group, loss=loss, algorithm=algorithm, precision=precision,
-                         recorder=recorder)
+    def outside(self) -> Group:
+        """All ranks: each has the gradients of its own tokens."""
+        return self.group

@@ -171,11 +171,14 @@ class ExpertParallel(SplitModel):
                  algorithm: str = "ring", precision: Precision | None = None,
                  recorder: Recorder | None = None) -> None:
         self.everyone = group if everyone is None else everyone
-        super().__init__(model, group, outside=self.everyone, loss=loss, algorithm=algorithm, precision=precision,
-                         recorder=recorder)
+        super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
         self.layers = mixtures(model)
         self.loads = loads(model)
         self.routed = np.zeros((len(self.layers), group.size), np.int64)
+
+    def outside(self) -> Group:
+        """All ranks that share the batch: each has the gradients of its own rows."""
+        return self.everyone
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
@@ -189,7 +192,7 @@ class ExpertParallel(SplitModel):
         total = 0.0
         for part in micro_parts(part_of(batch, size=self.everyone.size, rank=self.everyone.rank), accumulate):
             total += self.add_gradients(part, batch[1].size)
-        self.update(optimizer, self.everyone, lr=lr, clip=clip)
+        self.update(optimizer, lr=lr, clip=clip)
         self._balance()
         with self.recorder.span("loss", "communication"), self.everyone.ledger.control():
             return float(np.sum(self.everyone.all_gather(np.array([total], dtype=np.float64))))

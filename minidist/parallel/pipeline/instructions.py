@@ -1,10 +1,7 @@
 """Chapter 11 · Instructions: what a rank of a pipeline can be told to do, and a schedule, which is lists of them.
 
     rank 0   Forward(0, 0)  SendActivation(0, 0)  …  RecvGradient(0, 0)  Backward(0, 0)
-    rank 1   RecvActivation(1, 0)  Forward(1, 0)  Backward(1, 0)  SendGradient(1, 0)  …
-
-Each instruction names a stage and a microbatch. schedules.py makes schedules, schedule_checker.py proves them, and
-executor.py runs them.
+    rank 1   RecvActivation(1, 0)  Forward(1, 0)  Backward(1, 0)  SendGradient(1, 0)  …         (stage, microbatch)
 """
 
 from dataclasses import dataclass, field
@@ -25,49 +22,41 @@ class Instruction:
 
 class Forward(Instruction):
     """Run the stage's layers."""
-
     word = "forward"
 
 
 class Backward(Instruction):
     """Compute the gradients of the stage's weights and of its input."""
-
     word = "backward"
 
 
 class BackwardInput(Instruction):
     """Compute the gradient of the stage's input; BackwardWeights computes those of its weights later."""
-
     word = "backward for the input"
 
 
 class BackwardWeights(Instruction):
     """Compute the gradients of the stage's weights."""
-
     word = "backward for the weights"
 
 
 class SendActivation(Instruction):
     """Start to send the stage's output to the next stage."""
-
     word = "send of the activation"
 
 
 class RecvActivation(Instruction):
     """Wait for the stage's input, from the previous stage."""
-
     word = "receive of the activation"
 
 
 class SendGradient(Instruction):
     """Start to send the gradient of the stage's input to the previous stage."""
-
     word = "send of the gradient"
 
 
 class RecvGradient(Instruction):
     """Wait for the gradient of the stage's output, from the next stage."""
-
     word = "receive of the gradient"
 
 

@@ -1,8 +1,7 @@
 """Chapter 10 · Model parallel: the layers over the ranks, batch after batch, and its idle time.
 
 The idea. The model does not fit on one device, so each rank holds some neighbouring layers. A batch goes through the
-layers of rank 0, then of rank 1, and so on; its gradients come back the same way. Only the layers are divided. At any
-moment one rank works and the others wait:
+layers of rank 0, then of rank 1, and so on; its gradients come back the same way. One rank works, the others wait:
 
     rank 0   F .. .. .. .. .. B B | F .. ..           activations  (B, T, width)  ---> next rank
     rank 1   .. F .. .. B B .. .. | .. F ..           gradients    the same shape <--- next rank
@@ -10,7 +9,7 @@ moment one rank works and the others wait:
 
 Who holds what, Ψ parameters on p ranks:
 
-    parameters, gradients, optimizer     Ψ/p each, if layers are alike: the purpose of all this
+    parameters, gradients, optimizer     Ψ/p each, if layers are alike
     activations                          of its own layers, for the whole batch
 
 Cost, a step, over all ranks, B sequences of T tokens:
@@ -25,8 +24,8 @@ The notes' steps (N0, "Model Parallelism"):
     1  the model is cut by layers, and the layers are placed on the GPUs.
     2  all data goes through these GPUs, one after the other, forward and backward.
 
-The notes name two problems. Communication (N0:227) is small, because activations cross p - 1 boundaries and weights
-cross none. Waiting (N0:228) is the reason why the pipeline (chapter 11) also cuts the batch.
+Of the two problems in the notes, communication (N0:227) is small, because only activations are sent. Waiting (N0:228)
+is the reason why the pipeline (chapter 11) also cuts the batch.
 
 notes:   N0 Model Parallelism; N1 §2.2 says "model parallel" and means tensor parallelism (chapter 12)
 """
@@ -54,8 +53,6 @@ class ModelParallel(StageModel):
     Raises:  ShardError if the layers do not fit the ranks.
     """
 
-    # ------------------------------------------------------------------------------------------------- partition
-
     def __init__(self, model: GPT, group: Group, *, seed: int, layers: Sequence[int] | None = None,
                  device: str = "cpu", key: Key | None = None, precision: Precision | None = None,
                  recorder: Recorder | None = None) -> None:
@@ -63,8 +60,6 @@ class ModelParallel(StageModel):
                          recorder=recorder)
         self.key: Key = key or (lambda part: None)
         self.first, self.last = group.rank == 0, group.rank == group.size - 1
-
-    # --------------------------------------------------------------------------------------------------- forward
 
     def forward(self, part: Part, *, divisor: int) -> tuple[ArrivedActivation | None, Tensor]:
         """Returns (the activation from the previous rank, None on the first; this rank's output, the loss on the last).
@@ -80,8 +75,6 @@ class ModelParallel(StageModel):
             self.group.send(y.data, dst=self.group.rank + 1)
         return x, y
 
-    # -------------------------------------------------------------------------------------------------- backward
-
     def backward(self, x: ArrivedActivation | None, y: Tensor) -> None:
         """Add this rank's gradients, and send the gradient of its input to the previous rank. Args: as of forward."""
         dy = None
@@ -92,8 +85,6 @@ class ModelParallel(StageModel):
             self.precision.backward(y, dy)
         if x is not None:
             self.group.send(x.grad, dst=self.group.rank - 1)
-
-    # ------------------------------------------------------------------------------------------------------ step
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:

@@ -2,9 +2,8 @@
 
 The idea. Each rank holds one stage of the model, some neighbouring layers. The batch is cut into microbatches. When
 stage 0 has computed the first one, it sends the activations on and takes the second, so all stages work at the same
-time, each on another microbatch. Gradients come back the same way. The order of the work is a schedule (schedules.py):
-a list of instructions (instructions.py) that is proved before it runs (schedule_checker.py) and run by an executor
-(executor.py). This module is what the executor computes.
+time. Gradients come back the same way. The order of the work is a schedule (schedules.py): lists of instructions, which
+are proved (schedule_checker.py) and then run (executor.py). This module is what they compute.
 
     rank 0   embed, blocks 0-1     x ---> F0 F1 F2 F3 .. .. B0 B0 …      activations  (B/m, T, width) ---> next stage
     rank 1   blocks 2-3                   .. F0 F1 F2 .. B0 B0 …         gradients    the same shape  <--- next stage
@@ -13,8 +12,8 @@ a list of instructions (instructions.py) that is proved before it runs (schedule
 Who holds what, Ψ parameters and L layers in S = v·p stages, v stages a rank:
 
     parameters, gradients, optimizer   of the rank's own layers: Ψ/p, if layers are alike
-    activations                        of its own layers, for as many microbatches as the schedule holds at once. A
-                                       stage's output is freed when it was sent: backward needs only its shape
+    activations                        of its own layers, for as many microbatches as the schedule holds at once,
+                                       without the stage's output: backward needs only its shape
     tied output                        the token table at both ends, with the same gradient
 
 Cost, a step, over all ranks, B sequences of T tokens:
@@ -69,10 +68,7 @@ class Pipeline(StageModel):
              not fit its stages.
     """
 
-    always = False      # whether a microbatch without rows runs too; some strategies beside a pipeline need that
-                        # (chapter 17)
-
-    # ------------------------------------------------------------------------------------------------- partition
+    always = False      # whether a microbatch without rows runs too: some strategies of chapter 17 need it
 
     def __init__(self, model: GPT, group: Group, schedule: Schedule, *, seed: int | None,
                  layers: Sequence[int] | None = None, device: str = "cpu", key: Key | None = None,
@@ -81,8 +77,6 @@ class Pipeline(StageModel):
         super().__init__(model, group, schedule.stages, seed=seed, layers=layers, device=device, precision=precision,
                          recorder=recorder)
         self.key: Key = key or (lambda part: None)
-
-    # --------------------------------------------------------------------------------------- forward and backward
 
     @property
     def loss_scale(self) -> float:
@@ -118,8 +112,6 @@ class Pipeline(StageModel):
     def go_back_weights(self, stage: int, deferred: list[WeightGradient]) -> None:
         """Compute the gradients that `go_back` of a stage deferred."""
         self.precision.backward_weights(deferred)
-
-    # ------------------------------------------------------------------------------------------------------ step
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:

@@ -9,11 +9,10 @@
 
 A schedule is right if each microbatch goes once forward and once backward through every stage, and nothing is used
 before it has arrived. It ends if no ranks wait for each other. Sends never wait, so one play of the lists decides that:
-each rank goes on while it can, until all have ended or none can go on. The order of play does not matter.
-
-notes:   N2:201, the Gantt chart
+each rank goes on while it can, until all have ended or none can go on.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +30,8 @@ from minidist.parallel.pipeline.instructions import (
     RecvActivation,
     RecvGradient,
     Schedule,
+    SendActivation,
+    SendGradient,
     received_as,
     sent_as,
 )
@@ -67,16 +68,11 @@ def needs(instruction: Instruction, schedule: Schedule) -> Iterator[Instruction]
             yield type(instruction)(stage + 1, microbatch) if alone else RecvGradient(stage, microbatch)
     elif isinstance(instruction, BackwardWeights):
         yield BackwardInput(stage, microbatch)
-    elif isinstance(instruction, SENDS):
-        yield _source(instruction, schedule)
-
-
-def _source(send: Instruction, schedule: Schedule) -> Instruction:
-    """The compute whose result a send carries."""
-    if isinstance(received_as(send), RecvActivation):
-        return Forward(send.stage, send.microbatch)
-    whole, half = Backward(send.stage, send.microbatch), BackwardInput(send.stage, send.microbatch)
-    return whole if whole in schedule.lists[schedule.rank_of(send.stage)] else half
+    elif isinstance(instruction, SendActivation):
+        yield Forward(stage, microbatch)
+    elif isinstance(instruction, SendGradient):
+        whole = Backward(stage, microbatch)
+        yield whole if whole in schedule.lists[schedule.rank_of(stage)] else BackwardInput(stage, microbatch)
 
 
 def _check_list(schedule: Schedule, rank: int) -> None:
@@ -114,26 +110,20 @@ def _check_complete(schedule: Schedule) -> None:
 
 def _check_links(schedule: Schedule) -> None:
     """Each rank receives exactly the messages that another rank sends it, in the same order."""
-    ranks = range(schedule.ranks)
-    for source in ranks:
-        sends = [i for i in schedule.lists[source] if isinstance(i, SENDS)]
-        for target in ranks:
-            sent = [received_as(i) for i in sends if schedule.rank_of(received_as(i).stage) == target]
-            taken = [i for i in schedule.lists[target]
-                     if isinstance(i, RECEIVES) and schedule.rank_of(sent_as(i).stage) == source]
-            for receive in sent:
-                if receive not in taken:
-                    raise ScheduleError(f"{schedule.name}: rank {source} does the {sent_as(receive)}, but rank "
-                                        f"{target} never receives it")
-            for receive in taken:
-                if receive not in sent:
-                    raise ScheduleError(f"{schedule.name}: rank {target} does the {receive}, but rank {source} never "
-                                        f"sends it")
-            crossed = next((pair for pair in zip(sent, taken, strict=True) if pair[0] != pair[1]), None)
-            if crossed:
-                raise ScheduleError(f"{schedule.name}: messages from rank {source} to rank {target} are received in "
-                                    f"another order than sent: the {crossed[0]} comes first, but rank {target} "
-                                    f"expects the {crossed[1]}")
+    for source, target in itertools.product(range(schedule.ranks), repeat=2):
+        sent = [received_as(i) for i in schedule.lists[source] if isinstance(i, SENDS)
+                and schedule.rank_of(received_as(i).stage) == target]
+        taken = [i for i in schedule.lists[target] if isinstance(i, RECEIVES)
+                 and schedule.rank_of(sent_as(i).stage) == source]
+        for receive in (receive for receive in sent if receive not in taken):
+            raise ScheduleError(f"{schedule.name}: rank {source} does the {sent_as(receive)}, but rank {target} never "
+                                f"receives it")
+        for receive in (receive for receive in taken if receive not in sent):
+            raise ScheduleError(f"{schedule.name}: rank {target} does the {receive}, but rank {source} never sends it")
+        for first, expected in (pair for pair in zip(sent, taken, strict=True) if pair[0] != pair[1]):
+            raise ScheduleError(f"{schedule.name}: messages from rank {source} to rank {target} are received in "
+                                f"another order than sent: the {first} comes first, but rank {target} expects the "
+                                f"{expected}")
 
 
 # -------------------------------------------------------------------------------------------------------- the clock

@@ -1,11 +1,9 @@
 """The step of a model whose layers or sequences are divided between ranks that all see the whole batch.
 
-Ranks hold two kinds of weights: shards (nn/weight_shard.py), whose gradient is complete on the rank that has them, and
-weights that every rank holds. After the last backward some gradients are still summands, one on each rank of a group:
+After the last backward some gradients are still summands, one on each rank of a group:
 
-    key heads held by several ranks                 summed over their sharers
-    undivided weights, if each rank had only some   summed over the group `outside`
-    of the tokens or rows
+    shards that several ranks hold (key heads, experts)                        summed over their sharers
+    undivided weights, if each rank has the gradient of own tokens or rows     summed over `outside()`
 """
 
 import math
@@ -33,7 +31,6 @@ class SplitModel:
     """A model of which each rank of a group has a part; all of them work on the same rows.
 
     Args:    model: divided between the ranks of `group`, with weights drawn.
-             outside: the group over which gradients of undivided weights are summed; None: every rank has them whole.
              loss: of a part of the batch (default: `model.loss`), the same number on all ranks.
              algorithm: of the all-reduce of gradients; precision: of weights and update (default: one dtype for all).
              recorder: is told what runs when.
@@ -41,16 +38,19 @@ class SplitModel:
     Raises:  MismatchError if weights that all ranks hold do not start equal.
     """
 
-    def __init__(self, model: GPT, group: Group, *, outside: Group | None = None, loss: Loss | None = None,
-                 algorithm: str = "ring", precision: Precision | None = None,
-                 recorder: Recorder | None = None) -> None:
+    def __init__(self, model: GPT, group: Group, *, loss: Loss | None = None, algorithm: str = "ring",
+                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
         self.model, self.group, self.loss, self.algorithm = model, group, loss or loss_of(model), algorithm
         self.precision, self.recorder = precision or Precision(), recorder or Silent()
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
-        self.summands = summands(self.weights, outside)
+        self.summands = summands(self.weights, self.outside())
         check_equal_replicas((p for p in model.parameters() if not isinstance(p, WeightShard)), group,
                              when="before the first step")
+
+    def outside(self) -> Group | None:
+        """The group over which gradients of undivided weights are summed; None: every rank has them whole."""
+        return None
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights (in mixed precision the masters) in the serial layout, on every rank.
@@ -81,7 +81,7 @@ class SplitModel:
         for part in micro_parts(Part(*batch, first=0), accumulate):
             if len(part.inputs):
                 total += self.add_gradients(part, batch[1].size)
-        self.update(optimizer, self.group, lr=lr, clip=clip)
+        self.update(optimizer, lr=lr, clip=clip)
         return total
 
     def add_gradients(self, part: Part, divisor: int) -> float:
@@ -92,13 +92,14 @@ class SplitModel:
             self.precision.backward(loss)
         return float(loss.item())
 
-    def update(self, optimizer: Optimizer, group: Group, *, lr: float | None, clip: float | None) -> None:
-        """Sum what are summands, then the optimizer's step; `group`: the ranks that together have the gradient."""
+    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
+        """Sum the gradients that are summands; then the optimizer's step."""
         zero_unused(self.weights)
+        everyone = self.outside() or self.group
         with self.recorder.span("add up", "communication"):
             add_up(self.summands, algorithm=self.algorithm)
         with self.recorder.span("optimizer"):
-            self.precision.update(optimizer, lambda: squares_once(self.weights, group), lr=lr, clip=clip)
+            self.precision.update(optimizer, lambda: squares_once(self.weights, everyone), lr=lr, clip=clip)
 
 
 # -------------------------------------------------------------------------------------------------- sums over ranks
@@ -111,7 +112,7 @@ class Summand(NamedTuple):
 
 
 def summands(parameters: Iterable[Parameter], outside: Group | None = None) -> list[Summand]:
-    """The gradients that are summands after backward; `outside` as in SplitModel."""
+    """The gradients that are summands after backward; `outside` as SplitModel.outside."""
     found = []
     for parameter in parameters:
         shard = isinstance(parameter, WeightShard)

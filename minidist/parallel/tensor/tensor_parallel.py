@@ -48,9 +48,6 @@ Source:  Shoeybi et al. 2019, "Megatron-LM" (1909.08053; N0:256 cites 2104.04473
 
 from minidist.comm.group import Group
 from minidist.nn import GPT, GPTConfig
-from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Loss
 from minidist.parallel.tensor.split_gpt import shared_numbers, split_gpt
 from minidist.parallel.tensor.split_model import SplitModel
 from minidist.parallel.tensor.tensor_layers import TensorRegion
@@ -78,10 +75,6 @@ class TensorParallel(SplitModel):
 
     Args:    as SplitModel.
     """
-
-    def __init__(self, model: GPT, group: Group, *, loss: Loss | None = None, algorithm: str = "ring",
-                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
-        super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
 
 
 # ------------------------------------------------------------------------------------------------------------ cost
