@@ -46,6 +46,15 @@ def test_a_chapter_is_short(module: str) -> None:
     assert module not in TODAY or files > allowed[0] or total > allowed[1], "within the bound now: take the row out"
 
 
+def test_the_pipeline_with_what_is_read_beside_it() -> None:
+    """The executor takes a checked schedule; the schedules and their checker are read beside the chapter."""
+    chapter = set(reached(f"{PARALLEL}.pipeline.pipeline", PARALLEL, without=STEP))
+    beside = {*chapter, *reached(f"{PARALLEL}.pipeline.schedules", PARALLEL, without=STEP)}
+    assert beside - chapter == {f"{PARALLEL}.pipeline.schedules", f"{PARALLEL}.pipeline.schedule_checker"}
+    assert len(beside) <= 7
+    assert sum(map(lines, beside)) <= 1160
+
+
 def test_step_is_no_cupboard() -> None:
     """What all chapters share and the table leaves out: at most 10 files and 800 lines."""
     found = [module for module in modules() if module.startswith(f"{STEP}.")]

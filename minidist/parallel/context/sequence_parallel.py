@@ -74,12 +74,12 @@ class SequenceRegion(TensorRegion):
 
     def enter(self, x: Tensor) -> Tensor:
         """(B, own, width) -> (B, T, width)."""
-        return collectives.all_gather(x, dim=TOKENS, group=self.group,          # type: ignore[no-any-return]
+        return collectives.all_gather(x, dim=TOKENS, group=self.group,
                                       algorithm=self.algorithm)
 
     def leave(self, x: Tensor) -> Tensor:
         """Summands (B, T, width) -> sums (B, own, width)."""
-        return collectives.reduce_scatter(x, dim=TOKENS, group=self.group,      # type: ignore[no-any-return]
+        return collectives.reduce_scatter(x, dim=TOKENS, group=self.group,
                                           algorithm=self.algorithm)
 
     def sequences(self) -> Sequences:
@@ -100,7 +100,7 @@ class OutsideSequences(Sequences):
     def total(self, share: Array) -> Array:
         """As Sequences.total. Cost: an all-reduce of one number, counted under `control`."""
         with self.group.ledger.control():
-            return self.group.all_reduce(share, algorithm="direct")     # type: ignore[no-any-return]
+            return self.group.all_reduce(share, algorithm="direct")
 
 
 class SequenceOutput(SplitOutput):
@@ -110,7 +110,7 @@ class SequenceOutput(SplitOutput):
         """The last token, as a sequence of one token that is cut again: (B, own, width) -> (B, 1 or 0, width)."""
         group = self.region.group
         whole = collectives.gather_copies(x, dim=TOKENS, group=group)
-        return collectives.take_shard(whole[:, -1:], dim=TOKENS, group=group)   # type: ignore[no-any-return]
+        return collectives.take_shard(whole[:, -1:], dim=TOKENS, group=group)
 
 
 def sequence_parallel(model: GPT, group: Group, *, algorithm: str = "ring") -> GPT:

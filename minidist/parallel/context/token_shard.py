@@ -82,7 +82,7 @@ class TokenShardOutput(Output):
         """
         share = super().loss(logits, pick(targets, self.own, TOKENS), divisor=divisor or targets.size)
         with self.group.ledger.control():
-            return collectives.reduce_from(share, group=self.group, algorithm="direct")  # type: ignore[no-any-return]
+            return collectives.reduce_from(share, group=self.group, algorithm="direct")
 
     def last(self, x: Tensor) -> Tensor:
         """The last token's hidden state on every rank, without gradient: (B, own, width) -> (B, 1, width)."""

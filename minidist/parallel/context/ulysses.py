@@ -88,7 +88,7 @@ class UlyssesSelfAttention(CausalSelfAttention):
         q = self._swap(q, [queries for queries, _ in shares])
         k, v = (self._swap(x, [keys for _, keys in shares]) for x in (k, v))
         y = ops.causal_attention(q, k, v, keep=self.keeps_scores)               # (B, own heads, T, D)
-        return collectives.all_to_all(y, split=TOKENS, join=HEADS, group=self.group,    # type: ignore[no-any-return]
+        return collectives.all_to_all(y, split=TOKENS, join=HEADS, group=self.group,
                                       algorithm=self.algorithm)
 
     def _swap(self, x: Tensor, shares: list[range]) -> Tensor:
@@ -96,7 +96,7 @@ class UlyssesSelfAttention(CausalSelfAttention):
         wanted = np.concatenate([np.arange(share.start, share.stop) for share in shares])
         if len(wanted) != x.shape[HEADS]:       # a head that several ranks need is sent to each of them
             x = ops.take(x, wanted, dim=HEADS)
-        return collectives.all_to_all(x, split=HEADS, join=TOKENS, group=self.group,    # type: ignore[no-any-return]
+        return collectives.all_to_all(x, split=HEADS, join=TOKENS, group=self.group,
                                       counts=[len(share) for share in shares], algorithm=self.algorithm)
 
 
@@ -133,7 +133,7 @@ def elements_sent(config: GPTConfig, parameters: int, *, ranks: int, sequences: 
 
     Args:    parameters: Ψ; sequences: of config.context tokens; recomputed: how many blocks are computed again.
     """
-    tokens = [own.stop - own.start for own in even_slices(config.context, ranks)]
+    tokens: list[int] = [own.stop - own.start for own in even_slices(config.context, ranks)]
     shares = head_shares(config.heads, config.key_heads, ranks)
     swapped = sum(2 * (config.context - own) * (len(queries) + len(keys))
                   for own, (queries, keys) in zip(tokens, shares, strict=True))

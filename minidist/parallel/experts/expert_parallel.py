@@ -131,7 +131,7 @@ class SplitExperts(Experts):
         return np.stack(came)
 
     def _travel(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        return collectives.all_to_all(rows, split=0, join=0, counts=counts, group=self.group,   # type: ignore
+        return collectives.all_to_all(rows, split=0, join=0, counts=counts, group=self.group,
                                       algorithm=self.algorithm)
 
 

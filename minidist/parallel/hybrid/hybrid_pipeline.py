@@ -54,6 +54,8 @@ class DataPipeline(Pipeline):
              seed: None leaves the weights undrawn.
     """
 
+    stages: TokenStages
+
     def __init__(self, model: GPT, group: Group, schedule: Schedule, *, of: Precision, tp: Group,
                  **options: Any) -> None:
         super().__init__(model, group, schedule, **options)

@@ -35,11 +35,11 @@ class TensorRegion:
 
     def enter(self, x: Tensor) -> Tensor:
         """Megatron's f: x, whole on all ranks, stays as it is; backward all-reduces its gradient."""
-        return collectives.copy_to(x, group=self.group, algorithm=self.algorithm)       # type: ignore[no-any-return]
+        return collectives.copy_to(x, group=self.group, algorithm=self.algorithm)
 
     def leave(self, x: Tensor) -> Tensor:
         """Megatron's g: all-reduces the ranks' summands; backward leaves the gradient as it is."""
-        return collectives.reduce_from(x, group=self.group, algorithm=self.algorithm)   # type: ignore[no-any-return]
+        return collectives.reduce_from(x, group=self.group, algorithm=self.algorithm)
 
     def sequences(self) -> Sequences:
         """The tokens that a mixture's gate sees, which stands outside the region: all of them."""
@@ -66,7 +66,7 @@ class ColumnLinear(Module):
                                                                  sharers=sharers, word=word)
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
-        return self.product(x if self.region is None else self.region.enter(x), self.weight,    # type: ignore
+        return self.product(x if self.region is None else self.region.enter(x), self.weight,
                             self.bias if bias else None)
 
 
@@ -169,7 +169,7 @@ class SplitEmbedding(Embedding):
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits of the own rows of a tied table: (…, width) -> (…, own rows)."""
-        return ops.unembed(self.region.enter(x), self.weight)       # type: ignore[no-any-return]
+        return ops.unembed(self.region.enter(x), self.weight)
 
 
 class SplitOutput(Output):
@@ -184,9 +184,9 @@ class SplitOutput(Output):
 
     def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
         """As Output.loss, the same bits on every rank."""
-        return split_cross_entropy(logits, targets, first=self.first, vocabulary=self.vocabulary,  # type: ignore
+        return split_cross_entropy(logits, targets, first=self.first, vocabulary=self.vocabulary,
                                    group=self.region.group, divisor=divisor, algorithm=self.region.algorithm)
 
     def whole(self, logits: Tensor) -> Tensor:
         """The logits of all ids, to generate text: an all-gather of `vocabulary` numbers a row."""
-        return collectives.gather_copies(logits, dim=-1, group=self.region.group)   # type: ignore[no-any-return]
+        return collectives.gather_copies(logits, dim=-1, group=self.region.group)

@@ -29,6 +29,7 @@ from minidist.parallel.pipeline.schedule_checker import (
     ComputeSpan,
     Times,
     broken,
+    check,
     clock_of,
     computes_of,
     peak_held,
@@ -428,3 +429,11 @@ def test_what_cannot_work_is_refused_before_anything_runs() -> None:
         md.run(job, 2, [2, 2], size=2)
     with pytest.raises(ShardError, match="take at most 4"):
         md.run(job, 5, None, size=5)
+
+
+def test_a_schedule_must_be_checked_before_it_runs() -> None:
+    right = make_schedule("1f1b", 2, 2)
+    unchecked = Schedule(right.name, right.ranks, right.microbatches, right.chunks, right.lists)
+    assert unchecked == right and not unchecked.checked and right.checked and check(unchecked).checked
+    with pytest.raises(ScheduleError, match=r"schedule 1f1b was not checked, .* pass what schedule_checker.check"):
+        md.run(lambda world: Executor(unchecked, world), size=2)
