@@ -385,8 +385,8 @@ def no_mask(patch: pytest.MonkeyPatch) -> None:
 
 def share_of_the_loss_by_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """A mean of means."""
-    original = token_shard.OwnOutput.loss
-    patch.setattr(token_shard.OwnOutput, "loss", lambda self, logits, targets, *, divisor: original(
+    original = token_shard.TokenShardOutput.loss
+    patch.setattr(token_shard.TokenShardOutput, "loss", lambda self, logits, targets, *, divisor: original(
         self, logits, targets, divisor=logits.shape[1] * len(targets) * self.group.size))
 
 
@@ -404,7 +404,7 @@ def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) ->
                    run(context, 3, changes, **options))
 
 
-@pytest.mark.parametrize("layer", [token_shard.OwnPositions, token_shard.OwnDropout])
+@pytest.mark.parametrize("layer", [token_shard.TokenShardPositions, token_shard.TokenShardDropout])
 def test_other_tokens_break_parity(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learned positions and dropout, each of the first tokens instead of the own."""
     changes = {"dropout": 0.2}

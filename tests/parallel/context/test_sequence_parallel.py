@@ -142,8 +142,8 @@ def norms_not_added(patch: pytest.MonkeyPatch) -> None:
 
 def positions_of_the_first_tokens(patch: pytest.MonkeyPatch) -> None:
     """The position offset forgotten."""
-    patch.setattr(token_shard.OwnPositions, "forward", lambda self, ids: super(token_shard.OwnPositions, self).forward(
-        ids[:len(ids[self.own(len(ids))])]))
+    layer = token_shard.TokenShardPositions
+    patch.setattr(layer, "forward", lambda self, ids: super(layer, self).forward(ids[:len(ids[self.own(len(ids))])]))
 
 
 def gathered_as_copies(patch: pytest.MonkeyPatch) -> None:

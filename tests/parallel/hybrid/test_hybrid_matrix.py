@@ -178,7 +178,7 @@ def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.Monkey
         "dropout of the first tokens": (
             hybrid_step, "own_key", lambda key, own: token_shard.own_key(key, lambda length: slice(len(own(length))))),
         "positions of the first tokens": (
-            token_shard.OwnPositions, "forward",
+            token_shard.TokenShardPositions, "forward",
             lambda self, ids: Embedding.forward(self, np.arange(len(self.own(len(ids)))))),
         "norms not summed over tp": (hybrid_step, "add_up", lambda parts: None),
         "second halves not reduced": (DataPipeline, "go_back_weights",

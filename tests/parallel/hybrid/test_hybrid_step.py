@@ -9,13 +9,13 @@ from training import difference, global_batch, tiny
 
 import minidist as md
 from minidist.errors import MismatchError
+from minidist.nn.weight_shard import WeightShard
 from minidist.optim import clip
 from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.hybrid.hybrid_costs import elements_sent
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.pipeline.pipeline import Pipeline
-from minidist.parallel.zero.weight_shard import WeightShard
 
 # ------------------------------------------------------------------------------------------- parallel equals serial
 
