@@ -124,7 +124,8 @@ def hops(group: Group, page: Page) -> None:
     walked = lab.walk(group, length)
     if group.rank:
         return
-    held = {(rank, hop): (source, []) for rank, hop, source, _, _ in walked["pairs"]}
+    held: dict[tuple[int, int], tuple[int, list[str]]] = {
+        (rank, hop): (source, []) for rank, hop, source, _, _ in walked["pairs"]}
     for rank, hop, _, queries, keys in walked["pairs"]:
         held[rank, hop][1].append(f"{queries}·{keys}")
     rows = [[f"rank {rank}", *(f"kv{held[rank, hop][0]}: {' '.join(held[rank, hop][1])}" for hop in range(group.size))]

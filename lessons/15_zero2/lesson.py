@@ -182,7 +182,7 @@ def replace_instead_of_add() -> None:
         strategy = Zero2(lab.new_model(lab.SMALL), group, bucket_bytes=lab.SMALL_BUCKET)
         if forget:
             begin = strategy.gradients.begin
-            strategy.gradients.begin = lambda *, last: (  # type: ignore[method-assign]
+            strategy.gradients.begin = lambda *, last: (  # type: ignore[method-assign, assignment]
                 begin(last=last), strategy.gradients.forget())[0]
         optimizer = lab.new_adam(strategy.parameters)
         for step in range(3):

@@ -224,7 +224,8 @@ def average_twice() -> None:
         strategy = Zero3(lab.new_model(lab.SMALL), group)
         optimizer, loss = SGD(strategy.parameters, 0.5), 0.0
         update = optimizer.step
-        optimizer.step = lambda lr=None, scale=1.0: update(lr, scale * factor)
+        optimizer.step = lambda lr=None, scale=1.0: update(  # type: ignore[method-assign, assignment]
+            lr, scale * factor)
         for step in range(40):
             loss = strategy.step(lab.global_batch(lab.SMALL, step), optimizer)
         return loss

@@ -77,7 +77,7 @@ def expert_plans(ranks: int) -> Iterator[md.Plan]:
         yield plan_of({"dp": ranks // 4, "ep": 2, "tp": 2})
 
 
-def plan_of(shape: dict[str, int], **options: Any) -> md.Plan:
+def plan_of(shape: dict[str, Any], **options: Any) -> md.Plan:
     """A plan of that mesh; a pipeline gets MICROBATCHES."""
     return md.Plan(**shape, microbatches=MICROBATCHES if shape.get("pp", 1) > 1 else None, **options)
 
@@ -104,7 +104,8 @@ def train(world: Group, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig 
     """A Trainer's whole weights and losses; bytes that all ranks sent by axis; the first gradient's norms; this rank's
     memory, and its calls: collectives, sends and exchanges; rows that all ranks gave to experts elsewhere.
     """
-    before, calls, norms = sent_by_axis(world), [], []
+    before, calls = sent_by_axis(world), []
+    norms: list[Any] = []
     end = world.ledger.subscribe(lambda event: calls.append(event) if kind_of(event.details["axis"]) in AXES and (
         event.kind == "call" or event.details["verb"] in ("send", "exchange")) else None)
     with account.use(account.MemoryAccount()) as memory:

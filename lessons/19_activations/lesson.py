@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,14 +64,14 @@ def same_gradients(page: Page) -> None:
     blocks = [partial(lambda w, x: ops.gelu(ops.linear(x, w)), weight) for weight in weights]
     x = np.random.default_rng(9).normal(size=(8, 16))
     plain_recompute(blocks, tensor(x), np.ones((8, 16)))
-    loop = [weight.grad.copy() for weight in weights]
+    loop = [np.array(weight.grad) for weight in weights]
     h = tensor(x)
     for block in blocks:
         h = block(h)
     for weight in weights:
         weight.zero_grad()
     h.backward(np.ones((8, 16)))
-    equal = sum(np.array_equal(a, weight.grad) for a, weight in zip(loop, weights, strict=True))
+    equal = sum(np.array_equal(a, np.asarray(weight.grad)) for a, weight in zip(loop, weights, strict=True))
     rows.append(["the loop of section 1", equal, 4, "0.0e+00" if equal == 4 else "not equal"])
     page.table("Gradients beside those of a plain backward, dropout 0.1", ["kept", "equal to the bit", "of",
                                                                            "largest difference"], rows,
@@ -138,7 +139,7 @@ def traffic(group: Group, page: Page) -> None:
     """Bytes that ZeRO-3 sends in two steps, with and without."""
     config = replace(lab.CONFIG, layers=2, width=32)
     batch = lab.batch_of(config, batch=group.size)
-    rows = []
+    rows: list[list[Any]] = []
     for which in ("none", "all"):
         trainer = Trainer(Plan(dp=group.size, zero=3, checkpoint_blocks=which), config, group)
         trainer.account.reset_peak()

@@ -99,7 +99,8 @@ def _attention(exercise: ModuleType) -> Iterator[Result]:
     mistake = ("another update", "section 1 (holes 1 to 3)")
     with np.errstate(invalid="ignore", over="ignore"):
         for name, words in MISTAKES.items():
-            if np.allclose(y, _one_pass(q.astype(np.float64), *wide[1:], name), rtol=1e-3, atol=1e-4, equal_nan=True):
+            wrong = _one_pass(q.astype(np.float64), wide[1], wide[2], name)
+            if np.allclose(y, wrong, rtol=1e-3, atol=1e-4, equal_nan=True):
                 mistake = words
     yield Result(task, off < 1e-5, target, f"off by {off:.0e}", *mistake)
 
