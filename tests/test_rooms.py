@@ -59,7 +59,6 @@ KNOWN: set[tuple[str, str]] = {
     ("minidist.comm.point_to_point", "minidist.comm.transports.progress.mailbox"),
     ("minidist.comm.subgroups", "minidist.comm.group"),
     ("minidist.comm.verbs", "minidist.comm.group"),
-    ("minidist.parallel.zero.shard_store", "minidist.parallel.memory.transfer_lanes"),
 }
 """Arrows that still run upwards. The list may only get shorter."""
 

@@ -210,9 +210,16 @@ class Parameter(Tensor):
     empty array: the tape reads it again when backward needs it. `arrival()`, if set, is called before `data` is read:
     its numbers are on their way from other ranks. `lender(parameter)`, if set, gives the view to bind when a gradient
     comes and none is bound.
+
+    What a strategy of the data axis reads, and another strategy that cut the model has set:
+
+    shared_by       the ranks that hold the parameter, if not all ranks of the data axis (experts, chapter 18)
+    layout          a sort key: parameters of one key lie in buckets and vectors of their own (chapter 17)
+    stays_whole     ZeRO-3 leaves the parameter whole on each rank, because no gradient moves it
     """
 
-    __slots__ = ("name", "hooks", "arrival", "lender", "_data", "_grad", "_view", "_fresh")
+    __slots__ = ("name", "hooks", "arrival", "lender", "shared_by", "layout", "stays_whole", "_data", "_grad", "_view",
+                 "_fresh")
 
     def __init__(self, data: Array, *, name: str = "", requires_grad: bool = True) -> None:
         self._view: Array | None = None
@@ -222,6 +229,9 @@ class Parameter(Tensor):
         self.name = name
         self.hooks: list[Callable[[Parameter], None]] = []
         self.lender: Callable[[Parameter], Array] | None = None
+        self.shared_by: Any = None
+        self.layout: tuple[int, ...] = ()
+        self.stays_whole = False
 
     @property
     def data(self) -> Array:  # type: ignore[override]  # the slot of Tensor becomes a property, to be counted

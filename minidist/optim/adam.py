@@ -38,7 +38,7 @@ class Adam(Optimizer):
         Then `lr` may be there too, float64 (1,), read when the update runs. Raises: ConfigError where it may not.
         """
         roundings = list(roundings)
-        if self._home is not None or not self._many.step(self.slots, self.lr if lr is None else lr, scale,
+        if self._store is not None or not self._many.step(self.slots, self.lr if lr is None else lr, scale,
                                                          self.weight_decay, roundings):
             if is_array(lr):
                 raise ConfigError(f"{type(self).__name__}: only the kernel reads its rate on a GPU, and it takes "

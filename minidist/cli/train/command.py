@@ -36,7 +36,6 @@ from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.parallel.hybrid.cuda_graph import CapturedStep
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.replicas import weights_digest
 
@@ -121,7 +120,7 @@ def train(settings: options.Settings, world: Group, threads: int) -> int:
 
 def whole_model(trainer: Trainer, weights: Weights) -> GPT:
     """A model that this rank can use alone."""
-    if trainer.plan.zero < 3 and not isinstance(trainer.strategy, Hybrid):
+    if trainer.plan.zero < 3 and not trainer.plan.composed:
         return trainer.model
     model = GPT(trainer.config)
     model.load_state_dict(weights)

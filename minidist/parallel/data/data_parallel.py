@@ -52,8 +52,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import numpy as np
-
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
@@ -70,6 +68,7 @@ from minidist.parallel.step.flat import Flat, empty_like
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Part, clip_and_update, micro_parts, rows_of, zero_unused
+from minidist.parallel.step.strategy import Strategy
 
 EVERYTHING = 1 << 62
 """Bytes of a bucket that holds all parameters of a dtype."""
@@ -128,7 +127,7 @@ def _room(flat: Flat) -> Array:
     return vector
 
 
-class DataParallel:
+class DataParallel(Strategy):
     """A model on several devices of one process.
 
     Args:    model: stays on device 0, where it is updated.
@@ -145,7 +144,7 @@ class DataParallel:
         if replicas < 1 or len(recorders) not in (0, replicas):
             raise ConfigError(f"DataParallel: {replicas} replicas and {len(recorders)} recorders; take at least one "
                               f"replica, and a recorder for each or none")
-        self.model, self.forward, self.loss = model, forward, loss
+        self.model, self.forward, self.loss, self.precision = model, forward, loss, Precision()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
             raise ConfigError("DataParallel: no parameter asks for a gradient, so there is nothing to train; leave "
@@ -218,9 +217,11 @@ class DataParallel:
             zero_unused(bucket.parameters)
             device.group.reduce(bucket.data, out=bucket.data, algorithm="naive")
 
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of device 0's weights on the host, by dotted path."""
-        return self.model.state_dict()
+    def loss_share(self, part: Part) -> float:
+        """The sum of the losses of some rows, on device 0; without gradients."""
+        if not len(part.inputs):
+            return 0.0
+        return float(self.loss(self.forward(self.model, part.inputs, part.first), part.targets, 1).item())
 
     # ------------------------------------------------------------------------------------------------------ step
 
@@ -251,7 +252,7 @@ class DataParallel:
             rank, failure = self._failure
             raise failure from CommError(f"on replica {rank} of {len(self.devices)}")
         with self.devices[0].recorder.span("optimizer"):
-            clip_and_update(optimizer, self.parameters, Precision(), lr=lr, clip=clip)
+            clip_and_update(optimizer, self.parameters, self.precision, lr=lr, clip=clip)
         return loss
 
     def _replica(self, device: Device, micros: list[Part]) -> None:

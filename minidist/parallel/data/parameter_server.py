@@ -60,12 +60,13 @@ from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of, zero_unused
+from minidist.parallel.step.strategy import Strategy
 
 NOBODY = -1.0
 """The step that a worker names in its last push: it has done all of them."""
 
 
-class ParameterServer:
+class ParameterServer(Strategy):
     """A worker or a server, by rank. All ranks of the group make one with equal arguments, and call `step` in a loop.
 
     Args:    model: equal on all ranks; a server keeps its keys alone.
@@ -225,14 +226,25 @@ class ParameterServer:
         with self.recorder.span("loss", "communication"), self._naming_servers():
             return sum_in_order(self.group, share)
 
-    def finish(self) -> None:
+    def finish(self) -> set[int]:
         """After the last step: an asynchronous worker waits for the others, and gets the servers' last weights.
 
         Every rank may call it at any time after; it does nothing on servers, and when synchronous.
+        Returns: ranks of the group that were lost.
         """
         if self.asynchronous and not self.serves and not self._finished:
             self._finished = True
             self._push_and_pull([NOBODY, float("nan"), 1.0])
+        return self.gone
+
+    def readers(self, everyone: Group) -> tuple[Group, int]:
+        """The workers divide the rows: the ranks that are left, but for the last, the servers."""
+        return everyone, everyone.size - self.servers
+
+    def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
+        """Compare the weights of the workers. Args, Raises: as Strategy.check_replicas."""
+        if not self.serves:
+            super().check_replicas(group.without(range(group.size - self.servers, group.size)), when=when)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of the weights on the host: on a worker all, as the servers have them; on a server its keys."""

@@ -31,23 +31,16 @@ from minidist.autograd.backward import WeightGradient
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
-from minidist.nn import GPT
-from minidist.parallel.data.ddp import DDP
+from minidist.nn import GPT, Module
 from minidist.parallel.pipeline.pipeline import Pipeline
 from minidist.parallel.pipeline.schedules import BackwardWeights, Forward, Schedule
 from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.step import Part
+from minidist.parallel.step.strategy import DataAxis
 from minidist.parallel.zero.weight_shard import assemble
-from minidist.parallel.zero.zero1 import Zero1
-from minidist.parallel.zero.zero2 import Zero2
-from minidist.parallel.zero.zero3 import Zero3
-
-Data = DDP | Zero1 | Zero2 | Zero3
-"""What trains the replicas of a part of a model: the data axis's strategy."""
 
 
 class DataPipeline(Pipeline):
-    """This rank's stages of a GPT, whose gradients and update are those of a data axis that it `serve`s.
+    """This rank's stages of a GPT, whose backwards, gradients and update are those of a data axis that it `serve`s.
 
     Args:    as Pipeline's; of: the precision of its backward; tp: the ranks that divide its layers.
              seed: None leaves the weights undrawn.
@@ -57,98 +50,42 @@ class DataPipeline(Pipeline):
                  **options: Any) -> None:
         super().__init__(model, group, schedule, **options)
         self.of, self.tp = of, tp
-        self.data: Data
-        self._parts = {stage: [*self._modules(stage)] for stage in self.stages.layers}
-
-    def _modules(self, stage: int) -> list[Any]:
-        """The modules that a stage calls, in order."""
-        model, last = self.stages.model, self.stages.last
-        first = [model.tokens, model.positions] if stage == 0 else []
-        blocks = [model.blocks[layer] for layer in self.stages.layers[stage]]
-        return [module for module in (*first, *blocks, *([model.norm, model.head] if stage == last else []))
-                if module is not None]
+        self.data: DataAxis
 
     @property
     def loss_scale(self) -> float:
         """What backward multiplies the loss by."""
         return self.of.scale
 
+    def serve(self, data: DataAxis, *, always: bool) -> None:
+        """From here on gradients are `data`'s, made of this pipeline's model. `always`: ranks without a row compute."""
+        self.data, self.always = data, always or data.reduces_each_pass
+        data.set_segments([self.modules_of(stage) for stage in self.stages.layers])
+
+    def modules_of(self, stage: int) -> list[Module]:
+        """The modules that a stage calls, in order; a tied table at either end comes first."""
+        model, last = self.stages.model, stage == self.stages.last
+        first = [model.tokens] if stage == 0 or (last and self.config.tied) else []
+        first += [model.positions] if stage == 0 else []
+        blocks = [model.blocks[layer] for layer in self.stages.layers[stage]]
+        return [module for module in (*first, *blocks, *([model.norm, model.head] if last else []))
+                if module is not None]
+
     def weights_of(self, stage: int) -> list[Parameter]:
-        """The parameters of a stage; a tied table at either end."""
-        tied = [self.stages.model.tokens] if stage == self.stages.last and self.config.tied else []
-        found = {id(p): p for module in (*tied, *self._parts[stage]) for p in module.parameters() if p.requires_grad}
-        return list(found.values())
-
-    def chains(self) -> list[list[Any]]:
-        """For ZeRO-3: the units of each of this rank's stages, in the order of their calls."""
-        return [*self._parts.values()]
-
-    def serve(self, data: Data) -> None:
-        """From here on gradients are `data`'s, made of this pipeline's model."""
-        self.data, self.always = data, data.always or isinstance(data, (Zero2, Zero3))
-
-    # --------------------------------------------------------------------------------------- forward and backward
-
-    def begin(self) -> None:
-        """A step begins."""
-        if isinstance(self.data, Zero3):
-            self.fetch_root()
-        else:
-            self.data.hold()
-
-    def fetch_root(self) -> None:
-        """ZeRO-3: gather what is used at both ends of the model; it stays until it is freed, after the step."""
-        if isinstance(self.data, Zero3):
-            self.data.root.fetch()
-            self.data.root.complete()
-
-    def evaluate(self, part: Part, *, divisor: int) -> float:
-        """As Pipeline's."""
-        self.fetch_root()
-        return super().evaluate(part, divisor=divisor)
+        """The parameters of a stage that learn."""
+        return [p for module in self.modules_of(stage) for p in module.parameters() if p.requires_grad]
 
     def go_back(self, stage: int, y: Tensor, dy: Array | None, *, whole: bool) -> list[WeightGradient]:
-        """As Pipeline's, and what ZeRO-2 and 3 reduce after it."""
-        if isinstance(self.data, Zero3):
-            return self.data.backward_chain(self._number(stage), y, dy, whole=whole)
-        if isinstance(self.data, Zero2):
-            if whole:
-                self._reach(stage)
-                self.data.backward(y, dy, last=False)
-                return []
-            self.data.hold()
-        return self.of.backward(y, dy, defer_weights=not whole)
+        """As Pipeline's, by the data axis: what it reduces in each pass is reduced after it."""
+        return self.data.backward(y, dy, segment=self._segment(stage), last=False, defer=not whole)
 
     def go_back_weights(self, stage: int, put_off: list[WeightGradient]) -> None:
-        """As Pipeline's, and what ZeRO-2 and 3 reduce after it."""
-        if isinstance(self.data, Zero2):
-            self.data.hold()
-        self.of.backward_weights(put_off)
-        if isinstance(self.data, Zero3):
-            self.data.reduce_chain(self._number(stage))
-        elif isinstance(self.data, Zero2):
-            self._reach(stage)
-            self.data.backward(None, last=False)
+        """As Pipeline's, by the data axis."""
+        self.data.backward_weights(put_off, segment=self._segment(stage))
 
-    def end(self) -> None:
-        """The step's last pass is over: now the data axis has, or reduces, all gradients."""
-        if isinstance(self.data, Zero3):
-            self.data.finish_chains()
-        elif isinstance(self.data, Zero2):
-            self.data.gradients.sum_copies()
-        else:
-            self.data.backward(None)
-
-    def _number(self, stage: int) -> int:
+    def _segment(self, stage: int) -> int:
         """The number of a stage among this rank's."""
-        return [*self._parts].index(stage)
-
-    def _reach(self, stage: int) -> None:
-        if len(self._parts) > 1:
-            assert isinstance(self.data, Zero2)
-            self.data.reach({id(parameter) for parameter in self.weights_of(stage)})
-
-    # ---------------------------------------------------------------------------------------------------- weights
+        return [*self.stages.layers].index(stage)
 
     def own_state(self) -> dict[str, np.ndarray]:
         """The weights of this rank's stages, put together over the data axis and tp."""

@@ -11,7 +11,7 @@ from minidist.errors import PlanError
 from minidist.nn import GPTConfig
 from minidist.parallel.pipeline.schedules import ORDERS
 from minidist.parallel.tensor.split_gpt import narrowest
-from minidist.parallel.zero.hybrid_sharding import divisors
+from minidist.parallel.zero.shards import divisors
 
 if TYPE_CHECKING:
     from minidist.parallel.hybrid.plan import Plan

@@ -10,15 +10,15 @@ which is how two cores can show a move hidden behind computation.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from minidist.errors import ConfigError, TimeoutError
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.traffic import Traffic
 
 LIMIT = 300.0
 """Seconds that a wait for one move may take: a disk that is slower than that is taken for lost."""
@@ -42,32 +42,6 @@ class Pace:
     def seconds(self, nbytes: int) -> float:
         """What a move of `nbytes` takes at least."""
         return self.latency + nbytes * self.per_byte
-
-
-class Traffic:
-    """Bytes moved between memories, by direction ("host to disk"); those of training steps apart from the rest.
-
-    Attributes: step, other: direction -> bytes
-    """
-
-    def __init__(self) -> None:
-        self.step: dict[str, int] = {}
-        self.other: dict[str, int] = {}
-        self._counted = self.other
-
-    def count(self, source: str, target: str, nbytes: int) -> None:
-        """`nbytes` set out from one memory to the other."""
-        way = f"{source} to {target}"
-        self._counted[way] = self._counted.get(way, 0) + nbytes
-
-    @contextmanager
-    def during_step(self) -> Iterator[None]:
-        """What sets out inside belongs to a training step."""
-        before, self._counted = self._counted, self.step
-        try:
-            yield
-        finally:
-            self._counted = before
 
 
 class Move:

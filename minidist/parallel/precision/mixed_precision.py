@@ -83,6 +83,12 @@ class Master:
         """In low precision, and multiplied by the loss scale."""
         return self.parameter.grad
 
+    @property
+    def shared_by(self) -> Group | None:
+        """The parameter's."""
+        shared: Group | None = self.parameter.shared_by
+        return shared
+
     def zero_grad(self) -> None:
         """Forget the gradient."""
         self.parameter.zero_grad()

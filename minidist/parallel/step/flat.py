@@ -20,6 +20,10 @@ from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.replicas import sharers
+
+Squares = Callable[[], float | Array]
+"""Finds the sum of the squares of the whole gradient, the same number on every rank."""
 
 
 class Piece:
@@ -38,17 +42,18 @@ class Piece:
 class Flat:
     """A run of parameters of one dtype as one vector, and this rank's chunk of it.
 
+    Args:    group: the ranks that share it, unless `shared_by` of the parameters names others.
     Attributes: group              the ranks that share it
                 parameters, size   the run, and how many elements it has
                 own                where this rank's chunk lies
     """
 
     def __init__(self, parameters: Sequence[Parameter], group: Group) -> None:
-        self.group, self.parameters = group, tuple(parameters)
+        self.group, self.parameters = sharers(parameters, group), tuple(parameters)
         self.dtype = parameters[0].dtype
         self.size = sum(p.size for p in parameters)
-        edges = bounds(self.size, group.size)
-        self.own = slice(edges[group.rank], edges[group.rank + 1])
+        edges = bounds(self.size, self.group.size)
+        self.own = slice(edges[self.group.rank], edges[self.group.rank + 1])
 
     @property
     def owned(self) -> int:

@@ -14,8 +14,9 @@ from minidist.device.account import MemoryAccount
 from minidist.errors import ConfigError, DiskError, TimeoutError
 from minidist.parallel.memory.disk import Disk
 from minidist.parallel.memory.disk_file import PAGE, Pool
-from minidist.parallel.memory.transfer_lanes import Lane, Pace, Traffic
+from minidist.parallel.memory.transfer_lanes import Lane, Pace
 from minidist.parallel.step.recorder import Silent
+from minidist.parallel.step.traffic import Traffic
 
 
 def disk(buffers: int = 2, **options: object) -> Disk:
