@@ -35,7 +35,7 @@ from minidist.comm.group import Group
 from minidist.comm.transport import Handle
 
 MODULE = "minidist.bench.calibrate"
-LINKS = ("threads", "sockets", "shm", "mpi")
+LINKS = ("threads", "tcp", "shm", "mpi")
 BURST = 8                   # messages of a burst, to one neighbour
 STEPS = 4                   # exchanges in a row, so that starting the call counts little
 BUDGET = 8 << 20            # bytes that the repetitions of one figure may move
@@ -52,7 +52,7 @@ class Fitted(NamedTuple):
 
 def links_here() -> list[str]:
     """The link classes between ranks of this host."""
-    return ["threads", "sockets", "shm", *(["mpi"] if shutil.which("mpirun") else [])]
+    return ["threads", "tcp", "shm", *(["mpi"] if shutil.which("mpirun") else [])]
 
 
 def work_of(kind: str, nbytes: int, ranks: int) -> Work:
@@ -201,7 +201,7 @@ def main() -> None:
     if options.contender == "threads":
         md.run(body, size=options.size, transport="threads", limit=3600.0)
     else:
-        body(md.init(transport=options.contender, shared_memory=False))
+        body(md.init(transport=options.contender))
 
 
 if __name__ == "__main__":

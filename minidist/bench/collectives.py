@@ -33,7 +33,7 @@ from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
 from minidist.comm.group import Group
 from minidist.errors import LaunchError
 
-OURS = ("sockets", "shm", "mpi")
+OURS = ("tcp", "shm", "mpi")
 GLOO = "gloo"
 MODULE = "minidist.bench.collectives"
 ITEM = 4            # bytes of a float32
@@ -106,7 +106,7 @@ VERBS = {verb.title: verb for verb in (
 
 def contenders_here(verb: Verb) -> list[str]:
     """Every contender this machine can run: ours, gloo where PyTorch is installed, MPI where mpirun is."""
-    names = ["sockets", "shm", *FLOORS]
+    names = ["tcp", "shm", *FLOORS]
     if shutil.which("mpirun"):
         names += ["mpi", verb.mpi]
     if importlib.util.find_spec("torch"):
@@ -176,7 +176,7 @@ def our_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
     """One rank of minidist's own, by the algorithm that the contender's name ends in, or auto's choice."""
     import minidist as md
 
-    world = md.init(transport=base(contender), shared_memory=False)     # sockets: what TCP takes
+    world = md.init(transport=base(contender))
     call = our_call(world, verb, contender.partition(":")[2] or "auto")
     return world.rank, timed(verb, call, world.barrier, world.rank, world.size)
 

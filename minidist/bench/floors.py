@@ -1,11 +1,11 @@
 """What no algorithm spares a rank: contenders of `minidist bench all-reduce|...` that do but that. Values are nobody's.
 
     copies   communicates nothing: copies and adds as many bytes as each rank must, in its own memory, all ranks at once
-    tcp      reduces nothing, and tells nobody what it sends: as many bytes as each rank must send and receive, to and
-             from all others at once, by bare sockets
+    bare-tcp reduces nothing, and sends no headers: as many bytes as each rank must send and receive, to and from all
+             others at once, by bare sockets
 
 Neither is the quickest that can be: NumPy's copies are not, and an all-reduce that goes by stretches which the caches
-hold can be quicker than tcp, which streams all at once.
+hold can be quicker than bare-tcp, which streams all at once.
 """
 
 import select
@@ -22,9 +22,9 @@ from minidist.errors import TimeoutError
 if TYPE_CHECKING:
     from minidist.bench.collectives import Verb
 
-COPIES, TCP = FLOORS = ("copies", "tcp")
+COPIES, TCP = FLOORS = ("copies", "bare-tcp")
 CACHED = 32 << 10   # elements of a sum that stays in the processor's cache while it is added to
-LIMIT = 60.0        # seconds that an exchange by tcp may stand still
+LIMIT = 60.0        # seconds that an exchange may stand still
 
 Run = Callable[[np.ndarray, np.ndarray], Any]
 """`run(send, recv)`: the call that is timed; `send is recv` where it is in place."""

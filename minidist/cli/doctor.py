@@ -68,7 +68,7 @@ def examine() -> Iterator[Finding]:
     yield from _software()
     yield from _hardware()
     yield _mpi()
-    for name in ("threads", "sockets", "shm", "mpi"):
+    for name in ("threads", "tcp", "shm", "mpi"):
         yield _transport(name)
     yield _profile()
     yield _gpu()

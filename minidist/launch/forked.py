@@ -1,6 +1,6 @@
-"""Run a function on ranks that are copies of this process: any callable, over sockets or shared memory.
+"""Run a function on ranks that are copies of this process: any callable, over TCP or shared memory.
 
-    results = run_forked(fn, args, size=4, transport="sockets", limit=60)
+    results = run_forked(fn, args, size=4, transport="auto", limit=60)
 
 The parent is the monitor, forks, and reads each rank's result from a pipe: packed (comm/wire.py), never pickled.
 """
@@ -35,11 +35,10 @@ _LENGTH = struct.Struct(">Q")
 
 
 def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transport: str, limit: float,
-               shared_memory: bool = True, nodes: Sequence[int] = ()) -> list[Any]:
+               nodes: Sequence[int] = ()) -> list[Any]:
     """`fn(world, *args)` on `size` forked ranks.
 
-    Args:    shared_memory: whether ranks of one node share memory on sockets; nodes: a number for each rank, equal on
-             those that act as ranks of one node (left out: all are).
+    Args:    nodes: a number for each rank, equal on those that act as ranks of one node (left out: all are).
     Returns: what each rank returned, in rank order: numbers, strings, NumPy arrays, and lists, tuples, dicts of them;
              None of a rank that was lost and expendable.
     Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming who had not ended in `limit` s.
@@ -47,7 +46,7 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()              # or each child would print again what is still buffered here
         sys.stderr.flush()
-    job = _Job(size, transport, limit, shared_memory, nodes or [0] * size)
+    job = _Job(size, transport, limit, nodes or [0] * size)
     try:
         job.start(fn, args)
         outcomes = job.collect(time.monotonic() + limit)
@@ -65,9 +64,8 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
 class _Job:
     """The parent's side: the monitor, the children, and the pipes their results come through."""
 
-    def __init__(self, size: int, transport: str, limit: float, shared_memory: bool, nodes: Sequence[int]) -> None:
-        self.size, self.transport, self.limit = size, transport, limit
-        self.shared_memory, self.nodes = shared_memory, nodes
+    def __init__(self, size: int, transport: str, limit: float, nodes: Sequence[int]) -> None:
+        self.size, self.transport, self.limit, self.nodes = size, transport, limit, nodes
         self.token = wire.new_token()
         self.profile = load_profile()           # once, for all ranks
         self.processes: dict[int, Forked] = {}
@@ -78,7 +76,7 @@ class _Job:
 
     def start(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:
         """Fork every rank; only then start the monitor's threads."""
-        transports.load(self.transport, shared_memory=self.shared_memory)    # once, here, rather than in every child
+        transports.load(self.transport)         # once, here, rather than in every child
         for rank in range(self.size):
             ours, theirs = socket.socketpair()
             self.pipes.append(ours)
@@ -193,8 +191,7 @@ class _Rank:
             limit_blas_threads(None, job.size)
         self.link = ControlLink.connect(job.monitor.address, job.token, self.rank, job.size, limit=job.limit)
         self.link.limit = job.limit
-        self.transport = transports.build(job.transport, self.link, job.token, job.limit, node=job.nodes[self.rank],
-                                          shared_memory=job.shared_memory)
+        self.transport = transports.build(job.transport, self.link, job.token, job.limit, node=job.nodes[self.rank])
         self.link.attach(self.transport)
         self.transport.profile = job.profile
         world = Group(self.transport, Ledger(self.rank), tuple(range(job.size)), nodes=job.nodes)

@@ -46,16 +46,16 @@ class Launcher:
 
 
 LAUNCHERS = (
-    Launcher("minidist", "minidist launch -n 8 script.py", "sockets", "MINIDIST_LAUNCH", "RANK", "WORLD_SIZE",
+    Launcher("minidist", "minidist launch -n 8 script.py", "auto", "MINIDIST_LAUNCH", "RANK", "WORLD_SIZE",
              "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    Launcher("torchrun", "torchrun --nproc-per-node 8 script.py", "sockets", "RANK", "RANK", "WORLD_SIZE",
+    Launcher("torchrun", "torchrun --nproc-per-node 8 script.py", "auto", "RANK", "RANK", "WORLD_SIZE",
              "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
     Launcher("openmpi", "mpirun -n 8 python script.py (Open MPI)", "mpi", "OMPI_COMM_WORLD_RANK",
              "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
              "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     Launcher("mpich", "mpirun -n 8 python script.py (MPICH)", "mpi", "PMI_RANK", "PMI_RANK", "PMI_SIZE",
              "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    Launcher("slurm", "srun -N 2 -n 8 python script.py", "sockets", "SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS",
+    Launcher("slurm", "srun -N 2 -n 8 python script.py", "auto", "SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS",
              "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_JOB_NODELIST", "MASTER_PORT",
              "SLURM_JOB_ID"),
 )

@@ -45,8 +45,8 @@ REPORT_LIMIT = 30.0 # seconds a rank that fails before md.init tries to say so
 class Membership:
     """What joins this process to its job. `world` is the group of all ranks, once they have met."""
 
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
+    def __init__(self, launch: Launch, transport: str = "") -> None:
+        self.launch, self.transport = launch, transport
         self.joined: Joined | None = None
         self.world: Group | None = None
         self.status = 0             # what the process is about to end with, as far as we know
@@ -55,13 +55,12 @@ class Membership:
         self.importing = ""         # the script that a rank of run(transport="mpi") is importing for its function
         self._process, self._left = os.getpid(), False
 
-    def join(self, name: str, limit: float, *, shared_memory: bool) -> Group:
+    def join(self, name: str, limit: float) -> Group:
         """Find the monitor, meet everybody, connect the transport."""
         launch = self.launch
         joined = self.find_monitor(limit)
         profile = load_profile() if launch.world_rank == 0 else None        # rank 0's, for all must choose alike
-        called = name if shared_memory or name != "sockets" else "sockets with shared_memory=False"
-        infos = joined.link.meet({"transport": called, "host": platform.node(), "node": launch.node_rank,
+        infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
                                   "profile": profile and profile.as_json()})
         joined.forget_file()
         if launch.by_mpirun:
@@ -71,9 +70,8 @@ class Membership:
             raise LaunchError(f"the ranks chose different transports: {', '.join(chosen)}; give all the same one")
         if name == "mpi" and not launch.by_mpirun:
             raise LaunchError(f"transport 'mpi' needs ranks that mpirun started, and {launch.launcher} started these; "
-                              "use sockets or shm, or start the program with mpirun")
-        transport = transports.build(name, joined.link, joined.token, limit, node=launch.node_rank,
-                                     shared_memory=shared_memory)
+                              "use auto, or start the program with mpirun")
+        transport = transports.build(name, joined.link, joined.token, limit, node=launch.node_rank)
         joined.link.attach(transport)
         transport.profile = infos[0]["profile"] and Profile.from_json(infos[0]["profile"])
         machines = [(info["host"], info["node"]) for info in infos]
@@ -161,13 +159,12 @@ class Membership:
 _membership: Membership | None = None
 
 
-def init(*, transport: str | None = None, shared_memory: bool = True, limit: float = 120.0,
-         threads: int | None = None) -> Group:
+def init(*, transport: str | None = None, limit: float = 120.0, threads: int | None = None) -> Group:
     """Join the job that mpirun, srun, torchrun or `minidist launch` started; alone: a world of size 1.
 
     Args:
-        transport: "sockets", "shm", "mpi" or "nccl"; left out: "mpi" under mpirun, else "sockets".
-        shared_memory: whether ranks of one host share memory on "sockets"; False: TCP between all, as between hosts.
+        transport: "auto" (shared memory inside a host, TCP between hosts), "tcp", "shm", "mpi" or "nccl"; left out:
+            "mpi" under mpirun, else "auto". The group's transport.name says what that gave: "shm", "shm+tcp", ….
         limit: seconds that joining, and later any wait, may last.
         threads: BLAS threads of this rank; left out: cores // ranks on this host if there are several ranks.
     Returns: the Group of all ranks; the same one when called again.
@@ -177,23 +174,25 @@ def init(*, transport: str | None = None, shared_memory: bool = True, limit: flo
         TimeoutError (naming who did not come) if joining fails.
     """
     global _membership
+    if transport is not None:
+        transport = transports.current_name(transport, speaks=_membership is None and detect().world_rank == 0)
     if _membership is None:
         launch = detect()
         name = transport or launch.transport
         transports.check_name(name, transports.PROCESSES + (transports.THREADS if launch.alone else ()))
-        _membership = Membership(launch)
+        _membership = Membership(launch, name)
         if launch.alone:
             _membership.world = Group(transports.alone(limit), Ledger(0), (0,))
             atexit.register(_membership.leave)
         else:
             limit_blas_threads(threads, launch.local_size)
             _watch_over_the_end(_membership)
-            _membership.world = _membership.join(name, limit, shared_memory=shared_memory)
+            _membership.world = _membership.join(name, limit)
     world = _membership.world
     if world is None:
         raise LaunchError("this process could not join its job before and cannot try again; start the job afresh")
-    if transport not in (None, world.transport.name) and world.size > 1:
-        raise LaunchError(f"init(transport={transport!r}): this process joined its job over {world.transport.name!r}")
+    if transport not in (None, _membership.transport, world.transport.name) and world.size > 1:
+        raise LaunchError(f"init(transport={transport!r}): this process joined its job over {_membership.transport!r}")
     return world
 
 

@@ -48,7 +48,7 @@ class Optimizable(Protocol):
 
 def at_least_two_dims(weights: Optimizable) -> bool:
     """Which tensors GPT-2's recipe decays: matrices and tables, but not biases and norms."""
-    return weights.data.ndim >= 2
+    return bool(weights.data.ndim >= 2)
 
 
 @dataclass

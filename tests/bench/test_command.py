@@ -11,11 +11,12 @@ import pytest
 from helpers import run
 
 import minidist as md
-from minidist.bench import collectives, floors, step
+from minidist.bench import collectives, floors
 from minidist.bench.collectives import VERBS, in_a_row, our_call, timed
 from minidist.bench.floors import connected, copies_call, tcp_call
 from minidist.bench.jobs import Job
-from minidist.bench.overlap import Row
+from minidist.bench.overlap import OverlapRow
+from minidist.bench.step import ranks
 from minidist.cli import main
 from minidist.comm.cost.link_model import LinkCost, Profile, Work, load_profile, save_profile
 from minidist.errors import LaunchError, PeerLostError
@@ -26,11 +27,11 @@ from minidist.observe.machine import machine
 def test_table_figure_and_json(title, tmp_path, capsys):
     """Ours and the floors at two sizes: every contender has a time for every size, and a picture is drawn."""
     file, picture = tmp_path / "bench.json", tmp_path / "bench.png"
-    status = main(["bench", title, "--only", "sockets,shm,copies,tcp", "-n", "2", "--sizes", "1KiB,8KiB", "--rounds",
+    status = main(["bench", title, "--only", "tcp,shm,copies,bare-tcp", "-n", "2", "--sizes", "1KiB,8KiB", "--rounds",
                    "1", "--json", str(file), "--figure", str(picture)])
     assert status == 0
     result = json.loads(file.read_text())
-    assert set(result["seconds"]["2"]) == {"sockets", "shm", "copies", "tcp"}
+    assert set(result["seconds"]["2"]) == {"tcp", "shm", "copies", "bare-tcp"}
     assert all(set(times) == {"1024", "8192"} for times in result["seconds"]["2"].values())
     assert all(seconds > 0 for times in result["seconds"]["2"].values() for seconds in times.values())
     assert result["machine"]["command"].startswith("minidist") and result["machine"]["date"]
@@ -70,7 +71,7 @@ def test_a_contender_whose_result_is_wrong_is_not_timed(verb, wrong):
 
 def test_step_measures_ours(tmp_path, monkeypatch):
     """A tiny model: tokens/s are batch × context × ranks over the median step. With PyTorch: the soak tests."""
-    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: None)
     file = tmp_path / "step.json"
     tiny = ["--layers", "1", "--width", "8", "--heads", "2", "--context", "8", "--batch", "2", "--vocab", "16"]
     assert main(["bench", "step", "-n", "2", "--rounds", "1", "--steps", "2", *tiny, "--json", str(file)]) == 0
@@ -119,23 +120,23 @@ def test_overlap_hides_some(tmp_path):
 
 def test_what_is_hidden():
     """Wholly hidden: both take as long as the longer; not at all: as long as one after the other."""
-    assert (Row("", 2.0, 3.0, 3.0).of_longer, Row("", 2.0, 3.0, 3.0).hidden) == (1.0, 1.0)
-    assert (Row("", 3.0, 3.0, 6.0).of_longer, Row("", 3.0, 3.0, 6.0).hidden) == (2.0, 0.0)
+    assert (OverlapRow("", 2.0, 3.0, 3.0).of_longer, OverlapRow("", 2.0, 3.0, 3.0).hidden) == (1.0, 1.0)
+    assert (OverlapRow("", 3.0, 3.0, 6.0).of_longer, OverlapRow("", 3.0, 3.0, 6.0).hidden) == (2.0, 0.0)
 
 
 @pytest.mark.soak
 def test_calibrate_in_a_job_measures_the_link_of_that_job(tmp_path):
     """Rank 0 writes it beside what is there; a profile that cannot be read is replaced."""
     file = tmp_path / "profile.json"
-    save_profile(Profile([LinkCost("sockets", 2, 1e-6, 0, 0, 0, 0), LinkCost("shm", 2, 7.0, 0, 0, 0, 0)], machine()),
+    save_profile(Profile([LinkCost("tcp", 2, 1e-6, 0, 0, 0, 0), LinkCost("shm", 2, 7.0, 0, 0, 0, 0)], machine()),
                  file)
     job = subprocess.run([sys.executable, "-m", "minidist", "launch", "-n", "2", "-m", "minidist", "bench", "calibrate",
                           "--sizes", "256B,64KiB", "--rounds", "1", "--out", str(file)], capture_output=True, text=True,
                          timeout=60, check=True)
     assert job.stdout.count("worst misfit") == 1
     links = {cost.link: cost for cost in load_profile(file).links}
-    assert set(links) == {"shm", "sockets"}
-    assert links["sockets"].alpha == 1e-6
+    assert set(links) == {"shm", "tcp"}
+    assert links["tcp"].alpha == 1e-6
     assert 0 < links["shm"].alpha < 7         # a job on sockets shares memory inside the host
     assert Profile([links["shm"]], {"processor": "abacus"}).beside(file).links == [links["shm"]]
     file.write_text("torn")
@@ -274,7 +275,7 @@ TINY_STEP = ["--rounds", "1", "--steps", "1", "--layers", "1", "--width", "8", "
 
 def test_stages_are_measured_and_drawn(tmp_path, monkeypatch, capsys):
     """Ours alone, where PyTorch is not installed."""
-    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: None)
     file, picture = tmp_path / "step.json", tmp_path / "step.png"
     assert main(["bench", "step", "--plan", "dp=2", "--zero", "1,3", *TINY_STEP, "--json", str(file), "--figure",
                  str(picture)]) == 0
@@ -293,10 +294,10 @@ def test_a_peer_that_pytorch_lacks_is_named_with_its_reason(monkeypatch):
             raise LaunchError(f"bench: {contender} started 0 of 2 ranks: Traceback\nImportError: no fully_shard")
         started.append(zero)
 
-    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(step, "start_job", start)
-    monkeypatch.setattr(step, "measure_jobs", lambda *arguments: [])
-    _, left_out = step.measure_stages(step.Model(), [2], [0, 2], 1, 1, "sockets", print)
+    monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(ranks, "start_job", start)
+    monkeypatch.setattr(ranks, "measure_jobs", lambda *arguments: [])
+    _, left_out = ranks.measure_stages(ranks.Model(), [2], [0, 2], 1, 1, "tcp", print)
     assert started == [0, 2] and left_out[-1] == "PyTorch FSDP2 keep on 2 ranks: ImportError: no fully_shard"
 
 
@@ -308,4 +309,4 @@ def test_every_peer_takes_a_step(tmp_path):
     result = json.loads(file.read_text())
     assert result["left_out"] == []
     assert [row["name"] for row in result["rows"] if row["name"] != "minidist"] == [
-        peer for zero in range(4) for peer in step.PEERS[zero]]
+        peer for zero in range(4) for peer in ranks.PEERS[zero]]

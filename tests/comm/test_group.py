@@ -505,7 +505,7 @@ def test_split_refuses_what_is_no_integer():
 
 # ----------------------------------------------------------------------------------------------- who may use a group
 
-@pytest.mark.parametrize("transport", [*THREADS, "sockets"])
+@pytest.mark.parametrize("transport", [*THREADS, "tcp"])
 def test_a_closed_group_says_so(transport):
     """On all transports alike; close() may be said twice, and in any order."""
     def ranks(world):
@@ -532,7 +532,7 @@ def test_two_threads_in_one_group_are_refused(transport):
         if world.rank == 0:
             first = threading.Thread(target=world.barrier)
             first.start()
-            while not world.usage._busy.locked():
+            while not world.guard._busy.locked():
                 time.sleep(0.001)
             for call in (world.barrier, world.start_barrier):
                 with pytest.raises(CommError, match="two threads of rank 0 use the group world at once.*split"):
@@ -546,7 +546,7 @@ def test_two_threads_in_one_group_are_refused(transport):
     run(ranks, size=2, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["sockets", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_child_of_a_rank_may_not_use_its_group(transport):
     """A fork has the rank's connections: it would send in the rank's name, and say goodbye in it when it ends."""
     def ranks(world):

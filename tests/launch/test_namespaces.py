@@ -51,7 +51,7 @@ def test_two_hosts_meet_and_only_leaders_use_the_link_between(hosts):
     told = json.loads(done[0].stdout)
     assert told["nodes"] == [0, 0, 2, 2]
     assert told["systems"] == [0, 0, 2, 2]          # whatever their launchers count them to: unix sockets do not reach
-    assert told["links"] == ["ShmLink", "SocketLink", "SocketLink"]
+    assert told["links"] == ["ShmLink", "TcpLink", "TcpLink"]
     assert told["boards"] == [False, True, False]                           # world, inside, across
     assert told["auto"] == "hierarchical"
     assert told["listens"] == [hosts[0].address, hosts[1].address]

@@ -3,7 +3,7 @@
 import argparse
 
 from minidist.console import number_of_bytes, positive
-from minidist.launch.transports import PROCESSES
+from minidist.launch.transports import PROCESSES, THREADS
 from minidist.nn.config import BALANCES
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS, SCHEDULES
 from minidist.parallel.hybrid.plan import ATTENTIONS, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
@@ -21,8 +21,9 @@ def _job(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the job").add_argument
     add("-n", "--ranks", type=positive, metavar="N",
         help="start N ranks here (without mpirun or another launcher)")
-    add("--transport", choices=PROCESSES,
-        help="how ranks exchange bytes (default: mpi under mpirun, else sockets)")
+    add("--transport", choices=(*PROCESSES, *THREADS, "sockets"), metavar="NAME",
+        help="how ranks exchange bytes: " + ", ".join(PROCESSES) + "; threads, threads-unbuffered: -n ranks as threads "
+             "of one process, for debugging (default: mpi under mpirun, else auto)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
     add("--graph", action="store_true",
         help="capture the step as one CUDA graph after two, and launch that from then on (one process, with --device "

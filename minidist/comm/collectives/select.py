@@ -84,8 +84,8 @@ def choose(verb: str, algorithm: str, nbytes: int, size: int, link: LinkCost | N
     if algorithm == "auto" and board and "shared" in ALGORITHMS[verb]:
         return "shared"
     if algorithm == "shared" and not board and size > 1:
-        raise ConfigError(f"{verb}: algorithm shared is for ranks that share memory, those of one host on shm or "
-                          f"sockets; choose auto, or another")
+        raise ConfigError(f"{verb}: algorithm shared is for ranks that share memory, those of one host on auto or "
+                          f"shm; choose auto, or another")
     if algorithm == "auto":
         usual = _usual(verb, nbytes, size, tiers)
         return usual if link is None else fastest(verb, nbytes, size, link, usual, tiers)

@@ -56,7 +56,7 @@ class Sample(NamedTuple):
 class LinkCost:
     """The five numbers of one link class among so many ranks, in seconds and seconds a byte.
 
-    Attributes: link      "shm", "sockets", ..., or "network"
+    Attributes: link      "shm", "tcp", ..., or "network"
                 ranks     how many exchanged at once: where they outnumber the cores, all are larger
                 misfit    the worst |fitted / measured - 1| of the samples
     """
@@ -135,7 +135,7 @@ def _link(entry: Any) -> LinkCost:
     if not isinstance(entry["link"], str) or not all(
             type(number) in (int, float) and 0 <= number < float("inf") for number in numbers):
         raise ConfigError(f"a number of link {entry['link']!r} is none, or below 0")
-    return LinkCost(**entry)
+    return LinkCost(**{**entry, "link": "tcp" if entry["link"] == "sockets" else entry["link"]})    # its old name
 
 
 # ---------------------------------------------------------------- the file

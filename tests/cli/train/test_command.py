@@ -19,7 +19,7 @@ import minidist as md
 from minidist.cli import main
 from minidist.cli.train import arguments, progress, sample
 from minidist.cli.train import command as train
-from minidist.cli.train import options as train_options
+from minidist.cli.train import settings as train_settings
 from minidist.console import Parser
 from minidist.parallel.data.accumulation import elements_sent
 from minidist.parallel.step.replicas import weights_digest
@@ -45,7 +45,7 @@ def on_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         def rank(world: Any) -> int:
             parser = Parser()
             train.add_arguments(parser)
-            return train.train(train_options.check(parser.parse_args(command[4:])), world, 1)
+            return train.train(train_settings.check(parser.parse_args(command[4:])), world, 1)
 
         return max(md.run(rank, size=size))
 
@@ -85,7 +85,7 @@ def test_json_holds_what_the_design_says(runs: dict[str, Any]) -> None:
         size = 1 if name == "alone" else 2
         assert ("of what ranks of one host share" in printed) == (name == "ours")
         assert metrics["plan"]["dp"] == metrics["size"] == size
-        assert metrics["transport"] == {"alone": metrics["transport"], "ours": "sockets", "mpirun": "mpi"}[name]
+        assert metrics["transport"] == {"alone": metrics["transport"], "ours": "shm", "mpirun": "mpi"}[name]
         assert metrics["threads"] >= 1 and metrics["versions"]["numpy"] == np.__version__
         assert len(metrics["losses"]) == 4 and metrics["losses"][-1] < metrics["losses"][0]
         assert metrics["tokens_per_second"] == pytest.approx(5 * 16 / metrics["step_seconds"])
@@ -98,7 +98,7 @@ def test_json_holds_what_the_design_says(runs: dict[str, Any]) -> None:
                 memory = rank["memory"][category]
                 assert memory["now"] == expected <= memory["peak"] <= expected + 64     # declared, not yet drawn
             assert rank["memory"]["total"]["peak"] >= 4 * nbytes + rank["memory"]["activations"]["now"]
-            assert (rank["shared_bytes"] > 4 << 20) == (name == "ours")     # rings, which sockets have inside a node
+            assert (rank["shared_bytes"] > 4 << 20) == (name == "ours")     # rings inside a node
             if size > 1:
                 assert rank["sent_bytes"]["dp"] == {"all_reduce": 4 * 2 * nbytes // 2}
                 assert rank["sent_bytes"]["control"]
@@ -352,7 +352,7 @@ def refusals() -> list[tuple[list[str], str]]:
         (["--lr", "0"], "--lr"),
         (["--lr", "nan"], "--lr"),
         (["--dropout", "1"], "--dropout"),
-        (["--transport", "pigeon"], "sockets"),
+        (["--transport", "pigeon"], "shm"),
         (["-n", "2", "--transport", "mpi"], "mpirun -n 2 minidist train"),
         (["--stepz", "3"], "did you mean --steps"),
         (["--device", "cuda"], "CuPy"),
@@ -393,7 +393,7 @@ def test_options_survive_the_way_to_the_ranks() -> None:
     parser = Parser()
     arguments.add_arguments(parser)
     args = parser.parse_args(["-n", "3", "--lr", "1e-4", "--tied", "--data", "a b.txt", "--plan", "dp=3"])
-    again = parser.parse_args(train_options.as_arguments(args))
+    again = parser.parse_args(train_settings.as_arguments(args))
     assert {**vars(again), "ranks": 3} == vars(args)
 
 

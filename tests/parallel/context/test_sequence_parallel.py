@@ -48,7 +48,7 @@ def test_more_ranks_than_tokens() -> None:
 
 def test_same_bits_in_processes() -> None:
     """Over sockets; over mpirun in the long run."""
-    check_same_bits(sequence, "sockets")
+    check_same_bits(sequence, "tcp")
 
 
 @settings(max_examples=6)
@@ -66,7 +66,7 @@ def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, A
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
     check_twenty_steps(sequence, size, transport, context=16)

@@ -46,7 +46,7 @@ def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
     assert run(size)[0]["digest"] == ranks[0]["digest"]          # and on a second run
 
 
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm"])
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm"])
 def test_same_bits_on_every_transport(serial: dict[str, Any], transport: str) -> None:
     over_threads, over_processes = run(3)[0], md.run(train_tiny, {}, {}, size=3, transport=transport)[0]
     assert difference(over_processes["weights"], serial["weights"]) < BOUND
@@ -54,7 +54,7 @@ def test_same_bits_on_every_transport(serial: dict[str, Any], transport: str) ->
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
     changes, options = {"context": 16, "width": 16, "layers": 3}, {"steps": 20, "sequences": 9}

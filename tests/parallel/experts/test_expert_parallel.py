@@ -81,9 +81,9 @@ def test_equals_one_process(serial: dict[str, dict[str, Any]], kind: str, size: 
     assert kind != "capacity" or serial[kind]["loads"][:, :, 1].sum() < serial[kind]["loads"][:, :, 0].sum()
 
 
-def test_same_bits_over_sockets() -> None:
+def test_same_bits_over_tcp() -> None:
     over_threads = run(3, {}, {}, steps=2)[0]
-    over_processes = md.run(in_processes, {}, {}, {"steps": 2}, size=3, transport="sockets")[0]
+    over_processes = md.run(in_processes, {}, {}, {"steps": 2}, size=3, transport="tcp")[0]
     assert digest(over_processes) == digest(over_threads)
 
 
@@ -166,7 +166,7 @@ def test_very_many_jobs(size: int, moe: dict[str, Any], changes: dict[str, Any],
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
     for moe in KINDS.values():

@@ -85,7 +85,7 @@ def test_very_many_plans(job: tuple[dict[str, Any], dict[str, Any], dict[str, An
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm", "mpi"])
 def test_eight_ranks_everywhere(transport: str) -> None:
     plan = {"dp": 2, "ep": 2, "tp": 2, "zero": 1}
     serial, = md.run(train, model(BIAS), {"steps": 20}, size=1)

@@ -50,9 +50,9 @@ def test_uneven_shards_have_equal_bits() -> None:
     check(MOST, {"dp": 3, "pp": 2, "zero": 1})
 
 
-@pytest.mark.parametrize("transport", ["mpi", pytest.param("sockets", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("transport", ["mpi", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_processes(transport: str) -> None:
-    plan = ({"pp": 2, "tp": 2, "microbatches": 2} if transport == "sockets" else
+    plan = ({"pp": 2, "tp": 2, "microbatches": 2} if transport == "tcp" else
             {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 2})
     serial, = md.run(train, MOST, {}, size=1)
     ranks = md.run(train, MOST, {"plan": plan}, size=4, transport=transport)
@@ -61,7 +61,7 @@ def test_processes(transport: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm", "mpi"])
 def test_eight_ranks_everywhere(transport: str) -> None:
     plan = {"dp": 2, "pp": 2, "tp": 2, "zero": 1, "microbatches": 4}
     serial, = md.run(train, MOST, {"steps": 20}, size=1)

@@ -115,7 +115,7 @@ def test_any_composition_at_length(**drawn: Any) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("plan", HOMES[1:], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_twenty_steps(transport: str, plan: dict[str, Any], size: int) -> None:
@@ -302,7 +302,7 @@ def test_a_file_size_limit_is_told_before_training(tmp_path: Path) -> None:
             return str(error)
         return "nothing"
 
-    says = md.run(work, size=2, transport="sockets")
+    says = md.run(work, size=2, transport="tcp")
     assert all("ulimit -f" in text and "cannot reserve" in text for text in says), says
     assert os.listdir(tmp_path) == []
 

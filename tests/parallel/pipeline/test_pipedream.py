@@ -75,7 +75,7 @@ def test_equals_the_replay(size: int, microbatches: int) -> None:
     np.testing.assert_allclose(ranks[-1]["losses"], again["losses"], rtol=1e-12)
 
 
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", pytest.param("shm", marks=pytest.mark.soak),
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", pytest.param("shm", marks=pytest.mark.soak),
                                        pytest.param("mpi", marks=pytest.mark.soak)])
 def test_the_same_bits_on_every_transport(transport: str) -> None:
     here, there = (md.run(run_stages, 7, size=3, transport=way) for way in ("threads", transport))

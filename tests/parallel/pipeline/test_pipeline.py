@@ -52,7 +52,7 @@ def test_equals_one_process(serial: dict[str, Any], name: str, size: int) -> Non
     assert size == 1 or sum(len(rank["own"]) for rank in ranks) == len(serial["weights"]) + 1      # the table, twice
 
 
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm"])
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm"])
 def test_equals_one_process_on_every_transport(serial: dict[str, Any], transport: str) -> None:
     ranks = md.run(train_stages, "interleaved", CHANGES, size=2, transport=transport)
     assert differ(ranks[1], serial) < BOUND
@@ -94,7 +94,7 @@ def check_job(size: int, name: str, microbatches: int, sequences: int, accumulat
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_equals_one_process_after_twenty_steps(name: str, transport: str) -> None:
     changes, options = {**CHANGES, "width": 16, "layers": 8}, {"steps": 20, "sequences": 9}
@@ -288,7 +288,7 @@ def slept(schedule: Schedule, unit: float, transport: str = "threads") -> list[S
 
 
 @pytest.mark.parametrize(("name", "transport"), [*((name, "threads-unbuffered") for name in SCHEDULES),
-                                                 ("interleaved", "sockets"), ("zb-h1", "shm")])
+                                                 ("interleaved", "tcp"), ("zb-h1", "shm")])
 def test_the_measured_timeline_is_the_schedule(name: str, transport: str) -> None:
     """Each message is the right one (the sleepers look), every dependency holds, each rank computes in its order."""
     schedule = make_schedule(name, 3, 4)
@@ -394,7 +394,7 @@ def test_activations_travel_while_the_next_microbatch_is_computed(sends: str, mo
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "sockets"])
+@pytest.mark.parametrize("transport", ["threads", "tcp"])
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (4, 4), (4, 8)])
 @pytest.mark.parametrize(("name", "formula"), [
     ("gpipe", lambda p, m: (p - 1) / (m + p - 1)), ("1f1b", lambda p, m: (p - 1) / (m + p - 1)),

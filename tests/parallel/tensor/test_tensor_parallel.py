@@ -57,8 +57,8 @@ def test_a_group_of_one_rank(serial: dict[str, Any]) -> None:
     assert not any(nbytes for verbs in alone["sent"].values() for nbytes in verbs.values())
 
 
-def test_same_bits_over_sockets() -> None:
-    check_same_bits(tensor, "sockets")
+def test_same_bits_over_tcp() -> None:
+    check_same_bits(tensor, "tcp")
 
 
 @settings(max_examples=8)
@@ -76,7 +76,7 @@ def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, A
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
     check_twenty_steps(tensor, size, transport, context=16)

@@ -48,7 +48,7 @@ def test_equals_one_process_often(stage: int, size: int, choice: int, accumulate
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm"])
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_equals_one_process_after_twenty_steps(stage: int, transport: str) -> None:
     check_equal(stage, 4, {"context": 16, "width": 16, "layers": 3}, transport=transport, steps=20, sequences=9,

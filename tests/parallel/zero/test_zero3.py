@@ -29,13 +29,13 @@ def test_equals_one_process(size: int) -> None:
     assert md.run(lambda world: train(world, 3), size=size)[0]["digest"] == ranks[0]["digest"]
 
 
-def test_same_bits_over_sockets() -> None:
+def test_same_bits_over_tcp() -> None:
     over_threads = md.run(lambda world: train(world, 3), size=3)[0]
-    assert check_equal(3, 3, transport="sockets")[0]["digest"] == over_threads["digest"]
+    assert check_equal(3, 3, transport="tcp")[0]["digest"] == over_threads["digest"]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
     check_equal(3, size, {"context": 16, "width": 16, "layers": 3}, transport=transport, steps=20, sequences=9)

@@ -15,6 +15,7 @@ class Send(Operation):
     def __init__(self, engine: Engine, peer: int, tag: Tag, view: np.ndarray, prefix: bytes) -> None:
         super().__init__(engine, peer, tag)
         self.prefix, self.payload, self.sent = prefix, view.view(np.uint8), 0
+        self.nbytes = len(prefix) + view.nbytes
 
     def __str__(self) -> str:
         return (f"rank {self.peer} to take {len(self.payload)} bytes (tag {self.tag.group:x}/{self.tag.sequence}; "

@@ -47,14 +47,25 @@ class StreamTransport(Engine):
         to = self._peer(peer)
         send = Send(self, peer, tag, view, frames.pack_header(frames.MESSAGE, tag, meta, view.nbytes, to.link.align))
         with self.lock:
-            self.begin(send)
-            to.outgoing.append(send)
             to.sent += 1
-            while to.outgoing and self._push(to):
-                pass
-            if to.outgoing:
-                self._attend(to)
+            if not to.outgoing and to.deaf is None:     # nothing stands before it
+                try:
+                    send.sent = to.link.write(send.prefix, send.payload)
+                except OSError as error:
+                    self._deafen(to, f"its connection broke ({error})")
+            send.finished = send.sent == send.nbytes
+            if not send.finished:
+                self._queue(to, send)
         return send
+
+    def _queue(self, to: Peer, send: Send) -> None:
+        """Have the leader send what the link did not take at once. Under the lock."""
+        self.begin(send)
+        to.outgoing.append(send)
+        while to.outgoing and self._push(to):
+            pass
+        if to.outgoing:
+            self._attend(to)
 
     def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
         source = self._peer(peer)
@@ -127,7 +138,7 @@ class StreamTransport(Engine):
             self._deafen(peer, f"its connection broke ({error})")
             return True
         send.sent += taken
-        if send.sent == len(send.prefix) + len(send.payload):
+        if send.sent == send.nbytes:
             peer.outgoing.popleft()
             self.finish(send)
         return taken > 0

@@ -24,18 +24,15 @@ The fences are those of ring_buffer.py, for the same reasons: bytes before `post
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from minidist.comm.transport import META_LIMIT, Board, Tag
-from minidist.comm.transports.progress.engine import Operation, yield_core
+from minidist.comm.transports.progress.engine import Engine, Operation, yield_core
 from minidist.comm.transports.shm import process_vm_read
 from minidist.comm.transports.shm.ring_buffer import LINE, Fence
 from minidist.comm.transports.shm.write_placement import FAR_BYTES, NEAR_BYTES, TURNS, Writer
-
-if TYPE_CHECKING:
-    from minidist.comm.transports.shm.transport import ShmTransport
 
 _PAGE = 4096
 _HEADER = struct.Struct("3Q")   # the length of meta, where the bytes begin, how many they are
@@ -87,6 +84,25 @@ class Part:
         return self._metas[turn][:told].tobytes(), self._octets[start:start + length]
 
 
+class BoardKeeper(Protocol):
+    """What a board needs of its rank's transport."""
+
+    world_rank: int
+    spins: int
+
+    def ring(self, rank: int) -> None:
+        """Wake a rank that sleeps before a board."""
+
+    def await_board(self, board: "SharedBoard") -> None:
+        """Return when every rank has posted; moves messages meanwhile."""
+
+    def read(self, rank: int, address: int, target: np.ndarray) -> None:
+        """Fill `target` (uint8) with the bytes at `address` of another rank's memory."""
+
+    def close_board(self, board: "SharedBoard", others: list[tuple[Part, int]]) -> None:
+        """The board is closed; `others`: the parts of the others, and how often boards there were closed before."""
+
+
 class SharedBoard(Board):
     """A group's board, as one of its ranks sees it.
 
@@ -94,7 +110,7 @@ class SharedBoard(Board):
           lends: whether the ranks may read each other's memory.
     """
 
-    def __init__(self, transport: "ShmTransport", world_ranks: Sequence[int], parts: Sequence[Part], *,
+    def __init__(self, transport: BoardKeeper, world_ranks: Sequence[int], parts: Sequence[Part], *,
                  closed: Sequence[int], lends: bool = False) -> None:
         self._transport, self._world_ranks, self._parts = transport, tuple(world_ranks), list(parts)
         self._closed, self.lends = list(closed), lends
@@ -167,7 +183,7 @@ class SharedBoard(Board):
 class Turn(Operation):
     """A wait for the others to post."""
 
-    def __init__(self, transport: "ShmTransport", board: SharedBoard, peer: int) -> None:
+    def __init__(self, transport: Engine, board: SharedBoard, peer: int) -> None:
         super().__init__(transport, peer, Tag(0, 0))
         self.board = board
 
