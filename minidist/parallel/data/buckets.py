@@ -16,10 +16,7 @@ tells which leaves it will reach (`Tensor.backward(surveyed=)`); the gradients o
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-import numpy as np
-
 from minidist.autograd.tensor import Parameter
-from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError, GradientError
@@ -190,20 +187,6 @@ class BucketOrder:
             zero_unused(self.runs[self.started])
             self.started += 1
             self.start(self.started - 1)
-
-
-def agreed(group: Group, parameters: Sequence[Parameter], completed: Sequence[Parameter]) -> list[Parameter]:
-    """One order for all ranks: the first rank's that completed any, then what others alone did, rank by rank.
-
-    Args:    parameters: the same on all ranks; completed: those that this rank's backward reached, in its order.
-    Cost:    one all-gather of 8 bytes a parameter and rank, under `control`.
-    """
-    place = {id(parameter): number for number, parameter in enumerate(completed)}
-    mine = np.array([place.get(id(parameter), -1) for parameter in parameters], np.int64)
-    with group.ledger.control():
-        rows = group.all_gather(mine).reshape(group.size, -1)
-    order = [int(index) for row in rows for index in np.argsort(row, kind="stable") if row[index] >= 0]
-    return [parameters[index] for index in dict.fromkeys(order)]
 
 
 def _some(names: Sequence[str]) -> str:

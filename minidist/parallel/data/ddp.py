@@ -49,7 +49,9 @@ notes:   N0 DDP, 数据并行 工作流程; N1 DDP; N3 §3.1
 Source:  Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from minidist.autograd.backward import WeightGradient
 from minidist.autograd.tensor import Parameter, Tensor
@@ -58,7 +60,7 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, squares_of
-from minidist.parallel.data.buckets import BUCKET_BYTES, BucketOrder, agreed, make_buckets
+from minidist.parallel.data.buckets import BUCKET_BYTES, BucketOrder, make_buckets
 from minidist.parallel.step.flat import Squares, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
@@ -167,7 +169,7 @@ class DDP(DataAxis):
         Cost:    once, 8 bytes a parameter and rank under `control`; the old buckets go before the new ones come.
         """
         self._recorded = None
-        order = agreed(self.group, self.weights, completed)
+        order = _agreed(self.group, self.weights, completed)
         for parameter in self.weights:
             parameter.bind_gradient(None)
         self.buckets = []
@@ -200,3 +202,17 @@ class DDP(DataAxis):
         """An all-reduce a bucket, whatever the number of passes."""
         return [Collective("all_reduce", bucket.data.nbytes, sharers(bucket.parameters, self.group))
                 for bucket in self.buckets]
+
+
+def _agreed(group: Group, parameters: Sequence[Parameter], completed: Sequence[Parameter]) -> list[Parameter]:
+    """One order for all ranks: the first rank's that completed any, then what others alone did, rank by rank.
+
+    Args:    parameters: the same on all ranks; completed: those that this rank's backward reached, in its order.
+    Cost:    one all-gather of 8 bytes a parameter and rank, under `control`.
+    """
+    place = {id(parameter): number for number, parameter in enumerate(completed)}
+    mine = np.array([place.get(id(parameter), -1) for parameter in parameters], np.int64)
+    with group.ledger.control():
+        rows = group.all_gather(mine).reshape(group.size, -1)
+    order = [int(index) for row in rows for index in np.argsort(row, kind="stable") if row[index] >= 0]
+    return [parameters[index] for index in dict.fromkeys(order)]

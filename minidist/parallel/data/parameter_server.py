@@ -55,7 +55,7 @@ from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.data.async_server import Service
 from minidist.parallel.data.bounded_staleness import Update, key_shards, own_scale
 from minidist.parallel.data.server_keys import Shard, free
-from minidist.parallel.step.flat import Piece, clip_and_update_shards, sum_in_order
+from minidist.parallel.step.flat import Piece, sum_in_order
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
@@ -244,8 +244,7 @@ class ParameterServer(Strategy):
         if self.serves:
             self.collect()
             with self.recorder.span("optimizer"):
-                clip_and_update_shards(optimizer, lambda: sum_of_squares(piece.grad for piece in self.parameters),
-                                       Precision(), self.peers, lr=lr, clip=clip)
+                Precision().update(optimizer, self._squares, lr=lr, clip=clip)
             self.give_back()
         else:
             share = self.gradients(batch, accumulate)
@@ -253,6 +252,10 @@ class ParameterServer(Strategy):
             self.pull()
         with self.recorder.span("loss", "communication"), self._naming_servers():
             return sum_in_order(self.group, share)
+
+    def _squares(self) -> float:
+        """Of the whole gradient, from the servers' parts of it."""
+        return sum_in_order(self.peers, sum_of_squares(piece.grad for piece in self.parameters))
 
     def finish(self) -> set[int]:
         """After the last step: an asynchronous worker waits for the others, and gets the servers' last weights.

@@ -10,8 +10,8 @@ from minidist.comm.collectives.select import ALGORITHMS
 from minidist.errors import PlanError
 from minidist.nn import GPTConfig
 from minidist.parallel.pipeline.schedules import ORDERS
+from minidist.parallel.step.step import divisors
 from minidist.parallel.tensor.split_gpt import narrowest
-from minidist.parallel.zero.shards import divisors
 
 if TYPE_CHECKING:
     from minidist.parallel.hybrid.plan import Plan

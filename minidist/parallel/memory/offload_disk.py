@@ -34,8 +34,6 @@ class OnDisk(OffDevice):
     Raises:  DiskError for a folder that is missing, cannot be written or is full.
     """
 
-    frees_weights = True
-
     def __init__(self, folder: str | Path | None = None, *, buffers: int = 4, device: str = "cpu",
                  recorder: Recorder | None = None, read: Pace | None = None, write: Pace | None = None,
                  down: Pace | None = None, up: Pace | None = None) -> None:

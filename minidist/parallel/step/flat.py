@@ -18,8 +18,6 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module, to_host, widen
 from minidist.errors import ConfigError
 from minidist.nn import Module
-from minidist.optim import Optimizer
-from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.replicas import sharers
 
 Squares = Callable[[], float | Array]
@@ -134,18 +132,3 @@ def sum_in_order(group: Group, value: float) -> float:
     """The ranks' numbers added in rank order: the same bits on every rank and transport. Counted under `control`."""
     with group.ledger.control():
         return float(np.sum(group.all_gather(np.array([value], dtype=np.float64), algorithm="ring")))
-
-
-def squares_of_shards(group: Group, squares: Callable[[], float]) -> float:
-    """The sum of the squares of the whole gradient, of which each rank of the group finds its shard's by `squares`."""
-    return sum_in_order(group, squares())
-
-
-def clip_and_update_shards(optimizer: Optimizer, squares: Callable[[], float], precision: Precision, group: Group, *,
-                           lr: float | None, clip: float | None) -> None:
-    """The optimizer's step on this rank's pieces; the whole model's gradient is scaled to a norm of at most `clip`.
-
-    Args:    squares: finds the sum of the squares of this rank's gradients.
-    Cost:    one all-gather of one float64 a rank, under `control` (none without clip, unless the loss is scaled).
-    """
-    precision.update(optimizer, lambda: squares_of_shards(group, squares), lr=lr, clip=clip)

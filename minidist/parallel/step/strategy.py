@@ -35,10 +35,7 @@ from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts,
 
 
 class Collective(NamedTuple):
-    """A collective of a step: its verb, the bytes of the whole array, and the ranks that make it.
-
-    `once`: this group alone makes it; else each group like it, of the data axis, makes one as large.
-    """
+    """A collective of a step, of an array of `nbytes`; `once`: made by this group alone, and by no group like it."""
 
     verb: str
     nbytes: int
@@ -60,7 +57,7 @@ class Strategy(ABC):
 
     @property
     def data(self) -> "Strategy":
-        """The strategy of the data axis: this one, unless it is composed of several."""
+        """The strategy of the data axis: of a composed one a part."""
         return self
 
     @abstractmethod
@@ -74,7 +71,7 @@ class Strategy(ABC):
 
     def start_step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
                    accumulate: int = 1) -> LateLoss:
-        """The same; on a GPU the loss may still be on its way. Args: as `step`."""
+        """As `step`; on a GPU the loss may still be on its way."""
         return LateLoss.known(self.step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate))
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -123,12 +120,7 @@ class Strategy(ABC):
 
 
 class DataAxis(Strategy):
-    """Ranks of a group that divide the rows of a batch.
-
-    Args:    model: equal on all ranks; group: the ranks; loss: of a part of the batch (default: `model.loss`).
-             algorithm: of the gradients' collectives; precision: of weights and update (default: one dtype for all).
-             recorder: is told what runs when.
-    """
+    """Ranks of a group that divide the rows of a batch. Args: as DDP."""
 
     computes_without_rows: ClassVar[bool] = False
     """A rank without a row runs forward and backward too, because others gather weights with it (ZeRO-3)."""
@@ -144,22 +136,18 @@ class DataAxis(Strategy):
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss, self.precision = loss or loss_of(model), precision or Precision()
         self.recorder = recorder or Silent()
+        self.first_copy = group.rank == 0
         self._summed = True         # this step's gradients are summed over the ranks
 
-    @property
-    def first_copy(self) -> bool:
-        """Whether this rank belongs to the first copy of the state; with DDP each rank is a copy."""
-        return self.group.rank == 0
+    first_copy: bool
+    """Whether this rank belongs to the first copy of the state; each rank of DDP is a copy."""
 
     def part_of(self, batch: Batch) -> Part:
         """This rank's rows of a global batch; views, and perhaps none."""
         return part_of(batch, size=self.group.size, rank=self.group.rank)
 
     def set_segments(self, segments: Sequence[Sequence[Module]]) -> None:
-        """The model goes forward and backward in segments (stages of a pipeline), each the modules it calls, in order.
-
-        To be called once, before the first step; without it the model is one segment.
-        """
+        """Before the first step: the model runs in segments (stages of a pipeline), each some modules in order."""
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
@@ -170,9 +158,9 @@ class DataAxis(Strategy):
         """A forward is about to run."""
 
     def forward(self, part: Part, *, divisor: int) -> Tensor | None:
-        """This rank's share of the global mean loss: the sum of its losses over `divisor`, the targets of all ranks.
+        """This rank's share of the mean loss: the sum of its losses over `divisor`, the targets of all ranks.
 
-        None without a row, which is a share of zero; with ZeRO-3 a rank computes all the same.
+        None without a row: a share of zero. With ZeRO-3 a rank without a row computes too.
         """
         return self.loss(part, divisor) if len(part.inputs) or self.computes_without_rows else None
 

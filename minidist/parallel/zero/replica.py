@@ -87,7 +87,7 @@ class ShardedReplica(ZeroAxis):
         super().__init__(model, group, loss=loss, algorithm=algorithm, shard=shard, precision=precision, store=store,
                          recorder=recorder)
         check_equal_replicas(model.parameters(), group, when="before the first step")
-        self.flats = [Flat(run, self.sharing.shard) for run in cut(trainable(model.parameters()), bucket_bytes)]
+        self.flats = self.stored = [Flat(run, self.sharing.shard) for run in cut(trainable(model.parameters()), bucket_bytes)]
         self.weights = [flat.join() for flat in self.flats]
         for index, (flat, weights) in enumerate(zip(self.flats, self.weights, strict=True)):
             self.store.keep(flat, weights[flat.own], f"bucket {index}")

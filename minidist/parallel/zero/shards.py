@@ -13,18 +13,10 @@ are gathered or scattered in c collectives:
     inside, axis "dp.shard"         (S-1)/S × cn
     between, axis "dp.replicas"     2(R-1)/R × n/S, once a step, whatever the number of backward passes
 
-A shard store: a rank owns a chunk of each flat run (step/flat.py): of its weights, of the sum of its gradients, of the
-optimizer's state. The strategy says when a chunk is needed and when it has changed; the store says where the chunk lies
-in between. ShardStore keeps everything on the device; memory/offload.py has stores on the host and on disk.
+A shard store says where a rank's chunk of a run (step/flat.py) lies while no rank computes with it: its weights, the
+sum of its gradients, the optimizer's state. ShardStore keeps all on the device, the stores of chapter 20 do not.
 
-    keep, keep_gradients, pieces      once: weights, room for gradients, and what the optimizer is made of
-    prefetch, weights                 before a unit computes (ZeRO-3): its weights will be needed soon; are needed now
-    gradient_room, add, before_use, settle     when the gradients of a run are final
-    walk                              the optimizer takes one tensor after the other (optim/optimizer.py)
-    state                             for a checkpoint
-
-notes:   N2:426 names hybrid sharding (混合分片策略), and means ZeRO-3 with tensor parallelism; here it has its usual
-         meaning
+notes:   N2:426 names hybrid sharding (混合分片策略), and means ZeRO-3 with tensor parallelism; not its usual meaning
 Source:  Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", §3.2.2.
 """
 
@@ -43,10 +35,10 @@ from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.optim.clip import sum_of_squares
-from minidist.parallel.step.flat import Flat, Piece, gather_state, squares_of_shards
+from minidist.parallel.step.flat import Flat, Piece, gather_state, sum_in_order
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Loss
+from minidist.parallel.step.step import Loss, divisors
 from minidist.parallel.step.strategy import Collective, DataAxis
 from minidist.parallel.step.traffic import Traffic
 
@@ -56,10 +48,8 @@ class HybridSharding:
 
     Args:    group: all ranks of the data axis; shard: how many neighbours share one copy (None: all of them).
              algorithm: of the all-reduce between copies.
-    Attributes: group  all ranks
-                shard  those that share this rank's copy
-                copies how many copies there are
-                replicas  the ranks that hold this rank's shard, one a copy; None where there is one copy
+    Attributes: shard: the ranks that share this rank's copy; copies: how many there are.
+             replicas: the ranks that hold this rank's shard, one a copy; None where there is one copy.
     Raises:  ConfigError if `shard` does not divide the group.
     """
 
@@ -98,11 +88,6 @@ class HybridSharding:
         self._pending = []
 
 
-def divisors(size: int) -> list[int]:
-    """The divisors of `size`: the numbers of ranks that can share a copy."""
-    return [number for number in range(1, size + 1) if size % number == 0]
-
-
 def _split(group: Group, color: int, what: str) -> Group:
     part = group.split(color, axis=f"{group.axis}.{what}")
     assert part is not None
@@ -110,14 +95,10 @@ def _split(group: Group, color: int, what: str) -> Group:
 
 
 class ShardStore:
-    """The plain store: everything on the device.
+    """The plain store: everything on the device, nothing moves.
 
-    Attributes: traffic   bytes moved between device, host and disk: none
-                host      the account of the host's memory: nothing fills it
+    Attributes: traffic: bytes moved between device, host and disk; host: the account of the host's memory.
     """
-
-    frees_weights = False
-    """Whether a unit's chunk of weights leaves the device too, so that `weights` must bring it."""
 
     def __init__(self) -> None:
         self.traffic, self.host = Traffic(), MemoryAccount(whose="host memory")
@@ -125,8 +106,6 @@ class ShardStore:
         self._gradients: dict[int, Array] = {}
         self._masters: dict[int, Array] = {}
         self._pieces: list[Piece] = []
-
-    # ------------------------------------------------------------------------------------------------------ once
 
     def begin(self, who: str) -> None:
         """A strategy takes this store; `who` is its rank, for errors."""
@@ -150,13 +129,11 @@ class ShardStore:
         self._pieces += pieces
         return pieces
 
-    # --------------------------------------------------------------------------------------------- while computing
-
     def prefetch(self, flat: Flat) -> None:
-        """The chunk's weights will be wanted soon."""
+        """The chunk's weights will be needed soon."""
 
     def weights(self, flat: Flat, place: Array) -> Array:
-        """The chunk's weights, on the device: in `place` (owned,), or wherever they are anyway."""
+        """The chunk's weights, on the device: in `place` (owned,), or where they are anyway."""
         return self._weights[id(flat)]
 
     def gradient_room(self, flat: Flat) -> Array | None:
@@ -180,8 +157,6 @@ class ShardStore:
         """Sum of the squares of this rank's gradients, in float64."""
         return sum_of_squares(piece.grad for piece in self._pieces)
 
-    # ---------------------------------------------------------------------------------------------------- the rest
-
     def state(self, model: Module, flats: Sequence[Flat], *, algorithm: str) -> dict[str, np.ndarray]:
         """Copies of a model's master weights, whole, on the host; every rank calls it. Cost: as gather_state."""
         return gather_state(model, flats, map(self.master, flats), algorithm=algorithm)
@@ -203,20 +178,22 @@ class ZeroAxis(DataAxis):
 
     Args:    as DataAxis; shard: how many neighbours share one copy of the state (None: all); store: where chunks lie
              (None: on the device).
-    Attributes: flats: the runs of parameters that learn, to be set before `pieces`; sharing; store.
+    Attributes: flats: the runs of parameters that learn; stored: all that are divided; sharing; store.
     """
 
     flats: Sequence[Flat]
+    stored: Sequence[Flat]
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None, algorithm: str, shard: int | None,
                  precision: Precision | None, store: ShardStore | None, recorder: Recorder | None) -> None:
         super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
         self.sharing = HybridSharding(group, shard, algorithm=algorithm, recorder=self.recorder)
+        self.first_copy = group.rank < self.sharing.shard.size
         self.store = store or ShardStore()
         self.store.begin(f"rank {group.rank}")
 
     def pieces(self) -> list[Piece]:
-        """What the optimizer is made of: this rank's piece of each parameter that learns."""
+        """This rank's piece of each parameter that learns, for the optimizer."""
         return [piece for flat in self.flats for piece in self.store.pieces(flat, self.precision)]
 
     def owned(self) -> list[tuple[Parameter, Piece]]:
@@ -224,21 +201,16 @@ class ZeroAxis(DataAxis):
         owners = [parameter for flat in self.flats for parameter in flat.parameters]
         return list(zip(owners, self.parameters, strict=True))
 
-    @property
-    def first_copy(self) -> bool:
-        """Whether this rank belongs to the first copy of the state."""
-        return self.group.rank < self.sharing.shard.size
-
     def squares(self) -> float:
         """The sum of the squares of the whole gradient. Cost: one all-gather of a float64 a rank, under `control`."""
-        return squares_of_shards(self.sharing.shard, self.store.squares)
+        return sum_in_order(self.sharing.shard, self.store.squares())
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights (masters, in mixed precision), whole, on the host, by dotted path. Every rank calls it.
 
-        Cost:    one all-gather a run, counted under `control`; a run at a time.
+        Cost:    one all-gather a bucket or unit, counted under `control`; one at a time.
         """
-        return self.store.state(self.model, self.flats, algorithm=self.algorithm)
+        return self.store.state(self.model, self.stored, algorithm=self.algorithm)
 
     def sums_of_copies(self) -> list[Collective]:
         """The all-reduces of every shard of one copy over the copies, once a step."""

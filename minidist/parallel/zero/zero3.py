@@ -26,13 +26,12 @@ Cost, a step and rank, with A backward passes, R of the Ψ parameters in the roo
 
     bytes        (P-1)/P × 4 × (3A(Ψ-R) + (1+A)R)   gather, gather, reduce; the notes' "50 % more" than DDP for A = 1
                  (P-1)/P × 4 × (2A(Ψ-R) + (1+A)R)   where units stay to backward (`free_after_forward=False`)
-    messages     P-1 for each of these collectives
-    With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies
-    (zero/shards.py). control      two float64: the loss, the squares of the gradient's norm
+    messages     P-1 for each of these collectives, on a ring
+    control      two float64: the loss, the squares of the gradient's norm
 
-No all-gather ends the step (N0:375 has one, which would make it 4Ψ): the next forward gathers anyway.
-
-All ranks must run the same units in the same order. So a rank without a row runs them too, on none.
+With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies (zero/shards.py). No
+all-gather ends the step (N0:375 has one, which would make it 4Ψ): the next forward gathers anyway. All ranks must run
+the same units in the same order; so a rank without a row runs them too, on no row.
 
 The notes' steps (N4:398), as they happen here:
 
@@ -151,7 +150,8 @@ class Zero3(ZeroAxis):
         self.sequence: list[Unit] = []          # units as the first forward met them
         self._met: list[Unit] = []              # those that this forward has met
         self._left: list[Unit] = []             # those that this backward has still to meet
-        self.flats = [flat for unit in (*self.units, self.root) for flat in unit.learning]
+        self.stored = [flat for unit in (*self.units, self.root) for flat in unit.flats]
+        self.flats = [flat for flat in self.stored if flat.parameters[0].requires_grad]
         self.gradients = GradientShards(self.flats, self.sharing, store=self.store, algorithm=algorithm,
                                         recorder=self.recorder, what="unit part")
         self.parameters = self.pieces()
@@ -170,8 +170,7 @@ class Zero3(ZeroAxis):
                          for segment in segments]
 
     def _watch(self, unit: Unit) -> None:
-        module = unit.module
-        assert module is not None
+        module: Any = unit.module
         module.register_forward_pre_hook(lambda module, args: self._enter(unit))
         module.register_forward_hook(lambda module, args, result: self._leave(unit, result))
         module.register_backward_pre_hook(lambda module: self._enter_backward(unit))
@@ -298,15 +297,7 @@ class Zero3(ZeroAxis):
             self.gradients.finish()
         self._reduced = set()
 
-    # ----------------------------------------------------------------------------------------- weights and update
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights (masters, in mixed precision), whole, on the host, by dotted path. Every rank calls it.
-
-        Cost:    one all-gather a unit, counted under `control`; a unit at a time.
-        """
-        flats = [flat for unit in (*self.units, self.root) for flat in unit.flats]
-        return self.store.state(self.model, flats, algorithm=self.algorithm)
+    # ---------------------------------------------------------------------------------------------------- update
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -12,12 +12,13 @@ import minidist as md
 from minidist.cli.train import report
 from minidist.errors import ConfigError
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.parallel.step import flat
 from minidist.parallel.step.flat import sum_in_order
 from minidist.parallel.step.recorder import Silent
+from minidist.parallel.step.step import divisors
+from minidist.parallel.zero import shards
 from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.memory_formula import SINGLE, state_bytes
-from minidist.parallel.zero.shards import HybridSharding, divisors
+from minidist.parallel.zero.shards import HybridSharding
 
 any_shard = given(
     stage=st.sampled_from([1, 2, 3]), size=st.sampled_from([2, 4, 6]), choice=st.integers(0, 3),
@@ -62,7 +63,7 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
     elif bug == "every pass is summed":
         monkeypatch.setattr(GradientShards, "begin", lambda self, last: None)
     else:
-        monkeypatch.setattr(flat, "sum_in_order", lambda group, value: 2 * sum_in_order(group, value))
+        monkeypatch.setattr(shards, "sum_in_order", lambda group, value: 2 * sum_in_order(group, value))
     with pytest.raises(AssertionError):
         check_equal(2, 4, optimizer="sgd", clip=0.1, step_options={"accumulate": 2}, strategy_options={"shard": 2})
 
