@@ -11,7 +11,6 @@ from minidist.console import exactly
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.hybrid_costs import elements_sent, wide_elements
 from minidist.parallel.hybrid.hybrid_pipeline import gathers
-from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.memory.activations import chosen
 from minidist.parallel.step.strategy import Collective
 
@@ -19,7 +18,7 @@ WIDE = 4
 """Bytes of a number that travels as float32 in low precision too."""
 
 
-def formula(trainer: Trainer, strategy: Hybrid, data: dict[str, Any], batch: Any) -> dict[str, Any]:
+def formula(trainer: Trainer, strategy: Any, data: dict[str, Any], batch: Any) -> dict[str, Any]:
     """Bytes of all ranks and steps by axis, and how many parameters this rank has. Every rank calls it.
 
     Args:    data: the formula of this rank's group of the data axis; batch: one of the run.

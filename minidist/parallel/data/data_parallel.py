@@ -110,12 +110,12 @@ OutputLoss = Callable[[Tensor, Array, int], Tensor]
 
 def plain_forward(replica: Module, inputs: Array, first: int) -> Tensor:
     """The model called with its inputs."""
-    return replica(inputs)      # type: ignore[no-any-return]
+    return replica(inputs)
 
 
 def cross_entropy(outputs: Tensor, targets: Array, divisor: int) -> Tensor:
     """Of logits (…, classes) and integer targets (…)."""
-    return ops.cross_entropy(outputs, targets, divisor=divisor)     # type: ignore[no-any-return]
+    return ops.cross_entropy(outputs, targets, divisor=divisor)
 
 
 class Device:
@@ -191,7 +191,7 @@ class DataParallel(Strategy):
 
     def split(self, device: Device, inputs: Array | None) -> Array:
         """This device's rows of the inputs, which device 0 has (DP 1). Cost: device 0 sends the others' rows."""
-        return device.group.scatter(inputs, algorithm="naive")      # type: ignore[no-any-return]
+        return device.group.scatter(inputs, algorithm="naive")
 
     def copy_model(self, device: Device) -> None:
         """Device 0's weights, on every device (DP 2). Cost: device 0 sends (R-1) models."""

@@ -188,7 +188,7 @@ class CapturedStep:
             self._losses[number:number + 1] = loss.data.reshape(1)
         zero_unused(self._weights)
         trainer.precision.update(optimizer, lambda: launcher("sum_of_squares")(self._gradients),
-                                 lr=self._given.there["rate"], clip=trainer.clip)  # type: ignore[union-attr, arg-type]
+                                 lr=self._given.there["rate"], clip=trainer.clip)  # type: ignore[union-attr]
 
     # ------------------------------------------------------------------------------------------------ fixed places
 

@@ -190,7 +190,7 @@ class Trainer:
 
     def _forward(self, replica: Module, inputs: Array, first: int) -> Tensor:
         """The logits of one replica of several; dropout as above."""
-        return replica(inputs, key=self._key(inputs, first))    # type: ignore[no-any-return]
+        return replica(inputs, key=self._key(inputs, first))
 
     def _key(self, inputs: Array, first: int) -> DropoutKey | None:
         if not self.config.dropout and not (self.config.mixture and self.config.mixture.noise):

@@ -31,8 +31,9 @@ from minidist.device.backend import Array, to_host
 from minidist.device.bytes_view import bytes_view
 from minidist.errors import DiskError
 from minidist.parallel.memory.disk_file import PAGE, Loan, Pool, Record, told
-from minidist.parallel.memory.transfer_lanes import Lane, Move, Pace, Traffic
+from minidist.parallel.memory.transfer_lanes import Lane, Move, Pace
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.traffic import Traffic
 
 
 class Disk:

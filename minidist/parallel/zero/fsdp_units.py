@@ -1,7 +1,7 @@
 """Units: parameters that are gathered and freed together, of which this rank keeps its chunks (shards.py).
 
-A freed parameter has its shape and dtype and nothing else: it reads as NaN, so that a use outside its unit cannot pass
-unnoticed, and takes one element for all of them.
+A freed parameter keeps its shape and dtype alone. It takes one element, and reads as NaN, so that a use outside its
+unit is noticed.
 """
 
 from collections.abc import Sequence
@@ -67,13 +67,13 @@ class Unit:
         return account.current().hold(module_for(self.device).empty(size, flat.dtype), "parameters")
 
     def prefetch(self) -> None:
-        """Tell the store that fetch will come soon."""
+        """Tell the store that `fetch` comes soon."""
         if not self._whole and not self._pending:
             for flat in self.flats:
                 self.store.prefetch(flat)
 
     def fetch(self) -> None:
-        """Begin to gather, unless that was begun: one all-gather a flat."""
+        """Begin to gather, unless that has begun: one all-gather a flat."""
         if self._whole or self._pending:
             return
         for flat in self.flats:
@@ -109,7 +109,7 @@ def make_units(model: Module, modules: Sequence[Module] | None, ahead: int, grou
                algorithm: str, recorder: Recorder, seed: int | None, device: str) -> tuple[list[Unit], Unit]:
     """The units of `modules` (None: the model's children) and the root with the rest, each cut down to its shards.
 
-    A parameter that `stays_whole` is in none of them.
+    Parameters that stay whole are in none of them.
     Raises:  ConfigError if two units share a parameter, a module is not the model's, or ahead is negative.
     """
     if ahead < 0:

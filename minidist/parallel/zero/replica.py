@@ -67,13 +67,7 @@ class ShardedReplica(ZeroAxis):
     """A replica of a model whose optimizer is divided among the ranks of a group.
 
     Args:    model: equal on all ranks; its weights move into vectors. Frozen weights stay as they are.
-             group: the ranks that share the batch.
-             loss: of a part of the batch (default: `model.loss`).
-             bucket_bytes: a bucket's most bytes.
-             algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
-             shard: how many neighbours share one copy of the state (default: all; zero/shards.py).
-             precision: of weights and update (default: one dtype for all); store: where chunks lie (default: here).
-             recorder: is told what runs when.
+             bucket_bytes: a bucket's most bytes; the others as ZeroAxis.
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
     Raises:  MismatchError if the replicas do not start equal.
     """
@@ -87,7 +81,8 @@ class ShardedReplica(ZeroAxis):
         super().__init__(model, group, loss=loss, algorithm=algorithm, shard=shard, precision=precision, store=store,
                          recorder=recorder)
         check_equal_replicas(model.parameters(), group, when="before the first step")
-        self.flats = self.stored = [Flat(run, self.sharing.shard) for run in cut(trainable(model.parameters()), bucket_bytes)]
+        runs = cut(trainable(model.parameters()), bucket_bytes)
+        self.flats = self.stored = [Flat(run, self.sharing.shard) for run in runs]
         self.weights = [flat.join() for flat in self.flats]
         for index, (flat, weights) in enumerate(zip(self.flats, self.weights, strict=True)):
             self.store.keep(flat, weights[flat.own], f"bucket {index}")

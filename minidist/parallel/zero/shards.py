@@ -176,8 +176,10 @@ class ShardStore:
 class ZeroAxis(DataAxis):
     """A data axis whose ranks divide state: a rank updates its chunks.
 
-    Args:    as DataAxis; shard: how many neighbours share one copy of the state (None: all); store: where chunks lie
-             (None: on the device).
+    Args:    group: the ranks that share the batch; loss: of a part of the batch (default: `model.loss`).
+             algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
+             shard: how many neighbours share one copy of the state (default: all); store: where chunks lie (default:
+             on the device); precision: of weights and update (default: one dtype for all); recorder: is told what runs.
     Attributes: flats: the runs of parameters that learn; stored: all that are divided; sharing; store.
     """
 

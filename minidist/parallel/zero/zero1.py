@@ -82,7 +82,7 @@ def plain_zero1(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], g
 class Zero1(ShardedReplica):
     """A replica of a model whose optimizer is divided among the ranks of a group.
 
-    Its gradients move into buckets. Args, Attributes, Raises: as ShardedReplica.
+    Its gradients move into buckets. Args, Attributes, Raises: as ShardedReplica (zero/replica.py).
     """
 
     name, update_step = "ZeRO-1", "ZeRO-1 3"

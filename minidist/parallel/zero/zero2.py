@@ -85,7 +85,8 @@ def plain_zero2(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], g
 class Zero2(ShardedReplica):
     """A replica of a model whose gradients and optimizer are divided among the ranks of a group.
 
-    Its gradients take a shard, and for a while two buckets. Args, Attributes, Raises: as ShardedReplica.
+    Its gradients take a shard, and for a while two buckets.
+    Args, Attributes, Raises: as ShardedReplica (zero/replica.py).
     """
 
     name, update_step = "ZeRO-2", "ZeRO-2 2"

@@ -118,16 +118,11 @@ class Zero3(ZeroAxis):
     """A model of which each rank of a group keeps a chunk.
 
     Args:    model: weights drawn, equal on all ranks; or not yet drawn, with `seed`: then each rank draws its chunks.
-             group: the ranks that share the batch.
              units: modules of the model, without a parameter in common and used through their calls alone (default: its
              children); the rest is the root.
-             loss: of a part of the batch (default: `model.loss`).
              ahead: how much may be gathered before its turn, in units as large as the largest; 0: nothing.
              free_after_forward: or keep a unit until its backward, for memory instead of traffic.
-             algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
-             shard: how many neighbours share one copy of the state (default: all; zero/shards.py).
-             precision: of weights and update (default: one dtype for all); store: where chunks lie (default: here).
-             recorder: is told what runs when.
+             group, loss, algorithm, shard, precision, store, recorder: as ZeroAxis (zero/shards.py).
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
     Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not start equal.
     """
@@ -147,9 +142,8 @@ class Zero3(ZeroAxis):
         self.units, self.root = make_units(model, units, ahead, self.sharing.shard, store=self.store,
                                            algorithm=algorithm, recorder=self.recorder, seed=seed, device=device)
         self.segments: list[list[Unit]] = []    # of a pipeline: the units of each stage, in the order of their calls
-        self.sequence: list[Unit] = []          # units as the first forward met them
-        self._met: list[Unit] = []              # those that this forward has met
-        self._left: list[Unit] = []             # those that this backward has still to meet
+        self.sequence: list[Unit] = []          # without segments: units as the first forward met them
+        self._met, self._left = list[Unit](), list[Unit]()      # this forward has met; this backward has still to meet
         self.stored = [flat for unit in (*self.units, self.root) for flat in unit.flats]
         self.flats = [flat for flat in self.stored if flat.parameters[0].requires_grad]
         self.gradients = GradientShards(self.flats, self.sharing, store=self.store, algorithm=algorithm,
@@ -301,12 +295,12 @@ class Zero3(ZeroAxis):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """At its end the root is freed."""
+        """As Strategy's; the root is freed at its end."""
         yield
         self.root.free()
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
-        """No rank holds weights whole: nothing is compared."""
+        """Compare nothing: no rank holds weights whole."""
 
     def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None,
                squares: Squares | None = None) -> None:
