@@ -23,8 +23,9 @@ Metrics = dict[str, Any]
 
 
 def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
-    """Bytes and messages that all ranks together should have sent for gradients, and with ZeRO for weights, in all
-    steps: the sum over buckets, or with ZeRO-2 and 3 over collectives. Args: batch: like those of the run.
+    """Bytes and messages of all ranks and steps by formula, for gradients and under ZeRO for weights.
+
+    Args:    batch: one batch of the run.
     """
     plan, strategy = trainer.plan, trainer.strategy
     if plan.strategy != "ddp":
@@ -37,11 +38,12 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
 
 
 def data_formula(trainer: Trainer, strategy: Strategy, calls: Sequence[Collective]) -> dict[str, Any]:
-    """Bytes and messages of all ranks of one group of the data axis together, in all steps, from its `calls` in one;
-    bytes also by the axis of the ranks that make a call.
+    """Bytes and messages of all ranks of one group of the data axis in all steps; bytes also by axis.
+
+    Args:    calls: the collectives of one step.
     """
     plan, steps, axes, messages = trainer.plan, trainer.steps_done, dict[str, int](), 0
-    for call in calls:      # what all ranks send does not depend on how much each of them owns
+    for call in calls:      # the sum over ranks does not depend on the sizes of their shards
         size, times = call.group.size, 1 if call.once else plan.copies // call.group.size
         case = Case(size=size, nbytes=call.nbytes, blocks=[call.nbytes] + [0] * (size - 1))
         formula, axis = FORMULAS[call.verb, plan.algorithm], call.group.axis.split(".")[0]
@@ -129,9 +131,9 @@ def in_words(each: dict[str, float]) -> str:
 
 
 def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, float]:
-    """What theory gives a rank to hold between steps, by category: parts of it are divided under ZeRO.
+    """Bytes a parameter that a rank holds between steps by theory, by category; ZeRO divides some of them.
 
-    Args:    experts: of one that ep has divided already; ZeRO does so over dp and cp alone.
+    Args:    experts: of the experts' parameters, which ep has divided already; ZeRO divides them over dp and cp.
     """
     plan = metrics["plan"]
     each = Each.of(metrics["parameter_bytes"] // metrics["parameters"], moments=metrics["optimizer_moments"],
@@ -144,7 +146,7 @@ def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, f
 
 
 def traffic_header(metrics: Metrics) -> tuple[str, str]:
-    """What a rank should send in a step, bytes and messages, as formulas."""
+    """Bytes and messages of a rank in a step, as formulas for the table's header."""
     size, plan, formula = metrics["size"], metrics["plan"], metrics["formula"]
     whole = formula["sent_bytes"] // len(metrics["losses"]) // (size - 1)     # gathered or reduced: at least 2Ψ
     if plan["shard"] not in (None, size):
@@ -156,7 +158,7 @@ def traffic_header(metrics: Metrics) -> tuple[str, str]:
 
 
 def traffic_table(metrics: Metrics) -> Table:
-    """Each rank's bytes and messages a step beside the formula, scalars apart; all ranks' together are exact."""
+    """Each rank's bytes and messages in a step, without scalars, beside the formula; the sums are exact."""
     size, steps, formula = metrics["size"], len(metrics["losses"]), metrics["formula"]
     share, by_formula = formula["sent_bytes"] / steps / size, traffic_header(metrics)
     table = Table(header_style="bold")
@@ -173,7 +175,7 @@ def traffic_table(metrics: Metrics) -> Table:
 
 
 def memory_table(metrics: Metrics) -> Table:
-    """Rank 0's memory by category, now and at the peak, beside what theory says of it."""
+    """Rank 0's memory by category, now and at the peak, beside the formula."""
     experts = metrics["formula"].get("held_experts", 0)
     count = metrics["formula"].get("held", metrics["parameters"]) - experts
     parts = [(count, bytes_a_parameter(metrics)), (experts, bytes_a_parameter(metrics, experts=True))]

@@ -29,14 +29,13 @@ from minidist.device.backend import Array, device_of
 from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig, Module
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
-from minidist.parallel.experts.expert_load import Loads
+from minidist.parallel.experts.expert_load import ExpertLoad
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.hybrid.strategies import load, make_data_axis, make_store
 from minidist.parallel.memory.activations import checkpoint_blocks, pass_bytes
 from minidist.parallel.memory.offload_costs import require_memory, require_pass
-from minidist.parallel.precision.mixed_precision import MixedPrecision, check_dtype
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
@@ -120,7 +119,7 @@ class Trainer:
         try:
             self._require_disk()
             self.strategy: Strategy = self._make_strategy(device)
-            self.loads = Loads(self.model, self.mesh.copies)
+            self.loads = ExpertLoad(self.model, self.mesh.copies)
             if plan.zero == 3:
                 units: Any = self.strategy.data
                 require_memory(plan.device_memory, units.units, units.root)
@@ -134,8 +133,7 @@ class Trainer:
         """The plan's precision, and the model in it, not yet drawn."""
         if self.plan.precision == "fp32":
             return Precision(), GPT(self.config)
-        check_dtype(self.plan.precision, self.config.dtype)
-        precision = MixedPrecision(self.plan.precision)
+        precision: Any = load("precision")(self.plan.precision, masters=self.config.dtype)
         model = GPT(replace(self.config, dtype=backend.dtype_name(precision.dtype)))
         if self.plan.precision == "fp8":
             precision.attach(model, self.mesh.stage)

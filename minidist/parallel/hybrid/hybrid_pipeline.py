@@ -32,11 +32,12 @@ from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import GPT, Module
+from minidist.nn.weight_shard import assemble
+from minidist.parallel.hybrid.hybrid_cut import TokenStages
+from minidist.parallel.pipeline.instructions import BackwardWeights, Forward, Schedule
 from minidist.parallel.pipeline.pipeline import Pipeline
-from minidist.parallel.pipeline.schedules import BackwardWeights, Forward, Schedule
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.strategy import DataAxis
-from minidist.parallel.zero.weight_shard import assemble
 
 
 class DataPipeline(Pipeline):
@@ -46,11 +47,17 @@ class DataPipeline(Pipeline):
              seed: None leaves the weights undrawn.
     """
 
+    stages: TokenStages
+
     def __init__(self, model: GPT, group: Group, schedule: Schedule, *, of: Precision, tp: Group,
                  **options: Any) -> None:
         super().__init__(model, group, schedule, **options)
         self.of, self.tp = of, tp
         self.data: DataAxis
+
+    def cut(self, model: GPT, rank: int) -> TokenStages:
+        """As Pipeline's; the stages may work on a shard of the tokens."""
+        return TokenStages(model, self.layers, range(rank, len(self.layers), self.group.size))
 
     @property
     def loss_scale(self) -> float:

@@ -57,22 +57,23 @@ import numpy as np
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.nn import GPT
+from minidist.nn.weight_shard import WeightShard, assemble
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.context.token_shard import TOKENS, own_key, pick
 from minidist.parallel.hybrid.hybrid_cut import cut_model
 from minidist.parallel.hybrid.hybrid_pipeline import DataPipeline
+from minidist.parallel.hybrid.layer_timing import stage_layers
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.hybrid.strategies import make_data_axis
 from minidist.parallel.pipeline.schedules import make_schedule
-from minidist.parallel.pipeline.stages import stage_layers
 from minidist.parallel.step.flat import sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.step import Batch, Key, Part, micro_parts, part_of
 from minidist.parallel.step.strategy import DataAxis, Strategy
-from minidist.parallel.zero.weight_shard import Summand, WeightShard, add_up, assemble, counts_at, summands
+from minidist.parallel.tensor.split_model import Summand, add_up, counts_at, summands
 
 
 class Hybrid(Strategy):

@@ -17,6 +17,7 @@ PLACES = {
     "experts": "experts.expert_parallel.expert_parallel", "ring": "context.ring_attention.attend_by_ring",
     "all-to-all": "context.ulysses.attend_by_heads", "offload=none": "zero.shards.ShardStore",
     "offload=optimizer": "memory.offload.OnHost", "offload=all": "memory.offload_disk.OnDisk",
+    "precision": "precision.mixed_precision.MixedPrecision",
 }
 """What a plan names -> module and name, inside parallel/."""
 
