@@ -26,7 +26,7 @@ Cost, a step and rank, ring all-reduce, whatever the number of backward passes (
 
 The notes' steps (N0, "DDP: Distributed Data Parallel"), as they happen here:
 
-    DDP 1  the model is on every device.  The notes let the main process copy it. Here nobody copies: each rank draws
+    DDP 1  the model is on every device.  The notes let the main process copy it. Here no rank copies: each rank draws
            the same weights from the same seed, and a digest is compared once to be sure.
     DDP 2  each device works on its part of the data.
     DDP 3  gradients are averaged over the devices during backward.  They are *summed* here: each rank's loss is its sum
@@ -36,9 +36,9 @@ The notes' steps (N0, "DDP: Distributed Data Parallel"), as they happen here:
     DDP 4  no controller; a ring carries the sums over every link at once.  "Its traffic is constant" (N1:42) holds only
            nearly for bytes (2(P-1)/P lies between 1 and 2) and not at all for messages, which grow with P.
 
-Models whose loss leaves parameters out. A Plan reaches neither `unused` nor `static`, for a GPT uses all its parameters
-in every step, and completes them in the order in which buckets are cut (but for a weight before its own bias). A model
-with branches takes them in a loop of its own:
+Models whose loss leaves parameters out. A Plan reaches neither `unused` nor `static`, because a GPT uses all its
+parameters in every step, and completes them in the order in which buckets are cut (but for a weight before its own
+bias). A model with branches takes them in a loop of its own:
 
     ddp = DDP(model, group, loss=loss, static=True)         # or unused="error", or neither: no gradient is then zero
     optimizer = AdamW(ddp.parameters, 1e-3)
@@ -95,8 +95,8 @@ class DDP(DataAxis):
              loss: of a part of the batch (default: `model.loss`).
              bucket_bytes: a bucket's most bytes.
              algorithm: of the gradients' all-reduce; pinned, so that the same run gives the same bits.
-             unused: what it means that a rank's loss does not depend on a parameter: "zero", a gradient of zero, for
-             another rank may use it; "error": a mistake (a layer forgotten in forward), named with the rank.
+             unused: what it means that a rank's loss does not depend on a parameter: "zero", a gradient of zero,
+             because another rank may use it; "error": a mistake (a layer forgotten in forward), named with the rank.
              static: or whether the loss uses the same parameters in every step. Then buckets are made anew after the
              first step, in the order in which gradients were completed, and without parameters that no rank uses.
              precision: of weights and update (default: one dtype for all); recorder: is told what runs when.

@@ -268,7 +268,7 @@ class Trainer:
         """The same, and the loss may be waited for later.
 
         One process on a GPU then waits for nothing within a step, but for what the host decides: fp16's loss scale,
-        fp8's scales, and who goes to which expert. With other strategies the loss is there.
+        fp8's scales, and the routing to experts. With other strategies the loss is there.
         """
         self.world.tell_step(self.steps_done)
         with (self.world.ledger.during("step"), self.store.traffic.during_step(),

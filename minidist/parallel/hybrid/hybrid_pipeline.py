@@ -1,26 +1,27 @@
-"""Chapter 17 · A pipeline inside a composed plan: what its backwards leave is the data axis's affair.
+"""Chapter 17 · A pipeline inside a composed plan: the data axis runs its backwards, and sums their gradients.
 
-With DDP and ZeRO-1 gradients add up where they are, over all microbatches, and are reduced once a step. ZeRO-2 and 3
-promise that nobody keeps a whole gradient; so behind a pipeline each microbatch's backward of a stage ends in that
-stage's reduce-scatters, and with ZeRO-3 each of its forwards and backwards begins with gathers:
+With DDP and ZeRO-1 gradients add up in place, over all microbatches, and are reduced once a step. With ZeRO-2 and 3 no
+rank keeps a whole gradient. So each microbatch's backward of a stage ends in the reduce-scatters of that stage, and
+with ZeRO-3 each of its forwards and backwards begins with gathers:
 
     compute         F0 | F1 | B0           | F2 | B1           | …
     ZeRO-2                    reduce stage        reduce stage        m microbatches: m times the scatters
     ZeRO-3          gather for each F and each B; reduce               and m times the gathers
 
-That is what a pass costs in chapters 15 and 16: a microbatch is a pass of its stage. In numbers a step, over all ranks
-of one group of P on the data axis that holds Ψ numbers, R of them in a tied table, in A passes of m microbatches:
+That is the cost of a pass in chapters 15 and 16: a microbatch is a pass of its stage. In elements a step, over all
+ranks of one group of P on the data axis that holds Ψ elements, R of them in a tied table, for A passes of m
+microbatches:
 
     DDP, ZeRO-1     2 (P-1) Ψ
     ZeRO-2          (A m + 1) (P-1) Ψ
     ZeRO-3          (P-1) (3 A m (Ψ - R) + 2 R)     the table is gathered once a step and held, and so is its gradient
 
-Who wants the memory of stages 2 and 3 without this traffic takes fewer microbatches, or ZeRO-1. With keep_gathered a
-unit stays as long as one of its microbatches is on its way: gpipe and 1f1b's first stages gather once a pass, but then
-have all weights. Where backward is split in two (zb-h1) gradients are reduced after the second half, and lie whole
-until then.
+To have the memory of stages 2 and 3 without this traffic, take fewer microbatches, or ZeRO-1. With keep_gathered a
+unit stays as long as one of its microbatches is between forward and backward: gpipe and 1f1b's first stages then gather
+once a pass, but hold all weights. Where backward is split in two (zb-h1) gradients are reduced after the second half,
+and lie whole until then.
 
-All ranks of the data axis must gather and reduce alike, so a microbatch without a row goes through too, with none.
+All ranks of the data axis must gather and reduce the same, so a microbatch without a row goes through too, empty.
 """
 
 from typing import Any

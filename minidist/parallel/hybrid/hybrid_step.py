@@ -1,7 +1,7 @@
 """Chapter 17 · The step of a composed plan: a model cut by tensor, context and pipeline, and replicas of what is left.
 
-The idea. Each axis cuts something else, so they can be put into each other like boxes, and each strategy goes on doing
-what it does alone. Eight ranks, dp=2, pp=2, tp=2:
+The idea. Each axis cuts something else, so the cuts nest like boxes, and each strategy does what it does alone. Eight
+ranks, dp=2, pp=2, tp=2:
 
                           tp=0   tp=1
     dp=0   pp=0 stage 0    r0     r1      tp   0-1, 2-3, 4-5, 6-7   inside every layer: all-reduces (chapter 12)
@@ -9,38 +9,38 @@ what it does alone. Eight ranks, dp=2, pp=2, tp=2:
     dp=1   pp=0 stage 0    r4     r5      dp   0-4, 1-5, 2-6, 3-7   once a step: gradients (chapters 7, 14-16)
            pp=1 stage 1    r6     r7
 
-With cp (chapter 13) there are as many ranks in the place of each, which have the same weights and rows and divide the
-tokens; with ep (chapter 18) others again, which divide the experts, and rows as dp does. The axis that talks most is
-innermost, where ranks are neighbours and links fast. A rank is first a tensor shard of the model, with some of each
-sequence's tokens, of which it keeps its stage, of which it draws its part; then the data axis trains that:
+With cp (chapter 13) several ranks stand in the place of each; they have the same weights and rows, and divide the
+tokens. With ep (chapter 18) several others do; they divide the experts, and rows as dp does. The axis that sends most
+is innermost, where ranks are neighbours and links are fast. A rank takes from the model, in this order: its tensor
+shard, its tokens of each sequence, its stage; then it draws its weights, and the data axis trains them:
 
     model       GPT, not drawn -> tensor_parallel or sequence_parallel(tp) -> expert_parallel(ep) -> attention over cp
                 -> Pipeline(pp) takes its stages and draws -> DDP or ZeRO, over all ranks that have the same weights:
                 dp, ep and cp together, for experts dp and cp
-    batch       rows of dp and ep, in accumulate passes, each in microbatches; of them ranks of cp pick their tokens
-                (zigzag, or with all-to-all attention consecutive ones); tp ranks of a row see the same ones
-    loss        own tokens' over all tokens of the batch: shares, that add up
-    gradients   add up where they are, over microbatches and passes; sums over the data axis; then what lies on several
-                ranks for another reason, a tied table on both ends of pp, with sequence parallelism norms on all of tp
+    batch       rows of dp and ep, in accumulate passes, each in microbatches. Ranks of cp take their tokens of each row
+                (zigzag, or with all-to-all attention consecutive ones); ranks of tp take the same rows and tokens
+    loss        each rank's share: its tokens' losses over all tokens of the batch. Shares add up
+    gradients   add up in place, over microbatches and passes; then over the data axis; then over other ranks that hold
+                the same weight: a tied table on both ends of pp, with sequence parallelism norms on all of tp
     norm        every number of the gradient counts at one rank of the mesh
-    update      of own weights, with ZeRO of own pieces of them
+    update      of the rank's weights, with ZeRO of its pieces of them
 
-With sequence parallelism a tp rank has, outside its regions, its part of its cp rank's tokens; that is what it hands on
-to the next stage: tp times less than what all of tp would hand on whole.
+With sequence parallelism a tp rank has, outside its regions, a part of its cp rank's tokens. It sends that part to the
+next stage: tp times less than all of tp would send otherwise.
 
-What must be the same on several ranks, and why it is, to the bit:
+What must be equal on several ranks, to the bit, and why it is:
 
-    norms, biases of row linears      on all of tp: from gradients that an all-reduce made equal. Over the data axis
-                                      they are summed in buckets of their own, so that chunks lie alike on all tp ranks
-    key heads, if fewer than tp       on the ranks that look at one: in such buckets too; then the sums, with ZeRO those
-                                      of a rank's piece, are added up over these ranks
-    a tied token table                on both ends of pp: sums over the data axis are added up over pp, with ZeRO those
-                                      of a rank's piece of it; in buckets of its own too
+    norms, biases of row linears      on all of tp: from gradients that an all-reduce made equal. The data axis sums
+                                      them in buckets of their own, so that chunks have the same edges on all tp ranks
+    key heads, if fewer than tp       on the ranks that share one: in such buckets too; then these ranks add up the
+                                      sums, with ZeRO those of a rank's piece
+    a tied token table                on both ends of pp: the two ends add up the sums of the data axis, with ZeRO those
+                                      of a rank's piece; in a bucket of its own too
     loss, norm                        on all ranks: shares are added in rank order
 
 Cost, a step: each axis what its chapter says, of what the rank holds (hybrid_costs.py). Without a pipeline the data
-axis overlaps backward as in its own chapter; behind one it sends when the last microbatch is through, or with ZeRO-2
-and 3 with each of them (hybrid_pipeline.py). What does not go together is refused by Plan (plan_checks.py).
+axis overlaps backward as in its own chapter. With one it sends after the last microbatch, or with ZeRO-2 and 3 after
+each of them (hybrid_pipeline.py). Plan refuses what does not go together (plan_checks.py).
 
 The notes' groups A and B (N0:442-470) are dp=2, pp=2: ranks 0-1 and 2-3 pass activations on, 0-2 and 1-3 add gradients
 up. (Their all-reduce takes a mean; here the loss was divided by all tokens before, and gradients are summed.)
@@ -126,7 +126,7 @@ class Hybrid(Strategy):
         return pipeline
 
     def _lay_out(self) -> None:
-        """Set apart, stage by stage: what lies alike on ranks of tp, a table at both ends, experts."""
+        """Give parameters their layouts: by stage; equal on ranks of tp; a table at both ends; experts."""
         alike, table = ({id(p) for p in some} for some in (self._alike(), self._twice()))
         stages = ([trainable(self.model.parameters())] if self.pipeline is None else
                   [self.pipeline.weights_of(stage) for stage in self.pipeline.stages.layers])
@@ -145,7 +145,7 @@ class Hybrid(Strategy):
         return [p for p in self.model.parameters() if isinstance(p, WeightShard) and p.sharers is not None]
 
     def _alike(self) -> list[Parameter]:
-        """What must lie alike on ranks of tp, to have the same bits: the whole and the shared."""
+        """The weights that need the same layout on every rank of tp, for the same bits: the whole and the shared."""
         return [*self._whole(), *self._shared()]
 
     def _twice(self) -> list[Parameter]:

@@ -10,7 +10,7 @@ from minidist.device import account
 from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim.optimizer import Slot
-from minidist.parallel.memory.transfer_lanes import Lane, Move, Pace
+from minidist.parallel.memory.transfer_lanes import Move, Pace, TransferLane
 from minidist.parallel.step.flat import Flat, Piece
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.zero.shards import ShardStore
@@ -36,8 +36,8 @@ class OffDevice(ShardStore):
     def __init__(self, *, recorder: Recorder | None = None, down: Pace | None = None, up: Pace | None = None) -> None:
         super().__init__()
         self.recorder = recorder or Silent()
-        self.down = Lane("device", "host", self.traffic, recorder=self.recorder, pace=down)
-        self.up = Lane("host", "device", self.traffic, recorder=self.recorder, pace=up)
+        self.down = TransferLane("device", "host", self.traffic, recorder=self.recorder, pace=down)
+        self.up = TransferLane("host", "device", self.traffic, recorder=self.recorder, pace=up)
         self._names: dict[int, str] = {}
         self._going: Move | None = None         # the gradients that are on their way down
 

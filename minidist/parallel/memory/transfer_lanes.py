@@ -1,6 +1,6 @@
 """Moves between memories: device, host, disk. Each lane is a thread, so what moves hides behind what computes.
 
-    lane = Lane("to disk", "host", "disk", traffic, recorder=timeline)
+    lane = TransferLane("to disk", "host", "disk", traffic, recorder=timeline)
     move = lane.start("write blocks.0", nbytes, lambda: ...)       # begun, in the order of the starts
     move.wait()                                                    # its result, or its error
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from minidist.errors import ConfigError, TimeoutError
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.traffic import Traffic
+from minidist.parallel.step.traffic import MemoryTraffic
 
 LIMIT = 300.0
 """Seconds that a wait for one move may take: a disk that is slower than that is taken for lost."""
@@ -67,14 +67,14 @@ class Move:
         return self._future.done()
 
 
-class Lane:
+class TransferLane:
     """Carries moves out one after the other, in the order they were started.
 
     Args:    source, target: "device", "host" or "disk", for the traffic and the recorder.
              pace: how slow it is at least.
     """
 
-    def __init__(self, source: str, target: str, traffic: Traffic, *, recorder: Recorder,
+    def __init__(self, source: str, target: str, traffic: MemoryTraffic, *, recorder: Recorder,
                  pace: Pace | None = None) -> None:
         self.source, self.target, self.traffic, self.recorder = source, target, traffic, recorder
         self.pace = pace or Pace()

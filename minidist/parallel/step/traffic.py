@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Traffic:
+class MemoryTraffic:
     """Bytes moved between memories, by direction ("host to disk"); those of training steps apart from the rest.
 
     Attributes: step, other: direction -> bytes

@@ -40,7 +40,7 @@ from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import Loss, divisors
 from minidist.parallel.step.strategy import Collective, DataAxis
-from minidist.parallel.step.traffic import Traffic
+from minidist.parallel.step.traffic import MemoryTraffic
 
 
 class HybridSharding:
@@ -101,7 +101,7 @@ class ShardStore:
     """
 
     def __init__(self) -> None:
-        self.traffic, self.host = Traffic(), MemoryAccount(whose="host memory")
+        self.traffic, self.host = MemoryTraffic(), MemoryAccount(whose="host memory")
         self._weights: dict[int, Array] = {}        # by id(flat), as all below
         self._gradients: dict[int, Array] = {}
         self._masters: dict[int, Array] = {}

@@ -22,7 +22,7 @@ backward will not reach holds back nothing: backward tells before it runs what i
 
 Cost, a step and rank, with A backward passes:
 
-    bytes        (A+1)(P-1)/P × 4Ψ   every pass must reduce, since nobody can keep the sum of several; A = 1: as DDP
+    bytes        (A+1)(P-1)/P × 4Ψ   every pass must reduce, since no rank can keep the sum of several; A = 1: as DDP
     messages     (A+1)(P-1) × buckets
     control      two float64: the loss, the squares of the gradient's norm
 
