@@ -117,7 +117,7 @@ def peak_activations(group: Group, name: str, microbatches: int) -> int:
 
 
 def run_unchecked(group: Group, lists: Sequence[Sequence[Any]]) -> None:
-    """The messages of a schedule that nobody has checked, sent and received one by one."""
+    """The messages of a schedule that was not checked, sent and received one by one."""
     for instruction in lists[group.rank]:
         if isinstance(instruction, SENDS):
             group.send(np.zeros(1), dst=received_as(instruction).stage % group.size)

@@ -221,7 +221,7 @@ def refused(schedule: Schedule) -> None:
 
 
 def swap_order() -> None:
-    """Two stages, each of which wants to receive before it sends."""
+    """Two stages, and each receives before it sends."""
     right = lab.schedule_of("naive", 2, 2)
     turn = {SendActivation(0, 0): RecvGradient(0, 0), RecvGradient(0, 0): SendActivation(0, 0)}
     lists = (tuple(turn.get(instruction, instruction) for instruction in right.lists[0]), right.lists[1])

@@ -106,7 +106,7 @@ def gather_between() -> None:
         ranks = md.run(partial(job, gathers=gathers), size=4)
         print(f"{'with' if gathers else 'without'} the gather: the sum of y is {ranks[0][0]:.6f}, all ranks sent "
               f"{size_text(sum(sent for _, sent in ranks))}")
-    print("the gather fetches what nobody uses: the rows of the second matrix want just the columns that are here")
+    print("the gather fetches unused columns: the rows of the second matrix need just the columns that are here")
 
 
 def local_softmax() -> None:

@@ -9,7 +9,7 @@ from minidist.observe.timeline import Timeline
 from minidist.parallel.pipeline.executor import Executor
 from minidist.parallel.pipeline.schedules import make_schedule
 
-NAPPED = 6          # steps, of which the figure shows the quickest
+NAPPED = 6          # steps; the figure shows the quickest
 
 
 class Naps:

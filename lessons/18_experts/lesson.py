@@ -1,4 +1,4 @@
-"""Lesson 18: mixture of experts: who goes where, balanced or not; equal weights; traffic and memory beside formulas.
+"""Lesson 18: mixture of experts: where tokens go, balanced or not; equal weights; traffic and memory beside formulas.
 
     mpirun -n 4 python lessons/18_experts/lesson.py
     python lessons/18_experts/lesson.py                       # alone: four ranks as threads
@@ -184,7 +184,7 @@ def no_capacity() -> None:
 
 
 def no_balance() -> None:
-    """Who starts with all tokens keeps them."""
+    """An expert that starts with all tokens keeps them."""
     for name in ("none", "loss"):
         run = md.run(lambda group, name=name: lab.train(group, lab.moe_config(name), LONG, lopsided=True), size=1)[0]
         shares = lab.shares(run.loads)
@@ -194,7 +194,7 @@ def no_balance() -> None:
 
 
 def counts_forgotten() -> None:
-    """Who receives guesses how many of the rows are for which expert: as many for each."""
+    """The receiver guesses how many of the rows are for which expert: as many for each."""
     right = SplitExperts._exchange_counts
 
     def guess(self: SplitExperts, counts: Any) -> np.ndarray:

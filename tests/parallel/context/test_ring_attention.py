@@ -286,7 +286,7 @@ def test_grouped_queries_and_rotary_positions() -> None:
               {"sequences": 2, "checkpoint": "all", "accumulate": 2}, steps=3)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @any_job(context=st.integers(1, 23))
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     check_job(context, elements_sent, size, changes, options, steps=2)

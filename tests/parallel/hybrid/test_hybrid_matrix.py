@@ -90,7 +90,7 @@ def check_job(job: Job, **options: Any) -> None:
     assert sent_by_axis(ranks) == {axis: sent for axis, sent in axes.items() if sent}
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(any_plan(8, layers=4))
 def test_any_plan(job: Job) -> None:
     check_job(job)
