@@ -8,9 +8,8 @@ One `show` is all there is: a rank copies its arrays into its part, moves `poste
 as often, and looks at their bytes where they lie. So what a message would carry to P-1 ranks is written once, and
 nobody waits for one rank after the other.
 
-Parts have two turns, used alternately; a header says where the turn's bytes lie (write_placement.py). What was shown
-may be read until the reader's next `show`: a rank overwrites a turn only at its second `show` after, and before that it
-saw everybody post the first.
+Parts have two turns, used alternately. What was shown may be read until the reader's next `show`: a rank overwrites a
+turn only at its second `show` after, and before that it saw all others post the first.
 
 Long arrays need not be copied here, where the ranks may read each other's memory: a rank lends them, that is, shows
 where they lie, the others read() them there, and all meet once more before anybody's may change.
@@ -28,17 +27,17 @@ from typing import Protocol
 
 import numpy as np
 
-from minidist.comm.transport import META_LIMIT, Board, Tag
+from minidist.comm.transport import META_LIMIT, SHOWN_BYTES, Board, Tag
 from minidist.comm.transports.progress.engine import Engine, Operation, yield_core
 from minidist.comm.transports.shm import process_vm_read
-from minidist.comm.transports.shm.ring_buffer import LINE, Fence
-from minidist.comm.transports.shm.write_placement import FAR_BYTES, NEAR_BYTES, TURNS, Writer
+from minidist.comm.transports.shm.ring_buffer import LINE, Fence, copy
 
 _PAGE = 4096
-_HEADER = struct.Struct("3Q")   # the length of meta, where the bytes begin, how many they are
+TURNS = 2
+_HEADER = struct.Struct("2Q")   # how many bytes of meta, and of arrays
 _HEADER_BYTES = 2 * _PAGE   # these words, and meta
 _BYTES = _PAGE + TURNS * _HEADER_BYTES      # where those of all turns begin in a part
-PART_BYTES = _BYTES + NEAR_BYTES + FAR_BYTES
+PART_BYTES = _BYTES + TURNS * SHOWN_BYTES
 
 _POSTED, _ASLEEP, _CLOSED = 0, LINE // 8, 2 * LINE // 8
 
@@ -51,8 +50,7 @@ class Part:
         starts = [_PAGE + turn * _HEADER_BYTES for turn in range(TURNS)]
         self._headers = [memory[start:start + LINE] for start in starts]
         self._metas = [memory[start + LINE:start + LINE + META_LIMIT] for start in starts]
-        self._octets = np.frombuffer(memory[_BYTES:PART_BYTES], np.uint8)
-        self._writer = Writer(self._octets)
+        self._shown = np.frombuffer(memory[_BYTES:PART_BYTES], np.uint8).reshape(TURNS, SHOWN_BYTES)
 
     def clear(self) -> None:
         """Begin anew: nothing was posted."""
@@ -63,11 +61,6 @@ class Part:
         """How often its rank has closed a board here."""
         return self.words[_CLOSED]
 
-    @property
-    def bytes_used(self) -> int:
-        """Of the memory here, what was written to or soon may be."""
-        return PART_BYTES - FAR_BYTES + self._writer.reached
-
     def close(self) -> None:
         """Its rank looks at nobody's part of this board any more."""
         self.words[_CLOSED] += 1
@@ -76,12 +69,16 @@ class Part:
         """Put arrays here, one after the other."""
         if meta:
             self._metas[turn][:len(meta)] = meta
-        _HEADER.pack_into(self._headers[turn], 0, len(meta), *self._writer.write(turn, arrays))
+        stop = 0
+        for array in arrays:
+            start, stop = stop, stop + array.nbytes
+            copy(self._shown[turn, start:stop], array.view(np.uint8))
+        _HEADER.pack_into(self._headers[turn], 0, len(meta), stop)
 
     def read(self, turn: int) -> tuple[bytes, np.ndarray]:
         """Meta, and the bytes where they lie."""
-        told, start, length = _HEADER.unpack_from(self._headers[turn])
-        return self._metas[turn][:told].tobytes(), self._octets[start:start + length]
+        told, length = _HEADER.unpack_from(self._headers[turn])
+        return self._metas[turn][:told].tobytes(), self._shown[turn, :length]
 
 
 class BoardKeeper(Protocol):
@@ -134,11 +131,6 @@ class SharedBoard(Board):
             self._wake()
         fence()  # their `posted` before the bytes
         return [part.read(turn) for part in self._parts]
-
-    @property
-    def bytes_used(self) -> int:
-        """Of this rank's part."""
-        return self._own.bytes_used
 
     def lendable(self, array: np.ndarray) -> bool:
         return self.lends and process_vm_read.readable(array)

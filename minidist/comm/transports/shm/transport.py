@@ -93,7 +93,7 @@ class ShmTransport(PolledTransport):
     @property
     def shared_bytes(self) -> int:
         """A ring to each rank, and the places of the groups' boards. Pages never written take no room."""
-        return RING_BYTES * len(self._links) + sum(board.bytes_used for board in self._boards)
+        return RING_BYTES * len(self._links) + PART_BYTES * len(self._boards)
 
     def reserve_board(self) -> int:
         """A place, and BOARDS times how often a board there was closed: so others can tell when this one is."""
