@@ -28,7 +28,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")        # A100, H100 and H200, B200
 
 
 @dataclass(frozen=True)
-class Usage:
+class ResourceUsage:
     """What one kernel takes on one architecture: registers a thread, bytes of static shared memory a block, spills."""
 
     kernel: str
@@ -58,7 +58,7 @@ def one_of_each(source: Source, turn: int) -> list[str]:
     return [several[turn % len(several)] for several in instances.values()]
 
 
-def compile_for(source: Source, architecture: str, kernels: Sequence[str] = ()) -> list[Usage]:
+def compile_for(source: Source, architecture: str, kernels: Sequence[str] = ()) -> list[ResourceUsage]:
     """What each kernel of a source (or these of them) takes on an architecture. Raises: KernelError with file and line.
 
     Cost: 50 ms a kernel by NVRTC, unless it is in the cache.
@@ -72,7 +72,7 @@ def compile_for(source: Source, architecture: str, kernels: Sequence[str] = ()) 
     return _usages(path.read_text(encoding="utf-8"), architecture)
 
 
-def _usages(log: str, architecture: str) -> list[Usage]:
+def _usages(log: str, architecture: str) -> list[ResourceUsage]:
     """Read what ptxas says (-v), each kernel under the name that `names` lines before it give."""
     names = dict(re.findall(r"^name (\S+) (.*)$", log, re.MULTILINE))
     found = []
@@ -83,7 +83,7 @@ def _usages(log: str, architecture: str) -> list[Usage]:
             match = re.search(pattern, part)
             return int(match[1]) if match else 0
 
-        found.append(Usage(names.get(mangled, mangled), architecture, number(r"Used (\d+) registers"),
+        found.append(ResourceUsage(names.get(mangled, mangled), architecture, number(r"Used (\d+) registers"),
                            number(r"(\d+) bytes smem"), number(r"(\d+) bytes spill stores"),
                            number(r"(\d+) bytes spill loads"), number(r"(\d+) bytes stack frame")))
     return sorted(found, key=lambda usage: usage.kernel)

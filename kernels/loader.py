@@ -82,7 +82,7 @@ def address_of(array: Array) -> int:
 # ------------------------------------------------------------------------------------------------------------ sources
 
 @dataclass(frozen=True)
-class Parameter:
+class KernelParameter:
     """One parameter of a kernel: an array (`pointer`) of elements, or a number, of dtype `kind`; `const`: only read.
 
     `table`: an array of pointers to such arrays, `float* const* weights`, or only read, `const float* const* weights`.
@@ -142,7 +142,7 @@ class Source:
         code = re.sub(r"//[^\n]*|/\*.*?\*/", "", self.text, flags=re.DOTALL)
         return {found["name"]: found for found in _KERNEL.finditer(code)}
 
-    def parameters(self, kernel: str) -> list[Parameter]:
+    def parameters(self, kernel: str) -> list[KernelParameter]:
         """The parameters of an instance, "softmax_v1<float>", from its declaration. Raises: KernelError."""
         name, _, given = kernel.rstrip(">").partition("<")
         if name not in self._declared or kernel not in self.kernels:
@@ -152,14 +152,14 @@ class Source:
         types = dict(zip(names, (part.strip() for part in given.split(",")), strict=False))
         return [self._parameter(text, types) for text in declared["parameters"].split(",") if text.strip()]
 
-    def _parameter(self, text: str, types: dict[str, str]) -> Parameter:
+    def _parameter(self, text: str, types: dict[str, str]) -> KernelParameter:
         words = re.sub(r"\b__restrict__\b", "", text).replace("*", " * ").split()
         spelled = " ".join(word for word in words[:-1] if word not in ("*", "const"))
         spelled = types.get(spelled, spelled)
         if spelled not in _DTYPES:
             raise KernelError(f"{self.path.name}: parameter {text.strip()!r} has a type that the loader does not know; "
                               f"write one of {', '.join(_DTYPES)}")
-        return Parameter(words[-1], _DTYPES[spelled], "*" in words, words[0] == "const", words.count("*") == 2)
+        return KernelParameter(words[-1], _DTYPES[spelled], "*" in words, words[0] == "const", words.count("*") == 2)
 
     @cached_property
     def module(self) -> Any:
@@ -220,7 +220,7 @@ def launch(source: Source, kernel: str, *, grid: int | tuple[int, ...], block: i
         _run_on_gpu(source, kernel, *sizes, values, shared)
 
 
-def _bind(source: Source, kernel: str, args: Sequence[Any]) -> list[tuple[Parameter, Any]]:
+def _bind(source: Source, kernel: str, args: Sequence[Any]) -> list[tuple[KernelParameter, Any]]:
     """Each parameter with its argument, checked; numbers as NumPy scalars of the parameter's type."""
     parameters = source.parameters(kernel)
     if len(args) != len(parameters):
@@ -240,7 +240,7 @@ def _device(array: Array) -> str:
     return device_of(array) if number is None else f"{device_of(array)} {number}"
 
 
-def _fit_array(kernel: str, parameter: Parameter, array: Any) -> Any:
+def _fit_array(kernel: str, parameter: KernelParameter, array: Any) -> Any:
     if array is None:
         return None
     if parameter.table:
@@ -260,7 +260,7 @@ def _fit_array(kernel: str, parameter: Parameter, array: Any) -> Any:
     return array
 
 
-def _fit_number(kernel: str, parameter: Parameter, number: Any) -> Any:
+def _fit_number(kernel: str, parameter: KernelParameter, number: Any) -> Any:
     kind = parameter.kind
     if is_array(number) and number.ndim:
         raise DtypeError(f"{kernel}: {parameter.name} is a number, not an array of shape {number.shape}")
@@ -286,7 +286,7 @@ def _check_sizes(kernel: str, grid: int | tuple[int, ...], block: int | tuple[in
 
 
 def _run_on_gpu(source: Source, kernel: str, grid: tuple[int, ...], block: tuple[int, ...],
-                values: Sequence[tuple[Parameter, Any]], shared: int) -> None:
+                values: Sequence[tuple[KernelParameter, Any]], shared: int) -> None:
     from cupy.cuda import compiler  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
 
     try:

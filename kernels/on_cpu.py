@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from minidist.kernels import tools
 from minidist.kernels.cache import missing, place
-from minidist.kernels.loader import HERE, Parameter, Source, Table, address_of, compile_error
+from minidist.kernels.loader import HERE, KernelParameter, Source, Table, address_of, compile_error
 
 from minidist.errors import KernelError
 
@@ -219,8 +219,8 @@ def _library(path: Path, source: Source) -> _Library:
 class _Arena:
     """The arguments' arrays, copied side by side with guards between them, at the alignment they had in their owner."""
 
-    def __init__(self, values: Sequence[tuple[Parameter, Any]]) -> None:
-        arrays: dict[tuple[int, int], tuple[Parameter, np.ndarray]] = {}
+    def __init__(self, values: Sequence[tuple[KernelParameter, Any]]) -> None:
+        arrays: dict[tuple[int, int], tuple[KernelParameter, np.ndarray]] = {}
         for parameter, value in _arrays(values):
             key = (address_of(value), value.nbytes)
             before = arrays.get(key)
@@ -257,7 +257,7 @@ class _Arena:
                 array.reshape(-1).view(np.uint8)[...] = self._bytes(key)
 
 
-def _arrays(values: Sequence[tuple[Parameter, Any]]) -> Iterator[tuple[Parameter, np.ndarray]]:
+def _arrays(values: Sequence[tuple[KernelParameter, Any]]) -> Iterator[tuple[KernelParameter, np.ndarray]]:
     """The arguments' arrays and those that tables point to; a table itself is only read."""
     for parameter, value in values:
         if isinstance(value, Table):
@@ -276,7 +276,7 @@ def _offset(array: np.ndarray) -> int:
 
 
 def run(source: Source, kernel: str, grid: tuple[int, ...], block: tuple[int, ...],
-        values: Sequence[tuple[Parameter, Any]], shared: int) -> None:
+        values: Sequence[tuple[KernelParameter, Any]], shared: int) -> None:
     """Run one launch (checked by loader.launch) on the CPU. Raises: KernelError."""
     path, watching, arena, report = build(source), _watching.get() or _Watch(), _Arena(values), _Report()
     held = [np.array([np.uint64(arena.address(value)) if parameter.pointer else value]) for parameter, value in values]

@@ -1,4 +1,4 @@
-"""What the commands share: an argument parser that helps with spelling, and parsers of option values."""
+"""Shared by all commands: an argument parser that helps with spelling, parsers of option values, number formats."""
 
 import argparse
 import difflib
@@ -103,6 +103,16 @@ def seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
     return value
+
+
+def plural(count: int, noun: str) -> str:
+    """(1, "rank") -> "1 rank", (4, "rank") -> "4 ranks"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def exactly(number: float) -> str:
+    """12.0 -> "12", 1234.5 -> "1,234.5"."""
+    return f"{number:,.1f}".removesuffix(".0")
 
 
 def write_json(file: str | Path, value: Any) -> None:

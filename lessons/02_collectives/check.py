@@ -9,6 +9,7 @@ import numpy as np
 
 from minidist.comm.cost.critical_path import PATHS
 from minidist.comm.cost.volume import FORMULAS, Case
+from minidist.comm.group import Group
 from minidist.errors import CommError
 from minidist.grading import Result
 from minidist.launch import run
@@ -20,7 +21,7 @@ SIZES = (5, 4, 2, 1)
 class Link:
     """What a student's rank sees of a group, with a log of the messages it begins."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
         self.rank, self.size = group.rank, group.size
         self.sends: list[int] = []      # to whom
@@ -63,7 +64,7 @@ def _on_ranks(size: int, work: Work) -> tuple[list[Any] | None, list[Link], str]
     """What each rank returned (None if they never end), their logs, and the error that ended them."""
     links: dict[int, Link] = {}
 
-    def ranks(group: Any) -> Any:
+    def ranks(group: Group) -> Any:
         return work(links.setdefault(group.rank, Link(group)))
 
     try:

@@ -17,6 +17,7 @@ import numpy as np
 
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.cost.volume import FORMULAS
+from minidist.comm.group import Group
 from minidist.grading import load_module
 from minidist.launch import init, run
 from minidist.observe.machine import machine
@@ -51,7 +52,7 @@ WHEN = {
 Figures = dict[str, dict[tuple[str, str, str], float]]
 
 
-def measured_calls(group: Any) -> list[list[Any]]:
+def measured_calls(group: Group) -> list[list[Any]]:
     """[verb, algorithm, size, seconds] of the slowest rank, the least over rounds of the median over calls."""
     names = load_module(HERE / "lesson.py", "02").algorithms_here
     figures: dict[tuple[str, str, str], list[float]] = {}
@@ -63,7 +64,7 @@ def measured_calls(group: Any) -> list[list[Any]]:
     return [[*key, min(rounds)] for key, rounds in figures.items()]
 
 
-def _median(group: Any, verb: str, algorithm: str, nbytes: int) -> float:
+def _median(group: Group, verb: str, algorithm: str, nbytes: int) -> float:
     """The median of the slowest rank's times, of as many calls as BUDGET has room for. n: the larger buffer."""
     whole, part = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4 // group.size, np.float32)
     x: Any = {"gather": part, "all_gather": part, "all_to_all": [part] * group.size}.get(verb, whole)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.errors import DeadlockError, TimeoutError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
@@ -20,7 +21,7 @@ SIZES = ((4, 4096), (1, 5), (2, 6), (3, 10), (4, 3), (5, 0))  # (ranks, elements
 class Link:
     """What a student's rank sees: neighbours and three verbs of a group, with a log of what it is doing."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
         self.rank, self.size = group.rank, group.size
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
@@ -67,7 +68,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield _cost(size, elements, measured)
 
 
-def _contributions(group: Any, reduce_scatter: Any, all_gather: Any, links: dict[int, Link]) -> list[np.ndarray]:
+def _contributions(group: Group, reduce_scatter: Any, all_gather: Any, links: dict[int, Link]) -> list[np.ndarray]:
     """This rank's chunks after the student's functions ran on the contributions BASE**rank."""
     link = links.setdefault(group.rank, Link(group))
     chunks = np.array_split(np.full(2 * group.size, BASE**group.rank, dtype=np.int64), group.size)
@@ -77,7 +78,7 @@ def _contributions(group: Any, reduce_scatter: Any, all_gather: Any, links: dict
     return chunks
 
 
-def _one_call(group: Any, exercise: ModuleType, elements: int, links: dict[int, Link]) -> dict[str, Any]:
+def _one_call(group: Group, exercise: ModuleType, elements: int, links: dict[int, Link]) -> dict[str, Any]:
     """The student's all_reduce and the library's ring on the same values: results, messages and bytes of both."""
     link = links.setdefault(group.rank, Link(group))
     x = np.arange(elements, dtype=np.float64) + 1000.0 * group.rank

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.cost.volume import FORMULAS, Case
+from minidist.comm.group import Group
 from minidist.errors import CommError
 from minidist.grading import Result, load_module
 from minidist.launch import run
@@ -26,7 +27,7 @@ class Outsider(ValueError):
 class Link:
     """What a student's rank sees of a group that is spread over machines, with a log of what it does."""
 
-    def __init__(self, group: Any, nodes: tuple[int, ...]) -> None:
+    def __init__(self, group: Group, nodes: tuple[int, ...]) -> None:
         self._group = group
         self.rank, self.size, self.nodes = group.rank, group.size, nodes
         self.doing = "nothing"
@@ -108,7 +109,7 @@ def _all_reduce(exercise: ModuleType, nodes: tuple[int, ...]) -> Iterator[Result
     task, size = f"all_reduce, machines {nodes}", len(nodes)
     links: dict[int, Link] = {}
 
-    def ranks(group: Any) -> Any:
+    def ranks(group: Group) -> Any:
         link = links.setdefault(group.rank, Link(group, nodes))
         return exercise.all_reduce(link, np.full(6, BASE**group.rank, np.int64))
 

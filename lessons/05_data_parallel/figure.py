@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minidist.comm.cost.volume import FORMULAS, Case
+from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
 
@@ -19,7 +20,7 @@ WHAT = {"broadcast": ("the model, out", look.MEMORY["parameters"]),
         "scatter": ("their gradients and inputs, out", look.MEMORY["communication"])}
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """On rank 0: device 0's bytes for 1 to MOST devices, both nvidia-smi tables, and who ran when."""
     found: dict[str, Any] = {}
     if group.rank == 0:

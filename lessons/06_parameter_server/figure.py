@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
 from minidist.observe.records import gather_records
@@ -22,7 +23,7 @@ COLORS = {"asleep": look.GRID, "forward": look.PHASES["forward"], "backward": lo
 SHOWN = 0.16  # seconds of the timelines
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """On rank 0: bytes for 1 to MOST workers, and every rank's part of a run in each mode."""
     found: dict[str, Any] = {}
     if group.rank == 0:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.grading import Result
 from minidist.launch import run
 from minidist.nn import GPT, GPTConfig
@@ -51,7 +52,7 @@ def _batch(step: int, rank: int, size: int) -> SimpleNamespace:
 class CountedGroup:
     """A group that counts its all-reduces."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self.group, self.rank, self.size, self.calls = group, group.rank, group.size, 0
 
     def all_reduce(self, *args: Any, **options: Any) -> Any:
@@ -71,7 +72,7 @@ class CountedSGD(SGD):
         super().step(*args, **options)
 
 
-def _train(group: Any, exercise: ModuleType, passes: int) -> dict[str, Any]:
+def _train(group: Group, exercise: ModuleType, passes: int) -> dict[str, Any]:
     """The student's steps: weights, how often ranks reduced and stepped."""
     model, counted = _model(), CountedGroup(group)
     optimizer = CountedSGD(list(model.parameters()), lr=0.1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import random_bits
 from minidist.nn import GPT, GPTConfig
@@ -85,7 +86,7 @@ class Sleeper:
         time.sleep(self.times.backward_weights)
 
 
-def slept(group: Any, name: str, microbatches: int, unit: float, *, rounds: int = 1) -> list[Span]:
+def slept(group: Group, name: str, microbatches: int, unit: float, *, rounds: int = 1) -> list[Span]:
     """What the ranks did and when, by their recorded spans, in the quickest of some runs; on rank 0, else empty."""
     schedule, runs = schedule_of(name, group.size, microbatches), []
     for _ in range(rounds):
@@ -100,12 +101,12 @@ def slept(group: Any, name: str, microbatches: int, unit: float, *, rounds: int 
 
 # ----------------------------------------------------------------------------------------------------- a GPT in stages
 
-def pipeline_for(group: Any, name: str, microbatches: int) -> Pipeline:
+def pipeline_for(group: Group, name: str, microbatches: int) -> Pipeline:
     """The lesson's GPT under a schedule."""
     return Pipeline(GPT(config_for(group.size)), group, schedule_of(name, group.size, microbatches), seed=0)
 
 
-def peak_activations(group: Any, name: str, microbatches: int) -> int:
+def peak_activations(group: Group, name: str, microbatches: int) -> int:
     """Bytes of activations at this rank's peak in a step of one sequence a microbatch."""
     pipeline = pipeline_for(group, name, microbatches)
     optimizer, batch = SGD(pipeline.parameters, 1e-2), global_batch(config_for(group.size), 0, microbatches)
@@ -114,7 +115,7 @@ def peak_activations(group: Any, name: str, microbatches: int) -> int:
         return memory.peak["activations"]
 
 
-def run_unchecked(group: Any, lists: Sequence[Sequence[Any]]) -> None:
+def run_unchecked(group: Group, lists: Sequence[Sequence[Any]]) -> None:
     """The messages of a schedule that nobody has checked, sent and received one by one."""
     for instruction in lists[group.rank]:
         if isinstance(instruction, SENDS):

@@ -8,6 +8,7 @@ import numpy as np
 import minidist as md
 from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
+from minidist.comm.group import Group
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import size_text
 from minidist.optim import Adam
@@ -32,7 +33,7 @@ class OneWay(Region):
         return x
 
 
-def gradients(group: Any, region: type[Region]) -> tuple[list[float], dict[str, np.ndarray]]:
+def gradients(group: Group, region: type[Region]) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses of thirty steps on one batch, without clipping, and rank 0's gradients of the first."""
     model = GPT(CONFIG)
     split_gpt(model, region(group))
@@ -76,7 +77,7 @@ def straddle() -> None:
 
 def bias_early() -> None:
     """A row linear that adds its bias before the sum."""
-    def job(group: Any) -> list[float]:
+    def job(group: Group) -> list[float]:
         x, w, b = np.ones((1, 8)), np.full((8, 2), 0.5), np.array([1.0, 2.0])
         own = np.array_split(np.arange(8), group.size)[group.rank]
         early = group.all_reduce(x[:, own] @ w[own] + b)
@@ -91,7 +92,7 @@ def bias_early() -> None:
 
 def gather_between() -> None:
     """N2:156: an all-gather after the column linear, and then each rank takes its columns again."""
-    def job(group: Any, gathers: bool) -> tuple[float, int]:
+    def job(group: Group, gathers: bool) -> tuple[float, int]:
         draw = np.random.default_rng(0)
         x, up, down = draw.normal(size=(64, 16)), draw.normal(size=(16, 64)), draw.normal(size=(64, 16))
         own = np.array_split(np.arange(64), group.size)[group.rank]
@@ -110,7 +111,7 @@ def gather_between() -> None:
 
 def local_softmax() -> None:
     """Each rank takes the cross-entropy of its own slice of the vocabulary."""
-    def job(group: Any) -> tuple[float, float]:
+    def job(group: Group) -> tuple[float, float]:
         model = tensor_parallel(GPT(CONFIG), group)
         model.initialize(0)
         inputs, targets = batch(0)

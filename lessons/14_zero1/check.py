@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from minidist.lessons import zero_lab as lab
 
+from minidist.comm.group import Group
 from minidist.errors import CommError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
@@ -38,7 +39,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 # ---------------------------------------------------------------------------------------------- what the ranks do
 
-def _train(group: Any, exercise: ModuleType) -> dict[str, Any]:
+def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's ZeRO-1 for some steps."""
     model = lab.new_model(CONFIG)
     flat = Flat(list(model.parameters()), group)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from minidist.lessons import zero_lab as lab
 
+from minidist.comm.group import Group
 from minidist.errors import CommError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
@@ -43,7 +44,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 class Run:
     """Some parameters that travel together, and this rank's chunk of their gradient."""
 
-    def __init__(self, parameters: Any, group: Any) -> None:
+    def __init__(self, parameters: Any, group: Group) -> None:
         self.flat = Flat(parameters, group)
         self.shard = np.zeros(self.flat.owned)
         self.missing = 0
@@ -82,7 +83,7 @@ class SlowHandle:
 class SlowGroup:
     """A group whose sums arrive when they are waited for; it counts those that nobody has waited for."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self.group, self.rank, self.size, self.unwaited = group, group.rank, group.size, 0
 
     def start_reduce_scatter(self, x: np.ndarray, *, out: np.ndarray, **options: Any) -> SlowHandle:
@@ -92,7 +93,7 @@ class SlowGroup:
         return SlowHandle(self, self.group.start_reduce_scatter(x, out=room, algorithm="ring"), room, out)
 
 
-def _train(group: Any, exercise: ModuleType) -> dict[str, Any]:
+def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's gradients under a loop that is right."""
     model = lab.new_model(CONFIG)
     runs = [Run(parameters, group) for parameters in cut(model.parameters(), BUCKET)]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from minidist.lessons import zero_lab as lab
 
+from minidist.comm.group import Group
 from minidist.errors import CommError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
@@ -40,7 +41,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 class Watched:
     """A unit that remembers whether its weights are there."""
 
-    def __init__(self, name: str, module: Any, group: Any) -> None:
+    def __init__(self, name: str, module: Any, group: Group) -> None:
         self.name, self.module = name, module
         self.flat = Flat(list(module.parameters()), group)
         self.shard = self.flat.join()[self.flat.own].copy()
@@ -67,7 +68,7 @@ class Watched:
         return found
 
 
-def _train(group: Any, exercise: ModuleType) -> dict[str, Any]:
+def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's hooks around a loop that is right."""
     model = lab.new_model(CONFIG)
     units = [Watched(name, module, group) for name, module in model.children() if list(module.parameters())]

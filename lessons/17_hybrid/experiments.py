@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.nn import GPT, GPTConfig, MixtureConfig
 from minidist.optim import sum_of_squares
@@ -99,7 +100,7 @@ def kind_of(axis: str) -> str:
 
 # ------------------------------------------------------------------------------------------------- a job, measured
 
-def train(world: Any, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = CONFIG) -> dict[str, Any]:
+def train(world: Group, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = CONFIG) -> dict[str, Any]:
     """A Trainer's whole weights and losses; bytes that all ranks sent by axis; the first gradient's norms; this rank's
     memory, and its calls: collectives, sends and exchanges; rows that all ranks gave to experts elsewhere.
     """
@@ -143,7 +144,7 @@ def watch_norm(trainer: Any, norms: list[dict[str, float]]) -> None:
     data.squares = squares
 
 
-def sent_by_axis(world: Any) -> dict[str, int]:
+def sent_by_axis(world: Group) -> dict[str, int]:
     """Bytes that this rank has sent in training steps."""
     sent = dict.fromkeys(AXES, 0)
     for axis, verbs in world.ledger.sent_bytes("step").items():
@@ -152,7 +153,7 @@ def sent_by_axis(world: Any) -> dict[str, int]:
     return sent
 
 
-def add(world: Any, number: float, op: str = "sum") -> int:
+def add(world: Group, number: float, op: str = "sum") -> int:
     """A number's sum (or largest) over the ranks, counted under control."""
     with world.ledger.control():
         return int(world.all_reduce(np.array([float(number)]), op=op)[0])
@@ -196,7 +197,7 @@ def layouts(shape: dict[str, int]) -> list[tuple[str, ...]]:
     return list(permutations([axis for axis, size in shape.items() if size > 1]))
 
 
-def laid_out(world: Any, shape: dict[str, int], order: tuple[str, ...]) -> Any:
+def laid_out(world: Group, shape: dict[str, int], order: tuple[str, ...]) -> Any:
     """The ranks of `world` renumbered, so that a Mesh on them has its axes in another order, the last innermost.
 
     md.Mesh itself always lays out dp, pp, tp.
@@ -208,7 +209,8 @@ def laid_out(world: Any, shape: dict[str, int], order: tuple[str, ...]) -> Any:
                                                        [shape[axis] for axis in present])))
 
 
-def crossing(world: Any, shape: dict[str, int], order: tuple[str, ...], nodes: tuple[int, ...]) -> list[dict[str, int]]:
+def crossing(world: Group, shape: dict[str, int], order: tuple[str, ...],
+             nodes: tuple[int, ...]) -> list[dict[str, int]]:
     """Bytes by axis that one step sends from node to node, by each message's two ends; for each size of a node.
 
     A node has so many neighbouring ranks.
@@ -229,7 +231,7 @@ def crossing(world: Any, shape: dict[str, int], order: tuple[str, ...], nodes: t
     return [{axis: add(world, nbytes) for axis, nbytes in sent.items()} for sent in counted]
 
 
-def links(world: Any, shape: dict[str, int]) -> dict[str, Any]:
+def links(world: Group, shape: dict[str, int]) -> dict[str, Any]:
     """Of one step: bytes of each (axis, from, to), calls of each axis; this rank's, by world ranks."""
     sent: dict[str, int] = {}
     calls = dict.fromkeys(AXES, 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
 from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
@@ -25,7 +26,7 @@ PLACES = {"dp": (0.62, 0.55), "pp": (0.0, -1.25), "tp": (1.6, 0.0)}     # one st
 
 # -------------------------------------------------------------------------------------------------------- record
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """On rank 0: every rank's messages of a step, what crosses by layout, a step of stages that sleep, five axes."""
     links = gather_records(group, lab.links(group, SHAPE))
     crossings = [[list(order), lab.crossing(group, SHAPE, order, (2,))[0]] for order in lab.layouts(SHAPE)]
@@ -41,7 +42,7 @@ def record(group: Any) -> dict[str, Any]:
     return {"links": links, "crossings": crossings, "timelines": timelines, "five": five}
 
 
-def five_axes(world: Any) -> dict[str, list[int]]:
+def five_axes(world: Group) -> dict[str, list[int]]:
     """This rank's group along each of five axes, by world ranks."""
     mesh = md.Mesh(world, **FIVE)
     groups = {axis: list(mesh[axis].world_ranks) for axis in FIVE}

@@ -8,6 +8,7 @@ import numpy as np
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import random_bits
 from minidist.nn import GPTConfig, Linear, Module
@@ -36,7 +37,7 @@ def batch_of(step: int, config: GPTConfig = CONFIG, sequences: int = SEQUENCES) 
     return ids[:, :-1], ids[:, 1:]
 
 
-def train(group: Any, plan: dict[str, Any], *, steps: int = 3, config: GPTConfig = CONFIG, watch: bool = False,
+def train(group: Group, plan: dict[str, Any], *, steps: int = 3, config: GPTConfig = CONFIG, watch: bool = False,
           **options: Any) -> dict[str, Any]:
     """Steps of a plan on the ranks of `group`, with an account of its own; what came out, lay and moved.
 
@@ -127,7 +128,7 @@ class Stack(Module):
         return ops.sum(y * y) * (1.0 / divisor)
 
 
-def over_a_slow_disk(group: Any, home_class: type[OnDisk] = OnDisk, *, buffers: int = 4) -> dict[str, Any]:
+def over_a_slow_disk(group: Group, home_class: type[OnDisk] = OnDisk, *, buffers: int = 4) -> dict[str, Any]:
     """Two steps; of the second its seconds, its spans, and how much of its moves lay under computation."""
     timeline, pace = Timeline(0), Pace(latency=ACCESS)
     with account.use(account.MemoryAccount()):

@@ -2,7 +2,9 @@
 
 import argparse
 
-from minidist.bench import calibrate, collectives, overlap, overlap_step, step, step_device
+from minidist.bench import calibrate, collectives, overlap, overlap_step
+from minidist.bench.step.device import PRECISIONS
+from minidist.bench.step.ranks import MODELS, Model, stages
 from minidist.comm.cost.link_model import profile_path
 from minidist.console import counts, number_of_bytes, positive, seconds, sizes
 from minidist.parallel.pipeline.schedules import ORDERS
@@ -41,21 +43,21 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
                              "beside PyTorch's: DDP, torch.distributed.pipelining, DTensor")
     parser.add_argument("--schedule", choices=list(ORDERS), help="of plans with pp (1f1b)")
     parser.add_argument("--microbatches", type=positive, metavar="M", help="of plans with pp (four a stage)")
-    parser.add_argument("--zero", type=step.stages, metavar="S,S",
+    parser.add_argument("--zero", type=stages, metavar="S,S",
                         help="ZeRO stages, of 0 (DDP), 1, 2, 3, each beside PyTorch's: DDP, ZeroRedundancyOptimizer, "
                              "FSDP")
     parser.add_argument("--rounds", type=positive, default=4, metavar="K", help="turns each contender gets (4)")
     parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps a turn (5)")
     parser.add_argument("--transport", choices=("auto", "tcp", "shm", "sockets"), default="auto",
                         metavar="NAME", help="ours, between ranks: auto, tcp or shm (auto)")
-    parser.add_argument("--model", choices=list(step.MODELS), help="its sizes, but for those given; one process")
+    parser.add_argument("--model", choices=list(MODELS), help="its sizes, but for those given; one process")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="time one process on it, beside PyTorch eager and "
                         "torch.compile, under the measured roofline (with --model: cpu)")
-    parser.add_argument("--precision", choices=list(step_device.PRECISIONS), help="of one process (fp32)")
+    parser.add_argument("--precision", choices=list(PRECISIONS), help="of one process (fp32)")
     parser.add_argument("--graph", action="store_true", help="beside it ours again, the step captured as one CUDA "
                         "graph (with --device cuda --precision bf16)")
-    _add_model(parser, step.Model())
-    parser.set_defaults(**dict.fromkeys(vars(step.Model())))      # None: the named model's, or the default one's
+    _add_model(parser, Model())
+    parser.set_defaults(**dict.fromkeys(vars(Model())))      # None: the named model's, or the default one's
 
 
 def _add_overlap(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +93,7 @@ _MODEL = {"layers": "blocks", "width": "model width", "heads": "attention heads"
 """What each field of Model is."""
 
 
-def _add_model(parser: argparse.ArgumentParser, model: step.Model) -> None:
+def _add_model(parser: argparse.ArgumentParser, model: Model) -> None:
     for name, value in vars(model).items():
         parser.add_argument(f"--{name}", type=positive, default=value, metavar="N", help=f"{_MODEL[name]} ({value})")
 

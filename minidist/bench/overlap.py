@@ -29,7 +29,7 @@ TRIAL = 8           # products in the first look at how long one takes
 
 
 @dataclass(frozen=True)
-class Row:
+class OverlapRow:
     """One contender: median seconds of each alone and of both at once, on its slowest rank."""
 
     name: str
@@ -67,7 +67,7 @@ def start_job(contender: str, ranks: int, alpha: float, beta: float) -> Job:
 
 
 def measure_all(contenders: list[str], ranks: int, nbytes: int, rounds: int, alpha: float, beta: float,
-                progress: Callable[[str], None]) -> list[Row]:
+                progress: Callable[[str], None]) -> list[OverlapRow]:
     """A row for each contender; they take turns within every round."""
     jobs: list[Job] = []
     figures: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
@@ -89,7 +89,7 @@ def measure_all(contenders: list[str], ranks: int, nbytes: int, rounds: int, alp
     finally:
         for job in jobs:
             job.close()
-    return [Row(name, **{kind: statistics.median(seconds) for kind, seconds in figures[name].items()})
+    return [OverlapRow(name, **{kind: statistics.median(seconds) for kind, seconds in figures[name].items()})
             for name in contenders]
 
 
@@ -101,7 +101,7 @@ def slowest(job: Job, **question: int) -> float:
 # ---------------------------------------------------------------- the ranks' side
 
 
-class Work:
+class TimedOverlap:
     """What a rank does when asked: communicate, compute, or both at once; seconds of each repetition."""
 
     def __init__(self, start: Callable[[np.ndarray], Any], multiply: Callable[[], Any], barrier: Callable[[], Any],
@@ -136,8 +136,8 @@ def our_rank(folder: str, contender: str, alpha: float, beta: float) -> None:
     a, b, c = (np.ones((WIDTH, WIDTH), np.float32) for _ in range(3))
 
     def work(group: Any) -> None:
-        measure = Work(lambda x: group.start_all_reduce(x, out=x, algorithm="ring"),
-                       lambda: np.matmul(a, b, out=c), world.barrier, world.size).measure
+        measure = TimedOverlap(lambda x: group.start_all_reduce(x, out=x, algorithm="ring"),
+                               lambda: np.matmul(a, b, out=c), world.barrier, world.size).measure
         answer(folder, world.rank, measure)
 
     if contender == DELAYED:
@@ -155,8 +155,8 @@ def gloo_rank(folder: str, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     a, b, c = (torch.ones(WIDTH, WIDTH) for _ in range(3))
-    work = Work(lambda x: dist.all_reduce(torch.from_numpy(x), async_op=True), lambda: torch.matmul(a, b, out=c),
-                dist.barrier, size)
+    work = TimedOverlap(lambda x: dist.all_reduce(torch.from_numpy(x), async_op=True),
+                        lambda: torch.matmul(a, b, out=c), dist.barrier, size)
     answer(folder, rank, work.measure)
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
-from minidist.bench.step import Model, random_batch
+from minidist.bench.step.ranks import Model, random_batch
 from minidist.launch.membership import limit_blas_threads
 from minidist.observe.overlap import Overlap, measure, together
 from minidist.observe.timeline import Timeline
@@ -47,7 +47,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Row:
+class OverlapStepRow:
     """One contender, over all rounds, steps and ranks: seconds a step and rank, and the share that is hidden."""
 
     name: str
@@ -69,7 +69,7 @@ def contenders(strategies: list[str], links: list[str]) -> list[Contender]:
 
 
 def measure_all(chosen: list[Contender], model: Model, ranks: int, rounds: int, steps: int, bucket_bytes: int,
-                alpha: float, beta: float, progress: Callable[[str], None]) -> list[Row]:
+                alpha: float, beta: float, progress: Callable[[str], None]) -> list[OverlapStepRow]:
     """A row for each contender; they take turns within every round."""
     jobs: list[Job] = []
     answers: dict[str, list[list[dict[str, Any]]]] = {contender.name: [] for contender in chosen}
@@ -90,15 +90,16 @@ def measure_all(chosen: list[Contender], model: Model, ranks: int, rounds: int, 
     return [_row(contender, answers[contender.name], steps) for contender in chosen]
 
 
-def _row(contender: Contender, rounds: list[list[dict[str, Any]]], steps: int) -> Row:
+def _row(contender: Contender, rounds: list[list[dict[str, Any]]], steps: int) -> OverlapStepRow:
     """The shares' median over rounds; the times are those of the round with the median share."""
     jobs = [together([Overlap(**rank["overlap"]) for rank in ranks]) for ranks in rounds]
     middle = sorted(range(len(jobs)), key=lambda index: jobs[index].share)[len(jobs) // 2]
     each, overlap = steps * len(rounds[middle]), jobs[middle]
     slowest = [max(times) for ranks in rounds for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-    return Row(contender.name, contender.strategy, contender.link, contender.ahead, statistics.median(slowest),
-               overlap.communication / each, overlap.hidden / each, overlap.waited / each, overlap.share,
-               [rank["spans"] for rank in rounds[middle]])
+    return OverlapStepRow(contender.name, contender.strategy, contender.link, contender.ahead,
+                          statistics.median(slowest), overlap.communication / each, overlap.hidden / each,
+                          overlap.waited / each, overlap.share,
+                          [rank["spans"] for rank in rounds[middle]])
 
 
 # ---------------------------------------------------------------------------------------------- the ranks' side

@@ -28,15 +28,13 @@ import numpy as np
 
 from minidist.comm.cost.link_model import Profile
 from minidist.comm.device_lane import Device
+from minidist.comm.handle import Handle
 from minidist.comm.health.wait_state import Waits
+from minidist.comm.limits import META_LIMIT, SHOWN_BYTES
 from minidist.comm.native import Native
 from minidist.errors import CommError, ConfigError, PeerLostError
 
-META_LIMIT = 4096
-"""Most bytes a message's `meta` may have."""
-
-SHOWN_BYTES = 2 << 20
-"""Most that a rank shows at a time on a board."""
+__all__ = ["META_LIMIT", "SHOWN_BYTES", "Accept", "Board", "Handle", "Reduce", "Tag", "Transport"]
 
 Accept = Callable[[bytes, int], np.ndarray]
 """`accept(meta, nbytes)` -> the 1-D contiguous array of exactly `nbytes` bytes that the payload fills.
@@ -58,21 +56,6 @@ class Tag(NamedTuple):
 
     group: int
     sequence: int
-
-
-class Handle(ABC):
-    """A transfer on its way. It keeps the arrays it needs alive."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Return when the transfer is complete: the array sent may change, the array received is full.
-
-        Raises: PeerLostError, TimeoutError, what `abort` was given, or what `accept` or `reduce` raised.
-        """
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether wait() would return, or raise, at once. Never blocks."""
 
 
 class Board(ABC):
@@ -144,12 +127,16 @@ class Transport(ABC):
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
         """Begin to send `view` (1-D, contiguous, host memory, any dtype, perhaps read-only or empty) and `meta`.
 
-        `peer` is a world rank other than this one: a group delivers messages to itself.
+        `peer` is a world rank other than this one: messages to oneself go by loopback().
         """
 
     @abstractmethod
     def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
         """Begin to receive the next message of `tag` from `peer` into what `accept` returns, or `reduce` it there."""
+
+    @abstractmethod
+    def loopback(self) -> "Transport":
+        """A buffered link of this rank to itself, its only peer; it ends with this transport's waits."""
 
     def reserve_board(self) -> int:
         """Where a board of this rank may lie, for open_board(); -1 where ranks share no memory, or none is left."""

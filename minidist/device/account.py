@@ -38,7 +38,7 @@ def owner_of(array: Array) -> Array:
     return array
 
 
-class _Held(weakref.ref):
+class _CountedBuffer(weakref.ref[Any]):
     """A weak reference to a counted buffer, with what must be subtracted when it dies."""
 
     __slots__ = ("key", "category", "nbytes")
@@ -58,8 +58,8 @@ class MemoryAccount:
     def __init__(self, *, limit: int | None = None, whose: str = "device memory") -> None:
         self.limit, self.whose, self.instead = limit, whose, "raise it, or hold less at once"
         self._lock = threading.Lock()
-        self._held: dict[int, _Held] = {}
-        self._freed: deque[_Held] = deque()
+        self._held: dict[int, _CountedBuffer] = {}
+        self._freed: deque[_CountedBuffer] = deque()
         self._now = dict.fromkeys((*CATEGORIES, "total"), 0)
         self._peak = dict(self._now)
 
@@ -81,7 +81,7 @@ class MemoryAccount:
             self._settle()
             if self.limit is not None and self._now["total"] + owner.nbytes > self.limit:
                 raise MemoryLimitError(self._too_much(category, owner.nbytes, self.limit))
-            held = _Held(owner, self._released)
+            held = _CountedBuffer(owner, self._released)
             held.key, held.category, held.nbytes = key, category, owner.nbytes
             self._held[key] = held
             self._add(category, held.nbytes)

@@ -86,7 +86,7 @@ def to_host(array: Array) -> np.ndarray:
         return array
     import cupyx  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
 
-    host = cupyx.empty_pinned(array.shape, array.dtype)
+    host: np.ndarray = cupyx.empty_pinned(array.shape, array.dtype)
     array.get(out=host)
     return host
 
@@ -140,7 +140,8 @@ def dtype(name: Any) -> np.dtype:
 
 def dtype_name(kind: Any) -> str:
     """The name that `dtype` takes: "bfloat16" for ml_dtypes' type too."""
-    return np.dtype(kind).name
+    name: str = np.dtype(kind).name
+    return name
 
 
 def widen(array: Array) -> Array:

@@ -33,7 +33,7 @@ def _(node: Node, dy: Array) -> Array:
 @op
 def _add_balance(loss: Array, *, layers: Sequence["Mixture"], share: float) -> tuple[Array, Saved]:
     """The loss with the layers' balance losses added, times `share`; its gradient tells the layers their scale."""
-    balance: Any = sum(layer.balance for layer in layers)       # type: ignore[misc]
+    balance: Any = sum(layer.balance for layer in layers)
     return loss + loss.dtype.type(share) * balance, saved()
 
 
@@ -69,5 +69,4 @@ class BalancedOutput(Output):
         layers = [layer for layer in self.layers if layer.training and layer.balance is not None]
         if not layers:
             return loss
-        return _add_balance(loss, layers=layers,        # type: ignore[no-any-return]
-                            share=1.0 / (targets.size if divisor is None else divisor))
+        return _add_balance(loss, layers=layers, share=1.0 / (targets.size if divisor is None else divisor))

@@ -28,7 +28,7 @@ from minidist.device.backend import Array, array_module
 KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 
 
-class Handle:
+class HookHandle:
     """What registering a hook returns."""
 
     def __init__(self, hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> None:
@@ -46,10 +46,10 @@ class Hooks:
     def __init__(self) -> None:
         self.by_kind: dict[str, list[Callable[..., Any]]] = {kind: [] for kind in KINDS}
 
-    def add(self, kind: str, hook: Callable[..., Any]) -> Handle:
+    def add(self, kind: str, hook: Callable[..., Any]) -> HookHandle:
         """Register one."""
         self.by_kind[kind].append(hook)
-        return Handle(self.by_kind[kind], hook)
+        return HookHandle(self.by_kind[kind], hook)
 
     def run(self, kind: str, module: Any) -> None:
         """Call all hooks of a kind; each may remove itself."""

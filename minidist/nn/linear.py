@@ -1,5 +1,6 @@
 """Linear: y = x W + b."""
 
+from collections.abc import Callable
 from typing import Any
 
 from minidist.autograd import ops
@@ -15,7 +16,7 @@ class Linear(Module):
     Attributes: product: how x, weight and bias are multiplied; a precision may put another op here.
     """
 
-    product: Any = ops.linear
+    product: Callable[..., Tensor] = ops.linear
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, std: float | None = None,
                  dtype: Any = "float32") -> None:
@@ -24,4 +25,4 @@ class Linear(Module):
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
         """bias=False: x W alone, for an op behind this that adds the bias itself."""
-        return self.product(x, self.weight, self.bias if bias else None)  # type: ignore[no-any-return]
+        return self.product(x, self.weight, self.bias if bias else None)

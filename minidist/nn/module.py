@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from minidist.autograd.recompute import recompute
-from minidist.autograd.tensor import Parameter
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.device.backend import device_of, to_device, to_host
 from minidist.errors import DataError
 from minidist.nn import hooks
-from minidist.nn.hooks import Handle, Hooks
+from minidist.nn.hooks import HookHandle, Hooks
 from minidist.nn.weights import Weight
 
 M = TypeVar("M", bound="Module")
@@ -41,10 +41,11 @@ class Module(ABC):
     def forward(self, *args: Any, **options: Any) -> Any:
         """What the module computes. Call the module itself, not this: then its hooks run."""
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        if self._hooks is None:
-            return self.run(*args, **options)
-        return hooks.call(self, self._hooks, args, options)
+    def __call__(self, *args: Any, **options: Any) -> Tensor:
+        """The result of forward, with the hooks run around it."""
+        result: Tensor = (self.run(*args, **options) if self._hooks is None else
+                          hooks.call(self, self._hooks, args, options))
+        return result
 
     def run(self, *args: Any, **options: Any) -> Any:
         """forward, between the hooks."""
@@ -151,22 +152,22 @@ class Module(ABC):
 
     # -------------------------------------------------------------------------------------------------- its hooks
 
-    def register_forward_pre_hook(self, hook: Callable[["Module", tuple[Any, ...]], Any]) -> Handle:
+    def register_forward_pre_hook(self, hook: Callable[["Module", tuple[Any, ...]], Any]) -> HookHandle:
         """Call `hook(module, args)` before forward; what it returns, if not None, replaces the positional arguments."""
         return self._add_hook("forward_pre", hook)
 
-    def register_forward_hook(self, hook: Callable[["Module", tuple[Any, ...], Any], Any]) -> Handle:
+    def register_forward_hook(self, hook: Callable[["Module", tuple[Any, ...], Any], Any]) -> HookHandle:
         """Call `hook(module, args, result)` after forward; what it returns, if not None, replaces the result."""
         return self._add_hook("forward", hook)
 
-    def register_backward_pre_hook(self, hook: Callable[["Module"], None]) -> Handle:
+    def register_backward_pre_hook(self, hook: Callable[["Module"], None]) -> HookHandle:
         """Call `hook(module)` in backward, before anything of the module runs; an outer module's before an inner's.
 
         Once for each call of the module that backward reaches, as all backward hooks. Register before the forward.
         """
         return self._add_hook("backward_pre", hook)
 
-    def register_backward_hook(self, hook: Callable[["Module"], None]) -> Handle:
+    def register_backward_hook(self, hook: Callable[["Module"], None]) -> HookHandle:
         """Call `hook(module)` in backward when all of this call of the module has run; inner modules' first.
 
         Gradients of weights that were put off (`defer_weights`) still come later, and those of a weight that is used
@@ -174,7 +175,7 @@ class Module(ABC):
         """
         return self._add_hook("backward", hook)
 
-    def _add_hook(self, kind: str, hook: Callable[..., Any]) -> Handle:
+    def _add_hook(self, kind: str, hook: Callable[..., Any]) -> HookHandle:
         if self._hooks is None:
             self._hooks = Hooks()
         return self._hooks.add(kind, hook)

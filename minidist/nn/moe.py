@@ -89,7 +89,7 @@ class Experts(Module):
         up = ops.grouped_linear(rows, self.up, counts=counts)
         inner = ops.gelu(up) if self.gate is None else ops.swiglu(
             ops.grouped_linear(rows, self.gate, counts=counts), up)
-        return ops.grouped_linear(inner, self.down, counts=counts)      # type: ignore[no-any-return]
+        return ops.grouped_linear(inner, self.down, counts=counts)
 
 
 class Mixture(Module):
@@ -160,7 +160,8 @@ class Mixture(Module):
         tokens = xp.asarray(self.sequences.keys(key.tokens), dtype="int64")
         places = tokens[..., None] * self.config.experts + xp.arange(self.config.experts)
         noise = random_normal(f"{self.path}/noise/{key.step}", key.seed, places, scores.dtype)
-        return scores + noise * scores.dtype.type(self.config.noise)
+        noisy: Tensor = scores + noise * scores.dtype.type(self.config.noise)
+        return noisy
 
     def route(self, chances: Array) -> Routing:
         """Who goes where: the k likeliest, biases added; of a sequence the first tokens, as far as there are places.
@@ -183,7 +184,7 @@ class Mixture(Module):
     def _runs(self, chosen: Array) -> Array:
         """A number for each pair of sequence and expert: (B, T, k) -> (B T k,)."""
         first = array_module(chosen).arange(len(chosen)) * self.config.experts
-        return (first[:, None, None] + chosen).reshape(-1)      # type: ignore[no-any-return]
+        return (first[:, None, None] + chosen).reshape(-1)
 
     def _balanced(self, y: Tensor, chances: Tensor) -> Tensor:
         """y, which takes the gradient of the balance loss along; the loss itself goes to `balance`.
@@ -200,7 +201,7 @@ class Mixture(Module):
         factor = factor.astype(chances.dtype)
         if not computed_again():
             self.balance = self.sequences.total((chances.data * factor).sum())
-        return take_along(y, begin_balance(chances, factor, layer=self, dtype=y.dtype))   # type: ignore[no-any-return]
+        return take_along(y, begin_balance(chances, factor, layer=self, dtype=y.dtype))
 
     # ------------------------------------------------------------------------------------------------- the experts
 
@@ -212,7 +213,7 @@ class Mixture(Module):
         rows = ops.to_experts(x.reshape(x.size // width, width), placement)
         results = self.experts(rows, to_host(placement.counts).tolist())
         weights = ops.cast(weights, x.dtype) if weights.dtype != x.dtype else weights
-        return ops.from_experts(results, weights, placement).reshape(x.shape)   # type: ignore[no-any-return]
+        return ops.from_experts(results, weights, placement).reshape(x.shape)
 
 
 # ---------------------------------------------------------------------------------------------------------- in a model

@@ -83,20 +83,27 @@ class Weight(Parameter):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Known before there are values, as dtype, ndim and size are."""
-        return self._data.shape
+        """As Tensor.shape; known before there are values."""
+        shape: tuple[int, ...] = self._data.shape
+        return shape
 
     @property
     def dtype(self) -> np.dtype:
-        return self._data.dtype
+        """As Tensor.dtype; known before there are values."""
+        dtype: np.dtype = self._data.dtype
+        return dtype
 
     @property
     def ndim(self) -> int:
-        return self._data.ndim
+        """As Tensor.ndim; known before there are values."""
+        ndim: int = self._data.ndim
+        return ndim
 
     @property
     def size(self) -> int:
-        return self._data.size
+        """As Tensor.size; known before there are values."""
+        size: int = self._data.size
+        return size
 
     def draw(self, seed: int, part: Part = (), *, device: str = "cpu") -> Array:
         """The first values of `part` of this tensor; () is all of it. Nothing outside the part is computed.

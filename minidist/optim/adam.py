@@ -1,6 +1,6 @@
 """Adam and AdamW: momentum, divided by how large gradients have been lately.
 
-On a GPU all tensors are one launch (many.py), which also rounds masters to the weights that the next step uses.
+On a GPU all tensors are one launch (fused_adam.py), which also rounds masters to the weights that the next step uses.
 """
 
 import math
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from minidist.device.backend import Array, is_array
 from minidist.errors import ConfigError
-from minidist.optim.many import Many
+from minidist.optim.fused_adam import FusedAdam
 from minidist.optim.optimizer import Optimizable, Optimizer, Step, add_decay, at_least_two_dims, in_range
 
 
@@ -29,7 +29,7 @@ class Adam(Optimizer):
         self.eps = in_range(self, "eps", eps, 0.0)
         self.scratch_blocks = 3 if weight_decay else 1
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
-        self._many = Many(betas=self.betas, eps=self.eps, apart=self.apart)
+        self._fused = FusedAdam(betas=self.betas, eps=self.eps, apart=self.apart)
 
     def step(self, lr: float | Array | None = None, scale: float | Array = 1.0, *,
              roundings: Iterable[tuple[Array, Array]] = ()) -> None:
@@ -38,7 +38,7 @@ class Adam(Optimizer):
         Then `lr` may be there too, float64 (1,), read when the update runs. Raises: ConfigError where it may not.
         """
         roundings = list(roundings)
-        if self._home is not None or not self._many.step(self.slots, self.lr if lr is None else lr, scale,
+        if self._home is not None or not self._fused.step(self.slots, self.lr if lr is None else lr, scale,
                                                          self.weight_decay, roundings):
             if is_array(lr):
                 raise ConfigError(f"{type(self).__name__}: only the kernel reads its rate on a GPU, and it takes "
@@ -47,7 +47,7 @@ class Adam(Optimizer):
 
     def again(self) -> None:
         """The last update is about to run again, as it was captured (cuda_graph.py): count it."""
-        self._many.again(self.slots)
+        self._fused.again(self.slots)
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
         scale = step.scale

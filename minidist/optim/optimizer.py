@@ -36,7 +36,7 @@ DEVICE_BLOCK = 1 << 22  # on a GPU a launch costs more than a trip to memory
 class Optimizable(Protocol):
     """Weights and their gradient: arrays of one shape, data contiguous; grad is None where there is none.
 
-    An attribute `home`, where there is one, is the Home of all tensors of an optimizer.
+    An attribute `home`, where there is one, is the StateStore of all tensors of an optimizer.
     """
 
     @property
@@ -48,7 +48,7 @@ class Optimizable(Protocol):
 
 def at_least_two_dims(weights: Optimizable) -> bool:
     """Which tensors GPT-2's recipe decays: matrices and tables, but not biases and norms."""
-    return weights.data.ndim >= 2
+    return bool(weights.data.ndim >= 2)
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Slot:
     steps: int = 0
 
 
-class Home(Protocol):
+class StateStore(Protocol):
     """Where tensors and their state lie between updates, if not beside each other (offloading)."""
 
     def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
@@ -121,7 +121,7 @@ class Optimizer(ABC):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"{type(self).__name__}: two tensors are called {twice!r}; each needs a name of its own")
-        self._home: Home | None = getattr(self.slots[0].weights, "home", None)
+        self._home: StateStore | None = getattr(self.slots[0].weights, "home", None)
         self._scratch: dict[tuple[str, np.dtype], Array] = {}
 
     def _slot(self, index: int, weights: Optimizable, decay: Callable[[Optimizable], bool]) -> Slot:
@@ -130,7 +130,7 @@ class Optimizer(ABC):
         if data.dtype in LOW_PRECISION or data.dtype.kind != "f":
             raise DtypeError(f"{type(self).__name__}: {name} is {dtype_name(data.dtype)}; "
                              f"optimize float32 or float64 master weights instead")
-        home: Home | None = getattr(weights, "home", None)
+        home: StateStore | None = getattr(weights, "home", None)
         if home is not None:
             return Slot(weights, name, bool(decay(weights)), home.make_state(weights, self.state_names))
         xp, memory = array_module(data), account.current()

@@ -11,11 +11,12 @@ import pytest
 from helpers import run
 
 import minidist as md
-from minidist.bench import collectives, floors, step
+from minidist.bench import collectives, floors
 from minidist.bench.collectives import VERBS, in_a_row, our_call, timed
 from minidist.bench.floors import connected, copies_call, tcp_call
 from minidist.bench.jobs import Job
-from minidist.bench.overlap import Row
+from minidist.bench.overlap import OverlapRow
+from minidist.bench.step import ranks
 from minidist.cli import main
 from minidist.comm.cost.link_model import LinkCost, Profile, Work, load_profile, save_profile
 from minidist.errors import LaunchError, PeerLostError
@@ -70,7 +71,7 @@ def test_a_contender_whose_result_is_wrong_is_not_timed(verb, wrong):
 
 def test_step_measures_ours(tmp_path, monkeypatch):
     """A tiny model: tokens/s are batch × context × ranks over the median step. With PyTorch: the soak tests."""
-    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: None)
     file = tmp_path / "step.json"
     tiny = ["--layers", "1", "--width", "8", "--heads", "2", "--context", "8", "--batch", "2", "--vocab", "16"]
     assert main(["bench", "step", "-n", "2", "--rounds", "1", "--steps", "2", *tiny, "--json", str(file)]) == 0
@@ -119,8 +120,8 @@ def test_overlap_hides_some(tmp_path):
 
 def test_what_is_hidden():
     """Wholly hidden: both take as long as the longer; not at all: as long as one after the other."""
-    assert (Row("", 2.0, 3.0, 3.0).of_longer, Row("", 2.0, 3.0, 3.0).hidden) == (1.0, 1.0)
-    assert (Row("", 3.0, 3.0, 6.0).of_longer, Row("", 3.0, 3.0, 6.0).hidden) == (2.0, 0.0)
+    assert (OverlapRow("", 2.0, 3.0, 3.0).of_longer, OverlapRow("", 2.0, 3.0, 3.0).hidden) == (1.0, 1.0)
+    assert (OverlapRow("", 3.0, 3.0, 6.0).of_longer, OverlapRow("", 3.0, 3.0, 6.0).hidden) == (2.0, 0.0)
 
 
 @pytest.mark.soak
@@ -274,7 +275,7 @@ TINY_STEP = ["--rounds", "1", "--steps", "1", "--layers", "1", "--width", "8", "
 
 def test_stages_are_measured_and_drawn(tmp_path, monkeypatch, capsys):
     """Ours alone, where PyTorch is not installed."""
-    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: None)
     file, picture = tmp_path / "step.json", tmp_path / "step.png"
     assert main(["bench", "step", "--plan", "dp=2", "--zero", "1,3", *TINY_STEP, "--json", str(file), "--figure",
                  str(picture)]) == 0
@@ -293,10 +294,10 @@ def test_a_peer_that_pytorch_lacks_is_named_with_its_reason(monkeypatch):
             raise LaunchError(f"bench: {contender} started 0 of 2 ranks: Traceback\nImportError: no fully_shard")
         started.append(zero)
 
-    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(step, "start_job", start)
-    monkeypatch.setattr(step, "measure_jobs", lambda *arguments: [])
-    _, left_out = step.measure_stages(step.Model(), [2], [0, 2], 1, 1, "tcp", print)
+    monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(ranks, "start_job", start)
+    monkeypatch.setattr(ranks, "measure_jobs", lambda *arguments: [])
+    _, left_out = ranks.measure_stages(ranks.Model(), [2], [0, 2], 1, 1, "tcp", print)
     assert started == [0, 2] and left_out[-1] == "PyTorch FSDP2 keep on 2 ranks: ImportError: no fully_shard"
 
 
@@ -308,4 +309,4 @@ def test_every_peer_takes_a_step(tmp_path):
     result = json.loads(file.read_text())
     assert result["left_out"] == []
     assert [row["name"] for row in result["rows"] if row["name"] != "minidist"] == [
-        peer for zero in range(4) for peer in step.PEERS[zero]]
+        peer for zero in range(4) for peer in ranks.PEERS[zero]]

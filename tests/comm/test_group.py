@@ -532,7 +532,7 @@ def test_two_threads_in_one_group_are_refused(transport):
         if world.rank == 0:
             first = threading.Thread(target=world.barrier)
             first.start()
-            while not world.usage._busy.locked():
+            while not world.guard._busy.locked():
                 time.sleep(0.001)
             for call in (world.barrier, world.start_barrier):
                 with pytest.raises(CommError, match="two threads of rank 0 use the group world at once.*split"):

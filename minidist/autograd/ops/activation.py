@@ -4,6 +4,9 @@ GELU and SiLU compute their slope beside their value, while the block of rows th
 save it instead of x: backward is then one product, and nothing transcendental runs twice.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from minidist.autograd.ops.blocks import row_blocks
 from minidist.autograd.ops.linear import column_sums, rows
 from minidist.autograd.tape import Node, Saved, op, saved
@@ -15,7 +18,7 @@ _GELU_IN = 0.7978845608028654      # sqrt(2 / pi)
 _GELU_CUBE = 0.044715
 
 
-def _gelu_block(xp, x, y, slope, s, t):
+def _gelu_block(xp: Any, x: Array, y: Array, slope: Array, s: Array, t: Array) -> None:
     """y = x h with h = (1 + tanh u) / 2 and u = x (c + k x²); slope = h + y (1 - h) 2 (c + 3 k x²)."""
     c, k = _GELU_IN, _GELU_IN * _GELU_CUBE
     xp.multiply(x, x, out=s)
@@ -34,7 +37,7 @@ def _gelu_block(xp, x, y, slope, s, t):
     slope += t
 
 
-def _silu_block(xp, x, y, slope, s, t):
+def _silu_block(xp: Any, x: Array, y: Array, slope: Array, s: Array, t: Array) -> None:
     """y = x h with h = 1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2; slope = h + y (1 - h)."""
     xp.multiply(x, 0.5, out=t)
     xp.tanh(t, out=t)
@@ -46,7 +49,7 @@ def _silu_block(xp, x, y, slope, s, t):
     slope += t
 
 
-def _value_and_slope(block, x: Array, bias: Array | None = None) -> tuple[Array, Array]:
+def _value_and_slope(block: Callable[..., None], x: Array, bias: Array | None = None) -> tuple[Array, Array]:
     """Run a block function over all of x, or x + bias; both results in x's dtype, computed in float32 or better."""
     xp = array_module(x)
     wide = xp.ascontiguousarray(widen(x) if bias is None else widen(x) + widen(bias)).reshape(-1)

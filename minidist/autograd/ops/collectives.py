@@ -69,7 +69,7 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def _summed(x: Array, options: dict[str, Any]) -> Array:
-    return options["group"].all_reduce(x, algorithm=options.get("algorithm", "ring"))   # type: ignore[no-any-return]
+    return options["group"].all_reduce(x, algorithm=options.get("algorithm", "ring"))
 
 
 # ---------------------------------------------------------------------------------------------------- shards of a dim

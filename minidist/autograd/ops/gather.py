@@ -31,10 +31,13 @@ class SortedIds:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.ids.shape       # type: ignore[no-any-return]
+        """The shape of the ids."""
+        shape: tuple[int, ...] = self.ids.shape
+        return shape
 
     @property
     def ndim(self) -> int:
+        """The number of dims of the ids."""
         return len(self.shape)
 
     def __len__(self) -> int:

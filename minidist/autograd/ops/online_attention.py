@@ -26,7 +26,7 @@ from minidist.device.backend import Array, array_module, matmul
 
 
 @dataclass
-class Running:
+class OnlineSoftmax:
     """What is known of queries after some pieces: y (B, H, T, D), and top and total (B, H, 1, T)."""
 
     y: Array
@@ -34,11 +34,11 @@ class Running:
     total: Array
 
     @staticmethod
-    def of(q: Array) -> "Running":
+    def of(q: Array) -> "OnlineSoftmax":
         """Before the first piece."""
         xp = array_module(q)
         row = (*q.shape[:2], 1, q.shape[2])
-        return Running(xp.zeros(q.shape, q.dtype), xp.full(row, -np.inf, q.dtype), xp.zeros(row, q.dtype))
+        return OnlineSoftmax(xp.zeros(q.shape, q.dtype), xp.full(row, -np.inf, q.dtype), xp.zeros(row, q.dtype))
 
     def absorb(self, q: Array, k: Array, v: Array, queries: slice, *, causal: bool) -> None:
         """Let some queries see a piece's keys and values; with `causal`, keys and queries are the same tokens.
@@ -76,7 +76,7 @@ def _update(scores: Array, v: Array, y: Array, top: Array, total: Array) -> None
 
 
 @dataclass
-class Backward:
+class OnlineGradients:
     """What gradients of pieces need of all queries: q scaled, dy, and of each query log(sum(exp(scores))) and Σ dy y.
 
     dq (B, H, T, D) collects the gradient of the unscaled q; `finish` returns it.
@@ -89,11 +89,11 @@ class Backward:
     dq: Array
 
     @staticmethod
-    def of(q: Array, y: Array, log_total: Array, dy: Array) -> "Backward":
+    def of(q: Array, y: Array, log_total: Array, dy: Array) -> "OnlineGradients":
         """Before the first piece; q comes scaled."""
         xp = array_module(q)
         row = xp.einsum("...td,...td->...t", dy, y)[..., None, :]
-        return Backward(q, dy, log_total, row, xp.zeros(q.shape, q.dtype))
+        return OnlineGradients(q, dy, log_total, row, xp.zeros(q.shape, q.dtype))
 
     def add(self, k: Array, v: Array, queries: slice, dk: Array, dv: Array, *, causal: bool) -> None:
         """Add a piece's part to dq, and what some queries contribute to the piece's own gradients to dk and dv.

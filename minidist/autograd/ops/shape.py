@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.autograd.tape import Node, Saved, op, saved
+from minidist.autograd.tape import Node, Saved, op, op_of_several, saved
 from minidist.autograd.tensor import Tensor
 from minidist.device.backend import Array, array_module
 from minidist.errors import ShapeError
@@ -84,7 +84,7 @@ def concat(parts: Sequence[Any], *, dim: int = 0) -> Tensor:
     return _concat(*parts, dim=dim)
 
 
-@op
+@op_of_several
 def split(x: Array, sections: int | Sequence[int], *, dim: int = 0) -> tuple[tuple[Array, ...], Saved]:
     """Cut x along `dim` into `sections` equal parts, or parts of the given sizes: a tuple of views."""
     n = x.shape[dim]

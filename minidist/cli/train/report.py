@@ -1,29 +1,21 @@
-"""What a training run leaves: metrics, tables that hold measured beside formula, and the run folder."""
+"""The report of `minidist train`: tables that hold measured beside formula, and the formulas of what is sent."""
 
-import json
-import statistics
-from collections.abc import Sequence
 from itertools import pairwise
+from math import log
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import minidist
-from minidist.cli.train import central, hybrid
-from minidist.cli.train import experts as train_experts
-from minidist.cli.train.offload import offload_record, on_device, print_offload
+from minidist.cli.train import axis_traffic, central_traffic
+from minidist.cli.train.expert_table import expert_table
+from minidist.cli.train.offload_table import on_device, print_offload
 from minidist.comm.chunks import bounds
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
-from minidist.console import write_json
-from minidist.errors import ConfigError
-from minidist.nn import GPT
-from minidist.observe.plots import draw_loss
-from minidist.observe.records import gather_records
-from minidist.observe.timeline import Timeline, write_perfetto
+from minidist.console import exactly, plural
 from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.parameter_server import ParameterServer
@@ -42,34 +34,18 @@ Call = tuple[str, int, Group]
 """A collective: its verb, the bytes of the whole array, and among whom."""
 
 
-def rank_record(trainer: Trainer, world: Group) -> dict[str, Any]:
-    """What one rank tells of itself: its place, what it sent in training steps, what fills its memory."""
-    return {"rank": world.world_rank, "coordinates": {axis: place for axis, place in trainer.mesh.coordinates.items()
-                                                if axis == "dp" or trainer.mesh.shape[axis] > 1},
-            "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
-            "memory": trainer.account.snapshot(), "shared_bytes": world.transport.shared_bytes,
-            **offload_record(trainer)}
-
-
-def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
-    """Every rank's record on rank 0, or, of one process that drives several devices, every device's."""
-    if isinstance(trainer.strategy, DataParallel):
-        return central.device_records(trainer.strategy)
-    return gather_records(world, rank_record(trainer, world))
-
-
 def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     """Bytes and messages that all ranks together should have sent for gradients, and with ZeRO for weights, in all
     steps: the sum over buckets, or with ZeRO-2 and 3 over collectives. Args: batch: like those of the run.
     """
     strategy = trainer.strategy
     if isinstance(strategy, (DataParallel, ParameterServer)):
-        return central.formula(trainer, strategy, batch)
+        return central_traffic.formula(trainer, strategy, batch)
     if isinstance(strategy, Single):
         return {"sent_bytes": 0, "messages": 0, "buckets": 0}
     if isinstance(strategy, Hybrid):
-        calls = hybrid.collectives(strategy, trainer.plan.accumulate)
-        return hybrid.formula(trainer, strategy, data_formula(trainer, strategy.data, calls), batch)
+        calls = axis_traffic.collectives(strategy, trainer.plan.accumulate)
+        return axis_traffic.formula(trainer, strategy, data_formula(trainer, strategy.data, calls), batch)
     return {key: value for key, value in data_formula(trainer, strategy).items() if key != "axes"}
 
 
@@ -127,57 +103,34 @@ def buckets_of(strategy: DDP | Zero1 | Zero2) -> list[tuple[int, Group]]:
     return [(flat.nbytes, flat.group) for flat in strategy.flats]
 
 
-def parameter_counts(trainer: Trainer) -> dict[str, int]:
-    """Numbers and bytes of the whole model's parameters."""
-    itemsize = next(trainer.model.parameters()).dtype.itemsize
-    count = sum(p.size for p in GPT(trainer.config).parameters())
-    return {"parameters": count, "parameter_bytes": count * itemsize}
-
-
-def moments(trainer: Trainer) -> int:
-    """Arrays like the parameters that the optimizer keeps: 2 for Adam."""
-    return len(trainer.optimizer.state_names)
-
-
-def median_rate(step_seconds: Sequence[float], tokens: int) -> tuple[float, float]:
-    """Median seconds a step, and the tokens/s of a step of `tokens` tokens at that pace."""
-    median = statistics.median(step_seconds)
-    return median, tokens / median
-
-
-def plural(count: int, word: str) -> str:
-    """`1 rank`, `4 ranks`."""
-    return f"{count} {word}{'s' * (count != 1)}"
-
-
-# ---------------------------------------------------------------------------------------------------- the run folder
-
-def write_folder(folder: Path, metrics: Metrics, timelines: list[Timeline], weights: dict[str, np.ndarray]) -> None:
-    """metrics.json, trace.json, loss.png and model.safetensors.
-
-    Raises:  ConfigError if a file cannot be written.
-    """
-    from safetensors.numpy import save_file
-
-    try:
-        write_json(folder / "metrics.json", metrics)
-        write_perfetto(folder / "trace.json", timelines)
-        draw_loss(folder / "loss.png", metrics["losses"], validation=metrics["validation_loss"],
-                  title=f"{metrics['parameters']:,} parameters, {metrics['size']} ranks over {metrics['transport']}")
-        save_file({name: np.ascontiguousarray(array) for name, array in weights.items()}, folder / "model.safetensors",
-                  metadata={"config": json.dumps(metrics["config"]), "minidist": minidist.__version__})
-    except OSError as error:
-        raise ConfigError(f"--out {folder}: {error.strerror or error}") from error
-
-
 # --------------------------------------------------------------------------------------------------------- the screen
 
 def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) -> None:
     """Losses, the sample, the ledger and the memory account beside their formulas, and where the files are."""
+    _print_summary(console, metrics)
+    _rule(console, "a sample: lines it has not seen, and how it goes on (▸)")
+    console.print(f"{sample}\n", markup=False, soft_wrap=True)
+    _print_traffic(console, metrics)
+    if "experts" in metrics:
+        _rule(console, "how many tokens a step chose each expert, over the run")
+        console.print(expert_table(metrics))
+    _print_memory(console, metrics)
+    if metrics["plan"]["offload"] != "none":
+        print_offload(console, metrics)
+    console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), loss.png, model.safetensors",
+                  markup=False, soft_wrap=True)
+
+
+def _rule(console: Console, title: str) -> None:
+    console.rule(title, style="dim", align="left")
+
+
+def _print_summary(console: Console, metrics: Metrics) -> None:
+    """Losses and speed."""
     recent = metrics["losses"][-max(1, len(metrics["losses"]) // 20):]
-    console.print(f"\ntraining loss {statistics.fmean(recent):.4f} (mean of the last {plural(len(recent), 'step')}), "
+    console.print(f"\ntraining loss {fmean(recent):.4f} (mean of the last {plural(len(recent), 'step')}), "
                   f"validation loss {metrics['validation_loss']:.4f} nats a token; "
-                  f"guessing blindly gives {np.log(metrics['config']['vocabulary']):.2f}", markup=False)
+                  f"guessing blindly gives {log(metrics['config']['vocabulary']):.2f}", markup=False)
     console.print(f"{metrics['step_seconds'] * 1e3:,.1f} ms a step (median), {metrics['tokens_per_second']:,.0f} "
                   f"tokens/s, {metrics['parameters']:,} parameters, {plural(metrics['size'], 'rank')} over "
                   f"{metrics['transport']}, {plural(metrics['threads'], 'BLAS thread')} each", markup=False)
@@ -185,25 +138,25 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
         console.print(f"{plural(metrics['skipped_steps'], 'step')} skipped, whose gradients overflowed float16 under "
                       f"the loss scale", markup=False)
     console.print()
-    console.rule("a sample: lines it has not seen, and how it goes on (▸)", style="dim", align="left")
-    console.print(f"{sample}\n", markup=False, soft_wrap=True)
+
+
+def _print_traffic(console: Console, metrics: Metrics) -> None:
+    """Bytes sent in a step beside the formula: by device or server, by axis, or by rank."""
     if metrics["plan"]["strategy"] != "ddp":
-        console.rule("what each sent in a step, in bytes and messages, measured and by formula", style="dim",
-                     align="left")
-        console.print(central.traffic_table(metrics))
+        _rule(console, "what each sent in a step, in bytes and messages, measured and by formula")
+        console.print(central_traffic.traffic_table(metrics))
     elif "axes" in metrics["formula"]:
-        console.rule("what all ranks sent in a step along each axis, in bytes, measured and by formula", style="dim",
-                     align="left")
-        console.print(hybrid.traffic_table(metrics))
+        _rule(console, "what all ranks sent in a step along each axis, in bytes, measured and by formula")
+        console.print(axis_traffic.traffic_table(metrics))
     elif metrics["size"] > 1:
         what = "gradients and weights" if metrics["plan"]["zero"] else "gradients"
-        console.rule(f"what each rank sent for {what} in a step, in bytes and messages, measured and by formula",
-                     style="dim", align="left")
+        _rule(console, f"what each rank sent for {what} in a step, in bytes and messages, measured and by formula")
         console.print(traffic_table(metrics))
-    if "experts" in metrics:
-        console.rule("how many tokens a step chose each expert, over the run", style="dim", align="left")
-        console.print(train_experts.table(metrics))
-    console.rule("what fills the memory of rank 0, in bytes, measured and by formula", style="dim", align="left")
+
+
+def _print_memory(console: Console, metrics: Metrics) -> None:
+    """Rank 0's memory, and its bytes a parameter."""
+    _rule(console, "what fills the memory of rank 0, in bytes, measured and by formula")
     console.print(memory_table(metrics))
     console.print(f"parameters + gradients + optimizer: {in_words(bytes_a_parameter(metrics))} bytes a parameter",
                   markup=False)
@@ -214,15 +167,6 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
         console.print(f"beside it, of what ranks of one host share (the transport's rings and boards), at most "
                       f"{shared:,} bytes are rank 0's", markup=False, soft_wrap=True)
     console.print()
-    if metrics["plan"]["offload"] != "none":
-        print_offload(console, metrics)
-    console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), loss.png, model.safetensors",
-                  markup=False, soft_wrap=True)
-
-
-def exactly(number: float) -> str:
-    """12.0 -> "12", 1234.5 -> "1,234.5"."""
-    return f"{number:,.1f}".removesuffix(".0")
 
 
 def short(number: float) -> str:
@@ -246,7 +190,7 @@ def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, f
     ranks = plan["dp"] * plan["cp"] * (1 if experts else plan["ep"])
     held = state_bytes(1, each, zero=plan["zero"], ranks=ranks, shard=None if experts else plan["shard"])
     held = on_device(held, plan["offload"], plan["zero"])
-    held["optimizer"] *= central.optimizer_share(plan)
+    held["optimizer"] *= central_traffic.optimizer_share(plan)
     return {category: held[category] for category in STATE}
 
 

@@ -15,9 +15,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from minidist.cli.train.options import Settings
-from minidist.cli.train.report import plural
+from minidist.cli.train.settings import Settings
 from minidist.comm.group import Group
+from minidist.console import plural
 from minidist.device import account
 from minidist.optim import sum_of_squares
 from minidist.parallel.hybrid.hybrid import Plan, Trainer

@@ -15,8 +15,26 @@ import numpy as np
 
 from minidist.comm.calls.buffers import PlaceOf
 from minidist.comm.calls.call import Call
+from minidist.comm.collectives.blocking import BlockingGroup
 from minidist.comm.collectives.naive import in_workspace
 from minidist.comm.collectives.packed_shapes import labels_in, labels_of, parts_of
+
+
+def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Parts of one shape, part d for rank d; returns the parts for this rank, by source."""
+    slots = [parts[(group.rank + far) % group.size] for far in range(group.size)]       # by how far they have to go
+    jump = 1
+    while jump < group.size:
+        jumping = [far for far in range(group.size) if far & jump]                      # one message holds all of these
+        dst, src = (group.rank + jump) % group.size, (group.rank - jump) % group.size
+        arrived = group.exchange(np.stack([slots[far] for far in jumping]), dst=dst, src=src)
+        for far, part in zip(jumping, arrived, strict=True):
+            slots[far] = part
+        jump *= 2
+    return [slots[(group.rank - src) % group.size] for src in range(group.size)]        # slot k came from k ranks back
+
+
+# The real one takes parts of any shapes: each travels with a label that says its shape.
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:

@@ -26,6 +26,28 @@ from minidist.comm.calls.buffers import Rows
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds
+from minidist.comm.collectives.blocking import BlockingGroup
+
+
+def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
+    """The sum of x (n,) over 2^k ranks: exchange one half of what is left with a partner, add, and so on; then back."""
+    total, start, stop, steps = x.copy(), 0, len(x), []
+    distance = group.size // 2
+    while distance:                                                     # halving: a reduce-scatter
+        partner, middle = group.rank ^ distance, (start + stop) // 2
+        low, high = slice(start, middle), slice(middle, stop)
+        keep, give = (low, high) if group.rank < partner else (high, low)
+        total[keep] += group.exchange(total[give], dst=partner, src=partner)
+        steps.append((partner, keep, give))
+        start, stop = keep.start, keep.stop
+        distance //= 2
+    for partner, keep, give in reversed(steps):                         # doubling: an all-gather, the same way back
+        total[give] = group.exchange(total[keep], dst=partner, src=partner)
+    return total
+
+
+# The real one takes any number of ranks (fold, unfold) and cuts the array by ranks, so that either half of it alone is
+# a reduce-scatter or an all-gather whose chunks are those of the other algorithms.
 
 
 class Core(NamedTuple):

@@ -16,6 +16,26 @@ from minidist.comm.calls.buffers import PlaceOf
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction, add_from
 from minidist.comm.chunks import split
+from minidist.comm.collectives.blocking import BlockingGroup
+
+
+def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Part d is for rank d: another partner in each step. Returns the parts for this rank, by source."""
+    received = list(parts)                                  # the own part stays where it is
+    for step in range(1, group.size):
+        dst, src = (group.rank + step) % group.size, (group.rank - step) % group.size
+        received[src] = group.exchange(parts[dst], dst=dst, src=src)
+    return received
+
+
+def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
+    """The sum of x (n,) over the ranks: each adds one chunk for all, and sends every rank the sum."""
+    own = np.sum(plain_all_to_all(group, np.array_split(x, group.size)), axis=0)
+    return np.concatenate(plain_all_to_all(group, [own] * group.size))
+
+
+# The real ones have all exchanges under way at once: no step waits for the one before, which is what this family is
+# for. Chunks are added as they come, in the same order on every run.
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:

@@ -20,11 +20,41 @@ from minidist.comm.calls.buffers import Place, PlaceOf, Rows
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
+from minidist.comm.collectives.blocking import BlockingGroup
 from minidist.comm.collectives.tree import halved
-from minidist.comm.transport import Handle
+from minidist.comm.handle import Handle
+from minidist.comm.limits import STRETCH_BYTES
 
-STRETCH_BYTES = 4 << 20
-"""Most that an all-reduce sends round at a time: what a step has added, the next one finds in the cache."""
+
+def plain_reduce_scatter(group: BlockingGroup, chunks: list[np.ndarray]) -> None:
+    """Add the ranks' chunks, one for each rank, in place; in the end chunks[rank] is the sum over all ranks."""
+    next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    for step in range(group.size - 1):
+        outgoing = (group.rank - step - 1) % group.size     # first the chunk before the own one, then one lower a step
+        incoming = (group.rank - step - 2) % group.size     # it leaves in the next step, with this rank's part in it
+        chunks[incoming] += group.exchange(chunks[outgoing], dst=next_rank, src=prev_rank)
+
+
+def plain_all_gather(group: BlockingGroup, chunks: list[np.ndarray]) -> None:
+    """Pass the finished chunks round, in place; chunks[rank] is finished, in the end all are."""
+    next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    for step in range(group.size - 1):
+        outgoing = (group.rank - step) % group.size         # first the own one, then what came last
+        incoming = (group.rank - step - 1) % group.size
+        chunks[incoming] = group.exchange(chunks[outgoing], dst=next_rank, src=prev_rank)
+
+
+def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
+    """The sum of x (n,) over the ranks, on every rank: the two halves, one after the other."""
+    chunks = np.array_split(x.copy(), group.size)
+    plain_reduce_scatter(group, chunks)
+    plain_all_gather(group, chunks)
+    return np.concatenate(chunks)
+
+
+# The real ring below sends the same chunks in the same steps. It adds what makes it fast and general: an arriving chunk
+# is added straight from the receive buffer, so no step copies or allocates; a long array goes round in stretches that
+# the processors' caches hold; blocks of any length; other operations than the sum; and a broadcast.
 
 
 def reduce_around(call: Call, chunks: Sequence[np.ndarray], partials: Sequence[np.ndarray], op: Reduction,

@@ -29,11 +29,20 @@ from minidist.comm.calls.buffers import Place, PlaceOf, Rows
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
+from minidist.comm.collectives.blocking import SharingGroup
 from minidist.comm.collectives.packed_shapes import labels_in, labels_of, parts_of
-from minidist.comm.transport import SHOWN_BYTES
+from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES
 
-DIRECT_BYTES = 256 << 10
-"""While what a rank reads, (P-1)n, is no more than this, every rank adds everything itself: one wait instead of two."""
+
+def plain_all_reduce(group: SharingGroup, x: np.ndarray) -> np.ndarray:
+    """The sum of x (n,) over ranks that see each other's memory: show, add one chunk, show the sum, copy all sums."""
+    shown = group.show(x)                                                   # all wait for all
+    own = np.sum([np.array_split(theirs, group.size)[group.rank] for theirs in shown], axis=0)
+    return np.concatenate(group.show(own))                                  # all wait for all
+
+
+# The real one shows long arrays in pieces that the caches hold, leaves out what no other rank reads, and lets each rank
+# add everything itself where the array is so short that a second wait costs more.
 
 _NOTHING = np.empty(0, np.uint8)
 
@@ -49,7 +58,7 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     if call.size == 1:
         op.finish(x, out)
         return
-    add = _add_all if (call.size - 1) * x.nbytes <= DIRECT_BYTES else _add_chunks
+    add = _add_all if (call.size - 1) * x.nbytes <= SHOWN_WHOLE_BYTES else _add_chunks
     length = SHOWN_BYTES // x.itemsize
     for start in range(0, max(len(x), 1), length):
         add(call, x[start:start + length], out[start:start + length], op)
@@ -76,7 +85,7 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
-    """Every rank shows its block, or lends it if it has more than 2 MiB; who may not lend shows 2 MiB at a time.
+    """Every rank shows its block, or lends it if it has more than 2 MiB; without lending it shows 2 MiB at a time.
 
     Args:    own (m, ...), any m, this rank's block; rows: where the others' go.
     Returns: all blocks, one after the other in rank order.
@@ -85,36 +94,26 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     """
     if call.size == 1:
         return rows.join([own])
-    blocks, octets = {call.rank: own}, _octets(own)
+    octets = _octets(own)
     lent = [_lendable(call, own)] if call.lends and _is_long(own.nbytes) else []
-    told, longest = call.show_block(own, *([] if lent else [octets[:SHOWN_BYTES]]), lent=lent), own.nbytes
-    alike = all([block is told[call.rank][0] for block, _ in told])     # of equal headers: show_block gives one for all
-    if alike and rows.whole is not None and not _is_long(longest):
-        return _gather_alike(call, rows.whole, [shown for _, shown in told])
+    told = call.show_block(own, *([] if lent else [octets[:SHOWN_BYTES]]), lent=lent)
+    blocks = {call.rank: own}
     for rank in _others(call):
         theirs, shown = told[rank]
         assert theirs is not None, "every rank has a block"
         blocks[rank] = rows.place(rank)(theirs.shape, theirs.dtype)
-        longest = max(longest, blocks[rank].nbytes)
         if call.lends and _is_long(blocks[rank].nbytes):
             call.read(rank, _addresses(shown)[0], blocks[rank])
         else:
             _octets(blocks[rank])[:len(shown)] = shown
+    longest = max(block.nbytes for block in blocks.values())
     if call.lends and _is_long(longest):
-        call.show(_NOTHING)
+        call.show(_NOTHING)             # every rank has read
     for start in range(SHOWN_BYTES, 0 if call.lends else longest, SHOWN_BYTES):
         pieces = call.show(octets[start:start + SHOWN_BYTES])
         for rank in _others(call):
             _octets(blocks[rank])[start:start + len(pieces[rank])] = pieces[rank]
     return rows.join([blocks[rank] for rank in range(call.size)])
-
-
-def _gather_alike(call: Call, whole: np.ndarray, shown: Sequence[np.ndarray]) -> np.ndarray:
-    """What all_gather does where all blocks have one shape, and are short: no block is looked at by itself."""
-    octets, length = _octets(whole), len(shown[0])
-    for rank in _others(call):
-        octets[rank * length:(rank + 1) * length] = shown[rank]
-    return whole
 
 
 def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Some ranks of a call, as a call of their own: how an algorithm of several levels is put together from simple ones.
 
-    row = Part(call, [4, 5, 6, 7])              # on each of these ranks
+    row = SubsetCall(call, [4, 5, 6, 7])              # on each of these ranks
     ring.all_reduce(row, x, out, op)            # row.rank, row.size, row.next_rank count among them
 
 No group is made and nobody is asked: every rank derives the same parts from what all know. Messages go out under the
@@ -13,10 +13,11 @@ import numpy as np
 
 from minidist.comm.calls.buffers import Place
 from minidist.comm.calls.call import Call
-from minidist.comm.transport import Handle, Reduce
+from minidist.comm.handle import Handle
+from minidist.comm.transport import Reduce
 
 
-class Part(Call):
+class SubsetCall(Call):
     """The whole call, with ranks numbered as in `ranks`; the steps it tells begin at `first_step`."""
 
     def __init__(self, call: Call, ranks: Sequence[int], first_step: int = 0) -> None:
@@ -25,8 +26,9 @@ class Part(Call):
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.signature, self.world_ranks = call.signature, call.world_ranks
 
-    def start_send(self, dst: int, array: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> Handle:
-        return self._whole.start_send(self._ranks[dst], array, step=self._told(step), chunk=chunk)
+    def start_send(self, dst: int, array: np.ndarray, *, header: bytes = b"", step: int | None = None,
+                   chunk: int | None = None) -> Handle:
+        return self._whole.start_send(self._ranks[dst], array, header=header, step=self._told(step), chunk=chunk)
 
     def start_recv(self, src: int, into: np.ndarray, reduce: Reduce | None = None) -> Handle:
         return self._whole.start_recv(self._ranks[src], into, reduce)

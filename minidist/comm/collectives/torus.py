@@ -23,7 +23,20 @@ from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives import ring
-from minidist.comm.collectives.subset_call import Part
+from minidist.comm.collectives.blocking import BlockingGroup
+from minidist.comm.collectives.subset_call import SubsetCall
+
+
+def plain_all_reduce(row: BlockingGroup, column: BlockingGroup, x: np.ndarray) -> np.ndarray:
+    """The sum of x (n,) over a grid of ranks: a ring in the row, one in the column, and the row's once more."""
+    chunks = np.array_split(x.copy(), row.size)
+    ring.plain_reduce_scatter(row, chunks)                      # the row's sum of chunk row.rank
+    chunks[row.rank] = ring.plain_all_reduce(column, chunks[row.rank])
+    ring.plain_all_gather(row, chunks)
+    return np.concatenate(chunks)
+
+
+# The real one makes the grid of the group's own ranks, and has reduce-scatter and all-gather.
 
 
 class Grid(NamedTuple):
@@ -66,8 +79,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
         return
     call.agree()
     form = grid(call.size)
-    row = Part(call, form.row_of(call.rank))
-    column = Part(call, form.column_of(call.rank), first_step=form.columns - 1)
+    row = SubsetCall(call, form.row_of(call.rank))
+    column = SubsetCall(call, form.column_of(call.rank), first_step=form.columns - 1)
     sums = split(out, form.columns)
     ring.reduce_around(row, split(x, form.columns), ring.in_their_places(row, sums), op)
     ring.all_reduce(column, sums[row.rank], sums[row.rank], op)
@@ -91,7 +104,7 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
         return
     call.agree()
     form, cut = grid(call.size), bounds(len(x), call.size)
-    row, column = Part(call, form.row_of(call.rank), form.rows - 1), Part(call, form.column_of(call.rank))
+    row, column = SubsetCall(call, form.row_of(call.rank), form.rows - 1), SubsetCall(call, form.column_of(call.rank))
     strips = [x[cut[first]:cut[first + form.columns]] for first in range(0, call.size, form.columns)]
     strip = strips[column.rank]
     if form.rows > 1:
@@ -118,7 +131,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     call.agree()
     form = grid(call.size)
     around = form.row_of(call.rank)
-    row, column = Part(call, around), Part(call, form.column_of(call.rank), form.columns - 1)
+    row, column = SubsetCall(call, around), SubsetCall(call, form.column_of(call.rank), form.columns - 1)
     blocks = ring.gather_blocks(row, own, lambda place: rows.place(around[place]))
     strip = rows.merge(around[0], blocks)
     strips = ring.gather_blocks(column, strip, lambda place: rows.place(place * form.columns, form.columns))

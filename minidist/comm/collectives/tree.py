@@ -23,7 +23,38 @@ from minidist.comm.calls.buffers import Place, Rows
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction, add_from
 from minidist.comm.chunks import bounds
+from minidist.comm.collectives.blocking import BlockingGroup
 from minidist.comm.collectives.naive import in_workspace
+
+
+def plain_broadcast(group: BlockingGroup, x: np.ndarray | None, root: int) -> np.ndarray | None:
+    """In each step every rank that has the root's array passes it on, so that twice as many have it."""
+    place, distance = (group.rank - root) % group.size, 1                   # places count from the root
+    while distance < group.size:
+        if place < distance and place + distance < group.size:
+            group.send(x, dst=(group.rank + distance) % group.size)
+        elif distance <= place < 2 * distance:
+            x = group.recv(src=(group.rank - distance) % group.size)
+        distance *= 2
+    return x
+
+
+def plain_reduce(group: BlockingGroup, x: np.ndarray, root: int) -> np.ndarray:
+    """The same messages the other way round: sums meet at the root, where the result is the sum of all."""
+    place, total = (group.rank - root) % group.size, x.copy()
+    distance = 1 << (group.size - 1).bit_length() >> 1                      # the last of the broadcast
+    while distance:
+        if place < distance and place + distance < group.size:
+            total += group.recv(src=(group.rank + distance) % group.size)
+        elif distance <= place < 2 * distance:
+            group.send(total, dst=(group.rank - distance) % group.size)
+        distance //= 2
+    return total
+
+
+# The real ones tell the farthest place first. That takes as many steps, but the ranks below one rank then follow each
+# other, and all sends of a rank are under way at once. An all-reduce is both; gather and scatter cut the ranks in
+# halves in the same way, so that a message is one stretch of the result.
 
 
 def family(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:

@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minidist.comm.chunks import bounds
-from minidist.comm.collectives.ring import STRETCH_BYTES
-from minidist.comm.collectives.shared_memory import DIRECT_BYTES
-from minidist.comm.transport import SHOWN_BYTES
+from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES, STRETCH_BYTES
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,7 @@ def _shown_parts(case: Case) -> int:
 
 
 def _shown_sums(case: Case) -> int:
-    return _shown(case, case.nbytes) * (2 if case.others * case.nbytes > DIRECT_BYTES else 1)
+    return _shown(case, case.nbytes) * (2 if case.others * case.nbytes > SHOWN_WHOLE_BYTES else 1)
 
 
 def _native(messages: str, messages_of: Callable[[Case], int], nbytes: str, bytes_of: Callable[[Case], int],

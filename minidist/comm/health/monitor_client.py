@@ -16,15 +16,14 @@ import platform
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from minidist import errors
 from minidist.comm import wire
 from minidist.comm.health.acceptor import knock
 from minidist.comm.health.failure import Loss, how_it_ended, monitor_gone, say_line
 from minidist.comm.health.process_state import this_system
-from minidist.comm.health.wait_state import State
-from minidist.comm.transport import Transport
+from minidist.comm.health.wait_state import State, Waits
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 
 __all__ = ["ControlLink", "Loss", "how_it_ended", "monitor_gone"]
@@ -32,6 +31,18 @@ __all__ = ["ControlLink", "Loss", "how_it_ended", "monitor_gone"]
 GRACE = 5.0                # seconds a rank gets to end after the job has failed
 CONNECT_LIMIT = 60.0       # seconds until a connection must stand, or everybody have met
 ANSWER_LIMIT = 5.0         # seconds the monitor gets to answer a question
+
+
+class Waiting(Protocol):
+    """What the client asks of a transport: see transport.py."""
+
+    waits: Waits
+
+    def abort(self, error: CommError) -> None:
+        """Make every wait raise `error`."""
+
+    def lose(self, error: PeerLostError) -> None:
+        """Make waits for one rank raise `error`."""
 
 
 class ControlLink:
@@ -56,7 +67,7 @@ class ControlLink:
         self._sending, self._telling = threading.Lock(), threading.Lock()
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
-        self._transport: Transport | None = None
+        self._transport: Waiting | None = None
         self._rounds = itertools.count()
         self._answers: dict[tuple[str, int], Any] = {}
         self._watch: threading.Timer | None = None
@@ -101,7 +112,7 @@ class ControlLink:
         if loss is not None:
             callback(loss.error())
 
-    def attach(self, transport: Transport) -> None:
+    def attach(self, transport: Waiting) -> None:
         """Tell the monitor of the transport's lasting waits; what the monitor tells of the job aborts the transport."""
         self._transport = transport
         transport.waits.tell = self._tell

@@ -16,7 +16,6 @@ takes whatever stands before the message it has asked for.
 """
 
 import itertools
-import sys
 import threading
 import time
 import weakref
@@ -27,21 +26,11 @@ from types import FrameType
 from typing import Any, Protocol
 
 from minidist.comm import call_site
+from minidist.comm.health.running_call import running_call
 from minidist.comm.signature import Signature
 from minidist.errors import CommError, PeerLostError
 
 QUIET = 0.1     # seconds that a wait may last before anybody is told
-
-
-class Purpose:
-    """What a program called, and now waits in. Found on the stack when a wait lasts, so that a short one costs nothing.
-
-    Attributes: signature    the call
-                world_ranks  the ranks of its group
-    """
-
-    signature: Signature
-    world_ranks: tuple[int, ...]
 
 
 class Worker(Protocol):
@@ -175,8 +164,8 @@ class Waits:
     @contextmanager
     def lasting(self, what: str, peers: Callable[[], tuple[int, ...]], *, incoming: bool = False) -> Iterator[None]:
         """The block is a wait that lasts already: `what` in words, and `peers()`: for whom, now."""
-        purpose, thread = purpose_of(sys._getframe(2)), threading.get_ident()
-        call, members = (None, ()) if purpose is None else (purpose.signature, purpose.world_ranks)
+        running, thread = running_call(), threading.get_ident()
+        call, members = (None, ()) if running is None else (running.signature, running.world_ranks)
         wait = Wait(next(self._numbers), call, members, (), what, incoming, 0.0)
         with self._lock:
             outer = self._lasting.get(thread)
@@ -216,27 +205,17 @@ class Waits:
 
     def located(self, error: PeerLostError, world_rank: int) -> PeerLostError:
         """`error`, whose first line now says in which step and call this rank met it."""
-        purpose = purpose_of(sys._getframe(1))
-        if purpose is None:
+        running = running_call()
+        if running is None:
             return error
         first, *rest = str(error).split("\n")
         step = "" if self.step is None else f"step {self.step}, "
-        first = f"{first.rstrip(':')}; rank {world_rank} was in {step}{purpose.signature.describe()}"
+        first = f"{first.rstrip(':')}; rank {world_rank} was in {step}{running.signature.describe()}"
         return PeerLostError("\n".join([first, *rest]), error.world_rank)
 
     def _say(self) -> None:
         if self.tell is not None:
             self.tell()
-
-
-def purpose_of(frame: FrameType | None) -> Purpose | None:
-    """The innermost call that the stack from `frame` outwards is in."""
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, Purpose):
-            return owner
-        frame = frame.f_back
-    return None
 
 
 def _nothing() -> tuple[dict[int, int], dict[int, int]]:

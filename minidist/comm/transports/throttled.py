@@ -100,6 +100,9 @@ class Delayed(Transport):
     def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
         return self.inner.start_recv(peer, tag, accept, reduce)
 
+    def loopback(self) -> Transport:
+        return self.inner.loopback()
+
     def abort(self, error: CommError) -> None:
         self._drop(error)
         self.inner.abort(error)

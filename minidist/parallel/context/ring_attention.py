@@ -52,7 +52,7 @@ import numpy as np
 
 from minidist.autograd import ops
 from minidist.autograd.ops.attention import check_shapes
-from minidist.autograd.ops.online_attention import Backward, Running
+from minidist.autograd.ops.online_attention import OnlineGradients, OnlineSoftmax
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor
 from minidist.comm.calls.async_call import Pending
@@ -67,6 +67,27 @@ from minidist.parallel.context.token_shard import Own, keep_own_tokens, pick
 
 __all__ = ["ContextParallel", "RingSelfAttention", "around", "attend_by_ring", "context_parallel", "elements_sent",
            "own_blocks", "pass_on", "ring_attention", "visible", "zigzag"]
+
+
+def plain_ring_attention(q: Array, k: Array, v: Array, positions: Array, group: Group) -> Array:
+    """Ring attention, forward, of one head: (own, D) three times, positions (own,) -> (own, D)."""
+    next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    top, total, y, seen = -np.inf, 0.0, 0.0, positions                         # seen: where these keys stand
+    for hop in range(group.size):
+        scores = q @ k.T / np.sqrt(q.shape[1])
+        scores[positions[:, None] < seen] = -np.inf                            # these lie ahead
+        now = np.maximum(top, scores.max(axis=1, keepdims=True))
+        p, shrink = np.exp(scores - now), np.exp(top - now)                    # shrink: for sums under the old maximum
+        total, y, top = total * shrink + p.sum(axis=1, keepdims=True), y * shrink + p @ v, now
+        if hop < group.size - 1:                                               # pass on, take the previous rank's
+            k, v, seen = (group.exchange(x, dst=next_rank, src=prev_rank) for x in (k, v, seen))
+    return y / total
+
+
+# `ring_attention` below adds backward (the same ring once more, in which the gradients of keys and values travel with
+# them and come home), all heads and sequences at once, and overlap: the next keys are on their way while these are
+# multiplied. It cuts a sequence so that all ranks have equally much to do (`zigzag`), skips what lies ahead instead of
+# computing it, and works in tiles.
 
 # ------------------------------------------------------------------------------------------------------- partition
 
@@ -137,7 +158,7 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
         raise ShapeError(f"ring_attention: {group.axis} rank {group.rank} of {group.size} has {q.shape[2]} tokens, but "
                          f"of a sequence of {length} it should have {own}; cut it as zigzag(length, rank, size) says")
     scaled = _scaled(q)
-    running = Running.of(scaled)
+    running = OnlineSoftmax.of(scaled)
     for source, piece in around(group, _packed(k, v), length):
         keys_all, values_all = widen(piece)
         for queries, keys, causal in visible(length, group.rank, source, group.size):
@@ -150,7 +171,7 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
 def _gradients(node: Node, dy: Array) -> dict[str, Array]:
     """Once more round the ring, each piece followed by its gradients."""
     group, length = node.options["group"], node.options["length"]
-    backward = Backward.of(_scaled(node.q), widen(node.y), node.log_total, widen(dy))
+    backward = OnlineGradients.of(_scaled(node.q), widen(node.y), node.log_total, widen(dy))
     coming: Pending | None = None
     for source, piece in around(group, _packed(node.k, node.v), length):
         keys_all, values_all = widen(piece)

@@ -37,6 +37,8 @@ Source:  Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tr
 
 from functools import partial
 
+import numpy as np
+
 from minidist.autograd.ops import collectives
 from minidist.autograd.ops.collectives import shard_of
 from minidist.autograd.tensor import Tensor
@@ -51,6 +53,25 @@ from minidist.parallel.step.step import Loss
 from minidist.parallel.tensor.split_gpt import set_output, shared_numbers, split_gpt
 from minidist.parallel.tensor.split_model import SplitModel
 from minidist.parallel.tensor.tensor_layers import Region, SplitOutput
+
+
+def plain_sequence_mlp(x: Array, up: Array, down: Array, bias: Array, dy: Array, group: Group) -> tuple[Array, ...]:
+    """Chapter 12's MLP where x and dy are this rank's tokens (own, h), alike on all ranks: y, dx, and the gradients."""
+    whole_x = group.all_gather(x, algorithm="ring")                               # f: all tokens come together
+    inner = whole_x @ up
+    active = np.maximum(inner, 0)
+    y = group.reduce_scatter(active @ down, algorithm="ring").reshape(x.shape)    # g: the sums of the own tokens
+    whole_dy = group.all_gather(dy, algorithm="ring")                             # g backward
+    ddown = active.T @ whole_dy
+    dinner = (whole_dy @ down.T) * (inner > 0)
+    dup = whole_x.T @ dinner
+    dx = group.reduce_scatter(dinner @ up.T, algorithm="ring").reshape(x.shape)   # f backward
+    dbias = group.all_reduce(dy.sum(axis=0), algorithm="ring")                    # outside: own tokens', so add up
+    return y + bias, dx, dup, ddown, dbias
+
+
+# The real one puts these gathers and scatters at the borders of chapter 12's regions and keeps everything outside them
+# (norms, dropout, the residual stream) on own tokens. It takes numbers of tokens that the ranks do not divide evenly.
 
 
 class SequenceRegion(Region):

@@ -49,6 +49,23 @@ from minidist.parallel.tensor.tensor_layers import ranges
 
 __all__ = ["ContextParallel", "UlyssesSelfAttention", "attend_by_heads", "elements_sent", "ulysses"]
 
+
+def plain_ulysses(q: Array, k: Array, v: Array, group: Group) -> Array:
+    """Causal attention by two swaps: (own, H, D) three times -> (own, H, D); rank r has run r of the tokens."""
+    came = [group.all_to_all(np.array_split(x, group.size, axis=1)) for x in (q, k, v)]   # own tokens, all heads
+    q, k, v = (np.concatenate(parts) for parts in came)                                   # all tokens, own heads
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[2])
+    scores[:, np.triu(np.ones(scores.shape[1:], bool), 1)] = -np.inf                      # these lie ahead
+    p = np.exp(scores - scores.max(axis=2, keepdims=True, initial=-np.inf))
+    y = np.einsum("hqk,khd->qhd", p / p.sum(axis=2, keepdims=True), v)
+    ends = np.cumsum([len(part) for part in came[0]])
+    return np.concatenate(group.all_to_all(np.split(y, ends[:-1])), axis=1)               # own tokens, all heads
+
+
+# The real one swaps by differentiable all-to-alls, so that backward makes the same journeys, and lets causal_attention
+# (chapter 22) look at the own heads without holding all scores. It adds rotary positions, and key heads that several
+# query heads share, which go to each rank that needs them.
+
 HEADS, TOKENS = 1, 2        # dims of (B, H, T, D)
 
 

@@ -32,6 +32,30 @@ of charge. The number of messages goes the same way.
 notes:   N1 §2.1, N2 §10.4 (N2:419)
 """
 
+from collections.abc import Iterable
+
+from minidist.comm.group import Group
+from minidist.nn import GPT
+from minidist.optim import Optimizer
+from minidist.parallel.step.step import Batch, micro_parts, part_of
+
+
+def plain_accumulation(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[Batch], passes: int) -> None:
+    """Each global batch in several passes, on any number of ranks."""
+    for batch in batches:
+        mine = part_of(batch, size=group.size, rank=group.rank)                  # this rank's rows of the batch
+        for micro in micro_parts(mine, passes):                                  # cut once more
+            loss = model.loss(micro.inputs, micro.targets, batch[1].size)        # over the tokens of all passes, ranks
+            loss.backward()                                                      # p.grad += …; activations are freed
+        for p in model.parameters():                                             # once, after the last pass
+            group.all_reduce(p.grad, out=p.grad, algorithm="ring")
+        optimizer.step()                                                         # once
+        optimizer.zero_grad()                                                    # or the next batch adds to this one
+
+
+# The real one has no module of its own: it is `accumulate=` of every strategy's step. Each decides there after which
+# pass gradients are reduced, and starts that while the pass still computes.
+
 
 def elements_sent(parameters: int, *, ranks: int, zero: int = 0, accumulate: int = 1, root: int = 0,
                   free_after_forward: bool = True) -> int:

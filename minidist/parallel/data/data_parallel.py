@@ -49,13 +49,13 @@ Source:  PyTorch's torch.nn.DataParallel: replicate, scatter, parallel_apply, ga
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import numpy as np
 
 from minidist.autograd import ops
-from minidist.autograd.tensor import Parameter, Tensor
+from minidist.autograd.tensor import Parameter, Tensor, tensor
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import connect
@@ -70,6 +70,32 @@ from minidist.parallel.step.flat import Flat, empty_like
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Part, clip_and_update, micro_parts, rows_of, zero_unused
+
+
+def plain_data_parallel(replicas: Sequence[Module], optimizer: Optimizer, batches: Iterable[Batch]) -> float:
+    """DP on devices that work one after the other: replicas[0] learns, the others are overwritten in every step."""
+    for inputs, targets in batches:
+        parts = np.array_split(inputs, len(replicas))                                      # DP 1: rows for each device
+        for replica in replicas[1:]:
+            for original, copied in zip(replicas[0].parameters(), replica.parameters(), strict=True):
+                copied.data[...] = original.data                                           # DP 2: the present model
+        outputs = [replica(part) for replica, part in zip(replicas, parts, strict=True)]   # DP 3: forward everywhere
+        gathered = tensor(np.concatenate([y.data for y in outputs]), requires_grad=True)   #       outputs to device 0
+        loss = ops.cross_entropy(gathered, targets, divisor=targets.size)                  #       which has the loss
+        loss.backward()
+        for y, dy in zip(outputs, np.array_split(np.asarray(gathered.grad), len(replicas)), strict=True):
+            y.backward(dy)                                                                 # DP 4: outputs' gradients
+        for same in zip(*(replica.parameters() for replica in replicas), strict=True):
+            same[0].grad = sum(p.grad for p in same)                                       # DP 5: sums on device 0
+        optimizer.step()
+        for replica in replicas:
+            replica.zero_grad()
+    return float(loss.item())
+
+
+# `DataParallel` below runs each replica in a thread of its own and sends what is assigned here as messages that the
+# ledger counts, so that devices compute at the same time. It adds frozen weights, other losses, and devices without
+# a row.
 
 EVERYTHING = 1 << 62
 """Bytes of a bucket that holds all parameters of a dtype."""

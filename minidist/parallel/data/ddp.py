@@ -48,7 +48,7 @@ notes:   N0 DDP, 数据并行 工作流程; N1 DDP; N3 §3.1
 Source:  Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -56,7 +56,7 @@ from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
 from minidist.device.backend import Array
-from minidist.nn import Module
+from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, squares_of
 from minidist.parallel.data.bucket_order import InOrder, agreed
 from minidist.parallel.data.buckets import BUCKET_BYTES, make_buckets
@@ -65,6 +65,24 @@ from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of, zero_unused
+
+
+def plain_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[Batch]) -> None:
+    """DDP without buckets and without overlap; the batches are global, the numbers those of N0:403."""
+    for batch in batches:
+        part = part_of(batch, size=group.size, rank=group.rank)                       # 2 my part of the data
+        loss = model.loss(part.inputs, part.targets, divisor=batch[1].size)           # 3 forward
+        loss.backward()                                                               # 4 backward: my gradients
+        for p in model.parameters():                                                  # 5 synchronise: all ranks' sum
+            group.all_reduce(p.grad, out=p.grad, algorithm="ring")
+        optimizer.step()                                                              # 6 update: the same on all ranks
+        optimizer.zero_grad()
+
+
+# `DDP` below adds buckets, because an all-reduce of a bias costs as many messages as one of a matrix; and overlap: a
+# bucket's all-reduce starts when its last gradient is final, while backward computes the next one. So buckets fill in
+# the order in which backward ends, which all ranks must agree on. It also takes frozen and unused parameters, ranks
+# without rows, and several passes (chapter 08).
 
 
 class DDP:

@@ -41,7 +41,7 @@ notes:   N1 DP, N3 §2
 Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -50,7 +50,7 @@ from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import to_host
 from minidist.errors import ConfigError, PeerLostError
-from minidist.nn import Module
+from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.data.async_server import Service
 from minidist.parallel.data.bounded_staleness import Update, key_shards, own_scale
@@ -60,6 +60,34 @@ from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of, zero_unused
+
+
+def plain_worker(model: GPT, group: Group, workers: int, batches: Iterable[Batch]) -> None:
+    """A worker of one server, which is rank `workers` of the group: push every gradient, pull every weight."""
+    for batch in batches:
+        part = part_of(batch, size=workers, rank=group.rank)
+        model.loss(part.inputs, part.targets, divisor=batch[1].size).backward()
+        for p in model.parameters():
+            group.send(p.grad, dst=workers)                 # push
+            p.zero_grad()
+        for p in model.parameters():
+            group.recv(src=workers, out=p.data)             # pull
+
+
+def plain_server(model: GPT, optimizer: Optimizer, group: Group, workers: int, steps: int) -> None:
+    """Its server: add up what all workers push, update, and answer all of them."""
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = sum(group.recv(src=worker) for worker in range(workers))
+        optimizer.step()
+        for p in model.parameters():
+            for worker in range(workers):
+                group.send(p.data, dst=worker)
+
+
+# `ParameterServer` below adds several servers, which divide the parameters (keys) between them, because the link of one
+# server carries the gradients of all workers; messages of many keys; and steps in which no worker waits for the
+# slowest (asynchronous updates, with a bound on how far one may be ahead).
 
 NOBODY = -1.0
 """The step that a worker names in its last push: it has done all of them."""

@@ -40,7 +40,7 @@ Source:  Lepikhin et al. 2020, "GShard" (2006.16668); Fedus et al. 2021, "Switch
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ from minidist.autograd.ops import collectives
 from minidist.autograd.recompute import computed_again
 from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
-from minidist.device.backend import array_module
+from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, Weight
 from minidist.nn.moe import Experts, loads, mixtures, rebalance
@@ -61,6 +61,24 @@ from minidist.parallel.step.step import Batch, Loss, micro_parts, part_of, zero_
 from minidist.parallel.tensor.split_model import SplitModel
 from minidist.parallel.tensor.tensor_layers import ranges
 from minidist.parallel.zero.weight_shard import Place, WeightShard, add_up, squares_once
+
+
+def plain_experts(x: Array, chosen: Array, weight: Array, my_expert: Callable[[Array], Array], group: Group) -> Array:
+    """One expert a rank, one expert a token: rows x (N, h), chosen (N,), weight (N,) -> (N, h)."""
+    order = np.argsort(chosen, kind="stable")                               # rows by expert
+    ends = np.cumsum(np.bincount(chosen, minlength=group.size))
+    came = group.all_to_all(np.split(x[order], ends[:-1]))                  # they go to their experts
+    results = my_expert(np.concatenate(came))
+    ends = np.cumsum([len(rows) for rows in came])
+    back = group.all_to_all(np.split(results, ends[:-1]))                   # and come home
+    y = np.empty_like(x)
+    y[order] = np.concatenate(back)                                         # each in its token's place
+    return weight[:, None] * y
+
+
+# The real one makes the same two journeys by differentiable all-to-alls, for several experts a rank and a token. It
+# sends counts first, so that a rank knows which rows belong to which of its experts, and adds what routing needs:
+# capacity, dropped tokens, shared experts, and loads of all ranks.
 
 # ------------------------------------------------------------------------------------------------------- partition
 

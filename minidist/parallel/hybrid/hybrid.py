@@ -52,6 +52,31 @@ from minidist.parallel.zero.zero3 import Zero3
 
 __all__ = ["AXES", "OPTIMIZERS", "SCHEDULES", "Mesh", "Plan", "Trainer"]
 
+
+def plain_hybrid(dp: Group, pp: Group, tp: Group, inputs: Array, targets: Array, up: Array, down: Array,
+                 lr: float) -> None:
+    """One step of SGD on dp × pp × tp ranks, in place: an MLP a stage, of which a rank has columns and rows."""
+    mine = np.array_split(np.arange(len(inputs)), dp.size)[dp.rank]             # 0 rows: by the dp coordinate alone
+    x = inputs[mine] if pp.rank == 0 else pp.recv(src=pp.rank - 1)              # 1.1 the first half's activations
+    inner = np.maximum(x @ up, 0)                                               # up: own columns of the own stage
+    y = tp.all_reduce(inner @ down, algorithm="ring")                           # down: own rows; g of chapter 12
+    if pp.rank < pp.size - 1:
+        pp.send(y, dst=pp.rank + 1)                                             # 1.2 the next stage goes on
+        dy = pp.recv(src=pp.rank + 1)                                           # 1.3 its gradient comes back
+    else:
+        dy = 2 * (y - targets[mine]) / targets.size                             # divided by the whole batch
+    dinner = (dy @ down.T) * (inner > 0)
+    dx = tp.all_reduce(dinner @ up.T, algorithm="ring")                         # f of chapter 12
+    if pp.rank > 0:
+        pp.send(dx, dst=pp.rank - 1)
+    for weights, gradient in ((up, x.T @ dinner), (down, inner.T @ dy)):        # 2.1 local gradients
+        weights -= lr * dp.all_reduce(gradient, algorithm="ring")               # 2.2 their sum, 2.3 the same update
+
+
+# The real one builds a GPT in the same order, from whatever parts the plan names: any axes, a schedule on pp, DDP or a
+# stage of ZeRO on dp, experts and context beside them. What it adds is what the parts must agree on: which weights
+# lie whole on which ranks, whose gradients are summed where, and one norm of the whole model for clipping.
+
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "adam": Adam, "rmsprop": RMSProp, "sgd": SGD}
 SCHEDULES = ("constant", "cosine")
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from minidist.device.account import MemoryAccount
 from minidist.device.backend import Array, to_host
-from minidist.device.bytes_view import wire_view
+from minidist.device.bytes_view import bytes_view
 from minidist.errors import DiskError
 from minidist.parallel.memory.disk_file import PAGE, Loan, Pool, Record, told
 from minidist.parallel.memory.transfer_lanes import Lane, Move, Pace, Traffic
@@ -70,7 +70,7 @@ class Disk:
 
     def put(self, record: Record, key: str, array: Array) -> None:
         """Write a region at once, without a buffer: before training."""
-        data, region = wire_view(np.ascontiguousarray(to_host(array))), record.regions[key]
+        data, region = bytes_view(np.ascontiguousarray(to_host(array))), record.regions[key]
         with told(record.name, f"write {data.nbytes:,} bytes of {key}"):
             _transfer(os.pwritev, record, region.offset, data)
 

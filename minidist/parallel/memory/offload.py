@@ -52,14 +52,17 @@ Source:  Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Train
          "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning".
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from minidist.autograd.tensor import Parameter
 from minidist.device import account
 from minidist.device.backend import LOW_PRECISION, Array, device_of, to_host, widen
+from minidist.nn import GPT
+from minidist.optim import Optimizer
 from minidist.optim.clip import add_exactly, block_sums
 from minidist.optim.optimizer import Slot
 from minidist.parallel.data.device_copies import bring, copy, host_bytes, mark
@@ -70,6 +73,25 @@ from minidist.parallel.memory.transfer_lanes import Move, Pace
 from minidist.parallel.step.flat import Flat, Piece
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.step import Batch
+
+
+def plain_offload(model: GPT, optimizer: Optimizer, batches: Iterable[Batch], host: Sequence[Parameter]) -> float:
+    """ZeRO-Offload on one process: the optimizer is made of `host`, copies of the weights; returns the last loss."""
+    for inputs, targets in batches:
+        loss = model.loss(inputs, targets, divisor=targets.size)
+        loss.backward()
+        for p, h in zip(model.parameters(), host, strict=True):
+            h.grad = np.array(p.grad)                          # gradients go down: 1 × the model
+            p.zero_grad()                                      # and are freed on the device
+        optimizer.step()                                       # Adam on the host, beside its m and v
+        for p, h in zip(model.parameters(), host, strict=True):
+            p.data[...] = h.data                               # new weights come up: 1 × the model
+    return float(loss.item())
+
+
+# `OnHost` below moves a rank's chunks only (chapter 15 says which), bucket by bucket and at the same time as the device
+# computes: a bucket goes down while the next one fills. `OnDisk` moves everything, the weights too, and reads ahead.
 
 # ------------------------------------------------------------------------------------------------ on the host (Offload)
 

@@ -31,10 +31,12 @@ none; and waiting (N0:228), which is why the pipeline (chapter 11) cuts the batc
 notes:   N0 Model Parallelism; N1 §2.2 says "model parallel" and means tensor parallelism (chapter 12)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from minidist.autograd.tensor import Tensor
+from minidist.autograd.tensor import Tensor, tensor
 from minidist.comm.group import Group
+from minidist.device.backend import Array
 from minidist.nn import GPT
 from minidist.optim import Optimizer
 from minidist.parallel.pipeline.stage_model import Layered
@@ -42,6 +44,24 @@ from minidist.parallel.pipeline.stages import Arrived
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import Batch, Key, Part, micro_parts
+
+
+def plain_model_parallel(layers: Callable[[Any, Array, int], Tensor], group: Group, inputs: Array, targets: Array,
+                         divisor: int) -> None:
+    """One batch through all ranks and back; layers(x, targets, divisor) are this rank's, the last rank's the loss."""
+    first, last = group.rank == 0, group.rank == group.size - 1
+    x = inputs if first else tensor(group.recv(src=group.rank - 1), requires_grad=True)      # wait
+    y = layers(x, targets, divisor)                                                          # the last: the loss
+    if not last:
+        group.send(y.data, dst=group.rank + 1)
+    y.backward(None if last else group.recv(src=group.rank + 1))                             # wait, longer
+    if not first:
+        group.send(x.grad, dst=group.rank - 1)
+
+
+# `ModelParallel` below makes each rank's layers out of a GPT and trains them. It adds a tied output, whose token table
+# lies at both ends (one all-reduce of its gradient), clipping by the norm of all ranks' gradients, and a boundary
+# that keeps the shape of what was sent instead of the numbers.
 
 
 class ModelParallel(Layered):

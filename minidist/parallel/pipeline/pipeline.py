@@ -45,10 +45,11 @@ notes:   N0 Pipeline Parallelism; N1 §2.3 (names PipeDream); N2 流水线并行
 Source:  Huang et al. 2019; Narayanan et al. 2019 (PipeDream), 2021; Qi et al. 2023.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from minidist.autograd.backward import WeightGradient
-from minidist.autograd.tensor import Tensor, is_grad_enabled, no_grad
+from minidist.autograd.tensor import Tensor, is_grad_enabled, no_grad, tensor
 from minidist.comm.group import Group
 from minidist.device import account, backend
 from minidist.device.backend import Array
@@ -63,6 +64,27 @@ from minidist.parallel.pipeline.stages import Arrived, hollow
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import Batch, Key, Part, micro_parts, zero_unused
+
+
+def plain_gpipe(stage: Callable[[Any, Array, int], Tensor], group: Group, micros: Iterable[Batch],
+                divisor: int) -> None:
+    """One step of GPipe, without a schedule and without overlap; stage(x, targets, divisor) as in chapter 10."""
+    first, last, kept = group.rank == 0, group.rank == group.size - 1, []
+    for inputs, targets in micros:                                                 # all forwards
+        x = inputs if first else tensor(group.recv(src=group.rank - 1), requires_grad=True)
+        y = stage(x, targets, divisor)                                             # the last stage: the loss
+        if not last:
+            group.send(y.data, dst=group.rank + 1)
+        kept.append((x, y))
+    for x, y in reversed(kept):                                                    # all backwards
+        y.backward(None if last else group.recv(src=group.rank + 1))
+        if not first:
+            group.send(x.grad, dst=group.rank - 1)
+
+
+# `Pipeline` below carries out any schedule: the order is a list (schedules.py), checked before it runs, instead of
+# these two loops. So backwards can come early (1F1B holds fewer activations), a rank can have several stages, and
+# backward can be cut in two (zero bubble). Sends and receives are started early and travel while ranks compute.
 
 
 class Pipeline(Layered):

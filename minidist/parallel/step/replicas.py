@@ -9,7 +9,7 @@ import numpy as np
 from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
 from minidist.device.backend import to_host
-from minidist.device.bytes_view import wire_view
+from minidist.device.bytes_view import bytes_view
 from minidist.errors import MismatchError
 
 
@@ -21,7 +21,7 @@ def check_equal_replicas(parameters: Iterable[Parameter], group: Group, *, when:
     """
     digest = hashlib.blake2b(digest_size=8)
     for parameter in parameters:
-        digest.update(wire_view(np.ascontiguousarray(to_host(parameter.data))).data)
+        digest.update(bytes_view(np.ascontiguousarray(to_host(parameter.data))).data)
     with group.ledger.control():
         digests = group.all_gather(np.frombuffer(digest.digest(), dtype=np.uint64))
     others = [rank for rank in range(group.size) if digests[rank] != digests[0]]
@@ -38,5 +38,5 @@ def weights_digest(state: dict[str, np.ndarray]) -> str:
         weights = np.ascontiguousarray(state[name])
         if weights.dtype.byteorder == ">" or (weights.dtype.byteorder == "=" and sys.byteorder == "big"):
             weights = weights.byteswap()
-        digest.update(wire_view(weights).data)
+        digest.update(bytes_view(weights).data)
     return digest.hexdigest()

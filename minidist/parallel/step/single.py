@@ -21,15 +21,31 @@ Cost:    no messages.
 notes:   N0 无并行训练, N2 显存占用分析, N4 §4
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
-from minidist.nn import Module
+from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
 from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Loss, Part, clip_and_update, loss_of, micro_parts, zero_unused
+
+
+def plain_single(model: GPT, optimizer: Optimizer, batches: Iterable[Batch]) -> float:
+    """Training on one device: batches of inputs and targets, each (B, T); returns the last loss."""
+    for inputs, targets in batches:
+        loss = model.loss(inputs, targets, divisor=targets.size)      # forward: activations pile up
+        loss.backward()                                               # they go, gradients come
+        optimizer.step()                                              # with Adam two moments a parameter
+        optimizer.zero_grad()
+    return float(loss.item())
+
+
+# `Single` below is the same step. It adds what a Trainer asks of every strategy: several passes a batch (chapter 08),
+# master weights in mixed precision (chapter 09), clipping, and a loss that the host need not wait for on a GPU.
 
 
 class Single:

@@ -46,7 +46,10 @@ notes:   N0 Tensor Parallelism, N2 张量并行
 Source:  Shoeybi et al. 2019, "Megatron-LM" (1909.08053; N0:256 cites 2104.04473, which is its successor).
 """
 
+import numpy as np
+
 from minidist.comm.group import Group
+from minidist.device.backend import Array
 from minidist.nn import GPT, GPTConfig
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
@@ -64,6 +67,23 @@ from minidist.parallel.tensor.tensor_layers import (
 
 __all__ = ["ColumnLinear", "Region", "RowLinear", "SplitEmbedding", "SplitMLP", "SplitOutput", "TensorParallel",
            "activations_sent", "elements_sent", "tensor_parallel"]
+
+
+def plain_tensor_mlp(x: Array, up: Array, down: Array, bias: Array, dy: Array, group: Group) -> tuple[Array, ...]:
+    """An MLP forward and backward; `up` has this rank's columns, `down` its rows: y, dx, and their gradients."""
+    inner = x @ up                                                   # (n, h) (h, own) -> (n, own): complete
+    active = np.maximum(inner, 0)                                    # number by number: no rank needs another's
+    y = group.all_reduce(active @ down, algorithm="ring") + bias     # g: (n, own) (own, h) are summands
+    ddown = active.T @ dy                                            # g backward: dy is whole on all ranks, as it is
+    dinner = (dy @ down.T) * (inner > 0)
+    dup = x.T @ dinner
+    dx = group.all_reduce(dinner @ up.T, algorithm="ring")           # f backward: all columns used x, so add up
+    return y, dx, dup, ddown
+
+
+# The real one is made of layers (tensor_layers.py) whose f and g are differentiable collectives, so backward follows
+# from forward. It cuts attention (by heads), the embedding and the loss (by vocabulary) in the same way, whatever the
+# sizes, and draws each rank's slice of the weights alone.
 
 
 def tensor_parallel(model: GPT, group: Group, *, algorithm: str = "ring") -> GPT:

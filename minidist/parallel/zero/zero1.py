@@ -39,25 +39,47 @@ Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tr
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
-from minidist.nn import Module
+from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
 from minidist.parallel.data.bucket_order import InOrder
 from minidist.parallel.data.buckets import BUCKET_BYTES, make_buckets
 from minidist.parallel.data.replica_groups import Others, check_equal_owners, owners
-from minidist.parallel.step.flat import Flat, squares_of_shards, sum_in_order, trainable
+from minidist.parallel.step.flat import Flat, Piece, squares_of_shards, sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of
 from minidist.parallel.zero.hybrid_sharding import Sharing
 from minidist.parallel.zero.parameter_arrival import Arrivals
 from minidist.parallel.zero.shard_store import Home
+
+
+def plain_zero1(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], group: Group,
+                batches: Iterable[Batch]) -> None:
+    """ZeRO-1 without buckets and without overlap; the batches are global, the numbers those of N4:298."""
+    flat = Flat(list(model.parameters()), group)                                     # all weights; one chunk is mine
+    weights, mine = flat.join(), np.zeros(flat.owned, flat.dtype)
+    optimizer = new_optimizer(flat.pieces(weights[flat.own], mine))                  # states of my chunk alone
+    for batch in batches:
+        part = part_of(batch, size=group.size, rank=group.rank)
+        model.loss(part.inputs, part.targets, divisor=batch[1].size).backward()      # 1 the whole gradient
+        gradient = np.empty(flat.size, flat.dtype)
+        for p, view in flat.views(gradient):
+            view[...] = p.grad
+        group.reduce_scatter(gradient, out=mine, algorithm="ring")                   # 2 the sum of my chunk
+        optimizer.step()                                                             # 3 update my chunk
+        group.all_gather(weights[flat.own].copy(), out=weights, algorithm="ring")    # 4 all ranks' new weights
+        model.zero_grad()
+
+
+# `Zero1` below adds buckets and overlap at both ends: a bucket's reduce-scatter runs while backward computes the next
+# gradients, and its all-gather while the next forward computes; a weight that is used waits for its own bucket alone.
 
 
 class Zero1:

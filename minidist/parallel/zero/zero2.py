@@ -38,19 +38,19 @@ notes:   N0 ZeRO2, N4 §6
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
-from minidist.nn import Module
+from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
 from minidist.parallel.data.bucket_order import InOrder
 from minidist.parallel.data.buckets import BUCKET_BYTES, cut
 from minidist.parallel.data.replica_groups import Others, check_equal_owners, owners
-from minidist.parallel.step.flat import Flat, squares_of_shards, sum_in_order, trainable
+from minidist.parallel.step.flat import Flat, Piece, squares_of_shards, sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of
@@ -58,6 +58,33 @@ from minidist.parallel.zero.gradient_shards import Scattered
 from minidist.parallel.zero.hybrid_sharding import Sharing
 from minidist.parallel.zero.parameter_arrival import Arrivals
 from minidist.parallel.zero.shard_store import Home
+
+
+def plain_zero2(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], group: Group,
+                batches: Iterable[Batch]) -> None:
+    """ZeRO-2, parameter by parameter and without overlap; the batches are global, the numbers those of N4:349."""
+    runs = []
+    for p in model.parameters():
+        flat = Flat([p], group)
+        weights, mine = flat.join(), np.zeros(flat.owned, flat.dtype)
+        runs.append((flat, weights, mine))
+
+        def final(p: Parameter, mine: Array = mine) -> None:
+            group.reduce_scatter(p.grad, out=mine, algorithm="ring")                     # 1a sent as soon as final
+            p.zero_grad()                                                                # 1b and freed
+        p.hooks.append(final)
+    optimizer = new_optimizer([flat.pieces(weights[flat.own], mine)[0] for flat, weights, mine in runs])
+    for batch in batches:
+        part = part_of(batch, size=group.size, rank=group.rank)
+        model.loss(part.inputs, part.targets, divisor=batch[1].size).backward()          # 1 the hooks run in here
+        optimizer.step()                                                                 # 2 update my chunks
+        for flat, weights, _ in runs:
+            group.all_gather(weights[flat.own].copy(), out=weights, algorithm="ring")    # 3 all ranks' new weights
+
+
+# `Zero2` below reduces buckets instead of parameters, and backward goes on meanwhile: at most two buckets of gradients
+# are alive, one that fills and one on its way. Several passes add up in the chunks; the all-gathers overlap the next
+# forward as in chapter 14.
 
 
 class Zero2:

@@ -45,7 +45,8 @@ notes:   N0 ZeRO3, N4 §7
 Source:  Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -54,10 +55,10 @@ from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.errors import GradientError
-from minidist.nn import Module
+from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
 from minidist.parallel.data.replica_groups import Others, check_equal_owners
-from minidist.parallel.step.flat import squares_of_shards, sum_in_order, trainable
+from minidist.parallel.step.flat import Flat, Piece, squares_of_shards, sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of
@@ -65,6 +66,52 @@ from minidist.parallel.zero.fsdp_units import Unit, make_units
 from minidist.parallel.zero.gradient_shards import Scattered
 from minidist.parallel.zero.hybrid_sharding import Sharing
 from minidist.parallel.zero.shard_store import Home
+
+
+def plain_zero3(model: GPT, units: Iterable[Module], new_optimizer: Callable[[list[Piece]], Optimizer], group: Group,
+                batches: Iterable[Batch]) -> None:
+    """ZeRO-3, unit by unit and without prefetch; the batches are global, the numbers those of N4:398."""
+    pieces, gathers = [], []
+    for unit in units:
+        flat = Flat(list(unit.parameters()), group)
+        shard, mine = flat.join()[flat.own].copy(), np.zeros(flat.owned, flat.dtype)
+        pieces += flat.pieces(shard, mine)
+
+        def gather(*_: Any, flat: Flat = flat, shard: Array = shard) -> None:     # forward 1, backward 1: all-gather
+            whole = group.all_gather(shard, algorithm="ring")
+            for p, view in flat.views(whole):
+                p.data = view
+
+        def free(*_: Any, flat: Flat = flat) -> None:                             # forward 3: only the shard is left
+            for p in flat.parameters:
+                p.data = np.broadcast_to(np.nan, p.shape)
+
+        def reduce(*_: Any, flat: Flat = flat, mine: Array = mine, free: Callable[[], None] = free) -> None:
+            gradient = np.empty(flat.size, flat.dtype)
+            for p, view in flat.views(gradient):
+                view[...] = p.grad
+                p.zero_grad()
+            group.reduce_scatter(gradient, out=mine, algorithm="ring")            # backward 3: reduce-scatter
+            free()                                                                # backward 4: free
+
+        unit.register_forward_pre_hook(gather)                                    # forward 2 and backward 2, computing,
+        unit.register_forward_hook(free)                                          # come between these
+        unit.register_backward_pre_hook(gather)
+        unit.register_backward_hook(reduce)
+        gathers.append(gather)
+        free()
+    optimizer = new_optimizer(pieces)
+    for batch in batches:
+        part = part_of(batch, size=group.size, rank=group.rank)
+        model.loss(part.inputs, part.targets, divisor=batch[1].size).backward()
+        optimizer.step()                                                          # and no all-gather at the end
+    for gather in gathers:                                                        # whole once more, to be looked at
+        gather()
+
+
+# `Zero3` below adds prefetch: the next unit's weights come while this one computes, and gradients leave while backward
+# goes on. It also takes parameters outside any unit (the root), weights that are drawn chunk by chunk and so never lie
+# whole on any rank, several passes, and gradients of low precision.
 
 
 class Zero3:

@@ -19,7 +19,7 @@ import minidist as md
 from minidist.cli import main
 from minidist.cli.train import arguments, progress, sample
 from minidist.cli.train import command as train
-from minidist.cli.train import options as train_options
+from minidist.cli.train import settings as train_settings
 from minidist.console import Parser
 from minidist.parallel.data.accumulation import elements_sent
 from minidist.parallel.step.replicas import weights_digest
@@ -45,7 +45,7 @@ def on_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         def rank(world: Any) -> int:
             parser = Parser()
             train.add_arguments(parser)
-            return train.train(train_options.check(parser.parse_args(command[4:])), world, 1)
+            return train.train(train_settings.check(parser.parse_args(command[4:])), world, 1)
 
         return max(md.run(rank, size=size))
 
@@ -406,7 +406,7 @@ def test_options_survive_the_way_to_the_ranks() -> None:
     parser = Parser()
     arguments.add_arguments(parser)
     args = parser.parse_args(["-n", "3", "--lr", "1e-4", "--tied", "--data", "a b.txt", "--plan", "dp=3"])
-    again = parser.parse_args(train_options.as_arguments(args))
+    again = parser.parse_args(train_settings.as_arguments(args))
     assert {**vars(again), "ranks": 3} == vars(args)
 
 

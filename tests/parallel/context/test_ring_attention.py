@@ -211,7 +211,7 @@ def test_blocks_are_computed_with_while_pieces_are_on_their_way(waits: bool, mon
     """Forward and back, between the start of each piece and the wait for it, but for the gradients that come home; not
     where a rank waits for what it starts."""
     own = threading.local()
-    start, absorb, add = chapter.pass_on, online_attention.Running.absorb, online_attention.Backward.add
+    start, absorb, add = chapter.pass_on, online_attention.OnlineSoftmax.absorb, online_attention.OnlineGradients.add
 
     class Piece:
         def __init__(self, pending: Any) -> None:
@@ -230,8 +230,8 @@ def test_blocks_are_computed_with_while_pieces_are_on_their_way(waits: bool, mon
         return block
 
     monkeypatch.setattr(chapter, "pass_on", lambda *args: Piece(start(*args)))
-    monkeypatch.setattr(chapter.Running, "absorb", counted(absorb))
-    monkeypatch.setattr(chapter.Backward, "add", counted(add))
+    monkeypatch.setattr(chapter.OnlineSoftmax, "absorb", counted(absorb))
+    monkeypatch.setattr(chapter.OnlineGradients, "add", counted(add))
 
     def job(world: Any) -> list[int]:
         own.blocks, own.beside = 0, {}
@@ -247,13 +247,13 @@ def test_blocks_are_computed_with_while_pieces_are_on_their_way(waits: bool, mon
 @pytest.mark.soak   # of seconds
 def test_pieces_travel_while_others_are_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece takes 40 ms on its way and 20 ms of work for each of two pairs of blocks: both at once."""
-    original = online_attention.Running.absorb
+    original = online_attention.OnlineSoftmax.absorb
 
     def slowly(self: Any, *args: Any, **options: Any) -> None:
         time.sleep(0.02)
         original(self, *args, **options)
 
-    monkeypatch.setattr(chapter.Running, "absorb", slowly)
+    monkeypatch.setattr(chapter.OnlineSoftmax, "absorb", slowly)
     size, length = 3, 12
     nbytes = 8 * 2 * 2 * 2 * (length // size) * 4
 

@@ -16,7 +16,7 @@ import minidist as md
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
 from minidist.cli.train import arguments
-from minidist.cli.train import options as train_options
+from minidist.cli.train import settings as train_settings
 from minidist.device import account
 from minidist.errors import ConfigError, GradientError, PlanError
 from minidist.nn import GPT
@@ -281,14 +281,14 @@ def test_refuses() -> None:
 
 # ------------------------------------------------------------------------------------------------------------ it learns
 
-def settings_of(*options: str) -> train_options.Settings:
+def settings_of(*options: str) -> train_settings.Settings:
     """Of `minidist train --steps 200` with these options."""
     parser = argparse.ArgumentParser()
     arguments.add_arguments(parser)
-    return train_options.check(parser.parse_args(["--steps", "200", "--out", "unused", *options]))
+    return train_settings.check(parser.parse_args(["--steps", "200", "--out", "unused", *options]))
 
 
-def held_out_loss(settings: train_options.Settings, precision: str) -> float:
+def held_out_loss(settings: train_settings.Settings, precision: str) -> float:
     """After all steps, on one process."""
     def learn(world: Any) -> float:
         trainer = Trainer(Plan(precision=precision), settings.config, world, **settings.trainer_options())

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 
 from minidist.comm.health.wait_state import QUIET, Waits
 from minidist.comm.transport import Handle, Tag, Transport
+from minidist.comm.transports.progress.mailbox import loopback
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 _QUICK, _SLOW = 0.0002, 0.005   # seconds between the helper's passes: while bytes move, while none do
@@ -260,6 +261,9 @@ class Engine(Transport):
         finally:
             self._step_down()
         return moved
+
+    def loopback(self) -> Transport:
+        return loopback(self.world_rank, self.limit, self.waits)
 
     # --- ending ------------------------------------------------------------------------------------------------------
 

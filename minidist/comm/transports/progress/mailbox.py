@@ -106,6 +106,9 @@ class Mailbox(Transport):
             self._match((peer, tag))
         return recv
 
+    def loopback(self) -> "Mailbox":
+        return loopback(self.world_rank, self.limit, self.waits)
+
     def abort(self, error: CommError) -> None:
         with self._changed:
             self.aborted = self.aborted or error

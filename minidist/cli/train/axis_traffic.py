@@ -1,0 +1,102 @@
+"""What a run tells of a composed plan: what was sent along each axis of the mesh, beside its formula."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from minidist.comm.group import Group
+from minidist.console import exactly
+from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.hybrid.hybrid_costs import elements_sent, wide_elements
+from minidist.parallel.hybrid.hybrid_pipeline import gathers
+from minidist.parallel.hybrid.hybrid_step import Hybrid
+from minidist.parallel.memory.activations import chosen
+from minidist.parallel.zero.zero2 import Zero2
+from minidist.parallel.zero.zero3 import Zero3
+
+WIDE = 4
+"""Bytes of a number that travels as float32 in low precision too."""
+
+
+def formula(trainer: Trainer, strategy: Hybrid, data: dict[str, Any], batch: Any) -> dict[str, Any]:
+    """Bytes of all ranks and steps by axis, and how many parameters this rank has. Every rank calls it.
+
+    Args:    data: the formula of this rank's group of the data axis; batch: one of the run.
+    Cost:    two all-gathers of one or two integers a rank, under `control`.
+    """
+    plan, itemsize = trainer.plan, strategy.weights[0].dtype.itemsize
+    config, sequences = replace(trainer.config, context=batch[0].shape[1]), len(batch[0])
+    again = chosen(plan.checkpoint_blocks, config.layers)
+    elements = elements_sent(config, plan, sequences, recomputed=len(again))
+    wide = wide_elements(config, plan, sequences, recomputed=len(again)) if itemsize < WIDE else {}
+    axes = {axis: (count * itemsize + wide.get(axis, 0) * (WIDE - itemsize)) * trainer.steps_done
+            for axis, count in elements.items()}
+    with trainer.world.ledger.control():
+        shared = dict.fromkeys((strategy.data.group.axis, *([trainer.mesh.experts.axis] if plan.ep > 1 else [])))
+        own = np.array([data["axes"].get(axis, 0) for axis in shared], np.int64)
+        each = strategy.cut.all_gather(own).reshape(-1, len(own))
+        rows = trainer.world.all_gather(np.array([passes * trainer.loads.sent_by(layer) for layer, passes in (
+            (layer, 6 if layer in again else 4) for layer in range(config.layers))], np.int64))
+    axes = {**dict(zip(shared, map(int, each.sum(axis=0)), strict=True)), **axes}
+    if plan.ep > 1:
+        axes["ep"] = int(rows.sum()) * config.width * itemsize
+    axes = {axis: nbytes for axis, nbytes in axes.items() if math.prod(plan.axes[name] for name in axis.split(",")) > 1}
+    return {"sent_bytes": sum(axes.values()), "messages": None, "buckets": data["buckets"], "axes": axes,
+            "held": sum(p.size for p in strategy.model.parameters()),
+            "held_experts": sum(p.size for p in strategy.model.parameters() if id(p) in strategy.others)}
+
+
+def stage_layers(trainer: Trainer) -> list[int] | None:
+    """How many layers each stage of the pipeline has; None where there is none."""
+    strategy = trainer.strategy
+    return strategy.pipeline.layers if isinstance(strategy, Hybrid) and strategy.pipeline is not None else None
+
+
+def collectives(strategy: Hybrid, accumulate: int) -> list[tuple[str, int, Group]] | None:
+    """report.collectives for ZeRO-2 and 3 behind a pipeline, where a microbatch is a pass; None: no difference.
+    """
+    pipeline, data, plan = strategy.pipeline, strategy.data, strategy.plan
+    if pipeline is None or not isinstance(data, (Zero2, Zero3)):
+        return None
+    passes = accumulate * plan.pieces
+    if isinstance(data, Zero2):
+        return [("reduce_scatter", flat.nbytes, flat.group) for flat in data.flats for _ in range(passes)] + [
+            ("all_gather", flat.nbytes, flat.group) for flat in data.flats]
+    calls = [(verb, flat.nbytes, flat.group) for flat in data.root.flats for verb in ("all_gather", "reduce_scatter")]
+    for stage, chain in zip(pipeline.stages.layers, data.chains, strict=True):
+        times = accumulate * gathers(pipeline.schedule, strategy.pp.rank, stage, keep=plan.keep_gathered)
+        for flat in (flat for unit in chain for flat in unit.flats):
+            calls += [("all_gather", flat.nbytes, flat.group)] * times
+            calls += [("reduce_scatter", flat.nbytes, flat.group)] * passes
+    return calls
+
+
+def measured(metrics: dict[str, Any]) -> dict[str, int]:
+    """Bytes of all ranks and steps by axis; hybrid sharding's parts of dp count as dp."""
+    sent = dict.fromkeys(metrics["formula"]["axes"], 0)
+    for rank in metrics["ranks"]:
+        for axis, verbs in rank["sent_bytes"].items():
+            if axis != "control":
+                name = axis.split(".")[0]
+                sent[name] = sent.get(name, 0) + sum(verbs.values())
+    return sent
+
+
+def traffic_table(metrics: dict[str, Any]) -> Table:
+    """All ranks' bytes a step along each axis, scalars apart."""
+    steps, by_formula = len(metrics["losses"]), metrics["formula"]["axes"]
+    table = Table(header_style="bold")
+    table.add_column("axis")
+    for column in ("ranks", "bytes", "formula"):
+        table.add_column(column, justify="right")
+    for axis, sent in measured(metrics).items():
+        if not sent and axis not in by_formula:
+            continue
+        expected = by_formula.get(axis)
+        ranks = math.prod(metrics["plan"].get(name, 1) for name in axis.split(","))
+        table.add_row(axis, str(ranks), exactly(sent / steps),
+                      "" if expected is None else exactly(expected / steps))
+    return table
