@@ -12,7 +12,7 @@ from linked import nobody_tells, shm_transports
 import minidist as md
 from minidist.comm.group import Group
 from minidist.comm.transport import SHOWN_BYTES, Board
-from minidist.comm.transports.shm.exchange_board import _ASLEEP, _POSTED, PART_BYTES, TURNS, Part, SharedBoard
+from minidist.comm.transports.shm.exchange_board import _ASLEEP, _POSTED, PART_BYTES, TURNS, BoardPart, SharedBoard
 from minidist.comm.transports.shm.ring_buffer import RING_BYTES
 from minidist.comm.transports.shm.transport import BOARDS, ShmTransport
 from minidist.errors import CommError, PeerLostError, TimeoutError
@@ -63,7 +63,7 @@ def test_what_is_shared_is_known():
 @pytest.mark.parametrize("lengths", [[0], [1, 0, 63], [4096, 4097], [3, 2 * 65536 + 5, 0, 4099, 64],
                                      [SHOWN_BYTES - 1, 1]])
 def test_the_bytes_are_those_of_the_sources_and_those_shown_before_stay(lengths: list[int]):
-    rng, part = np.random.default_rng(0), Part(memoryview(bytearray(PART_BYTES)))
+    rng, part = np.random.default_rng(0), BoardPart(memoryview(bytearray(PART_BYTES)))
     before, last = np.empty(0, np.uint8), np.empty(0, np.uint8)
     for number in range(4):
         arrays = [rng.integers(0, 255, length, np.uint8) for length in lengths]
@@ -76,7 +76,8 @@ def test_the_bytes_are_those_of_the_sources_and_those_shown_before_stay(lengths:
 
 
 def test_other_dtypes_are_shown_byte_for_byte():
-    values, part = np.array([np.nan, -0.0, 1e300] * 65536)[:SHOWN_BYTES // 8], Part(memoryview(bytearray(PART_BYTES)))
+    values = np.array([np.nan, -0.0, 1e300] * 65536)[:SHOWN_BYTES // 8]
+    part = BoardPart(memoryview(bytearray(PART_BYTES)))
     part.write(1, b"", [values[:5], values[5:]])
     assert part.read(1)[1].tobytes() == values.tobytes()
 
