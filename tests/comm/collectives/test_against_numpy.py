@@ -17,7 +17,7 @@ CASES = [pytest.param(verb, algorithm, transport, id=f"{verb}-{algorithm}-{trans
 
 
 @pytest.mark.parametrize(("verb", "algorithm", "transport"), CASES)
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_sample(verb, algorithm, transport, data):
     examine(data.draw(calls(verb, algorithm, transport)))
@@ -33,7 +33,7 @@ def test_full_count(verb, algorithm, transport, data):
 
 
 @pytest.mark.parametrize("transport", THREADS)
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_same_bits_run_after_run(transport, data):
     case = data.draw(st.sampled_from([pair for pair in PAIRS if pair[0] == "all_reduce"]).flatmap(
