@@ -99,7 +99,7 @@ def traffic_table(group: Group, page: Page) -> None:
                          f"{times}(P-1) n", verdict(total, formula)])
     page.table(f"One step, {group.size} ranks together, n = {size_text(nbytes)}",
                ["", "reduce-scatter", "all-gather", "together", "formula", ""], rows,
-               note="nobody can add up several passes in a buffer that nobody has: each pass must reduce")
+               note="no rank has a buffer in which several passes could add up: each pass must reduce")
 
 
 # ------------------------------------------------------------------------------------------------------------ Break it
@@ -120,7 +120,7 @@ def peaks(group: Group, keep: bool) -> tuple[int, int]:
 
 
 def forget_to_free() -> None:
-    """A bucket that somebody still names is not free."""
+    """A bucket that a name still refers to is not free."""
     _, nbytes = lab.parameter_bytes(lab.MEASURED)
     print(f"all gradients together are {size_text(nbytes)}")
     for name, keep in (("freed", False), ("kept in a list", True)):
