@@ -18,15 +18,15 @@ from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
+from minidist.nn.shares import head_shares
+from minidist.nn.weight_shard import WeightShard
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import Adam
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.step.single import Single
-from minidist.parallel.tensor.split_gpt import head_shares
 from minidist.parallel.tensor.tensor_layers import SplitOutput
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent, plain_tensor_mlp
-from minidist.parallel.zero.weight_shard import WeightShard
 
 HERE = Path(__file__).resolve()
 lab, broken = (load_module(HERE.with_name(name), "12") for name in ("experiments.py", "broken.py"))

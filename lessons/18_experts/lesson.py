@@ -15,11 +15,11 @@ from minidist.comm.group import Group
 from minidist.grading import arguments, load_module, run_lesson
 from minidist.nn import GPT, DropoutKey, mixture
 from minidist.nn.moe import loads, rebalance
+from minidist.nn.weight_shard import WeightShard
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
 from minidist.parallel.experts.expert_parallel import SplitExperts, elements_sent, plain_experts
 from minidist.parallel.step.single import Single
-from minidist.parallel.zero.weight_shard import WeightShard
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "18")
 STEPS, LONG, ITEM = 3, 40, 8

@@ -1,4 +1,4 @@
-"""What a run tells of a composed plan: what was sent along each axis of the mesh, beside its formula."""
+"""Traffic of a composed plan: bytes sent along each axis of the mesh, beside the formula."""
 
 import math
 from dataclasses import replace
@@ -22,9 +22,9 @@ WIDE = 4
 
 
 def formula(trainer: Trainer, strategy: Hybrid, data: dict[str, Any], batch: Any) -> dict[str, Any]:
-    """Bytes of all ranks and steps by axis, and how many parameters this rank has. Every rank calls it.
+    """Bytes of all ranks and steps by axis, and the number of this rank's parameters. Every rank calls it.
 
-    Args:    data: the formula of this rank's group of the data axis; batch: one of the run.
+    Args:    data: the formula of this rank's group of the data axis. batch: one batch of the run.
     Cost:    two all-gathers of one or two integers a rank, under `control`.
     """
     plan, itemsize = trainer.plan, strategy.weights[0].dtype.itemsize
@@ -50,14 +50,13 @@ def formula(trainer: Trainer, strategy: Hybrid, data: dict[str, Any], batch: Any
 
 
 def stage_layers(trainer: Trainer) -> list[int] | None:
-    """How many layers each stage of the pipeline has; None where there is none."""
+    """Layers of each stage of the pipeline; None without a pipeline."""
     strategy = trainer.strategy
     return strategy.pipeline.layers if isinstance(strategy, Hybrid) and strategy.pipeline is not None else None
 
 
 def collectives(strategy: Hybrid, accumulate: int) -> list[tuple[str, int, Group]] | None:
-    """report.collectives for ZeRO-2 and 3 behind a pipeline, where a microbatch is a pass; None: no difference.
-    """
+    """report.collectives for ZeRO-2 and 3 under a pipeline, where each microbatch is a pass; None in other cases."""
     pipeline, data, plan = strategy.pipeline, strategy.data, strategy.plan
     if pipeline is None or not isinstance(data, (Zero2, Zero3)):
         return None
@@ -75,7 +74,7 @@ def collectives(strategy: Hybrid, accumulate: int) -> list[tuple[str, int, Group
 
 
 def measured(metrics: dict[str, Any]) -> dict[str, int]:
-    """Bytes of all ranks and steps by axis; hybrid sharding's parts of dp count as dp."""
+    """Bytes of all ranks and steps by axis; the parts of dp under hybrid sharding count as dp."""
     sent = dict.fromkeys(metrics["formula"]["axes"], 0)
     for rank in metrics["ranks"]:
         for axis, verbs in rank["sent_bytes"].items():
@@ -86,7 +85,7 @@ def measured(metrics: dict[str, Any]) -> dict[str, int]:
 
 
 def traffic_table(metrics: dict[str, Any]) -> Table:
-    """All ranks' bytes a step along each axis, scalars apart."""
+    """All ranks' bytes in a step along each axis, without scalars."""
     steps, by_formula = len(metrics["losses"]), metrics["formula"]["axes"]
     table = Table(header_style="bold")
     table.add_column("axis")

@@ -1,6 +1,6 @@
-"""What a run tells of the strategies in which everything passes one place: data-parallel, parameter-server.
+"""Traffic of the strategies with a centre, data-parallel and parameter-server.
 
-Their rows are not alike, as those of a ring are: device 0 and the servers send, and hold, something else than the rest.
+On a ring all ranks send the same; here device 0 and the servers send other bytes than the rest.
 """
 
 from typing import Any
@@ -20,14 +20,14 @@ Counts = list[list[int]]
 
 
 def device_records(strategy: DataParallel) -> list[dict[str, Any]]:
-    """As metrics.rank_record, for each device of the one process."""
+    """metrics.rank_record for each device of the one process."""
     return [{"rank": device.rank, "coordinates": {"dp": device.rank}, "sent_bytes": device.group.ledger.sent_bytes(),
              "messages": device.group.ledger.messages(), "memory": device.account.snapshot()}
             for device in strategy.devices]
 
 
 def formula(trainer: Trainer, strategy: DataParallel | ParameterServer, batch: Any) -> dict[str, Any]:
-    """Bytes and messages of a run of equal batches without a loss, by rank or device. Args: batch: one of them."""
+    """Bytes and messages of a run by rank or device, if no worker is lost. Args: batch: one batch of the run."""
     counts = (_by_device(trainer, strategy, batch) if isinstance(strategy, DataParallel) else
               _by_role(trainer, strategy))
     return {"sent_bytes": sum(nbytes for nbytes, _ in counts), "messages": sum(messages for _, messages in counts),
@@ -35,7 +35,7 @@ def formula(trainer: Trainer, strategy: DataParallel | ParameterServer, batch: A
 
 
 def _by_role(trainer: Trainer, strategy: ParameterServer) -> Counts:
-    """A worker pushes all gradients, a server gives its keys to every worker; asynchronous: at the end once more."""
+    """A worker pushes all gradients; a server sends its keys to each worker, asynchronously once more at the end."""
     keys = [sum(p.data.nbytes for p in share) for share in key_shards(trainer.model, strategy.servers)]
     steps, workers = trainer.steps_done, strategy.workers
     pulls = steps + strategy.asynchronous
@@ -44,7 +44,7 @@ def _by_role(trainer: Trainer, strategy: ParameterServer) -> Counts:
 
 
 def _by_device(trainer: Trainer, strategy: DataParallel, batch: Any) -> Counts:
-    """Device 0 sends models, inputs and outputs' gradients; the others gradients and outputs."""
+    """Device 0 sends models, inputs and gradients of outputs; the others send gradients and outputs."""
     inputs, size = batch[0], len(strategy.devices)
     model = sum(p.data.nbytes for p in trainer.model.parameters())
     per_row = trainer.config.vocabulary * inputs.shape[1] * next(trainer.model.parameters()).data.itemsize
@@ -62,12 +62,12 @@ def _by_device(trainer: Trainer, strategy: DataParallel, batch: Any) -> Counts:
 
 
 def optimizer_share(plan: dict[str, Any]) -> float:
-    """How much of the optimizer's state rank 0 holds: a worker has none of it."""
+    """The share of the optimizer's state on rank 0: none if rank 0 is a worker."""
     return 0.0 if plan["strategy"] == "parameter-server" else 1.0
 
 
 def traffic_table(metrics: dict[str, Any]) -> Table:
-    """What each device, worker or server sent in a step beside the formula, scalars apart."""
+    """Bytes and messages of each device, worker or server in a step, without scalars, beside the formula."""
     steps, plan = len(metrics["losses"]), Plan(**metrics["plan"])
     table = Table(header_style="bold")
     table.add_column("who")

@@ -1,4 +1,4 @@
-"""What `minidist train` tells of offloading: what fills host and disk, and what moved, beside the formulas."""
+"""Offloading: bytes on host and disk, and bytes moved in a step, beside the formulas."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from minidist.parallel.zero.zero3 import Zero3
 
 
 def offload_record(trainer: Trainer) -> dict[str, Any]:
-    """One rank's host memory, disk and moves in training steps; nothing where the plan offloads nothing."""
+    """One rank's host memory, disk bytes and moves in training steps; empty if the plan offloads nothing."""
     if trainer.plan.offload == "none":
         return {}
     return {"host_memory": trainer.home.host.snapshot(), "disk_bytes": trainer.home.disk_bytes(),
@@ -23,7 +23,7 @@ def offload_record(trainer: Trainer) -> dict[str, Any]:
 
 
 def moved_formula(trainer: Trainer) -> dict[str, int]:
-    """What this rank should move in a step."""
+    """Bytes that this rank should move in a step, by way."""
     strategy, plan = trainer.strategy, trainer.plan
     assert isinstance(strategy, (Zero1, Zero2, Zero3))
     each = bytes_each(trainer)
@@ -45,14 +45,14 @@ def bytes_each(trainer: Trainer) -> Each:
 
 
 def on_device(held: dict[str, float], offload: str, zero: int) -> dict[str, float]:
-    """Of the bytes by category that a rank holds, those that its plan's offload leaves on the device."""
+    """Of the bytes by category that a rank holds, the part that stays on the device."""
     gone = {"none": (), "optimizer": ("optimizer",) if zero == 1 else ("optimizer", "gradients"),
             "all": ("optimizer", "gradients", "parameters")}[offload]
     return {category: 0 if category in gone else nbytes for category, nbytes in held.items()}
 
 
 def print_offload(console: Console, metrics: dict[str, Any]) -> None:
-    """The table of moves, and what lies on rank 0's host and disk."""
+    """Print the table of moves, and the bytes on rank 0's host and disk."""
     first, steps = metrics["ranks"][0], len(metrics["losses"])
     console.rule("what rank 0 moved in a step, in bytes, measured and by formula", style="dim", align="left")
     table = Table(header_style="bold")

@@ -31,12 +31,13 @@ from minidist.parallel.zero.zero3 import Zero3
 
 Metrics = dict[str, Any]
 Call = tuple[str, int, Group]
-"""A collective: its verb, the bytes of the whole array, and among whom."""
+"""A collective: its verb, the bytes of the whole array, and its group."""
 
 
 def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
-    """Bytes and messages that all ranks together should have sent for gradients, and with ZeRO for weights, in all
-    steps: the sum over buckets, or with ZeRO-2 and 3 over collectives. Args: batch: like those of the run.
+    """Bytes and messages of all ranks and steps by formula, for gradients and under ZeRO for weights.
+
+    Args:    batch: one batch of the run.
     """
     strategy = trainer.strategy
     if isinstance(strategy, (DataParallel, ParameterServer)):
@@ -51,15 +52,16 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
 
 def data_formula(trainer: Trainer, strategy: DDP | Zero1 | Zero2 | Zero3,
                  calls: list[Call] | None = None) -> dict[str, Any]:
-    """Bytes and messages of all ranks of one group of the data axis together, in all steps, from its `calls` in one;
-    bytes also by the axis of who shares what.
+    """Bytes and messages of all ranks of one group of the data axis in all steps; bytes also by axis.
+
+    Args:    calls: the collectives of one step (default: those of the strategy alone).
     """
     plan, ranks, steps = trainer.plan, trainer.plan.copies, trainer.steps_done
     calls = collectives(strategy, plan.accumulate) if calls is None else calls
-    runs = [(FORMULAS[verb, plan.algorithm],    # what all ranks send does not depend on who owns how much
+    runs = [(FORMULAS[verb, plan.algorithm],    # the sum over ranks does not depend on the sizes of their shards
              Case(size=group.size, nbytes=nbytes, blocks=[nbytes] + [0] * (group.size - 1)), ranks // group.size, group)
             for verb, nbytes, group in calls]
-    size = plan.shard or ranks          # of a group that shares a copy; there are ranks / size of them
+    size = plan.shard or ranks          # ranks that share a copy; there are ranks / size copies
     runs += [(FORMULAS["all_reduce", plan.algorithm], Case(size=ranks // size, nbytes=nbytes), 1, strategy.group)
              for nbytes in shards(strategy) if size < ranks]
     axes: dict[str, int] = {}
@@ -72,7 +74,7 @@ def data_formula(trainer: Trainer, strategy: DDP | Zero1 | Zero2 | Zero3,
 
 
 def collectives(strategy: DDP | Zero1 | Zero2 | Zero3, accumulate: int) -> list[Call]:
-    """Of each collective in a step of `accumulate` passes, within one copy of the state, scalars apart."""
+    """The collectives in a step of `accumulate` passes, within one copy of the state, without scalars."""
     if isinstance(strategy, Zero3):
         times = 2 if strategy.free_after_forward else 1
         gathered = [(flat, times * accumulate) for unit in strategy.units for flat in unit.flats]
@@ -87,7 +89,7 @@ def collectives(strategy: DDP | Zero1 | Zero2 | Zero3, accumulate: int) -> list[
 
 
 def shards(strategy: DDP | Zero1 | Zero2 | Zero3) -> list[int]:
-    """Bytes of every shard of one copy: each is summed over the copies, once a step."""
+    """Bytes of every shard of one copy; each is summed over the copies once a step."""
     if isinstance(strategy, DDP):
         return []
     flats = strategy.gradients.flats if isinstance(strategy, Zero3) else strategy.flats
@@ -96,7 +98,7 @@ def shards(strategy: DDP | Zero1 | Zero2 | Zero3) -> list[int]:
 
 
 def buckets_of(strategy: DDP | Zero1 | Zero2) -> list[tuple[int, Group]]:
-    """The bytes of each bucket, and who shares it."""
+    """The bytes of each bucket, and the group that sums it."""
     if isinstance(strategy, DDP):
         return [(bucket.data.nbytes, owners(bucket.parameters, strategy.group, strategy.others))
                 for bucket in strategy.buckets]
@@ -180,9 +182,9 @@ def in_words(each: dict[str, float]) -> str:
 
 
 def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, float]:
-    """What theory gives a rank to hold between steps, by category: parts of it are divided under ZeRO.
+    """Bytes a parameter that a rank holds between steps by theory, by category; ZeRO divides some of them.
 
-    Args:    experts: of one that ep has divided already; ZeRO does so over dp and cp alone.
+    Args:    experts: of the experts' parameters, which ep has divided already; ZeRO divides them over dp and cp.
     """
     plan = metrics["plan"]
     each = Each.of(metrics["parameter_bytes"] // metrics["parameters"], moments=metrics["optimizer_moments"],
@@ -195,7 +197,7 @@ def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, f
 
 
 def traffic_header(metrics: Metrics) -> tuple[str, str]:
-    """What a rank should send in a step, bytes and messages, as formulas."""
+    """Bytes and messages of a rank in a step, as formulas for the table's header."""
     size, plan, formula = metrics["size"], metrics["plan"], metrics["formula"]
     whole = formula["sent_bytes"] // len(metrics["losses"]) // (size - 1)     # gathered or reduced: at least 2Ψ
     if plan["shard"] not in (None, size):
@@ -207,7 +209,7 @@ def traffic_header(metrics: Metrics) -> tuple[str, str]:
 
 
 def traffic_table(metrics: Metrics) -> Table:
-    """Each rank's bytes and messages a step beside the formula, scalars apart; all ranks' together are exact."""
+    """Each rank's bytes and messages in a step, without scalars, beside the formula; the sums are exact."""
     size, steps, formula = metrics["size"], len(metrics["losses"]), metrics["formula"]
     share, by_formula = formula["sent_bytes"] / steps / size, traffic_header(metrics)
     table = Table(header_style="bold")
@@ -224,7 +226,7 @@ def traffic_table(metrics: Metrics) -> Table:
 
 
 def memory_table(metrics: Metrics) -> Table:
-    """Rank 0's memory by category, now and at the peak, beside what theory says of it."""
+    """Rank 0's memory by category, now and at the peak, beside the formula."""
     experts = metrics["formula"].get("held_experts", 0)
     count = metrics["formula"].get("held", metrics["parameters"]) - experts
     parts = [(count, bytes_a_parameter(metrics)), (experts, bytes_a_parameter(metrics, experts=True))]

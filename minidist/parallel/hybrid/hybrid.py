@@ -33,7 +33,7 @@ from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmu
 from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.parameter_server import ParameterServer
-from minidist.parallel.experts.expert_load import Loads
+from minidist.parallel.experts.expert_load import ExpertLoad
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import AXES, Plan
@@ -127,7 +127,7 @@ class Trainer:
             require_disk(self.home, [*self.model.parameters()], masters=plan.precision != "fp32", ranks=plan.dp,
                          rank=world.rank)
             self.strategy: Strategy = self._make_strategy(device)
-            self.loads = Loads(self.model, self.mesh.copies)
+            self.loads = ExpertLoad(self.model, self.mesh.copies)
             units = self._units()
             if units is not None:
                 require_memory(plan.device_memory, units.units, units.root)

@@ -32,12 +32,13 @@ from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import GPT
+from minidist.nn.weight_shard import assemble
 from minidist.parallel.data.ddp import DDP
+from minidist.parallel.hybrid.hybrid_cut import TokenStages
+from minidist.parallel.pipeline.instructions import BackwardWeights, Forward, Schedule
 from minidist.parallel.pipeline.pipeline import Pipeline
-from minidist.parallel.pipeline.schedules import BackwardWeights, Forward, Schedule
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.step import Part
-from minidist.parallel.zero.weight_shard import assemble
 from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3
@@ -53,12 +54,18 @@ class DataPipeline(Pipeline):
              seed: None leaves the weights undrawn.
     """
 
+    stages: TokenStages
+
     def __init__(self, model: GPT, group: Group, schedule: Schedule, *, of: Precision, tp: Group,
                  **options: Any) -> None:
         super().__init__(model, group, schedule, **options)
         self.of, self.tp = of, tp
         self.data: Data
         self._parts = {stage: [*self._modules(stage)] for stage in self.stages.layers}
+
+    def cut(self, model: GPT, rank: int) -> TokenStages:
+        """As Pipeline's; the stages may work on a shard of the tokens."""
+        return TokenStages(model, self.layers, range(rank, len(self.layers), self.group.size))
 
     def _modules(self, stage: int) -> list[Any]:
         """The modules that a stage calls, in order."""

@@ -56,22 +56,23 @@ import numpy as np
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.nn import GPT
 from minidist.nn.moe import biases
+from minidist.nn.weight_shard import WeightShard, assemble
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.context.token_shard import TOKENS, own_key, pick
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.replica_groups import check_equal_owners
 from minidist.parallel.hybrid.hybrid_cut import cut_model
 from minidist.parallel.hybrid.hybrid_pipeline import Data, DataPipeline
+from minidist.parallel.hybrid.layer_timing import stage_layers
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.pipeline.schedules import make_schedule
-from minidist.parallel.pipeline.stages import stage_layers
 from minidist.parallel.step.flat import Piece, sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.step import Batch, Key, Part, micro_parts
-from minidist.parallel.zero.weight_shard import Summand, WeightShard, add_up, assemble, counted_at, summands
+from minidist.parallel.tensor.split_model import Summand, add_up, counted_at, summands
 from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3

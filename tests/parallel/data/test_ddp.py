@@ -71,7 +71,7 @@ any_job = given(size=st.integers(1, 8), options=st.fixed_dictionaries({
                         positions=st.sampled_from(["learned", "rotary"]))}))
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @any_job
 def test_any_job(size: int, options: dict[str, Any]) -> None:
     """Uneven parts, ranks without a sequence, a bucket a parameter, one bucket for all, a weight used twice."""
@@ -191,7 +191,7 @@ def test_an_unused_parameter_keeps_no_bucket_waiting() -> None:
 
 @pytest.mark.parametrize(("accumulate", "size"), [(1, 2), (2, 2), (2, 5)])
 def test_an_unused_parameter_can_be_an_error(accumulate: int, size: int) -> None:
-    """It names the rank and the parameters; a rank without a row (5 ranks, 3 rows) has made no mistake."""
+    """It names the rank and the parameters; ranks 3 and 4 without a row (5 ranks, 3 rows) have made no mistake."""
     def job(world: Any) -> None:
         says = f"DDP rank {world.rank} of {size}: the loss does not depend on 'weights.5', 'weights.4'"
         with pytest.raises(GradientError, match=says):
@@ -200,7 +200,7 @@ def test_an_unused_parameter_can_be_an_error(accumulate: int, size: int) -> None
     if size < 4:
         md.run(job, size=size)
     else:
-        with pytest.raises(GradientError, match="DDP rank 0 of 5: the loss does not depend on 'weights.5'"):
+        with pytest.raises(GradientError, match=r"DDP rank [012] of 5: the loss does not depend on 'weights.5'"):
             md.run(lambda world: train_chain(world, unused="error", accumulate=accumulate, used=5), size=size)
         md.run(lambda world: train_chain(world, unused="error", accumulate=accumulate, used=6), size=size)
     with pytest.raises(ConfigError, match="unused='ignore'; choose one of zero, error"):

@@ -90,7 +90,7 @@ def check_job(job: Job, **options: Any) -> None:
     assert sent_by_axis(ranks) == {axis: sent for axis, sent in axes.items() if sent}
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(any_plan(8, layers=4))
 def test_any_plan(job: Job) -> None:
     check_job(job)
@@ -178,7 +178,7 @@ def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.Monkey
         "dropout of the first tokens": (
             hybrid_step, "own_key", lambda key, own: token_shard.own_key(key, lambda length: slice(len(own(length))))),
         "positions of the first tokens": (
-            token_shard.OwnPositions, "forward",
+            token_shard.TokenShardPositions, "forward",
             lambda self, ids: Embedding.forward(self, np.arange(len(self.own(len(ids)))))),
         "norms not summed over tp": (hybrid_step, "add_up", lambda parts: None),
         "second halves not reduced": (DataPipeline, "go_back_weights",

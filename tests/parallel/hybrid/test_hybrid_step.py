@@ -9,13 +9,13 @@ from training import difference, global_batch, tiny
 
 import minidist as md
 from minidist.errors import MismatchError
+from minidist.nn.weight_shard import WeightShard
 from minidist.optim import clip
 from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.hybrid.hybrid_costs import elements_sent
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.pipeline.pipeline import Pipeline
-from minidist.parallel.zero.weight_shard import WeightShard
 
 # ------------------------------------------------------------------------------------------- parallel equals serial
 
@@ -50,8 +50,10 @@ def test_uneven_shards_have_equal_bits() -> None:
     check(MOST, {"dp": 3, "pp": 2, "zero": 1})
 
 
-@pytest.mark.parametrize("transport", ["mpi", pytest.param("tcp", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["mpi", "tcp"])
 def test_processes(transport: str) -> None:
+    """In the default run tests/parallel/test_over_mpi.py has these plans, with the bits of threads."""
     plan = ({"pp": 2, "tp": 2, "microbatches": 2} if transport == "tcp" else
             {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 2})
     serial, = md.run(train, MOST, {}, size=1)

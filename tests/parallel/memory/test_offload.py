@@ -101,7 +101,7 @@ def test_accumulated_in_half_precision(home: dict[str, Any]) -> None:
 
 
 @any_plan
-@settings(max_examples=6)
+@settings(max_examples=3)
 def test_any_composition(**drawn: Any) -> None:
     check_any(**drawn)
 

@@ -32,7 +32,7 @@ log = logging.getLogger("minidist.comm")
 
 
 class Meeting(Protocol):
-    """What connecting needs of control's ControlLink."""
+    """What connecting needs of control's MonitorClient."""
 
     world_rank: int
 
