@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     if as_threads:
         threads = limit_blas_threads(args.threads, size * plan.replicas)
         with run_folder(settings.out):
-            return max(run_function(_train_in_thread, settings, threads, size=size, transport=args.transport,
-                                    limit=THREADS_LIMIT))
+            return int(max(run_function(_train_in_thread, settings, threads, size=size, transport=args.transport,
+                                        limit=THREADS_LIMIT)))
     if starts_ranks:
         args.out = str(settings.out)                        # its default is the time of day
         with run_folder(settings.out):
