@@ -142,7 +142,7 @@ def around(group: Group, kv: Array, length: int) -> Iterator[tuple[int, Array]]:
 
 @op
 def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -> tuple[Array, Saved]:
-    """causal_attention of a sequence of which each rank has its own tokens (`zigzag`). All ranks call it, in one order.
+    """causal_attention of a sequence whose tokens are divided between the ranks (`zigzag`). All ranks call it.
 
     Args:    q (B, H, own, D); k, v (B, H_kv, own, D): of the own tokens, any float dtype.
              length: T, tokens of the whole sequence.
@@ -204,7 +204,7 @@ def _packed(k: Array, v: Array) -> Array:
 # ------------------------------------------------------------------------------------------------------------- GPT
 
 class RingSelfAttention(CausalSelfAttention):
-    """A GPT's attention over a sequence of which this rank has its own tokens: (B, own, width) -> (B, own, width)."""
+    """A GPT's attention over a divided sequence: own tokens (B, own, width) -> (B, own, width)."""
 
     takes_packed = False
 

@@ -70,7 +70,7 @@ def plain_sequence_mlp(x: Array, up: Array, down: Array, bias: Array, dy: Array,
 
 
 class SequenceRegion(TensorRegion):
-    """A region into which all tokens are gathered, and out of which each rank takes the sums of its own tokens."""
+    """A region that gathers all tokens on entry, and leaves each rank the sums of its own tokens."""
 
     def enter(self, x: Tensor) -> Tensor:
         """(B, own, width) -> (B, T, width)."""

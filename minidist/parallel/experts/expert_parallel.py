@@ -80,7 +80,7 @@ def plain_experts(x: Array, chosen: Array, weight: Array, my_expert: Callable[[A
 
 
 class SplitExperts(Experts):
-    """Experts of which each rank holds some; rows travel to them and results come back.
+    """Experts divided between ranks: rows travel to them and results come back.
 
     Args:    as expert_parallel.
     Attributes: sent: (P,) rows that this rank gave each rank, itself included, in training since the last `clear`;

@@ -37,7 +37,7 @@ def check_fits(config: GPTConfig, size: int) -> None:
 
 
 def narrowest(config: GPTConfig) -> tuple[str, int]:
-    """The divided thing of which a GPT has fewest, and their number: the largest possible tensor-parallel size."""
+    """("heads", "token ids" or "hidden numbers"; the smallest of these counts): the largest possible tensor axis."""
     hidden = config.mixture.hidden or config.hidden if config.mixture else config.hidden
     counts = {"heads": config.heads, "token ids": config.vocabulary, "hidden numbers": hidden}
     what = min(counts, key=counts.__getitem__)
