@@ -24,7 +24,7 @@ OwnTokens = Callable[[int], Any]
 
 
 def pick(array: Array, own: OwnTokens, dim: int) -> Array:
-    """The part of an array that belongs to this rank's tokens; dim `dim` is all tokens: (…, T, …) -> (…, own, …)."""
+    """The part of an array that belongs to this rank's tokens: (…, T, …) -> (…, own, …); T is dim `dim`."""
     places = own(array.shape[dim])
     if isinstance(places, slice):
         return array[(slice(None),) * dim + (places,)]
@@ -104,7 +104,10 @@ def shard_dropouts(model: GPT, own: OwnTokens) -> None:
 
 
 def shard_tokens(model: GPT, group: Group, own: OwnTokens) -> None:
-    """Let a GPT take whole sequences and work on the own tokens, in place; its attention must see the other tokens."""
+    """Let a GPT take whole sequences and work on the own tokens, in place; its attention must see the other tokens.
+
+    Args:    group: the ranks that have the other tokens; own: which tokens this rank has.
+    """
     model.tokens = TokenShardEmbedding(model.tokens, own)
     model.output = TokenShardOutput(group, own)
     shard_dropouts(model, own)
