@@ -39,22 +39,24 @@ def own_key(key: DropoutKey | None, own: OwnTokens) -> DropoutKey | None:
 # ----------------------------------------------------------------------------------------------------------- layers
 
 class TokenShardEmbedding(Embedding):
-    """A token embedding that is given all ids (B, T) and looks up the own ones: -> (B, own, width)."""
+    """A token embedding that is given all ids and looks up the own ones."""
 
     def __init__(self, embedding: Embedding, own: OwnTokens) -> None:
         self.weight, self.own = embedding.weight, own
 
     def forward(self, ids: Array) -> Tensor:
+        """All ids (B, T) -> (B, own, width)."""
         return super().forward(pick(ids, self.own, TOKENS))
 
 
 class TokenShardPositions(Embedding):
-    """A position embedding that is given all positions (T,) and looks up the own ones: -> (own, width)."""
+    """A position embedding that is given all positions and looks up the own ones."""
 
     def __init__(self, embedding: Embedding, own: OwnTokens) -> None:
         self.weight, self.own = embedding.weight, own
 
     def forward(self, ids: Array) -> Tensor:
+        """All positions (T,) -> (own, width)."""
         return super().forward(pick(ids, self.own, 0))
 
 
@@ -66,6 +68,7 @@ class TokenShardDropout(Dropout):
         self.own = own
 
     def forward(self, x: Tensor, key: DropoutKey | None = None, *, residual: Tensor | None = None) -> Tensor:
+        """(B, own, width) -> (B, own, width); the key is that of all tokens."""
         return super().forward(x, own_key(key, self.own), residual=residual)
 
 
