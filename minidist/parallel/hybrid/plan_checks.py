@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.errors import PlanError
 from minidist.nn import GPTConfig
+from minidist.nn.shares import narrowest
 from minidist.parallel.pipeline.schedules import ORDERS
 from minidist.parallel.step.step import divisors
-from minidist.parallel.tensor.split_gpt import narrowest
 
 if TYPE_CHECKING:
     from minidist.parallel.hybrid.plan import Plan
