@@ -68,7 +68,7 @@ def traffic_table(metrics: dict[str, Any]) -> Table:
     """Bytes and messages of each device, worker or server in a step, without scalars, beside the formula."""
     steps, plan = len(metrics["losses"]), Plan(**metrics["plan"])
     table = Table(header_style="bold")
-    table.add_column("who")
+    table.add_column("sender")
     for column in ("bytes", "formula", "messages", "formula"):
         table.add_column(column, justify="right")
     totals = [0, 0, 0, 0]
