@@ -69,9 +69,8 @@ def run(args: argparse.Namespace) -> int:
     if as_threads:
         threads = limit_blas_threads(args.threads, size * plan.replicas)
         with run_folder(settings.out):
-            statuses: list[int] = run_function(_train_in_thread, settings, threads, size=size,
-                                               transport=args.transport, limit=THREADS_LIMIT)
-            return max(statuses)
+            return int(max(run_function(_train_in_thread, settings, threads, size=size, transport=args.transport,
+                                        limit=THREADS_LIMIT)))
     if starts_ranks:
         args.out = str(settings.out)                        # the same for all ranks: its default is the time of day
         with run_folder(settings.out):
