@@ -25,44 +25,45 @@ SOURCE = Source("permute.cu", [f"{name}<{kind}>" for kind in FLOATS
 MOST_THREADS = 256      # a block
 
 
-class Placement(Protocol):
-    """Who goes where, as ops.experts.place_rows says it: rows are sorted by expert, and an expert's by token."""
+class RowPlacement(Protocol):
+    """The placement made by ops.experts.place_rows: rows are sorted by expert, the rows of an expert by token."""
 
     @property
     def tokens(self) -> Array:
-        """(R,) int32: each row's token."""
+        """(R,) int32: the token of each row."""
 
     @property
     def slots(self) -> Array:
-        """(T, k) int32: each token's rows, rising, behind -1 for those that are dropped."""
+        """(T, k) int32: the rows of each token, ascending, after a -1 for each dropped choice."""
 
 
-def to_experts_reference(x: np.ndarray, placement: Placement) -> np.ndarray:
-    """Each row's token's row."""
+def to_experts_reference(x: np.ndarray, placement: RowPlacement) -> np.ndarray:
+    """The token of each row: (T, width) -> (R, width)."""
     return x[placement.tokens]
 
 
-def from_experts_reference(results: np.ndarray, weights: np.ndarray | None, placement: Placement) -> np.ndarray:
-    """A token's rows, each times its weight, added up."""
+def from_experts_reference(results: np.ndarray, weights: np.ndarray | None, placement: RowPlacement) -> np.ndarray:
+    """The sum of each token's rows, each times its weight: (R, width) -> (T, width)."""
     y = np.zeros((len(placement.slots), results.shape[1]), results.dtype)
     np.add.at(y, placement.tokens, results if weights is None else results * weights[:, None])
     return y
 
 
 def from_experts_gradient_reference(dy: np.ndarray, results: np.ndarray, weights: np.ndarray,
-                                    placement: Placement) -> tuple[np.ndarray, np.ndarray]:
-    """Of results: dy of the row's token times the weight; of a weight: the product of the row and that dy."""
+                                    placement: RowPlacement) -> tuple[np.ndarray, np.ndarray]:
+    """With dy of the row's token: the gradients of results, weight · dy, and of weights, the dot product row · dy."""
     rows = dy[placement.tokens]
     return rows * weights[:, None], (rows * results).sum(axis=1)
 
 
-def to_experts(x: Array, placement: Placement, *, version: int | None = None) -> Array:
+def to_experts(x: Array, placement: RowPlacement, *, version: int | None = None) -> Array:
     """(T, width) -> (R, width). Raises: ShapeError if x does not fit; KernelError if `version` does not."""
     _check("to_experts: x", x, len(placement.slots))
     return _gather(x, None, placement, version)
 
 
-def from_experts(results: Array, weights: Array | None, placement: Placement, *, version: int | None = None) -> Array:
+def from_experts(results: Array, weights: Array | None, placement: RowPlacement, *,
+                 version: int | None = None) -> Array:
     """(R, width), float32 (R,) or None for ones -> (T, width). Raises: as to_experts."""
     _check("from_experts: results", results, len(placement.tokens))
     (count, ways), width = placement.slots.shape, results.shape[1]
@@ -75,7 +76,7 @@ def from_experts(results: Array, weights: Array | None, placement: Placement, *,
     return y
 
 
-def from_experts_gradient(dy: Array, results: Array, weights: Array, placement: Placement, *,
+def from_experts_gradient(dy: Array, results: Array, weights: Array, placement: RowPlacement, *,
                           version: int | None = None) -> tuple[Array, Array]:
     """The gradients of results (R, width), and of weights (R,) float32. Raises: as to_experts."""
     _check("from_experts_gradient: dy", dy, len(placement.slots))
@@ -91,7 +92,7 @@ def from_experts_gradient(dy: Array, results: Array, weights: Array, placement: 
     return dresults, dweights
 
 
-def _gather(x: Array, weights: Array | None, placement: Placement, version: int | None) -> Array:
+def _gather(x: Array, weights: Array | None, placement: RowPlacement, version: int | None) -> Array:
     y = array_module(x).empty((len(placement.tokens), x.shape[1]), x.dtype)
     version = version_for("gather", version, x, y)
     if y.size:
@@ -111,7 +112,7 @@ def _check(what: str, rows: Array, count: int) -> None:
         raise ShapeError(f"{what} has shape {rows.shape}; the placement needs ({count}, width)")
 
 
-def _check_weights(weights: Array | None, placement: Placement) -> None:
+def _check_weights(weights: Array | None, placement: RowPlacement) -> None:
     if weights is not None and weights.shape != placement.tokens.shape:
         raise ShapeError(f"weights of shape {weights.shape} do not fit {len(placement.tokens)} rows; "
                          f"it needs one a row")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.records import gather_records
@@ -45,7 +46,12 @@ def global_batch(config: GPTConfig, step: int, sequences: int = 7) -> Batch:
     return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
-def parts(group: Any, config: GPTConfig, steps: int = STEPS) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+def batches(config: GPTConfig) -> list[Batch]:
+    """The global batches of the runs that are compared."""
+    return [global_batch(config, step) for step in range(STEPS)]
+
+
+def parts(group: Group, config: GPTConfig, steps: int = STEPS) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """(inputs, targets, targets of all ranks) of this rank, step by step."""
     from minidist.parallel.step.step import part_of
 
@@ -55,7 +61,7 @@ def parts(group: Any, config: GPTConfig, steps: int = STEPS) -> Iterator[tuple[n
         yield part.inputs, part.targets, batch[1].size
 
 
-def make(stage: int, model: GPT, group: Any, *, bucket_bytes: int = BUCKET, **options: Any) -> Any:
+def make(stage: int, model: GPT, group: Group, *, bucket_bytes: int = BUCKET, **options: Any) -> Any:
     """The strategy of a stage; 0 is DDP."""
     return Zero3(model, group, **options) if stage == 3 else STAGES[stage](model, group, bucket_bytes=bucket_bytes,
                                                                           **options)
@@ -82,7 +88,7 @@ def alone() -> np.ndarray:
     return state_vector(model.state_dict())
 
 
-def trained(group: Any, stage: int, **options: Any) -> np.ndarray:
+def trained(group: Group, stage: int, **options: Any) -> np.ndarray:
     """The weights of a stage after STEPS steps."""
     strategy = make(stage, new_model(SMALL), group, bucket_bytes=SMALL_BUCKET, **options)
     optimizer = new_adam(strategy.parameters)
@@ -96,7 +102,7 @@ def off(weights: np.ndarray, target: np.ndarray) -> float:
     return float(np.abs(weights - target).max() / np.abs(target).max())
 
 
-def apart(group: Any, mine: np.ndarray) -> float:
+def apart(group: Group, mine: np.ndarray) -> float:
     """The largest difference between any rank's array and rank 0's, over rank 0's largest number; on every rank."""
     with group.ledger.control():
         first = group.broadcast(mine)
@@ -105,7 +111,7 @@ def apart(group: Any, mine: np.ndarray) -> float:
 
 # ------------------------------------------------------------------------------------------------------ measured
 
-def sent(group: Any, train: Callable[[], None]) -> dict[str, int]:
+def sent(group: Group, train: Callable[[], None]) -> dict[str, int]:
     """Bytes by verb that all ranks together send while `train` runs, scalars apart; and "messages". On every rank."""
     def counts() -> dict[str, int]:
         rows = [row for row in group.ledger.rows() if row["axis"] != "control"]
@@ -121,7 +127,7 @@ def sent(group: Any, train: Callable[[], None]) -> dict[str, int]:
     return dict(zip(before, map(int, total), strict=True))
 
 
-def traffic(group: Any, stage: int, *, accumulate: int = 1, config: GPTConfig = MEASURED,
+def traffic(group: Group, stage: int, *, accumulate: int = 1, config: GPTConfig = MEASURED,
             **options: Any) -> dict[str, int]:
     """What `sent` says of one step of a stage."""
     strategy = make(stage, new_model(config), group, **options)
@@ -135,7 +141,7 @@ def traffic(group: Any, stage: int, *, accumulate: int = 1, config: GPTConfig = 
     return sent(group, step)
 
 
-def memory(group: Any, stage: int, *, config: GPTConfig = MEASURED, **options: Any) -> dict[str, dict[str, int]]:
+def memory(group: Group, stage: int, *, config: GPTConfig = MEASURED, **options: Any) -> dict[str, dict[str, int]]:
     """This rank's account after some steps of a stage; of peaks the least that a step reached.
 
     The least, because another thread may let go of an array a moment late.
@@ -152,7 +158,7 @@ def memory(group: Any, stage: int, *, config: GPTConfig = MEASURED, **options: A
                 for name, figures in snapshots[-1].items()}
 
 
-def recorded(group: Any, stage: int, *, config: GPTConfig = MEASURED, sequences: int = 8, steps: int = 12,
+def recorded(group: Group, stage: int, *, config: GPTConfig = MEASURED, sequences: int = 8, steps: int = 12,
              **options: Any) -> list[dict[str, Any]]:
     """On rank 0 each rank's quickest step, which other programs disturbed least; else [].
 

@@ -1,11 +1,21 @@
-"""minidist: distributed training from scratch, one readable module a chapter.
+"""Distributed training from scratch, one readable module a chapter.
 
     import minidist as md
 
-    world = md.init()                                  # a Group; size 1 when alone
-    results = md.run(fn, size=4, transport="threads")  # fn(world) on every rank
+    world = md.init()                                       # this rank's Group; of size 1 without a launcher
+    results = md.run(fn, size=4, transport="threads")       # what fn(world) returned, in rank order
+    mesh = md.Mesh(world, dp=2, tp=2)                       # ranks on a grid: mesh["dp"] is a Group
+    trainer = md.Trainer(md.Plan(dp=2, tp=2), config, world)        # config: a minidist.nn.GPTConfig
+    loss = trainer.step(batch)                              # the global batch in, the global mean loss out
 
-Names are loaded when first used, so that `import minidist` stays under 0.3 s and pulls in neither MPI nor CuPy.
+    init        the group of all ranks, under mpirun, srun, torchrun, `minidist launch`, or alone
+    run         a function on several ranks, for the length of one call
+    Mesh        ranks on a grid of axes, and the group of each line
+    Plan        along which axes a job is cut, and how its state is divided
+    Trainer     training steps under a plan
+    errors      every exception, in one tree
+
+`dir(minidist)` lists these names. Each is loaded on first use, so `import minidist` loads neither NumPy nor MPI.
 """
 
 import importlib
@@ -14,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from minidist import errors
     from minidist.launch import init, run
-    from minidist.parallel.hybrid.hybrid import Mesh, Plan, Trainer
+    from minidist.parallel.hybrid.hybrid import Trainer
+    from minidist.parallel.hybrid.mesh import Mesh
+    from minidist.parallel.hybrid.plan import Plan
 
 __version__ = "0.1.0"
 __all__ = ["Mesh", "Plan", "Trainer", "errors", "init", "run"]
@@ -22,16 +34,21 @@ __all__ = ["Mesh", "Plan", "Trainer", "errors", "init", "run"]
 _HOMES = {
     "init": "minidist.launch",
     "run": "minidist.launch",
-    "Mesh": "minidist.parallel.hybrid.hybrid",
-    "Plan": "minidist.parallel.hybrid.hybrid",
+    "Mesh": "minidist.parallel.hybrid.mesh",
+    "Plan": "minidist.parallel.hybrid.plan",
     "Trainer": "minidist.parallel.hybrid.hybrid",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its home on first use (PEP 562)."""
+    """Load a public name from its home (PEP 562). Raises: AttributeError for any other name."""
     if name == "errors":
         return importlib.import_module("minidist.errors")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'minidist' has no attribute {name!r}; it offers {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    """The public names, and nothing else."""
+    return [*__all__, "__version__"]

@@ -15,6 +15,7 @@ import numpy as np
 
 from minidist.autograd.ops.attention import KEEP_UP_TO, QUERY_BLOCK
 from minidist.autograd.tensor import no_grad
+from minidist.comm.group import Group
 from minidist.data import text
 from minidist.device import account
 from minidist.grading import arguments, run_lesson
@@ -22,6 +23,7 @@ from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
 from minidist.optim import Adam
+from minidist.parallel.step.single import Single, plain_single
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, state_bytes
 
 CONFIG = GPTConfig(vocabulary=128, context=64, layers=4, width=96, heads=4)
@@ -31,21 +33,11 @@ SHOWN = ("parameters", "gradients", "optimizer", "activations", "total")
 BILLION = 10**9
 
 
-def plain_loop(model, optimizer, ids, steps, batch, context):
-    """Training on one device: the whole of it (README, section 1)."""
-    for step in range(steps):
-        inputs, targets = text.batch(ids, step, batch=batch, context=context, seed=0)  # CPU -> device
-        loss = model.loss(inputs, targets, divisor=targets.size)                       # activations pile up
-        loss.backward()                                                                # they go, gradients come
-        optimizer.step()                                                               # two moments a parameter
-        optimizer.zero_grad()
-    return loss.item()
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson; each rank runs all of it by itself."""
     page.heading("1  The way of the data: disk -> CPU -> device")
     ids = data_path(page)
+    plain_beside_single(page, ids)
     page.heading("2  One training step, as the memory account saw it")
     memory, parameters = one_step(page, ids)
     page.heading("3  Measured beside the formula: 16 bytes a parameter")
@@ -77,6 +69,21 @@ def data_path(page: Page) -> np.ndarray:
          f"{cut - loaded:.4f}"]],
         note="the disk is read once; each step moves one small batch (on a CPU the device is the CPU)")
     return corpus.train
+
+
+def plain_beside_single(page: Page, ids: np.ndarray) -> None:
+    """Three steps of the plain loop and of the library's step."""
+    batches = [text.batch(ids, step, batch=BATCH, context=CONFIG.context, seed=0) for step in range(3)]
+    with account.use(account.MemoryAccount()):
+        models = [GPT(CONFIG) for _ in range(2)]
+        for model in models:
+            model.initialize(seed=0)
+        single, optimizer = Single(models[1]), Adam(list(models[1].parameters()), 1e-3)
+        losses = [plain_single(models[0], Adam(list(models[0].parameters()), 1e-3), batches),
+                  [single.step(batch, optimizer) for batch in batches][-1]]
+        equal = all(np.array_equal(a.data, b.data) for a, b in zip(*(m.parameters() for m in models), strict=True))
+    page.say(f"After three steps the plain loop has loss {losses[0]:.6f}, the library's Single {losses[1]:.6f}; "
+             f"the weights {'have the same bits' if equal else 'DIFFER'}.")
 
 
 def one_step(page: Page, ids: np.ndarray) -> tuple[dict[str, dict[str, int]], int]:
@@ -179,7 +186,7 @@ def alive_after_forward(config: GPTConfig, batch: int) -> int:
     return alive
 
 
-def all_ranks(group: Any, page: Page, memory: dict[str, dict[str, int]]) -> None:
+def all_ranks(group: Group, page: Page, memory: dict[str, dict[str, int]]) -> None:
     """What the ranks of this job hold together: each everything."""
     records = gather_records(group, {name: figures["peak"] for name, figures in memory.items()})
     if not records:
@@ -191,7 +198,7 @@ def all_ranks(group: Any, page: Page, memory: dict[str, dict[str, int]]) -> None
                "one rank; with mpirun -n 4 this table has four rows, all alike")
 
 
-def record_step(group: Any) -> list[dict[str, Any]]:
+def record_step(group: Group) -> list[dict[str, Any]]:
     """The account at every module's end in forward and at every gradient in backward, for two steps of training.
 
     Each: {"phase": ..., "label": ..., "step": ..., "now": {category: bytes}}, in order.

@@ -178,7 +178,7 @@ def one_rank_dies() -> None:
         group.barrier()
 
     try:
-        md.run(rank_two_fails, size=4, transport="sockets", limit=20.0)
+        md.run(rank_two_fails, size=4, transport="auto", limit=20.0)
     except ZeroDivisionError as error:
         notes = "; ".join(getattr(error, "__notes__", []))
         print(f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else ""))

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.grading import sent_since, totals
 
 
-def broken_broadcast(group: Any, x: np.ndarray, root: int) -> np.ndarray:
+def broken_broadcast(group: Group, x: np.ndarray, root: int) -> np.ndarray:
     """A binomial tree."""
     distance = 1
     while distance < group.size:
@@ -27,19 +28,19 @@ def broken_broadcast(group: Any, x: np.ndarray, root: int) -> np.ndarray:
 
 
 def root_ignored() -> None:
-    """Broadcast 30, which rank 2 has, to everybody."""
+    """Broadcast 30, which rank 2 has, to all ranks."""
     for root in (0, 2):
         print(f"broadcast from rank {root}:")
         work = partial(_broadcast_own, root=root)
         print("\n".join(_each(work)))
 
 
-def _broadcast_own(group: Any, root: int) -> np.ndarray:
+def _broadcast_own(group: Group, root: int) -> np.ndarray:
     return broken_broadcast(group, np.array([10 * (group.rank + 1)]), root)
 
 
-def broken_all_reduce(group: Any, x: np.ndarray) -> np.ndarray:
-    """Everybody tells everybody, everybody adds."""
+def broken_all_reduce(group: Group, x: np.ndarray) -> np.ndarray:
+    """Every rank sends to every other, and every rank adds."""
     total = x.copy()
     for step in range(1, group.size):
         total += group.exchange(x, dst=(group.rank + step) % group.size, src=(group.rank - step) % group.size)
@@ -53,11 +54,11 @@ def own_first() -> None:
         _tenths(group), algorithm="direct")[0]).hex())]))
 
 
-def _tenths(group: Any) -> np.ndarray:
+def _tenths(group: Group) -> np.ndarray:
     return np.array([0.1 * (group.rank + 1)])
 
 
-def broken_barrier(group: Any) -> None:
+def broken_barrier(group: Group) -> None:
     """Dissemination."""
     nothing, distance = np.empty(0), 1
     while distance < group.size // 2:
@@ -66,8 +67,8 @@ def broken_barrier(group: Any) -> None:
 
 
 def deaf_barrier() -> None:
-    """Rank 0 comes 0.2 s late; nobody may leave before."""
-    def late(group: Any) -> str:
+    """Rank 0 comes 0.2 s late; no rank may leave before."""
+    def late(group: Group) -> str:
         begin = time.perf_counter()
         if group.rank == 0:
             time.sleep(0.2)
@@ -78,15 +79,15 @@ def deaf_barrier() -> None:
         print(line)
 
 
-def broken_all_to_all(group: Any, parts: list[np.ndarray]) -> list[np.ndarray]:
-    """Everybody gets what everybody had for it."""
+def broken_all_to_all(group: Group, parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Every rank gets what every other had for it."""
     everything = group.all_gather(np.concatenate(parts), algorithm="ring")
     return [row.reshape(group.size, -1)[group.rank] for row in everything.reshape(group.size, -1)]
 
 
 def everything_to_all() -> None:
     """1000 elements from each rank to each other: the result is right."""
-    def both(group: Any) -> str:
+    def both(group: Group) -> str:
         parts = [np.full(1000, 10.0 * group.rank + dst) for dst in range(group.size)]
         told = []
         for work in (broken_all_to_all, lambda group, parts: group.all_to_all(parts, algorithm="pairwise")):
@@ -102,7 +103,7 @@ def everything_to_all() -> None:
 
 def two_orders() -> None:
     """Rank 2 makes the same two calls as the others, the other way round."""
-    def ranks(group: Any) -> None:
+    def ranks(group: Group) -> None:
         x = np.ones(8)
         for op in ("max", "sum") if group.rank == 2 else ("sum", "max"):
             group.all_reduce(x, op=op)
@@ -112,7 +113,7 @@ def two_orders() -> None:
 
 def _each(work: Callable[[Any], Any], size: int = 4) -> list[str]:
     """One line a rank: what it has after `work`, and what it sent."""
-    def ranks(group: Any) -> str:
+    def ranks(group: Group) -> str:
         before = totals(group.ledger)
         result = work(group)
         messages, nbytes = sent_since(group.ledger, before)

@@ -17,6 +17,7 @@ import numpy as np
 
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.cost.volume import FORMULAS
+from minidist.comm.group import Group
 from minidist.grading import load_module
 from minidist.launch import init, run
 from minidist.observe.machine import machine
@@ -37,13 +38,13 @@ WHEN = {
     "tree": "short arrays, one root, many ranks: few waits",
     "ring": "long arrays: no link carries more than it must, and none is idle",
     "direct": "very short arrays: one wait",
-    "pairwise": "everybody reaches everybody alike: the least bytes, few waits",
+    "pairwise": "all links alike: the least bytes, few waits",
     "doubling": "short arrays where messages are dear: the fewest after direct, no fan-out",
     "halving-doubling": "middling arrays on 2^k ranks: the ring's bytes in log2 P waits",
     "hierarchical": "several machines: only leaders use the link between them",
     "torus": "ranks wired as a grid",
     "bruck": "very short parts for very many ranks",
-    "dissemination": "ranks that share no memory: nobody waits for a root",
+    "dissemination": "ranks that share no memory: no rank waits for a root",
     "native": "over MPI: its own C; what it sends inside, no ledger sees",
     "shared": "ranks of one host that share memory: one copy in, one out",
 }
@@ -51,7 +52,7 @@ WHEN = {
 Figures = dict[str, dict[tuple[str, str, str], float]]
 
 
-def measured_calls(group: Any) -> list[list[Any]]:
+def measured_calls(group: Group) -> list[list[Any]]:
     """[verb, algorithm, size, seconds] of the slowest rank, the least over rounds of the median over calls."""
     names = load_module(HERE / "lesson.py", "02").algorithms_here
     figures: dict[tuple[str, str, str], list[float]] = {}
@@ -63,7 +64,7 @@ def measured_calls(group: Any) -> list[list[Any]]:
     return [[*key, min(rounds)] for key, rounds in figures.items()]
 
 
-def _median(group: Any, verb: str, algorithm: str, nbytes: int) -> float:
+def _median(group: Group, verb: str, algorithm: str, nbytes: int) -> float:
     """The median of the slowest rank's times, of as many calls as BUDGET has room for. n: the larger buffer."""
     whole, part = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4 // group.size, np.float32)
     x: Any = {"gather": part, "all_gather": part, "all_to_all": [part] * group.size}.get(verb, whole)
@@ -83,7 +84,7 @@ def _median(group: Any, verb: str, algorithm: str, nbytes: int) -> float:
 
 def measure() -> Figures:
     """{transport: {(verb, algorithm, size): seconds}} on RANKS processes of this machine."""
-    rows = {"TCP": run(measured_calls, size=RANKS, transport="sockets", shared_memory=False, limit=120.0)[0],
+    rows = {"TCP": run(measured_calls, size=RANKS, transport="tcp", limit=120.0)[0],
             "shm": run(measured_calls, size=RANKS, transport="shm", limit=120.0)[0],
             "MPI": _under_mpirun()}
     return {transport: {(verb, algorithm, size): seconds for verb, algorithm, size, seconds in rows[transport]}

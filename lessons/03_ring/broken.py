@@ -1,4 +1,4 @@
-"""Three broken rings of lesson 03, without their names: each runs, and prints who is in each chunk, and the ledger.
+"""Three broken rings of lesson 03, without their names: each runs, and prints what is in each chunk, and the ledger.
 
 Find the fault first, then read the answer in README.md, section 5.
 """
@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.grading import sent_since, totals
 
 RANKS, ELEMENTS = 4, 400
-BASE = 16       # rank r brings BASE**r, so the digits of a sum tell who is in it, and how often
+BASE = 16       # rank r brings BASE**r, so the digits of a sum tell whose parts are in it, and how often
 
 AllReduce = Callable[[Any, np.ndarray], np.ndarray]
 
 
-def first(group: Any, x: np.ndarray) -> np.ndarray:
+def first(group: Group, x: np.ndarray) -> np.ndarray:
     """Reduce-scatter, then all-gather."""
     size, rank, chunks = group.size, group.rank, np.array_split(x.copy(), group.size)
     for step in range(size - 1):
@@ -27,7 +28,7 @@ def first(group: Any, x: np.ndarray) -> np.ndarray:
     return np.concatenate(chunks)
 
 
-def second(group: Any, x: np.ndarray) -> np.ndarray:
+def second(group: Group, x: np.ndarray) -> np.ndarray:
     """Reduce-scatter, then all-gather."""
     size, rank, chunks = group.size, group.rank, np.array_split(x.copy(), group.size)
     for step in range(size - 1):
@@ -37,7 +38,7 @@ def second(group: Any, x: np.ndarray) -> np.ndarray:
     return np.concatenate(chunks)
 
 
-def third(group: Any, x: np.ndarray) -> np.ndarray:
+def third(group: Group, x: np.ndarray) -> np.ndarray:
     """Reduce-scatter, then all-gather."""
     size, rank = group.size, group.rank
     known = [group.reduce_scatter(x, algorithm="ring")]
@@ -48,14 +49,14 @@ def third(group: Any, x: np.ndarray) -> np.ndarray:
     return np.concatenate([chunks[place] for place in range(size)])
 
 
-def _pass(group: Any, chunk: np.ndarray) -> np.ndarray:
+def _pass(group: Group, chunk: np.ndarray) -> np.ndarray:
     """To the next rank, and from the one before."""
     return group.exchange(chunk, dst=(group.rank + 1) % group.size, src=(group.rank - 1) % group.size)
 
 
 def examine(all_reduce: AllReduce) -> None:
-    """Run it beside the library's ring: who is in which chunk on each rank, messages and bytes of both."""
-    def ranks(group: Any) -> tuple[list[str], list[tuple[int, int]]]:
+    """Run it beside the library's ring: whose parts are in which chunk on each rank, messages and bytes of both."""
+    def ranks(group: Group) -> tuple[list[str], list[tuple[int, int]]]:
         x, costs = np.full(ELEMENTS, BASE**group.rank, np.int64), []
         for work in (all_reduce, lambda group, x: group.all_reduce(x, algorithm="ring")):
             before = totals(group.ledger)

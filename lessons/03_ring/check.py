@@ -7,20 +7,21 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.errors import DeadlockError, TimeoutError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
 from minidist.observe.page import size_text
 
 LIMIT = 60.0  # seconds for the ranks to return: of a busy machine; a deadlock is found at once
-BASE = 16  # rank r contributes BASE**r, so the digits of a sum tell who is in it, and how often
+BASE = 16  # rank r contributes BASE**r, so the digits of a sum tell whose parts are in it, and how often
 SIZES = ((4, 4096), (1, 5), (2, 6), (3, 10), (4, 3), (5, 0))  # (ranks, elements), also P = 1, n < P, n = 0
 
 
 class Link:
     """What a student's rank sees: neighbours and three verbs of a group, with a log of what it is doing."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
         self.rank, self.size = group.rank, group.size
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
@@ -67,7 +68,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield _cost(size, elements, measured)
 
 
-def _contributions(group: Any, reduce_scatter: Any, all_gather: Any, links: dict[int, Link]) -> list[np.ndarray]:
+def _contributions(group: Group, reduce_scatter: Any, all_gather: Any, links: dict[int, Link]) -> list[np.ndarray]:
     """This rank's chunks after the student's functions ran on the contributions BASE**rank."""
     link = links.setdefault(group.rank, Link(group))
     chunks = np.array_split(np.full(2 * group.size, BASE**group.rank, dtype=np.int64), group.size)
@@ -77,7 +78,7 @@ def _contributions(group: Any, reduce_scatter: Any, all_gather: Any, links: dict
     return chunks
 
 
-def _one_call(group: Any, exercise: ModuleType, elements: int, links: dict[int, Link]) -> dict[str, Any]:
+def _one_call(group: Group, exercise: ModuleType, elements: int, links: dict[int, Link]) -> dict[str, Any]:
     """The student's all_reduce and the library's ring on the same values: results, messages and bytes of both."""
     link = links.setdefault(group.rank, Link(group))
     x = np.arange(elements, dtype=np.float64) + 1000.0 * group.rank
@@ -163,14 +164,14 @@ def _cost(size: int, elements: int, measured: list[dict[str, Any]]) -> Result:
 
 
 def _stuck(task: str, links: dict[int, Link]) -> Result:
-    """Nobody moves: say who was doing what."""
+    """No rank goes on: say what each was doing."""
     doing = ", ".join(f"rank {rank}: {links[rank].doing}" for rank in sorted(links))
     if links and all(link.doing == "send" for link in links.values()):
         return Result(task, False, "every rank returns", doing, "deadlock: everybody sends first",
-                      "each send waits for a receive that nobody has reached; send and receive at once with "
+                      "each send waits for a receive that no rank has reached; send and receive at once with "
                       "link.exchange: read section 3.4 again (hole 3)")
     return Result(task, False, "every rank returns", doing, "deadlock",
-                  "a rank waits for a message that nobody sends: count the steps, section 3.3")
+                  "a rank waits for a message that no rank sends: count the steps, section 3.3")
 
 
 if __name__ == "__main__":

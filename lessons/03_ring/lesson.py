@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.comm.collectives import ring as ring_family
+from minidist.comm.collectives.naive import plain_all_reduce
+from minidist.comm.group import Group
 from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
@@ -21,21 +24,7 @@ ELEMENTS = 840 * 256  # of float32: 840 is divisible by every P from 1 to 8
 FLOAT32 = 4
 
 
-def plain_all_reduce(group, x):
-    """Everything to rank 0, added there, and back: the way without an idea (README, section 1)."""
-    total = x.copy()
-    if group.rank == 0:
-        for src in range(1, group.size):
-            total += group.recv(src=src)
-        for dst in range(1, group.size):
-            group.send(total, dst=dst)
-    else:
-        group.send(x, dst=0)
-        total = group.recv(src=0)
-    return total
-
-
-def record_messages(group: Any) -> list[dict[str, Any]]:
+def record_messages(group: Group) -> list[dict[str, Any]]:
     """The messages of one ring all-reduce, in order of step and sender, on rank 0; an empty list elsewhere.
 
     Each: src, dst (group ranks), chunk, nbytes, step (the sender's how-manieth), holds (ranks whose part is in it).
@@ -65,12 +54,12 @@ def contributions(messages: list[dict[str, Any]], size: int) -> list[dict[str, A
     return messages
 
 
-def ring_all_reduce(group: Any, x: np.ndarray) -> np.ndarray:
+def ring_all_reduce(group: Group, x: np.ndarray) -> np.ndarray:
     """The library's ring, whatever `auto` would choose."""
     return group.all_reduce(x, algorithm="ring")
 
 
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  The messages of one ring all-reduce")
     messages_of_one_ring(group, page)
@@ -86,8 +75,8 @@ def tour(group: Any, page: Page) -> None:
     rounding(group, page)
 
 
-def messages_of_one_ring(group: Any, page: Page) -> None:
-    """Every message, recorded: who sends which chunk to whom, and whose contributions are in it."""
+def messages_of_one_ring(group: Group, page: Page) -> None:
+    """Every message, recorded: sender, receiver, chunk, and the ranks whose contributions are in it."""
     ring = group.split(0 if group.rank < 4 else 1)
     recorded = record_messages(ring) if group.rank < 4 else []
     if not recorded:
@@ -104,7 +93,7 @@ def messages_of_one_ring(group: Any, page: Page) -> None:
                note="add: reduce-scatter, pass on: all-gather; c2 (0+3): chunk 2 with the parts of ranks 0 and 3")
 
 
-def bytes_and_messages(group: Any, page: Page) -> None:
+def bytes_and_messages(group: Group, page: Page) -> None:
     """Bytes and messages of the busiest rank for P = 1 .. size, beside 2(P-1)/P n and 2(P-1)."""
     rows = []
     nbytes = ELEMENTS * FLOAT32
@@ -113,16 +102,18 @@ def bytes_and_messages(group: Any, page: Page) -> None:
         if group.rank >= size:
             continue
         messages, ring = busiest(part, ring_all_reduce)
+        _, loop = busiest(part, ring_family.plain_all_reduce)
         _, plain = busiest(part, plain_all_reduce)
         formula = 2 * (size - 1) * nbytes // size
         rows.append([size, messages, 2 * (size - 1), size_text(ring), size_text(formula), f"{ring / nbytes:.3f} n",
-                     verdict(ring, formula), size_text(plain)])
+                     verdict(ring, formula), verdict(loop, formula), size_text(plain)])
     page.table(f"n = {size_text(nbytes)}: the busiest rank's all-reduce",
-               ["P", "messages", "2(P-1)", "ring: sent", "2(P-1)/P n", "", "", "plain: rank 0 sent"], rows,
+               ["P", "messages", "2(P-1)", "ring: sent", "2(P-1)/P n", "", "", "section 3's loop",
+                "plain: rank 0 sent"], rows,
                note="bytes hardly grow, messages do: 'constant' (N1:42) is half the truth")
 
 
-def busiest(group: Any, all_reduce: Any) -> tuple[int, int]:
+def busiest(group: Group, all_reduce: Any) -> tuple[int, int]:
     """(messages, bytes) of the rank that sends most in one all-reduce of ELEMENTS float32."""
     x = np.ones(ELEMENTS, np.float32)
     before = totals(group.ledger)
@@ -135,7 +126,7 @@ def busiest(group: Any, all_reduce: Any) -> tuple[int, int]:
     return int(most[0]), int(most[1])
 
 
-def hot_link(group: Any, page: Page) -> None:
+def hot_link(group: Group, page: Page) -> None:
     """Sent and received bytes of each rank, plain and ring: received is what the others' events say they sent here."""
     figures = {name: traffic(group, work) for name, work in
                (("plain", plain_all_reduce), ("ring", ring_all_reduce))}
@@ -149,7 +140,7 @@ def hot_link(group: Any, page: Page) -> None:
                note="the plain way makes rank 0 as slow as all of them together; in a ring no rank is special")
 
 
-def traffic(group: Any, all_reduce: Any) -> dict[str, list[int]]:
+def traffic(group: Group, all_reduce: Any) -> dict[str, list[int]]:
     """{"sent": [...], "received": [...]} in bytes by rank, on rank 0; an empty dict elsewhere."""
     events: list[Any] = []
     stop = group.ledger.subscribe(events.append)
@@ -166,7 +157,7 @@ def traffic(group: Any, all_reduce: Any) -> dict[str, list[int]]:
     return {"sent": sent, "received": received}
 
 
-def broadcast_then_add(group: Any, page: Page) -> None:
+def broadcast_then_add(group: Group, page: Page) -> None:
     """N3:26 taken at its word, beside the ring: the same chunk on every rank, P times the bytes."""
     x = np.arange(ELEMENTS, dtype=np.float32) % 7 + group.rank
     rows, results = [], []
@@ -181,13 +172,13 @@ def broadcast_then_add(group: Any, page: Page) -> None:
                note=f"{same}; (P-1) n against (P-1)/P n")
 
 
-def literally(group: Any, x: np.ndarray) -> np.ndarray:
-    """Broadcast everybody's whole tensor, then add, then keep one's own chunk."""
+def literally(group: Group, x: np.ndarray) -> np.ndarray:
+    """Broadcast all ranks' whole tensors, then add, then keep the own chunk."""
     whole = group.all_gather(x, algorithm="ring").reshape(group.size, -1)
     return np.array_split(whole.sum(axis=0), group.size)[group.rank]
 
 
-def seconds(group: Any, page: Page) -> None:
+def seconds(group: Group, page: Page) -> None:
     """Median time of both ways; a wall clock, so it moves from run to run, unlike every count above."""
     rows = []
     for nbytes in (16 * 1024, 1024 * 1024, 4 * 1024 * 1024):
@@ -200,7 +191,7 @@ def seconds(group: Any, page: Page) -> None:
                rows, note="wall clock on shared cores: it moves from run to run, unlike every count above")
 
 
-def rounding(group: Any, page: Page) -> None:
+def rounding(group: Group, page: Page) -> None:
     """Sums in half precision: how far from the sum in float64, beside half a unit in the last place a rounding."""
     rows = []
     values = np.random.default_rng(group.rank).random(840)
@@ -219,7 +210,7 @@ def rounding(group: Any, page: Page) -> None:
                note="both add in float32; the ring rounds what it passes on, once a hop; direct once, in the end")
 
 
-def median_seconds(group: Any, work: Any) -> float:
+def median_seconds(group: Group, work: Any) -> float:
     """Median of five calls of `work`, each begun together."""
     times = []
     for _ in range(5):
@@ -233,9 +224,9 @@ def median_seconds(group: Any, work: Any) -> float:
 # ------------------------------------------------------------------------------------------------------- Break it
 
 def send_first() -> None:
-    """Four ranks on links without buffer, everybody sends first: a deadlock, ended by the limit."""
+    """Four ranks on links without buffer, all send first: a deadlock, ended by the limit."""
 
-    def everybody_sends_first(group: Any) -> None:
+    def everybody_sends_first(group: Group) -> None:
         group.send(np.ones(1000), dst=(group.rank + 1) % group.size)
         group.recv(src=(group.rank - 1) % group.size)
 
@@ -245,7 +236,7 @@ def send_first() -> None:
 def whole_tensors() -> None:
     """A 'ring' that passes whole tensors: the sum is right, the bytes are not."""
 
-    def ring_of_whole_tensors(group: Any) -> tuple[float, int]:
+    def ring_of_whole_tensors(group: Group) -> tuple[float, int]:
         x = np.full(1000, group.rank + 1.0)
         total, moving = x.copy(), x
         before = totals(group.ledger)
@@ -264,7 +255,7 @@ def whole_tensors() -> None:
 def stop_early() -> None:
     """One all-gather step too few: one stale chunk a rank."""
 
-    def one_step_short(group: Any) -> list[int]:
+    def one_step_short(group: Group) -> list[int]:
         x = np.arange(8.0) + group.rank
         own = group.reduce_scatter(x, algorithm="ring")
         chunks = np.array_split(x.copy(), group.size)
@@ -280,7 +271,7 @@ def stop_early() -> None:
 
 
 def odd_one_out() -> None:
-    """Rank 1 brings one element more: everybody says so."""
+    """Rank 1 brings one element more: all ranks say so."""
     md.run(lambda group: group.all_reduce(np.ones(1000 + (group.rank == 1)), algorithm="ring"), size=4, limit=5.0)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.comm.group import Group
 
 NODES = (0, 0, 0, 0, 1, 1, 1, 1)
 ELEMENTS = 1000
@@ -19,20 +20,20 @@ def leaders_of(nodes: tuple[int, ...]) -> list[int]:
     return [nodes.index(node) for node in sorted(set(nodes))]
 
 
-def broken_one_leader(group: Any, x: np.ndarray) -> np.ndarray:
-    """Reduce to the leader, tell everybody."""
+def broken_one_leader(group: Group, x: np.ndarray) -> np.ndarray:
+    """Reduce to the leader, tell all ranks."""
     total = group.reduce(x, root=0, algorithm="naive")
     return group.broadcast(total, root=0, algorithm="naive")
 
 
-def broken_whole_machine(group: Any, x: np.ndarray) -> np.ndarray:
+def broken_whole_machine(group: Group, x: np.ndarray) -> np.ndarray:
     """Add up inside the machine; then every rank meets its counterpart on the other."""
     inside = group.split(NODES[group.rank])
     between = group.split(group.rank % 4)
     return between.all_reduce(inside.all_reduce(x, algorithm="ring"), algorithm="ring")
 
 
-def broken_sum_of_sums(group: Any, x: np.ndarray) -> np.ndarray:
+def broken_sum_of_sums(group: Group, x: np.ndarray) -> np.ndarray:
     """The mean over a machine, then over the machines."""
     nodes = (0, 0, 0, 0, 0, 0, 1, 1)
     inside = group.split(nodes[group.rank])
@@ -44,7 +45,7 @@ def broken_sum_of_sums(group: Any, x: np.ndarray) -> np.ndarray:
     return inside.broadcast(mean, root=0)
 
 
-def broken_followers_asleep(group: Any, x: np.ndarray) -> np.ndarray:
+def broken_followers_asleep(group: Group, x: np.ndarray) -> np.ndarray:
     """Leaders add up, and all ranks of the machine go on when they have the result."""
     inside = group.split(NODES[group.rank])
     total = inside.reduce(x, root=0)
@@ -56,7 +57,7 @@ def broken_followers_asleep(group: Any, x: np.ndarray) -> np.ndarray:
 
 def _show(work: Callable[[Any, np.ndarray], np.ndarray], right: str) -> None:
     """What the first element is on each rank, and the bytes between the machines."""
-    def ranks(group: Any) -> tuple[float, int, int]:
+    def ranks(group: Group) -> tuple[float, int, int]:
         events: list[Any] = []
         group.ledger.subscribe(events.append)
         result = work(group, np.full(ELEMENTS, group.rank + 1.0))
@@ -89,11 +90,11 @@ def mean_of_means() -> None:
 
 
 def followers_asleep() -> None:
-    """Nobody dies; who waits for whom?"""
+    """No rank dies; which rank waits for which?"""
     _show(broken_followers_asleep, "36 is right")
 
 
-def _hierarchical(group: Any, x: np.ndarray) -> np.ndarray:
+def _hierarchical(group: Group, x: np.ndarray) -> np.ndarray:
     """The library's, told that ranks 0 to 3 and 4 to 7 share a machine."""
     group.nodes = NODES
     return group.all_reduce(x, algorithm="hierarchical")

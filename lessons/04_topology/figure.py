@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from matplotlib.patches import FancyArrowPatch
 
+from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
-from minidist.observe.bench_plots import bytes_text
+from minidist.observe.page import size_text
 from minidist.observe.records import gather_records
 
 HERE = Path(__file__).resolve().parent
@@ -23,7 +24,7 @@ wiring = lesson.wiring
 FAST, SLOW = look.RANKS[0], look.RANKS[3]
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """On rank 0, what the figure shows; the other ranks' part of it is empty."""
     messages = lesson.recorded(group, "halving-doubling")
     timelines = {name: over_time(group, name) for name in ("ring", "hierarchical")}
@@ -37,7 +38,7 @@ def record(group: Any) -> dict[str, Any]:
             "misfit": cost.misfit, "transport": group.transport.name}
 
 
-def over_time(group: Any, algorithm: str) -> list[dict[str, Any]]:
+def over_time(group: Group, algorithm: str) -> list[dict[str, Any]]:
     """The messages of one all_reduce on two machines, 20 ms between them; times in α, on rank 0."""
     alpha, nodes = 20e-3, lesson.halves(group.size)
     events: list[Any] = []
@@ -150,7 +151,7 @@ def _line(ax: Any, recorded: dict[str, Any]) -> None:
     ax.set_xticks([], minor=True)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     ax.set_yticks([], minor=True)
-    ax.xaxis.set_major_formatter(lambda value, _: bytes_text(value))
+    ax.xaxis.set_major_formatter(lambda value, _: size_text(value))
     ax.set_ylabel("µs an exchange", color=look.SOFT, fontsize=10)
     ax.legend(frameon=False, fontsize=10, loc="upper left", labelcolor=look.INK)
     rate = f", 1/β {1e-9 / recorded['beta']:.2g} GB/s" if recorded["beta"] else ""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.cost.link_model import LinkCost, Sample, Work, fit
+from minidist.comm.group import Group
 from minidist.grading import arguments, load_module, run_lesson
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
@@ -30,7 +31,7 @@ SIZES = (1024, 8192, 65536, 262144, 1048576)        # bytes, for the fit
 Message = tuple[int, int, int]      # src, dst, bytes
 
 
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  Wirings")
     wirings(page)
@@ -65,7 +66,7 @@ def wirings(page: Page) -> None:
 
 # --------------------------------------------------------------------------- 2  the same messages over other wires
 
-def recorded(group: Any, algorithm: str) -> list[Message]:
+def recorded(group: Group, algorithm: str) -> list[Message]:
     """The messages of one all_reduce of ELEMENTS, on rank 0; [] elsewhere."""
     events: list[Any] = []
     stop = group.ledger.subscribe(events.append)
@@ -77,7 +78,7 @@ def recorded(group: Any, algorithm: str) -> list[Message]:
     return [tuple(message) for rank in gather_records(group, mine) or [] for message in rank]
 
 
-def same_messages(group: Any, page: Page) -> None:
+def same_messages(group: Group, page: Page) -> None:
     """The recorded messages of each algorithm, routed over each wiring: the bytes of the busiest link."""
     nbytes = ELEMENTS * 8
     rows = []
@@ -101,7 +102,7 @@ def halves(size: int) -> list[int]:
     return [int(rank >= (size + 1) // 2) for rank in range(size)]
 
 
-def two_machines(group: Any, page: Page) -> None:
+def two_machines(group: Group, page: Page) -> None:
     """Bytes between machines and time, flat and hierarchical, for ranks placed in halves and dealt out in turn."""
     rows = []
     for name, nodes in (("in halves", halves(group.size)), ("in turn", [rank % 2 for rank in range(group.size)])):
@@ -121,7 +122,7 @@ def two_machines(group: Any, page: Page) -> None:
                     "among it, comes on top")
 
 
-def seconds(group: Any, nodes: list[int], algorithm: str, nbytes: int) -> float:
+def seconds(group: Group, nodes: list[int], algorithm: str, nbytes: int) -> float:
     """The slowest rank's time for one all_reduce of `nbytes` on two machines."""
     with links.machines(group, nodes, **NETWORK) as cluster:
         group.barrier()
@@ -134,7 +135,7 @@ def seconds(group: Any, nodes: list[int], algorithm: str, nbytes: int) -> float:
 
 # ------------------------------------------------------------------------------------------------- 4  α and β, fitted
 
-def exchange_times(group: Any, repeats: int = 15) -> dict[int, float]:
+def exchange_times(group: Group, repeats: int = 15) -> dict[int, float]:
     """Seconds of one exchange with both neighbours on the ring, by bytes: the median of the slowest rank's times."""
     times = {}
     for nbytes in SIZES:
@@ -151,13 +152,13 @@ def exchange_times(group: Any, repeats: int = 15) -> dict[int, float]:
     return times
 
 
-def fitted(group: Any, times: dict[int, float]) -> LinkCost:
+def fitted(group: Group, times: dict[int, float]) -> LinkCost:
     """α and β that come closest, by relative error: as `minidist bench calibrate` fits them."""
     return fit(group.transport.name, group.size, [Sample(Work(1, 1, nbytes, 0), took)
                                                   for nbytes, took in times.items()])
 
 
-def alpha_and_beta(group: Any, page: Page) -> None:
+def alpha_and_beta(group: Group, page: Page) -> None:
     """Measure exchanges between ranks 0 and 1 while the others sleep; fit a line, and see how straight it is."""
     if group.size == 1:
         page.say("One rank sends nothing: run on two or more.")
@@ -179,7 +180,7 @@ def alpha_and_beta(group: Any, page: Page) -> None:
 
 # ---------------------------------------------------------------------------------------------------- 5  one-sided
 
-def one_sided(group: Any, page: Page) -> None:
+def one_sided(group: Group, page: Page) -> None:
     """RDMA (N2:514) as MPI offers it: rank 0 puts into rank 1's window, which does nothing meanwhile."""
     if group.transport.name != "mpi" or group.size < 2:
         page.say("A put needs a window into another rank's memory. MPI has one: run this lesson under mpirun to see "
@@ -209,7 +210,7 @@ def _put(window: Any, x: np.ndarray) -> None:
     window.Unlock(1)
 
 
-def _median(group: Any, work: Any) -> float:
+def _median(group: Group, work: Any) -> float:
     times = []
     for _ in range(7):
         group.barrier()

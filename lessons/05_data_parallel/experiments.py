@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.records import gather_records
@@ -107,7 +108,7 @@ def smi_of_dp(replicas: int, *, steps: int = 2, sequences: int = 16) -> list[dic
                 for device, busy in zip(strategy.devices, strategy.busy, strict=True)]
 
 
-def smi_of_ddp(group: Any, *, steps: int = 2, sequences: int = 16) -> list[dict[str, Any]] | None:
+def smi_of_ddp(group: Group, *, steps: int = 2, sequences: int = 16) -> list[dict[str, Any]] | None:
     """The same of the ranks of a group that train by DDP; on rank 0."""
     clock = time.thread_time if group.transport.name.startswith("threads") else time.process_time
     with account.use(account.MemoryAccount()) as memory:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minidist.comm.cost.volume import FORMULAS, Case
+from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
 
@@ -19,8 +20,8 @@ WHAT = {"broadcast": ("the model, out", look.MEMORY["parameters"]),
         "scatter": ("their gradients and inputs, out", look.MEMORY["communication"])}
 
 
-def record(group: Any) -> dict[str, Any]:
-    """On rank 0: device 0's bytes for 1 to MOST devices, both nvidia-smi tables, and who ran when."""
+def record(group: Group) -> dict[str, Any]:
+    """On rank 0: device 0's bytes for 1 to MOST devices, both nvidia-smi tables, and which replica ran when."""
     found: dict[str, Any] = {}
     if group.rank == 0:
         found = {"traffic": [lab.traffic(replicas, 2 * replicas, lab.TALL) for replicas in range(1, MOST + 1)],
@@ -113,4 +114,4 @@ def _turns(ax: Any, run: dict[str, Any], title: str) -> None:
 
 
 if __name__ == "__main__":
-    draw_figure(record, draw, HERE, size=RANKS, transport="sockets")
+    draw_figure(record, draw, HERE, size=RANKS, transport="auto")

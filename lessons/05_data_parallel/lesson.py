@@ -13,25 +13,17 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from minidist.comm.cost.volume import FORMULAS, Case
+from minidist.comm.group import Group
 from minidist.grading import arguments, load_module, run_lesson
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam
-from minidist.parallel.data.data_parallel import DataParallel
+from minidist.parallel.data.data_parallel import DataParallel, plain_data_parallel
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "05")
 
 
-def plain_loop(model, batches):
-    """The whole of DP, as its user sees it (README, section 1)."""
-    strategy = DataParallel(model, 4)                       # four devices, one process
-    optimizer = Adam(strategy.parameters, 1e-2)             # of device 0's weights
-    for batch in batches:
-        loss = strategy.step(batch, optimizer)              # DP 1 to DP 5
-    return loss
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson: DP runs in rank 0's process, DDP on all ranks."""
     if group.rank == 0:
         page.heading("1  One process with several devices, and one without")
@@ -40,7 +32,7 @@ def tour(group: Any, page: Page) -> None:
         five_steps(page)
         page.heading("3  What passes through device 0")
         device_0(page)
-        page.heading("4  Who reads the data")
+        page.heading("4  Which process reads the data")
         readers(group.size, page)
     group.barrier()
     page.heading("5  Process, memory, busy time: DP beside DDP (N0:180)")
@@ -52,7 +44,7 @@ def tour(group: Any, page: Page) -> None:
 
 
 def equal_weights(page: Page) -> None:
-    """Weights and losses of 1 to 5 replicas beside one process."""
+    """Weights and losses of 1 to 8 replicas, and of the plain loop, beside one process."""
     serial, losses = lab.train(0)
     rows = []
     for replicas in (1, 2, 3, 5, 8):
@@ -60,6 +52,12 @@ def equal_weights(page: Page) -> None:
         error = lab.apart(lab.weights(model), lab.weights(serial))
         rows.append([replicas, f"{error:.1e}", f"{ours[-1]:.6f}", f"{losses[-1]:.6f}",
                      "ok" if error < 1e-10 else "off"])
+    models = [lab.new_model(lab.SMALL) for _ in range(3)]
+    loss = plain_data_parallel(models, Adam(list(models[0].parameters()), 1e-2),
+                               [lab.batch(lab.SMALL, step, 6) for step in range(5)])
+    error = lab.apart(lab.weights(models[0]), lab.weights(serial))
+    rows.append(["3, the plain loop", f"{error:.1e}", f"{loss:.6f}", f"{losses[-1]:.6f}",
+                 "ok" if error < 1e-10 else "off"])
     page.table("After 5 steps of 6 sequences, float64, Adam", ["replicas", "off one process by", "loss", "one process",
                                                                ""], rows,
                note="6 sequences do not divide by 5, and 8 replicas are too many for them")
@@ -116,7 +114,7 @@ def readers(size: int, page: Page) -> None:
                note="DDP's ranks know their numbers, and each reads its own rows (lesson 07's sampler)")
 
 
-def smi(group: Any, page: Page) -> None:
+def smi(group: Group, page: Page) -> None:
     """The notes' nvidia-smi tables, measured."""
     dp = lab.smi_of_dp(group.size) if group.rank == 0 else []
     group.barrier()
@@ -136,7 +134,7 @@ def smi(group: Any, page: Page) -> None:
 
 
 def lock(page: Page) -> None:
-    """Processors busy at once, for a model that is mostly Python and one that is mostly BLAS."""
+    """Processors busy at once: a model that is mostly Python, and one that is mostly BLAS."""
     rows = []
     for name, config, sequences, steps in (("Python: 12 layers of width 8", lab.PYTHON, 4, 2),
                                            ("BLAS: 1 layer of width 256", lab.BLAS, 4, 1)):
@@ -215,7 +213,7 @@ def update_the_replicas() -> None:
 
 
 def too_many_threads() -> None:
-    """Thread thrashing (N1:39): four replicas, each of which lets BLAS take more processors than there are."""
+    """Thread thrashing (N1:39): four replicas; in each BLAS takes more processors than there are."""
     for threads in (1, 4):
         with threadpool_limits(threads, user_api="blas"):
             seconds = min(lab.products(4) for _ in range(2))

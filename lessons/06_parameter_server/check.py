@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.errors import CommError
 from minidist.grading import Result, expect, totals
 from minidist.launch import run
@@ -64,7 +65,7 @@ def _keys(exercise: ModuleType, servers: int) -> Result:
 
 # ------------------------------------------------------------------------------------------------ synchronous steps
 
-def _job(group: Any, exercise: ModuleType, workers: int, owner: list[int]) -> dict[str, Any]:
+def _job(group: Group, exercise: ModuleType, workers: int, owner: list[int]) -> dict[str, Any]:
     """A rank's steps with the student's functions."""
     model = _model()
     parameters = list(model.parameters())
@@ -146,7 +147,7 @@ def _bound(exercise: ModuleType) -> Iterator[Result]:
 
 def _traffic(exercise: ModuleType, workers: int, servers: int) -> Result:
     """The formulas beside the ledger of one step."""
-    def step(world: Any) -> int:
+    def step(world: Group) -> int:
         server = ParameterServer(_model(), world, servers=servers)
         before = totals(world.ledger)[1]
         server.step(_batch(0), SGD(server.parameters, RATE))

@@ -9,6 +9,7 @@ import numpy as np
 
 import minidist as md
 from minidist.autograd.tensor import no_grad
+from minidist.comm.group import Group
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
@@ -40,7 +41,7 @@ def weights(model: GPT) -> np.ndarray:
 
 
 def held_out_loss(model: GPT) -> float:
-    """Mean loss on sequences that nobody trains on."""
+    """Mean loss on sequences that are not trained on."""
     inputs, targets = batch(10_000, 64)
     with no_grad():
         return float(model.loss(inputs, targets, targets.size).item())
@@ -55,7 +56,7 @@ def serial(steps: int, optimizer: Any = Adam) -> np.ndarray:
     return weights(model)
 
 
-def train(group: Any, *, steps: int, slow: dict[int, float] | None = None, dies: dict[int, int] | None = None,
+def train(group: Group, *, steps: int, slow: dict[int, float] | None = None, dies: dict[int, int] | None = None,
           strategy: Any = ParameterServer, optimizer: Any = Adam, lr: float = RATE, **options: Any) -> dict[str, Any]:
     """One rank's part of a job: what it held, when its steps ended, its spans, a server's record.
 
@@ -87,7 +88,7 @@ def train(group: Any, *, steps: int, slow: dict[int, float] | None = None, dies:
             "lost": {worker: str(error).splitlines()[0] for worker, error in getattr(server, "lost", {}).items()}}
 
 
-def die(group: Any) -> None:
+def die(group: Group) -> None:
     """The end of a rank: a process is killed, a thread raises."""
     if group.transport.name.startswith("threads"):
         raise ArithmeticError("this rank ends here, on purpose")
@@ -110,7 +111,7 @@ def replayed(ranks: list[dict[str, Any]], workers: int) -> np.ndarray:
 
 def traffic(workers: int, servers: int = 1) -> dict[str, int]:
     """Bytes of one synchronous step: what the fullest server sends and receives; of a ring of as many ranks, a rank."""
-    def step(world: Any) -> tuple[int, int, int]:
+    def step(world: Group) -> tuple[int, int, int]:
         model = new_model()
         server = ParameterServer(model, world, servers=servers)
         before = sum(world.ledger.sent_bytes().get("world", {}).values())
@@ -118,7 +119,7 @@ def traffic(workers: int, servers: int = 1) -> dict[str, int]:
         own = sum(shard.nbytes for shard in server.shards)
         return sum(world.ledger.sent_bytes().get("world", {}).values()) - before, own, int(server.serves)
 
-    def ring(world: Any) -> int:
+    def ring(world: Group) -> int:
         model = new_model()
         ddp = DDP(model, world)
         ddp.step(batch(0), Adam(ddp.parameters, RATE))

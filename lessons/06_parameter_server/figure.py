@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
 from minidist.observe.records import gather_records
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "06")
-RANKS, MOST, STEPS, NAP = 4, 7, 40, 0.02  # three workers, of which the last naps, and a server
+RANKS, MOST, STEPS, NAP = 4, 7, 40, 0.02  # three workers, the last of them napping, and a server
 MODES = {"synchronous": {}, "asynchronous, staleness 2": {"asynchronous": True, "staleness": 2},
          "asynchronous, any staleness": {"asynchronous": True, "staleness": None}}
 COLORS = {"asleep": look.GRID, "forward": look.PHASES["forward"], "backward": look.PHASES["backward"],
@@ -22,7 +23,7 @@ COLORS = {"asleep": look.GRID, "forward": look.PHASES["forward"], "backward": lo
 SHOWN = 0.16  # seconds of the timelines
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """On rank 0: bytes for 1 to MOST workers, and every rank's part of a run in each mode."""
     found: dict[str, Any] = {}
     if group.rank == 0:
@@ -121,4 +122,4 @@ def _loss(ax: Any, recorded: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    draw_figure(record, draw, HERE, size=RANKS, transport="sockets")
+    draw_figure(record, draw, HERE, size=RANKS, transport="auto")

@@ -11,41 +11,19 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.cost.volume import FORMULAS, Case
+from minidist.comm.group import Group
 from minidist.grading import arguments, counted, load_module, run_lesson
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.ddp import DDP
-from minidist.parallel.data.parameter_server import ParameterServer
-from minidist.parallel.step.step import part_of
+from minidist.parallel.data.parameter_server import ParameterServer, plain_server, plain_worker
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "06")
 STEPS, NAP = 6, 0.02
 
 
-def plain_worker(group, server, model, batches):
-    """A worker of one server, whole (README, section 1)."""
-    for inputs, targets, global_tokens in batches:
-        model.loss(inputs, targets, divisor=global_tokens).backward()
-        for p in model.parameters():
-            group.send(p.grad, server)                      # push
-            p.zero_grad()
-        for p in model.parameters():
-            group.recv(server, out=p.data)                  # pull
-
-
-def plain_server(group, workers, model, optimizer, steps):
-    """Its server, whole."""
-    for _ in range(steps):
-        for p in model.parameters():
-            p.grad = sum(group.recv(worker) for worker in range(workers))
-        optimizer.step()
-        for p in model.parameters():
-            for worker in range(workers):
-                group.send(p.data, worker)
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  Synchronous: the weights of one process")
     equal_weights(group, page)
@@ -65,16 +43,14 @@ def tour(group: Any, page: Page) -> None:
 
 # ---------------------------------------------------------------------------------------------------- 1 equality
 
-def equal_weights(group: Any, page: Page) -> None:
+def equal_weights(group: Group, page: Page) -> None:
     """Plain loop and library, one server and two, beside one process."""
     workers, target = group.size - 1, lab.serial(STEPS)
     model = lab.new_model()
     if group.rank < workers:
-        cut = [(part_of(lab.batch(step), size=workers, rank=group.rank), lab.batch(step)[1].size)
-               for step in range(STEPS)]
-        plain_worker(group, workers, model, [(part.inputs, part.targets, tokens) for part, tokens in cut])
+        plain_worker(model, group, workers, map(lab.batch, range(STEPS)))
     else:
-        plain_server(group, workers, model, Adam(list(model.parameters()), lab.RATE), STEPS)
+        plain_server(model, Adam(list(model.parameters()), lab.RATE), group, workers, STEPS)
     rows = [["plain loop", f"{workers} + 1", *_beside(lab.weights(model), target)]]
     for servers in range(1, min(3, group.size)):
         mine = lab.train(group, steps=STEPS, servers=servers)["weights"]
@@ -116,7 +92,7 @@ def traffic(page: Page) -> None:
 
 # -------------------------------------------------------------------------------------------------- 3 stragglers
 
-def stragglers(group: Any, page: Page) -> None:
+def stragglers(group: Group, page: Page) -> None:
     """How long rank 0's steps take while the last worker naps in each of its own."""
     slow = {group.size - 2: NAP} if group.size > 2 else {}
     rows = []
@@ -129,13 +105,13 @@ def stragglers(group: Any, page: Page) -> None:
     title, note = (f"One of the ranks naps {1e3 * NAP:.0f} ms before each of {STEPS} steps",
                    "with any staleness rank 0 does not wait for it; with a bound it does, when it is so far ahead")
     if not slow:
-        title, note = f"{STEPS} steps, and nobody naps", "rank 0 is the only worker: start three ranks or more"
+        title, note = f"{STEPS} steps, and no worker naps", "rank 0 is the only worker: start three ranks or more"
     page.table(title, ["", "rank 0: a step", "rank 0: all steps"], rows, note=note)
 
 
 # --------------------------------------------------------------------------------------------------- 4 staleness
 
-def stale(group: Any, page: Page) -> None:
+def stale(group: Group, page: Page) -> None:
     """Asynchronous runs by staleness bound: how stale updates were, the replay's weights, the loss."""
     workers, rows = group.size - 1, []
     slow = {workers - 1: NAP} if workers > 1 else {}
@@ -156,7 +132,7 @@ def stale(group: Any, page: Page) -> None:
 # -------------------------------------------------------------------------------------------------------- 5 lost
 
 def lost(page: Page) -> None:
-    """Three workers of an asynchronous job, of which the second ends in step 3."""
+    """Three workers of an asynchronous job; the second ends in step 3."""
     ranks = lab.job(3, steps=STEPS, dies={1: 3}, asynchronous=True, staleness=1)
     done = [sum(update[0] == worker for update in ranks[3]["record"]) for worker in range(3)]
     rows = [[f"worker {worker}", done[worker], "lost" if ranks[worker] is None else "finished"] for worker in range(3)]
@@ -199,7 +175,7 @@ def no_bound() -> None:
 
 def lose_a_worker() -> None:
     """A worker's process is killed in step 3 of an asynchronous job."""
-    ranks = lab.job(3, steps=8, transport="sockets", dies={1: 3}, asynchronous=True, staleness=1)
+    ranks = lab.job(3, steps=8, transport="auto", dies={1: 3}, asynchronous=True, staleness=1)
     print(ranks[3]["lost"][1])
     for worker in (0, 2):
         losses = ranks[worker]["losses"]
@@ -207,8 +183,8 @@ def lose_a_worker() -> None:
 
 
 def lose_a_server() -> None:
-    """The server's process is killed: nobody else has its keys."""
-    def job(world: Any) -> None:
+    """The server's process is killed: no other rank has its keys."""
+    def job(world: Group) -> None:
         model = lab.new_model()
         server = ParameterServer(model, world, servers=2)
         optimizer = Adam(server.parameters, lab.RATE)
@@ -222,7 +198,7 @@ def lose_a_server() -> None:
                     print(f"worker 0: {str(error).splitlines()[0]}", flush=True)
                 raise
 
-    lab.md.run(job, size=4, transport="sockets")
+    lab.md.run(job, size=4, transport="auto")
 
 
 BREAKS = {"push-twice": push_twice, "no-bound": no_bound, "lose-a-worker": lose_a_worker,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
 from minidist.grading import counted, load_module
 from minidist.observe.page import size_text
@@ -33,7 +34,7 @@ def per_epoch() -> None:
 def average_twice() -> None:
     """The gradient P times too small: SGD shows it, Adam hides it."""
 
-    def train(group: Any, optimizer_class: Any, lr: float, factor: float) -> float:
+    def train(group: Group, optimizer_class: Any, lr: float, factor: float) -> float:
         model = lab.new_model(lab.SMALL)
         ddp, optimizer = DDP(model, group), optimizer_class(list(model.parameters()), lr)
         for step in range(40):
@@ -51,7 +52,7 @@ def average_twice() -> None:
 def local_tokens() -> None:
     """Each rank divides by its own tokens: a mean of means."""
 
-    def error(group: Any, first: int) -> float:
+    def error(group: Group, first: int) -> float:
         inputs, targets = lab.global_batch(lab.SMALL, 0, sequences=first + group.size - 1)
         start = 0 if group.rank == 0 else first + group.rank - 1
         mine = slice(start, start + (first if group.rank == 0 else 1))
@@ -74,7 +75,7 @@ def different_seeds() -> None:
 def one_bucket() -> None:
     """Everything in one bucket: nothing can start before backward ends."""
 
-    def waited(group: Any, bucket_bytes: int) -> float:
+    def waited(group: Group, bucket_bytes: int) -> float:
         timeline, model = Timeline(group.rank), lab.new_model(lab.TIMED)
         ddp = DDP(model, group, bucket_bytes=bucket_bytes, recorder=timeline)
         optimizer = Adam(list(model.parameters()), 1e-3)
@@ -84,14 +85,14 @@ def one_bucket() -> None:
 
     for name, bucket_bytes in (("one bucket for everything", 1 << 30),
                                (f"buckets of {size_text(lab.BUCKET)}", lab.BUCKET)):
-        waiting = md.run(waited, bucket_bytes, size=2, transport="sockets", shared_memory=False)[0]
+        waiting = md.run(waited, bucket_bytes, size=2, transport="tcp")[0]
         print(f"{name}: {waiting:.1f} ms of waiting after backward")
 
 
 def step_early() -> None:
     """The update does not wait for the sums: each replica goes its own way, at first by little."""
 
-    def job(group: Any, waits: bool) -> list[float]:
+    def job(group: Group, waits: bool) -> list[float]:
         model = lab.new_model(lab.SMALL)
         parameters, distances = list(model.parameters()), []
         optimizer = Adam(parameters, 1e-2)

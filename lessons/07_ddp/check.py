@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.errors import CommError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
@@ -75,7 +76,7 @@ class Handle:
 class WatchedGroup:
     """A group that remembers the handles it gave away."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
         self.handles: list[Handle] = []
 
@@ -85,7 +86,7 @@ class WatchedGroup:
         return self.handles[-1]
 
     def forgotten(self) -> int:
-        """How many all-reduces nobody waited for; waits for them, so that nothing is under way afterwards."""
+        """How many all-reduces were not waited for; waits for them, so that nothing is under way afterwards."""
         left = [handle for handle in self.handles if not handle.waited]
         for handle in left:
             handle.wait()
@@ -93,7 +94,7 @@ class WatchedGroup:
         return len(left)
 
 
-def _watched(exercise: ModuleType, group: Any, model: Any) -> Any:
+def _watched(exercise: ModuleType, group: Group, model: Any) -> Any:
     """The student's Synchronizer, noting which buckets start before their gradients are final, and how it ends."""
 
     class Watched(exercise.Synchronizer):  # type: ignore[name-defined,misc]
@@ -122,7 +123,7 @@ def _watched(exercise: ModuleType, group: Any, model: Any) -> Any:
     return Watched()
 
 
-def _one_backward(group: Any, exercise: ModuleType) -> dict[str, Any]:
+def _one_backward(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """One backward with the student's Synchronizer: gradients, starts, traffic."""
     model, batch = _model(), _batch(0, group.rank, group.size)
     synchronizer = _watched(exercise, group, model)
@@ -135,7 +136,7 @@ def _one_backward(group: Any, exercise: ModuleType) -> dict[str, Any]:
             "sent": sent_since(group.ledger, before)}
 
 
-def _train(group: Any, exercise: ModuleType) -> dict[str, Any]:
+def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's whole training loop."""
     model = _model()
     synchronizer = _watched(exercise, group, model)

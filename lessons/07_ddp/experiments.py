@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from minidist.autograd.tensor import no_grad
+from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.overlap import measure
@@ -48,7 +49,7 @@ def gradients(model: GPT) -> np.ndarray:
     return np.concatenate([np.array(parameter.grad).ravel() for parameter in model.parameters()])
 
 
-def apart(group: Any, mine: np.ndarray) -> float:
+def apart(group: Group, mine: np.ndarray) -> float:
     """The largest difference between any rank's array and rank 0's, over rank 0's largest number; on every rank."""
     with group.ledger.control():
         first = group.broadcast(mine)
@@ -57,7 +58,7 @@ def apart(group: Any, mine: np.ndarray) -> float:
 
 # ------------------------------------------------------------------------------------------------ a recorded step
 
-def record_step(group: Any, config: GPTConfig = TIMED, *, sequences: int = SEQUENCES, bucket_bytes: int = BUCKET,
+def record_step(group: Group, config: GPTConfig = TIMED, *, sequences: int = SEQUENCES, bucket_bytes: int = BUCKET,
                 steps: int = 7, quickest: bool = False) -> list[Timeline]:
     """The timelines of the median (or quickest) of some steps of DDP, every rank's, on rank 0; else an empty list."""
     timeline = Timeline(group.rank)
@@ -79,7 +80,7 @@ def record_step(group: Any, config: GPTConfig = TIMED, *, sequences: int = SEQUE
     return collected
 
 
-def hidden_shares(group: Any, bucket_bytes: int, *, steps: int = 3) -> list[float]:
+def hidden_shares(group: Group, bucket_bytes: int, *, steps: int = 3) -> list[float]:
     """The share of each rank's all-reduces that lies under its computation, over delayed links; on rank 0."""
     timeline, model = Timeline(group.rank), new_model(TIMED)
     with delayed(group, alpha=50e-6, beta=8e-10) as slow:
@@ -111,7 +112,7 @@ def milliseconds(spans: list[Any]) -> float:
 
 # ----------------------------------------------------------------------------------------------------------- drift
 
-def drift(group: Any, synchronise: str, *, epochs: int = 5, batches: int = 16, watch: int = 1) -> dict[str, Any]:
+def drift(group: Group, synchronise: str, *, epochs: int = 5, batches: int = 16, watch: int = 1) -> dict[str, Any]:
     """Train with Adam, synchronising gradients at every "batch", weights at the end of every "epoch", or "never".
 
     Returns: "apart", the distance of the replicas after every `watch`-th batch (before weights are averaged), and at
@@ -146,7 +147,7 @@ def drift(group: Any, synchronise: str, *, epochs: int = 5, batches: int = 16, w
 
 
 def held_out_loss(model: GPT) -> float:
-    """Mean loss on sequences that nobody trains on."""
+    """Mean loss on sequences that are not trained on."""
     inputs, targets = global_batch(SMALL, 10_000, sequences=32)
     with no_grad():
         return float(model.loss(inputs, targets, divisor=targets.size).item())

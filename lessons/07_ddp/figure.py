@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
 from minidist.nn import GPTConfig
 from minidist.observe import lesson_figures as look
@@ -24,7 +25,7 @@ COLORS = {"forward": look.PHASES["forward"], "backward": look.PHASES["backward"]
           "wait for gradients": look.PHASES["wait"], "optimizer": look.PHASES["optimizer"]}
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """Rank 0: the spans of a step on TIMED ranks and of one on all, a list for each rank; the drift experiments."""
     pair = group.split(0 if group.rank < TIMED else 1)
     timed = []
@@ -136,4 +137,4 @@ def mermaid(steps: list[list[dict[str, Any]]]) -> str:
 
 
 if __name__ == "__main__":
-    draw_figure(record, draw, HERE, size=RANKS, transport="sockets")
+    draw_figure(record, draw, HERE, size=RANKS, transport="auto")

@@ -6,17 +6,16 @@
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
-from minidist.parallel.data.ddp import DDP
+from minidist.parallel.data.ddp import DDP, plain_ddp
 from minidist.parallel.step.single import Single
-from minidist.parallel.step.step import part_of
 
 STEPS = 5  # of the runs that are compared
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "07")
@@ -24,18 +23,7 @@ broken = load_module(Path(__file__).resolve().with_name("broken.py"), "07")
 smi = load_module(Path(__file__).resolve().parents[1] / "05_data_parallel" / "experiments.py", "05")
 
 
-def plain_ddp(model, optimizer, group, batches):
-    """The whole of DDP, without buckets and without overlap (README, section 1; the numbers are N0:403's)."""
-    for inputs, targets, global_tokens in batches:                    # 2 my part of the data
-        loss = model.loss(inputs, targets, divisor=global_tokens)     # 3 forward
-        loss.backward()                                               # 4 backward: my gradients
-        for p in model.parameters():                                  # 5 synchronise: everybody's
-            group.all_reduce(p.grad, out=p.grad, algorithm="ring")
-        optimizer.step()                                              # 6 update: the same everywhere
-        optimizer.zero_grad()
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  Equal replicas: one process, the plain loop, DDP")
     equal_weights(group, page)
@@ -58,7 +46,7 @@ def tour(group: Any, page: Page) -> None:
 
 # ---------------------------------------------------------------------------------------------------- 1 equality
 
-def equal_weights(group: Any, page: Page) -> None:
+def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways: weights, messages and bytes of rank 0."""
     batches = [lab.global_batch(lab.SMALL, step) for step in range(STEPS)]
     alone = lab.new_model(lab.SMALL)
@@ -67,9 +55,7 @@ def equal_weights(group: Any, page: Page) -> None:
         single.step(batch, optimizer)
 
     plain, before = lab.new_model(lab.SMALL), totals(group.ledger)
-    parts = [(part_of(batch, size=group.size, rank=group.rank), batch[1].size) for batch in batches]
-    plain_ddp(plain, Adam(list(plain.parameters()), 1e-2), group,
-              [(part.inputs, part.targets, tokens) for part, tokens in parts])
+    plain_ddp(plain, Adam(list(plain.parameters()), 1e-2), group, batches)
     plain_sent, before = sent_since(group.ledger, before), totals(group.ledger)
 
     model = lab.new_model(lab.SMALL)
@@ -122,7 +108,7 @@ def buckets(timelines: list[Timeline], page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------------ 4 traffic
 
-def traffic(group: Any, page: Page) -> None:
+def traffic(group: Group, page: Page) -> None:
     """Bytes and messages of one step, summed over the ranks, beside the formulas."""
     model = lab.new_model(lab.TIMED)
     ddp, optimizer = DDP(model, group, bucket_bytes=lab.BUCKET), Adam(list(model.parameters()), 1e-3)
@@ -143,7 +129,7 @@ def traffic(group: Any, page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------- 5 uneven parts
 
-def uneven_parts(group: Any, page: Page) -> None:
+def uneven_parts(group: Group, page: Page) -> None:
     """The gradient of one batch, cut unevenly, three ways: as one process has it, and two ways to average wrongly."""
     inputs, targets = lab.global_batch(lab.SMALL, 0, sequences=2 * group.size)
     shares = [group.size + 1, *([1] * (group.size - 1))]  # rank 0 has half of all sequences
@@ -168,7 +154,7 @@ def uneven_parts(group: Any, page: Page) -> None:
 
 # --------------------------------------------------------------------------------------------------------- 6 drift
 
-def drift_table(group: Any, page: Page) -> None:
+def drift_table(group: Group, page: Page) -> None:
     """Distance between replicas at the end of each epoch, and what rank 0's replica and the mean of all have learnt."""
     rows = []
     for way in ("batch", "epoch", "never"):
@@ -182,7 +168,7 @@ def drift_table(group: Any, page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------------- 7 overlap
 
-def overlap(group: Any, page: Page) -> None:
+def overlap(group: Group, page: Page) -> None:
     """How much of the all-reduces lies under computation, over a ten-gigabit network, by bucket size."""
     rows = []
     for name, bucket_bytes in ((size_text(1 << 18), 1 << 18), (size_text(lab.BUCKET), lab.BUCKET),
@@ -197,7 +183,7 @@ def overlap(group: Any, page: Page) -> None:
 
 # ----------------------------------------------------------------------------------------------------- 8 processes
 
-def processes(group: Any, page: Page) -> None:
+def processes(group: Group, page: Page) -> None:
     """The notes' nvidia-smi table for DDP, measured: a process a replica, all with the same load."""
     records = smi.smi_of_ddp(group)
     if records is None:

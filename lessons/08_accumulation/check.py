@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.grading import Result
 from minidist.launch import run
 from minidist.nn import GPT, GPTConfig
@@ -51,7 +52,7 @@ def _batch(step: int, rank: int, size: int) -> SimpleNamespace:
 class CountedGroup:
     """A group that counts its all-reduces."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self.group, self.rank, self.size, self.calls = group, group.rank, group.size, 0
 
     def all_reduce(self, *args: Any, **options: Any) -> Any:
@@ -71,7 +72,7 @@ class CountedSGD(SGD):
         super().step(*args, **options)
 
 
-def _train(group: Any, exercise: ModuleType, passes: int) -> dict[str, Any]:
+def _train(group: Group, exercise: ModuleType, passes: int) -> dict[str, Any]:
     """The student's steps: weights, how often ranks reduced and stepped."""
     model, counted = _model(), CountedGroup(group)
     optimizer = CountedSGD(list(model.parameters()), lr=0.1)
@@ -92,7 +93,7 @@ def _flat(model: Any) -> np.ndarray:
 # ------------------------------------------------------------------------------------------- beside the answer key
 
 def _serial(size: int, passes: int, mistake: str = "") -> np.ndarray:
-    """The weights after the same steps in one process; with a `mistake`, as whoever makes it gets them."""
+    """The weights after the same steps in one process; with a `mistake`, as that mistake makes them."""
     model = _model()
     optimizer = SGD(list(model.parameters()), lr=0.1)
     for step in range(STEPS):
@@ -170,7 +171,7 @@ def _traffic(exercise: ModuleType, stage: int, passes: int) -> Result:
     mistake = "the sum of a stage cannot wait" if stage >= 2 and measured < target else "wrong traffic"
     return Result(f"{['DDP', 'ZeRO-1', 'ZeRO-2', 'ZeRO-3'][stage]}, {passes} passes, 4 ranks, 1000 parameters",
                   measured == target, f"{target} elements", f"{measured} elements", mistake,
-                  "who has room to keep a whole gradient until the last pass? section 4 (hole 5)")
+                  "which strategy has room to keep a whole gradient until the last pass? section 4 (hole 5)")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.grading import load_module, sent_since, totals
 from minidist.nn import GPTConfig
@@ -38,7 +39,7 @@ def peaks(config: GPTConfig, rows: int, passes: int) -> dict[str, int]:
         return seen.peak
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """For the figure: the account at every module and gradient of a step in 1, 2 and 4 passes; and the traffic."""
     runs = {passes: moments(passes) for passes in (1, 2, 4)} if group.rank == 0 else {}
     group.barrier()
@@ -76,7 +77,7 @@ def moments(passes: int) -> list[dict[str, int]]:
     return found
 
 
-def measure_traffic(group: Any, zero: int, passes: int) -> dict[str, Any]:
+def measure_traffic(group: Group, zero: int, passes: int) -> dict[str, Any]:
     """What all ranks sent in one step, scalars apart, beside the formula; on every rank."""
     trainer = md.Trainer(md.Plan(dp=group.size, zero=zero, accumulate=passes), lab.SMALL, group)
     before = totals(group.ledger)

@@ -1,4 +1,4 @@
-"""Lesson 08: a batch in several passes: the same weights, less memory, and who reduces when.
+"""Lesson 08: a batch in several passes: the same weights, less memory, and which strategy reduces when.
 
     mpirun -n 4 python lessons/08_accumulation/lesson.py
     python lessons/08_accumulation/lesson.py                          # alone: four ranks as threads
@@ -7,14 +7,15 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD, Adam
+from minidist.parallel.data.accumulation import plain_accumulation
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import micro_parts, part_of
@@ -25,19 +26,7 @@ STEPS = 5           # of the runs that are compared
 STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
-def plain_loop(model, optimizer, group, batches, passes):
-    """A batch in several passes, on any number of ranks (README, section 1)."""
-    for mine, global_tokens in batches:                                      # this rank's rows of the batch
-        for micro in micro_parts(mine, passes):                              # cut once more
-            loss = model.loss(micro.inputs, micro.targets, global_tokens)    # over the tokens of ALL passes and ranks
-            loss.backward()                                                  # p.grad += …, activations are free again
-        for p in model.parameters():                                         # once, after the last pass
-            group.all_reduce(p.grad, out=p.grad, algorithm="ring")
-        optimizer.step()                                                     # once
-        optimizer.zero_grad()                                                # or the next batch adds to this one
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank; memory is measured by rank 0 alone."""
     page.heading("1  The same weights, whatever the passes")
     same_weights(group, page)
@@ -46,7 +35,7 @@ def tour(group: Any, page: Page) -> None:
         means(page)
         page.heading("3  Memory: the activations of one pass")
         memory(page)
-    page.heading("4  Who reduces when")
+    page.heading("4  Which strategy reduces when")
     traffic(group, page)
     if group.rank == 0:
         page.heading("5  Long sequences (N2:419)")
@@ -57,7 +46,7 @@ def tour(group: Any, page: Page) -> None:
 
 # -------------------------------------------------------------------------------------------------- 1 same weights
 
-def same_weights(group: Any, page: Page) -> None:
+def same_weights(group: Group, page: Page) -> None:
     """Steps of one process in one pass beside the plain loop and DDP in several."""
     batches = [lab.global_batch(lab.SMALL, step, sequences=3 * group.size + 1) for step in range(STEPS)]
     alone = lab.new_model(lab.SMALL)
@@ -73,8 +62,7 @@ def same_weights(group: Any, page: Page) -> None:
             for batch in batches:
                 ddp.step(batch, optimizer, accumulate=passes)
         else:
-            plain_loop(model, optimizer, group, [(part_of(batch, size=group.size, rank=group.rank), batch[1].size)
-                                                 for batch in batches], passes)
+            plain_accumulation(model, optimizer, group, batches, passes)
         messages, nbytes = sent_since(group.ledger, before)
         error = np.abs(lab.weights(model) - target).max() / np.abs(target).max()
         rows.append([name, passes, f"{error:.1e}", f"{lab.apart(group, lab.weights(model)):.0e}", messages // STEPS,
@@ -97,7 +85,7 @@ def means(page: Page) -> None:
         sizes = "+".join(str(len(part)) for part in np.array_split(np.arange(count), passes))
         rows.append([sizes, *("ok" if error < 1e-12 else f"off {error:.0%}" for error in errors)])
     page.table("The gradient of a batch in four passes", ["rows", "sum of shares", "mean of means", "divided twice"],
-               rows, note="a mean of means is right where all passes are alike, which is why nobody notices")
+               rows, note="a mean of means is right where all passes are alike, so the mistake is easily missed")
 
 
 # -------------------------------------------------------------------------------------------------------- 3 memory
@@ -118,7 +106,7 @@ def memory(page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------------- 4 traffic
 
-def traffic(group: Any, page: Page) -> None:
+def traffic(group: Group, page: Page) -> None:
     """A passes × strategy, measured and by formula."""
     rows = []
     for zero, formula in enumerate(("2Ψ", "2Ψ", "(A+1)Ψ", "3AΨ")):
@@ -198,7 +186,7 @@ def forget_to_zero() -> None:
         print(f"step {step + 1}: the gradient has length {np.linalg.norm(lab.gradients(model)):.3f}")
         optimizer.step()
 
-    def job(group: Any) -> None:
+    def job(group: Group) -> None:
         ddp = DDP(lab.new_model(lab.SMALL), group)
         for step in range(2):
             batch = lab.global_batch(lab.SMALL, step)
@@ -209,7 +197,7 @@ def forget_to_zero() -> None:
 
 def reduce_every_pass() -> None:
     """Sum over the ranks after each pass: A times the traffic; and in place, sums are summed again."""
-    def job(group: Any, passes: int, way: str) -> tuple[float, float]:
+    def job(group: Group, passes: int, way: str) -> tuple[float, float]:
         batch = lab.global_batch(lab.SMALL, 0)
         alone, model = lab.new_model(lab.SMALL), lab.new_model(lab.SMALL)
         alone.loss(*batch, divisor=batch[1].size).backward()
@@ -239,7 +227,7 @@ def step_before_last() -> None:
     batch, target = lab.global_batch(lab.SMALL, 0), lab.new_model(lab.SMALL)
     Single(target).step(batch, SGD(list(target.parameters()), 0.5), accumulate=4)
 
-    def job(group: Any) -> tuple[float, float]:
+    def job(group: Group) -> tuple[float, float]:
         model = lab.new_model(lab.SMALL)
         optimizer = SGD(list(model.parameters()), 0.5)
         for number, micro in enumerate(micro_parts(part_of(batch, size=group.size, rank=group.rank), 4), start=1):

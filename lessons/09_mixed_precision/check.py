@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.grading import Result, expect
 from minidist.launch import run
 from minidist.optim import SGD, clip_scale
@@ -45,7 +46,7 @@ def _overflowed(exercise: ModuleType) -> Iterator[Result]:
     """Infinities and NaN in any place, on either rank or none."""
     fine = [np.ones(3, np.float16), np.full((2, 2), -2, np.float16)]
 
-    def ask(group: Any, rank: int, value: float) -> tuple[bool, Any]:
+    def ask(group: Group, rank: int, value: float) -> tuple[bool, Any]:
         gradients = [gradient.copy() for gradient in fine]
         if group.rank == rank:
             gradients[-1][0, 1] = value
@@ -129,7 +130,7 @@ def _start(rank: int) -> list[np.ndarray]:
     return [np.random.default_rng(rank).normal(size=6).astype(np.float16).astype(np.float32)]
 
 
-def _train(group: Any, exercise: ModuleType | None) -> list[dict[str, Any]]:
+def _train(group: Group, exercise: ModuleType | None) -> list[dict[str, Any]]:
     """What a rank holds after each step, by the exercise, or (None) by the library's pieces."""
     masters = _start(0)                     # equal starts, so that the check can tell ranks' mistakes apart
     weights = [master.astype(np.float16) for master in masters]
@@ -158,7 +159,7 @@ class _Held:
 
 
 def _library_step(masters: list[np.ndarray], weights: list[np.ndarray], gradients: list[np.ndarray], scale: LossScale,
-                  group: Any) -> None:
+                  group: Group) -> None:
     """The answer key: LossScale, clip_scale and SGD."""
     mine = sum(float(np.sum(np.square(gradient, dtype=np.float64))) for gradient in gradients)
     norm = float(np.sum(group.all_gather(np.array([mine])))) ** 0.5 / scale.value

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.data import text
 from minidist.device import backend
 from minidist.nn import GPT, GPTConfig
@@ -75,7 +76,7 @@ def scale_run(steps: int = 48, start: float = 2.0 ** 28, patience: int = 8) -> d
     return {"scale": [s for s, _, _ in seen], "skipped": [s for _, s, _ in seen], "loss": [s for _, _, s in seen]}
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """What the figure shows: gradients in float32, in float16 with two scales, and the scale's way."""
     return {"full": gradients_of("float32", 1.0, MANY), "plain": gradients_of("float16", 1.0, MANY),
             "scaled": gradients_of("float16", SCALE, MANY), "run": scale_run()}

@@ -13,36 +13,21 @@ import numpy as np
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.account import MemoryAccount
 from minidist.grading import arguments, load_module, run_lesson
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD, Adam
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision
+from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision, plain_mixed_precision
 from minidist.parallel.step.single import Single
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, state_bytes
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "09")
 
 
-def plain_mixed(model, masters, optimizer, batches, scale):
-    """Mixed precision in a loop (README, section 2); `masters`: a float32 Parameter for each of the model's."""
-    for inputs, targets in batches:
-        for p, master in zip(model.parameters(), masters, strict=True):
-            p.data[...] = master.data                                     # 2 half of them: the rounding
-            p.zero_grad()
-        loss = model.loss(inputs, targets, divisor=targets.size)          # 3 forward in low precision
-        loss.backward(np.asarray(scale, "float32"))                       #   and back, from scale times the loss
-        for p, master in zip(model.parameters(), masters, strict=True):
-            master.grad = p.grad.astype("float32") / np.float32(scale)    # 4 float32 first, then unscale
-        if all(np.isfinite(master.grad).all() for master in masters):
-            optimizer.step()                                              #   the masters move
-        else:
-            scale /= 2                                                    #   or this step is skipped
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson: sections 5 and 6 on all ranks, the rest on rank 0 alone."""
     if group.rank == 0:
         page.heading("1  What a number can be")
@@ -90,7 +75,8 @@ def five_steps(page: Page) -> None:
     for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
         model = lab.model_in(dtype)
         masters = [Parameter(p.data.astype("float32"), name=p.name) for p in model.parameters()]
-        plain_mixed(model, masters, Adam(masters, 1e-3), batches, lab.SCALE if name == "fp16" else 1.0)
+        scale = lab.SCALE if name == "fp16" else 1.0
+        plain_mixed_precision(model, masters, Adam(masters, 1e-3), batches, scale)
         ours = masters_after(name, batches)
         equal = sum(np.array_equal(master.data, ours[master.name]) for master in masters)
         far = max(np.abs(ours[key] - full[key]).max() for key in full)
@@ -160,7 +146,7 @@ def scale_table(page: Page) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- 5 memory
 
-def held_and_sent(group: Any, page: Page) -> None:
+def held_and_sent(group: Group, page: Page) -> None:
     """Each ZeRO stage in float32 and bf16: what rank 0 holds and all ranks send in a step, beside the formulas."""
     rows = []
     for precision, each in (("fp32", SINGLE), ("bf16", MIXED)):
@@ -174,7 +160,7 @@ def held_and_sent(group: Any, page: Page) -> None:
                note="two bytes halve what travels, and the state is 16 either way: 4+4+8 or 2+2+12")
 
 
-def one_step(group: Any, plan: Plan) -> tuple[int, int, int]:
+def one_step(group: Group, plan: Plan) -> tuple[int, int, int]:
     """Bytes of state that this rank holds, bytes that all ranks send in a step, and the number of parameters."""
     trainer = Trainer(plan, lab.CONFIG, group, optimizer="adam")
     before = sum(group.ledger.sent_bytes("step").get("dp", {}).values())
@@ -190,7 +176,7 @@ def one_step(group: Any, plan: Plan) -> tuple[int, int, int]:
 
 # --------------------------------------------------------------------------------------------------------- 6 overflow
 
-def overflow_on_one(group: Any, page: Page) -> None:
+def overflow_on_one(group: Group, page: Page) -> None:
     """The last rank's gradients overflow in step 1; ZeRO-2, where no other rank ever sees them."""
     trainer = Trainer(Plan(dp=group.size, zero=2, precision="fp16"), lab.CONFIG, group)
     backward, rows = trainer.precision.backward, []

@@ -9,6 +9,7 @@ import numpy as np
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
+from minidist.comm.group import Group
 from minidist.errors import CommError
 from minidist.grading import Result, counted, expect, sent_since, totals
 from minidist.launch import run
@@ -46,7 +47,7 @@ def _stack() -> tuple[list[Parameter], list[Any], np.ndarray]:
         size=(ROWS, WIDTH))
 
 
-def _job(group: Any, exercise: ModuleType) -> dict[str, Any]:
+def _job(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """What a rank finds: its weights' gradients, the loss on the last, and what it sent."""
     weights, blocks, batch = _stack()
     mine = exercise.layers_of(group.rank, group.size, LAYERS)

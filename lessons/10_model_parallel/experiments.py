@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.device.backend import random_bits
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.timeline import Timeline
@@ -28,7 +29,7 @@ def global_batch(config: GPTConfig, step: int, sequences: int = 4) -> tuple[np.n
     return ids[:, :-1], ids[:, 1:]
 
 
-def recorded_step(group: Any, config: GPTConfig, *, steps: int = 3, sequences: int = 4,
+def recorded_step(group: Group, config: GPTConfig, *, steps: int = 3, sequences: int = 4,
                   layers: Sequence[int] | None = None) -> list[list[tuple[str, float, float]]]:
     """Rank 0: of each rank the (name, start, stop) of the quickest step's spans, in seconds from its begin."""
     timeline = Timeline(group.rank)

@@ -6,6 +6,7 @@
 from pathlib import Path
 from typing import Any
 
+from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
 from minidist.nn import GPTConfig
 from minidist.observe import lesson_figures as look
@@ -19,7 +20,7 @@ COLORS = {"forward": look.PHASES["forward"], "backward": look.PHASES["backward"]
           "optimizer": look.PHASES["optimizer"]}
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """Rank 0: the spans of the quickest step on 1, 2 and 4 ranks."""
     runs: dict[str, list[Any]] = {str(size): [] for size in SIZES}
     parts = [group.split(0 if group.rank < size else 1) for size in SIZES]
@@ -87,4 +88,4 @@ def _idle(ax: Any, recorded: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    draw_figure(record, draw, HERE, size=SIZES[-1], transport="sockets")
+    draw_figure(record, draw, HERE, size=SIZES[-1], transport="auto")

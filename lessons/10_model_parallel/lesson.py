@@ -1,4 +1,4 @@
-"""Lesson 10: model parallel: layers over ranks; who holds what, what crosses the cuts, and who waits.
+"""Lesson 10: model parallel: layers over ranks; who holds what, what crosses the cuts, and how long ranks wait.
 
     mpirun -n 4 python lessons/10_model_parallel/lesson.py
     python lessons/10_model_parallel/lesson.py                          # alone: four ranks as threads
@@ -12,11 +12,12 @@ import numpy as np
 
 import minidist as md
 from minidist.autograd.tensor import tensor
+from minidist.comm.group import Group
 from minidist.grading import arguments, counted, load_module, run_lesson
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
-from minidist.parallel.pipeline.model_parallel import ModelParallel
+from minidist.parallel.pipeline.model_parallel import ModelParallel, plain_model_parallel
 from minidist.parallel.pipeline.stages import Stages
 from minidist.parallel.step.single import Single
 
@@ -24,25 +25,13 @@ lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "10")
 STEPS = 3
 
 
-def plain_loop(layers, group, inputs, targets, divisor):
-    """One batch through all ranks and back (README, section 1). layers(x, targets, divisor) are this rank's."""
-    first, last = group.rank == 0, group.rank == group.size - 1
-    x = inputs if first else tensor(group.recv(src=group.rank - 1), requires_grad=True)      # wait
-    y = layers(x, targets, divisor)                                                          # the last: the loss
-    if not last:
-        group.send(y.data, dst=group.rank + 1)
-    y.backward(None if last else group.recv(src=group.rank + 1))                             # wait, longer
-    if not first:
-        group.send(x.grad, dst=group.rank - 1)
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  The same model as on one rank")
     same(group, page)
     page.heading("2  Who holds what")
     holdings(group, page)
-    page.heading("3  Who waits")
+    page.heading("3  How long ranks wait")
     waiting(group, page)
     page.heading("4  What crosses the cuts")
     traffic(group, page)
@@ -50,7 +39,7 @@ def tour(group: Any, page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------------ 1 equality
 
-def same(group: Any, page: Page) -> None:
+def same(group: Group, page: Page) -> None:
     """The plain loop's gradients after a batch, the framework's weights after some, beside one process."""
     config = lab.config_for(group.size)
     alone = GPT(config)
@@ -69,13 +58,13 @@ def same(group: Any, page: Page) -> None:
                 ["ModelParallel, weights", f"{STEPS} steps", f"{off:.0e}"]])
 
 
-def plain_gradients(group: Any, alone: GPT) -> float:
+def plain_gradients(group: Group, alone: GPT) -> float:
     """How far the plain loop's gradients of blocks are from those of one process."""
     config = alone.config
     mine = part_of_model(group, config)
     inputs, targets = lab.global_batch(config, 0)
-    plain_loop(lambda x, targets, divisor: mine.forward(group.rank, x, targets=targets, divisor=divisor), group,
-               inputs, targets, targets.size)
+    plain_model_parallel(lambda x, targets, divisor: mine.forward(group.rank, x, targets=targets, divisor=divisor),
+                         group, inputs, targets, targets.size)
     alone.loss(inputs, targets, targets.size).backward()
     serial = dict(alone.named_parameters())
     off = [np.abs(weight.grad - serial[name].grad).max() for name, weight in mine.model.named_parameters()
@@ -85,7 +74,7 @@ def plain_gradients(group: Any, alone: GPT) -> float:
         return float(group.all_reduce(np.array([max(off)]), op="max")[0])
 
 
-def part_of_model(group: Any, config: Any) -> Stages:
+def part_of_model(group: Group, config: Any) -> Stages:
     """This rank's layers, drawn."""
     layers = [len(part) for part in np.array_split(np.arange(config.layers), group.size)]
     mine = Stages(GPT(config), layers, [group.rank])
@@ -95,7 +84,7 @@ def part_of_model(group: Any, config: Any) -> Stages:
 
 # -------------------------------------------------------------------------------------------------- 2 who holds what
 
-def holdings(group: Any, page: Page) -> None:
+def holdings(group: Group, page: Page) -> None:
     """Parameters of each rank."""
     config = lab.config_for(group.size)
     strategy = ModelParallel(GPT(config), group, seed=0)
@@ -119,7 +108,7 @@ def _parts(layers: list[int], rank: int) -> str:
 
 # ------------------------------------------------------------------------------------------------------ 3 who waits
 
-def waiting(group: Any, page: Page) -> None:
+def waiting(group: Group, page: Page) -> None:
     """Milliseconds of each rank in the quickest of some steps; then with another split of the layers."""
     config = lab.config_for(group.size, layers=2 * group.size)
     spans = lab.recorded_step(group, config, sequences=8)
@@ -139,12 +128,12 @@ def waiting(group: Any, page: Page) -> None:
     page.table("The share of the ranks' time in which they do not compute", ["layers", "measured", "(p-1)/p"],
                [["2 on each rank", f"{lab.idle(spans):.1%}", f"{ideal:.1%}"],
                 [f"{', '.join(map(str, last))}", f"{lab.idle(uneven):.1%}", f"{ideal:.1%}"]],
-               note="one rank works at a time, so the split of the layers changes nothing; it changes who has memory")
+               note="one rank works at a time, so the split of the layers changes memory and no time")
 
 
 # -------------------------------------------------------------------------------------------------------- 4 traffic
 
-def traffic(group: Any, page: Page) -> None:
+def traffic(group: Group, page: Page) -> None:
     """Bytes of a step beside the formula."""
     config, size = lab.config_for(group.size), group.size
     strategy = ModelParallel(GPT(config), group, seed=0)
@@ -166,7 +155,7 @@ def traffic(group: Any, page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------------- Break it
 
-def train(group: Any, steps: int, broken: str) -> dict[str, Any]:
+def train(group: Group, steps: int, broken: str) -> dict[str, Any]:
     """Weights after some steps, with one thing left out."""
     config = lab.config_for(group.size)
     strategy: Any = Single(GPT(config)) if broken == "single" else ModelParallel(GPT(config), group, seed=0)
@@ -209,7 +198,7 @@ def forget_the_table() -> None:
 
 def everybody_receives() -> None:
     """Each rank waits for a gradient before it has sent its activation."""
-    def job(group: Any) -> None:
+    def job(group: Group) -> None:
         mine, batch = part_of_model(group, lab.config_for(group.size)), lab.global_batch(lab.config_for(2), 0)
         if group.rank == 0:
             y = mine.forward(0, batch[0], targets=batch[1])

@@ -6,6 +6,7 @@
 from pathlib import Path
 from typing import Any
 
+from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
 from minidist.parallel.pipeline.schedule_checker import Clock, Times, broken, clock_of, peak_held
@@ -19,7 +20,7 @@ COLORS = {"forward": look.PHASES["forward"], "backward": look.PHASES["backward"]
 SECOND = {"forward": "#b5d1ec", "backward": "#5a83b8"}      # of the second stage of a rank
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """Rank 0: the recorded spans of each schedule, the quickest of some rounds."""
     return {name: lab.slept(group, name, MICROBATCHES, UNIT, rounds=2 if name == "naive" else ROUNDS)
             for name in lab.NAMES}
@@ -50,7 +51,7 @@ def _length(spans: list[Any]) -> float:
 
 
 def _timeline(ax: Any, name: str, spans: list[Any], shown: float) -> None:
-    """One schedule: a row for each rank, in units of a forward, of which `shown` are shown."""
+    """One schedule: a row for each rank, in units of a forward, the first `shown` of them."""
     assert not broken(spans)
     clock, begin = Clock(RANKS, tuple(spans)), min(span.start for span in spans)
     for span in spans:

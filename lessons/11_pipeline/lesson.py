@@ -13,22 +13,18 @@ import numpy as np
 
 import minidist as md
 from minidist.autograd.tensor import tensor
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.errors import ScheduleError
 from minidist.grading import arguments, load_module, run_lesson
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
-from minidist.parallel.pipeline.pipeline import PipeDream, Pipeline
+from minidist.parallel.pipeline.instructions import Forward, RecvActivation, RecvGradient, Schedule, SendActivation
+from minidist.parallel.pipeline.pipedream import PipeDream
+from minidist.parallel.pipeline.pipeline import Pipeline, plain_gpipe
 from minidist.parallel.pipeline.schedule_checker import Clock, broken, check, check_spans, clock_of, peak_held
-from minidist.parallel.pipeline.schedules import (
-    Forward,
-    RecvActivation,
-    RecvGradient,
-    Schedule,
-    SendActivation,
-    of_orders,
-)
+from minidist.parallel.pipeline.schedules import of_orders
 from minidist.parallel.pipeline.stages import Stages
 from minidist.parallel.step.single import Single
 
@@ -37,22 +33,7 @@ STEPS, MICROBATCHES, UNIT = 2, 4, 0.006      # UNIT: seconds that a sleeping sta
 SEEN = 4      # how often PipeDream sees its batch
 
 
-def plain_gpipe(stage, group, micros, divisor):
-    """One step of GPipe, without a schedule, a checker or overlap (README, section 1). stage(x, targets, divisor)."""
-    first, last, kept = group.rank == 0, group.rank == group.size - 1, []
-    for inputs, targets in micros:                                                 # all forwards
-        x = inputs if first else tensor(group.recv(src=group.rank - 1), requires_grad=True)
-        y = stage(x, targets, divisor)                                             # the last stage: the loss
-        if not last:
-            group.send(y.data, dst=group.rank + 1)
-        kept.append((x, y))
-    for x, y in reversed(kept):                                                    # all backwards
-        y.backward(None if last else group.recv(src=group.rank + 1))
-        if not first:
-            group.send(x.grad, dst=group.rank - 1)
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  The same weights as one process")
     same_weights(group, page)
@@ -74,7 +55,7 @@ def tour(group: Any, page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------------ 1 equality
 
-def same_weights(group: Any, page: Page) -> None:
+def same_weights(group: Group, page: Page) -> None:
     """The plain loop's gradients, then each schedule's weights after some steps, beside one process."""
     config = lab.config_for(group.size)
     alone = GPT(config)
@@ -97,7 +78,7 @@ def same_weights(group: Any, page: Page) -> None:
                f"{config.layers} layers", ["", "after", "largest difference"], rows)
 
 
-def plain_gradients(group: Any, alone: GPT) -> str:
+def plain_gradients(group: Group, alone: GPT) -> str:
     """How far the plain loop's gradients of a block are from those of one process."""
     config, layers = alone.config, np.full(group.size, alone.config.layers // group.size)
     layers[:alone.config.layers % group.size] += 1
@@ -132,7 +113,7 @@ def charts(ranks: int, page: Page) -> None:
         page.say()
 
 
-def bubbles(group: Any, page: Page) -> None:
+def bubbles(group: Group, page: Page) -> None:
     """Formula, clock and stages that sleep."""
     size, count, rows = group.size, 2 * group.size, []
     for name in lab.NAMES:
@@ -150,7 +131,7 @@ def bubbles(group: Any, page: Page) -> None:
 
 # ----------------------------------------------------------------------------------------- 4 activations, 5 traffic
 
-def activations(group: Any, page: Page) -> None:
+def activations(group: Group, page: Page) -> None:
     """Microbatches held by the list, and bytes by the account."""
     count, rows = 2 * group.size, []
     for name in lab.NAMES:
@@ -163,7 +144,7 @@ def activations(group: Any, page: Page) -> None:
                note="microbatches; of the interleaved ranks' two stages each counts, and is half as large")
 
 
-def traffic(group: Any, page: Page) -> None:
+def traffic(group: Group, page: Page) -> None:
     """Bytes over all ranks beside the formula."""
     config, rows = lab.config_for(group.size), []
     inputs, _ = batch = lab.global_batch(config, 0)
@@ -202,7 +183,7 @@ def notes_chart(page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------------ 7 PipeDream
 
-def pipedream(group: Any, page: Page) -> None:
+def pipedream(group: Group, page: Page) -> None:
     """How late each stage's weights are and what that costs; what is learnt from as many sequences as 1F1B's."""
     config, count = replace(lab.config_for(group.size), tied=False), 2 * group.size
     schedule, losses, held = lab.schedule_of("1f1b", group.size, count), {}, [0.0, 0.0]
@@ -240,7 +221,7 @@ def refused(schedule: Schedule) -> None:
 
 
 def swap_order() -> None:
-    """Two stages, each of which wants to receive before it sends."""
+    """Two stages, and each receives before it sends."""
     right = lab.schedule_of("naive", 2, 2)
     turn = {SendActivation(0, 0): RecvGradient(0, 0), RecvGradient(0, 0): SendActivation(0, 0)}
     lists = (tuple(turn.get(instruction, instruction) for instruction in right.lists[0]), right.lists[1])
@@ -267,7 +248,7 @@ def too_early() -> None:
 
 def crossed() -> None:
     """Microbatches sent in another order than they are received: nothing hangs, and everything is wrong."""
-    def loss(group: Any, order: list[int]) -> float:
+    def loss(group: Group, order: list[int]) -> float:
         config = lab.config_for(2)
         mine = Stages(GPT(config), [4, 4], [group.rank])
         mine.model.initialize(0)

@@ -8,11 +8,12 @@ import numpy as np
 import minidist as md
 from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
+from minidist.comm.group import Group
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import size_text
 from minidist.optim import Adam
 from minidist.parallel.tensor.split_gpt import split_gpt
-from minidist.parallel.tensor.tensor_layers import Region
+from minidist.parallel.tensor.tensor_layers import TensorRegion
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, tensor_parallel
 
 CONFIG = GPTConfig(vocabulary=23, context=8, layers=3, width=16, heads=4, dtype="float64")
@@ -24,7 +25,7 @@ def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
     return ids[:, :-1], ids[:, 1:]
 
 
-class OneWay(Region):
+class OneWay(TensorRegion):
     """A region without f: what enters is not all-reduced on its way back."""
 
     def enter(self, x: Any) -> Any:
@@ -32,7 +33,7 @@ class OneWay(Region):
         return x
 
 
-def gradients(group: Any, region: type[Region]) -> tuple[list[float], dict[str, np.ndarray]]:
+def gradients(group: Group, region: type[TensorRegion]) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses of thirty steps on one batch, without clipping, and rank 0's gradients of the first."""
     model = GPT(CONFIG)
     split_gpt(model, region(group))
@@ -47,7 +48,7 @@ def gradients(group: Any, region: type[Region]) -> tuple[list[float], dict[str, 
 
 def no_f() -> None:
     """The backward all-reduce of the column linears left out."""
-    right = md.run(partial(gradients, region=Region), size=2)[0]
+    right = md.run(partial(gradients, region=TensorRegion), size=2)[0]
     wrong = md.run(partial(gradients, region=OneWay), size=2)[0]
     for step in (0, 29):
         print(f"loss of step {step + 1:2}: right {right[0][step]:.6f}, without f {wrong[0][step]:.6f}")
@@ -76,7 +77,7 @@ def straddle() -> None:
 
 def bias_early() -> None:
     """A row linear that adds its bias before the sum."""
-    def job(group: Any) -> list[float]:
+    def job(group: Group) -> list[float]:
         x, w, b = np.ones((1, 8)), np.full((8, 2), 0.5), np.array([1.0, 2.0])
         own = np.array_split(np.arange(8), group.size)[group.rank]
         early = group.all_reduce(x[:, own] @ w[own] + b)
@@ -91,7 +92,7 @@ def bias_early() -> None:
 
 def gather_between() -> None:
     """N2:156: an all-gather after the column linear, and then each rank takes its columns again."""
-    def job(group: Any, gathers: bool) -> tuple[float, int]:
+    def job(group: Group, gathers: bool) -> tuple[float, int]:
         draw = np.random.default_rng(0)
         x, up, down = draw.normal(size=(64, 16)), draw.normal(size=(16, 64)), draw.normal(size=(64, 16))
         own = np.array_split(np.arange(64), group.size)[group.rank]
@@ -105,12 +106,12 @@ def gather_between() -> None:
         ranks = md.run(partial(job, gathers=gathers), size=4)
         print(f"{'with' if gathers else 'without'} the gather: the sum of y is {ranks[0][0]:.6f}, all ranks sent "
               f"{size_text(sum(sent for _, sent in ranks))}")
-    print("the gather fetches what nobody uses: the rows of the second matrix want just the columns that are here")
+    print("the gather fetches unused columns: the rows of the second matrix need just the columns that are here")
 
 
 def local_softmax() -> None:
     """Each rank takes the cross-entropy of its own slice of the vocabulary."""
-    def job(group: Any) -> tuple[float, float]:
+    def job(group: Group) -> tuple[float, float]:
         model = tensor_parallel(GPT(CONFIG), group)
         model.initialize(0)
         inputs, targets = batch(0)

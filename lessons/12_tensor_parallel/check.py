@@ -9,10 +9,12 @@ import numpy as np
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
+from minidist.comm.group import Group
 from minidist.grading import Result, counted, expect
 from minidist.launch import run
 from minidist.nn import GPTConfig
-from minidist.parallel.tensor.split_gpt import head_columns, head_shares
+from minidist.nn.shares import head_shares
+from minidist.parallel.tensor.split_gpt import head_columns
 from minidist.parallel.tensor.tensor_parallel import elements_sent
 
 ROWS, WIDTH, HIDDEN, VOCABULARY, LIMIT = 5, 4, 10, 11, 60.0
@@ -60,7 +62,7 @@ def _weights() -> dict[str, np.ndarray]:
             "dy": draw.normal(size=(ROWS, WIDTH))}
 
 
-def _run_mlp(group: Any, exercise: ModuleType) -> dict[str, Any]:
+def _run_mlp(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's MLP with this rank's part."""
     w = _weights()
     own = np.array_split(np.arange(HIDDEN), group.size)[group.rank]
@@ -119,7 +121,7 @@ def _same(task: str, target: np.ndarray, ranks: list[dict[str, Any]], name: str,
 class WatchedGroup:
     """A group that remembers how many numbers were all-reduced."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self.group, self.rank, self.size, self.numbers = group, group.rank, group.size, 0
 
     def all_reduce(self, x: Any, *args: Any, **options: Any) -> Any:
@@ -128,7 +130,7 @@ class WatchedGroup:
         return self.group.all_reduce(x, *args, **options)
 
 
-def _run_loss(group: Any, exercise: ModuleType) -> list[tuple[float, int]]:
+def _run_loss(group: Group, exercise: ModuleType) -> list[tuple[float, int]]:
     """The student's loss of small and of huge logits, and how much travelled."""
     results = []
     for scale in (1.0, 400.0):

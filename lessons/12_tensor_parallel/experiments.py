@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.nn import GPT, GPTConfig
 from minidist.parallel.tensor.tensor_parallel import tensor_parallel
@@ -14,7 +14,7 @@ CONFIG = GPTConfig(vocabulary=103, context=16, layers=2, width=48, heads=6, dtyp
 BATCH, ITEM = 4, 8
 
 
-def cut_model(group: Any, config: GPTConfig = CONFIG, *, seed: int = 0) -> GPT:
+def cut_model(group: Group, config: GPTConfig = CONFIG, *, seed: int = 0) -> GPT:
     """This rank's part of a model."""
     model = tensor_parallel(GPT(config), group)
     model.initialize(seed)

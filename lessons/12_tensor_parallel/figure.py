@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
+from minidist.nn.weight_shard import WeightShard
 from minidist.observe import lesson_figures as look
 from minidist.observe.page import size_text
 from minidist.observe.records import gather_records
 from minidist.optim import Adam
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent
-from minidist.parallel.zero.weight_shard import WeightShard
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "12")
@@ -26,7 +27,7 @@ PLACES = {  # name -> (left, top) of its corner, in numbers; title
     "blocks.0.mlp.down.weight": (321, 0, "down: 4h × h"), "head.weight": (396, 0, "head: h × V")}
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """On rank 0: where each rank's numbers lie, what the steps sent by kind, memory by ranks, and a block's calls."""
     model = lab.cut_model(group)
     held = {}
@@ -49,7 +50,7 @@ def record(group: Any) -> dict[str, Any]:
     return {"held": held, "calls": calls.tolist(), "memory": memory(group), "graph": graph}
 
 
-def memory(group: Any) -> dict[int, list[int]]:
+def memory(group: Group) -> dict[int, list[int]]:
     """{ranks: [weights, activations inside, outside] of a block, on the rank that holds most}."""
     result = {}
     outside = lab.ITEM * lab.BATCH * CONFIG.context * (4 * CONFIG.width + 2)
@@ -63,7 +64,7 @@ def memory(group: Any) -> dict[int, list[int]]:
     return result
 
 
-def block_calls(group: Any) -> list[list[tuple[str, str]]] | None:
+def block_calls(group: Group) -> list[list[tuple[str, str]]] | None:
     """On rank 0, of each rank: (kind, text) of the layers and all-reduces of one forward of block 0, in their order."""
     model = lab.cut_model(group)
     block, seen, inside = model.blocks[0], [], []

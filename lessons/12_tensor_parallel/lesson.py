@@ -15,36 +15,25 @@ import numpy as np
 from minidist.autograd import ops
 from minidist.autograd.ops.collectives import gather_copies
 from minidist.autograd.tensor import tensor
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
+from minidist.nn.shares import head_shares
+from minidist.nn.weight_shard import WeightShard
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import Adam
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.step.single import Single
-from minidist.parallel.tensor.split_gpt import head_shares
 from minidist.parallel.tensor.tensor_layers import SplitOutput
-from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent
-from minidist.parallel.zero.weight_shard import WeightShard
+from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent, plain_tensor_mlp
 
 HERE = Path(__file__).resolve()
 lab, broken = (load_module(HERE.with_name(name), "12") for name in ("experiments.py", "broken.py"))
 CONFIG, BATCH, ITEM, STEPS = lab.CONFIG, lab.BATCH, lab.ITEM, 3
 
 
-def plain_mlp(x, up, down, bias, dy, group):
-    """An MLP forward and backward; `up` has this rank's columns, `down` its rows (README, section 1)."""
-    inner = x @ up                                                   # (n, h) (h, own) -> (n, own): complete
-    active = np.maximum(inner, 0)                                    # number by number: no rank needs another's
-    y = group.all_reduce(active @ down, algorithm="ring") + bias     # g: (n, own) (own, h) are summands
-    ddown = active.T @ dy                                            # g backward: dy, whole everywhere, as it is
-    dinner = (dy @ down.T) * (inner > 0)
-    dup = x.T @ dinner
-    dx = group.all_reduce(dinner @ up.T, algorithm="ring")           # f backward: all columns used x: add up
-    return y, dx, dup, ddown
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  Columns, then rows: an MLP by hand")
     by_hand(group, page)
@@ -63,14 +52,14 @@ def tour(group: Any, page: Page) -> None:
 
 # ----------------------------------------------------------------------------------------------------- 1 by hand
 
-def by_hand(group: Any, page: Page) -> None:
+def by_hand(group: Group, page: Page) -> None:
     """The plain loop beside the same MLP in one piece."""
     draw = np.random.default_rng(0)
     x, dy = draw.normal(size=(10, 8)), draw.normal(size=(10, 8))
     up, down, bias = draw.normal(size=(8, 32)), draw.normal(size=(32, 8)), draw.normal(size=8)
     own = np.array_split(np.arange(32), group.size)[group.rank]
     before = totals(group.ledger)
-    y, dx, dup, ddown = plain_mlp(x, up[:, own], down[own], bias, dy, group)
+    y, dx, dup, ddown = plain_tensor_mlp(x, up[:, own], down[own], bias, dy, group)
     _, nbytes = sent_since(group.ledger, before)
     inner = x @ up
     active, dinner = np.maximum(inner, 0), (dy @ down.T) * (inner > 0)
@@ -78,13 +67,13 @@ def by_hand(group: Any, page: Page) -> None:
              "d up, own columns": (dup, x.T @ dinner[:, own]), "d down, own rows": (ddown, active[:, own].T @ dy)}
     rows = [[name, str(ours.shape), f"{np.abs(ours - target).max() / np.abs(target).max():.0e}"]
             for name, (ours, target) in whole.items()]
-    sent, formula = everybody(group, nbytes), 2 * 2 * (group.size - 1) * x.nbytes
+    sent, formula = all_ranks(group, nbytes), 2 * 2 * (group.size - 1) * x.nbytes
     rows.append(["sent by all ranks", f"{size_text(sent)} of {size_text(formula)}", verdict(sent, formula)])
     page.table(f"x (10, 8), up (8, 32), down (32, 8) on {group.size} ranks, rank 0", ["", "shape", "off by"], rows,
                note="two all-reduces of x's size; no gather between the two products (N2:156)")
 
 
-def everybody(group: Any, number: float) -> int:
+def all_ranks(group: Group, number: float) -> int:
     """The sum of a number over the ranks, counted under control."""
     with group.ledger.control():
         return int(group.all_reduce(np.array([float(number)]))[0])
@@ -92,7 +81,7 @@ def everybody(group: Any, number: float) -> int:
 
 # ------------------------------------------------------------------------------------------------ 2 who holds what
 
-def shapes(group: Any, page: Page) -> None:
+def shapes(group: Group, page: Page) -> None:
     """Each weight of a block and of the ends: whole, and on the first and last rank."""
     model = lab.cut_model(group)
     mine = np.array([[p.size] for p in model.parameters()], dtype=np.int64)
@@ -131,7 +120,7 @@ def off(ours: dict[str, np.ndarray], target: dict[str, np.ndarray]) -> float:
     return float(gap / max(np.abs(array).max() for array in target.values()))
 
 
-def equal(group: Any, page: Page) -> None:
+def equal(group: Group, page: Page) -> None:
     """Several models, trained by one process and by all."""
     rows = []
     for name, changes in CASES.items():
@@ -152,7 +141,7 @@ def equal(group: Any, page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------------ 4 traffic
 
-def measure_step(group: Any, strategy: Any, batch: Any) -> tuple[int, list[int]]:
+def measure_step(group: Group, strategy: Any, batch: Any) -> tuple[int, list[int]]:
     """(bytes that all ranks sent in a step, this rank's bytes of each call but control's)."""
     calls: list[int] = []
     end = group.ledger.subscribe(lambda event: calls.append(event.details["nbytes"])
@@ -162,10 +151,10 @@ def measure_step(group: Any, strategy: Any, batch: Any) -> tuple[int, list[int]]
     strategy.step(batch, optimizer)
     _, nbytes = sent_since(group.ledger, before)
     end()
-    return everybody(group, nbytes), calls
+    return all_ranks(group, nbytes), calls
 
 
-def traffic(group: Any, page: Page) -> None:
+def traffic(group: Group, page: Page) -> None:
     """A step, as it is and with blocks computed again: by what it was for."""
     rows, p = [], group.size
     tokens, h, layers = BATCH * CONFIG.context, CONFIG.width, CONFIG.layers
@@ -186,7 +175,7 @@ def traffic(group: Any, page: Page) -> None:
                     + "; the loss is two of the calls")
 
 
-def beside_data_parallel(group: Any, page: Page) -> None:
+def beside_data_parallel(group: Group, page: Page) -> None:
     """The same model and batch both ways: N2:158 finds the volume small."""
     config = replace(CONFIG, vocabulary=8, layers=4)
     rows = []
@@ -205,7 +194,7 @@ def beside_data_parallel(group: Any, page: Page) -> None:
 
 # --------------------------------------------------------------------------------------------------------- 5 loss
 
-def loss_of_slices(group: Any, page: Page) -> None:
+def loss_of_slices(group: Group, page: Page) -> None:
     """The loss by gathering logits, and by two all-reduces: value, bytes, memory."""
     tokens, vocabulary = 64, 1003
     logits = np.random.default_rng(0).normal(size=(tokens, vocabulary))
@@ -222,7 +211,7 @@ def loss_of_slices(group: Any, page: Page) -> None:
             x = tensor(logits[:, own].copy(), requires_grad=True)
             before = totals(group.ledger)
             loss = way(x)
-            sent = everybody(group, sent_since(group.ledger, before)[1])
+            sent = all_ranks(group, sent_since(group.ledger, before)[1])
             loss.backward()
             peak = memory.peak["total"]
         rows.append([name, f"{loss.item() - target:.0e}", size_text(sent), size_text(ITEM * formulas[name]),
@@ -234,7 +223,7 @@ def loss_of_slices(group: Any, page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------------- 6 memory
 
-def memory(group: Any, page: Page) -> None:
+def memory(group: Group, page: Page) -> None:
     """A block on one rank and on each of many: weights, and activations inside and outside the regions."""
     config, p = replace(CONFIG, heads=8, width=64), group.size
     one = lab.block_bytes(config, lab.whole_model)

@@ -9,8 +9,9 @@ import numpy as np
 
 import minidist as md
 from minidist.autograd import ops
-from minidist.autograd.ops.online_attention import Running
+from minidist.autograd.ops.online_attention import OnlineSoftmax
 from minidist.autograd.tensor import tensor
+from minidist.comm.group import Group
 from minidist.device.backend import random_uniform
 from minidist.grading import Result, counted, expect
 from minidist.parallel.context.ring_attention import own_blocks, ring_attention, zigzag
@@ -106,7 +107,7 @@ def _attention(exercise: ModuleType, ranks: int) -> Iterator[Result]:
         whole, off = ops.causal_attention(*(x[None, None] for x in (q, k, v))).data[0, 0], 0.0
         for rank in range(ranks):
             own = exercise.tokens_of(length, rank, ranks)
-            running = Running.of(q[None, None, own])
+            running = OnlineSoftmax.of(q[None, None, own])
             top, total, y = running.top[0, 0].T, running.total[0, 0].T, running.y[0, 0]
             for source in range(ranks):
                 piece = exercise.tokens_of(length, (rank - source) % ranks, ranks)
@@ -137,7 +138,7 @@ def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
     length = 4 * ranks
     block = 8 * 4 * 4
 
-    def job(group: Any) -> tuple[int, int]:
+    def job(group: Group) -> tuple[int, int]:
         own = zigzag(length, group.rank, ranks)
         q, k, v = (tensor(_numbers(name, 1, 1, length, 4)[:, :, own], requires_grad=True) for name in "qkv")
         y = ring_attention(q, k, v, group=group, length=length)
@@ -151,7 +152,7 @@ def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
     yield expect(f"blocks sent forward, {counted(ranks, 'rank')}", target[0], forward,
                  next((name for name, number in known.items() if number == forward), "another number"),
                  "section 4 (hole 8)")
-    known = {"keys and values must go round again: nobody kept them": 2 * ranks,
+    known = {"keys and values must go round again: no rank kept them": 2 * ranks,
              "the gradients have one hop more: home": 4 * (ranks - 1), "that is forward's": 2 * (ranks - 1),
              "keys and values stop one hop earlier": 4 * ranks}
     yield expect(f"blocks sent backward, {counted(ranks, 'rank')}", target[1], backward,

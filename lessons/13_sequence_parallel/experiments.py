@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from minidist.autograd.ops.online_attention import Running
+from minidist.autograd.ops.online_attention import OnlineSoftmax
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import random_bits, random_uniform
 from minidist.nn import GPT, GPTConfig
@@ -36,7 +37,7 @@ def global_batch(config: GPTConfig, step: int, sequences: int = SEQUENCES) -> tu
     return ids[:, :-1], ids[:, 1:]
 
 
-def strategy_for(group: Any, config: GPTConfig, name: str) -> Any:
+def strategy_for(group: Group, config: GPTConfig, name: str) -> Any:
     """A model cut so and its strategy; "one process" is not cut."""
     model = GPT(config)
     if name == "one process":
@@ -48,7 +49,7 @@ def strategy_for(group: Any, config: GPTConfig, name: str) -> Any:
     return strategy(model, group)
 
 
-def train(group: Any, config: GPTConfig, name: str, steps: int, phase: str = "lesson 13") -> Any:
+def train(group: Group, config: GPTConfig, name: str, steps: int, phase: str = "lesson 13") -> Any:
     """The strategy after some steps; what it sent is counted under `phase`."""
     strategy = strategy_for(group, config, name)
     optimizer = AdamW(strategy.parameters, 1e-2)
@@ -58,7 +59,7 @@ def train(group: Any, config: GPTConfig, name: str, steps: int, phase: str = "le
     return strategy
 
 
-def peaks(group: Any, config: GPTConfig, name: str, *, limit: int | None = None) -> dict[str, int]:
+def peaks(group: Group, config: GPTConfig, name: str, *, limit: int | None = None) -> dict[str, int]:
     """Peak bytes of this rank in forward and backward of one sequence."""
     with account.use(account.MemoryAccount(limit=limit)) as memory:
         strategy = strategy_for(group, config, name)
@@ -68,7 +69,7 @@ def peaks(group: Any, config: GPTConfig, name: str, *, limit: int | None = None)
         return memory.peak
 
 
-def formula(group: Any, config: GPTConfig, name: str, parameters: int) -> int:
+def formula(group: Group, config: GPTConfig, name: str, parameters: int) -> int:
     """Numbers that all ranks send in a step, by the module's own formula."""
     if name == "sequence":
         return sequence_parallel.elements_sent(config, ranks=group.size, sequences=SEQUENCES)
@@ -97,14 +98,14 @@ def scores_seen(length: int, rank: int, size: int) -> int:
                (q.stop - q.start) * (k.stop - k.start) for q, k, causal in pairs)
 
 
-def walk(group: Any, length: int) -> dict[str, Any]:
+def walk(group: Group, length: int) -> dict[str, Any]:
     """Ring attention's forward by the library's parts: which blocks were multiplied at which hop, every message sent.
 
     Returns: rank 0: {"pairs": (rank, hop, source, query block, key block), "messages": (src, dst, start, bytes)}.
     """
     own = ring_attention.zigzag(length, group.rank, group.size)
     q, k, v = (numbers(name, length)[:, :, own] for name in "qkv")
-    running, pairs, messages = Running.of(q), [], []
+    running, pairs, messages = OnlineSoftmax.of(q), [], []
     unsubscribe = group.ledger.subscribe(
         lambda event: messages.append((event.details["src"], event.details["dst"], event.start,
                                        event.details["nbytes"]))

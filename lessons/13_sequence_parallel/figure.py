@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
 
@@ -16,7 +17,7 @@ lab = load_module(HERE / "experiments.py", "13")
 RANKS, LENGTH, SHORT = 4, 48, 64
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """Rank 0: the ring as walked, scores by rank, and peaks."""
     walked = lab.walk(group, LENGTH)
     long, short = lab.config_for(RANKS, SHORT * RANKS), lab.config_for(RANKS, SHORT)
@@ -81,7 +82,7 @@ def _matrix(ax: Any, pairs: list[list[int]]) -> None:
     ax.set_aspect("equal")
     ax.set_xlabel("block of keys", color=look.SOFT, fontsize=10.5)
     ax.set_ylabel("block of queries", color=look.SOFT, fontsize=10.5)
-    look.caption(ax, "Who computes which scores, at which hop")
+    look.caption(ax, "Which rank computes which scores, at which hop")
 
 
 def _scores(ax: Any, scores: dict[str, list[int]]) -> None:

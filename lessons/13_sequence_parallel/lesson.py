@@ -12,37 +12,27 @@ import numpy as np
 
 import minidist as md
 from minidist.autograd import ops
+from minidist.autograd.tensor import tensor
+from minidist.comm.group import Group
 from minidist.errors import MemoryLimitError
 from minidist.grading import arguments, load_module, run_lesson
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text
 from minidist.parallel.context import ring_attention, token_shard
-from minidist.parallel.context.ring_attention import zigzag
+from minidist.parallel.context.ring_attention import plain_ring_attention, zigzag
+from minidist.parallel.context.sequence_parallel import plain_sequence_mlp
+from minidist.parallel.context.ulysses import plain_ulysses
+from minidist.parallel.tensor.tensor_parallel import plain_tensor_mlp
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "13")
 STEPS = 2
 
 
-def plain_ring(q, k, v, positions, group):
-    """Ring attention, forward, of one head: (own, D) three times, positions (own,) -> (own, D) (README, section 1)."""
-    top, total, y, seen = -np.inf, 0.0, 0.0, positions
-    for hop in range(group.size):
-        scores = q @ k.T / np.sqrt(q.shape[1])
-        scores[positions[:, None] < seen] = -np.inf                            # these lie ahead
-        now = np.maximum(top, scores.max(axis=1, keepdims=True))
-        p, shrink = np.exp(scores - now), np.exp(top - now)                    # shrink: what was summed under the old
-        total, y, top = total * shrink + p.sum(axis=1, keepdims=True), y * shrink + p @ v, now
-        if hop < group.size - 1:                                               # pass on, and take the previous rank's
-            after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-            k, v, seen = (group.exchange(x, dst=after, src=before) for x in (k, v, seen))
-    return y / total
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  The same as one process")
     same(group, page)
-    page.heading("2  Who has which tokens, and how much to do")
+    page.heading("2  Which rank has which tokens, and how much to do")
     balance(group, page)
     page.heading("3  Round the ring")
     hops(group, page)
@@ -61,15 +51,17 @@ def whole_attention(length: int) -> Any:
     return ops.causal_attention(*(lab.numbers(name, length) for name in "qkv")).data[0, 0]
 
 
-def same(group: Any, page: Page) -> None:
+def same(group: Group, page: Page) -> None:
     """The plain loop beside causal_attention, and each strategy's weights beside one process."""
     length = 12 * group.size + 1
     rows = []
     for name, own in (("zigzag", zigzag(length, group.rank, group.size)),
                       ("consecutive", lab.consecutive(length, group.rank, group.size))):
-        mine = [lab.numbers(part, length)[0, 0, own] for part in "qkv"]
-        off = np.abs(plain_ring(*mine, own, group) - whole_attention(length)[own]).max()
+        q, k, v = (lab.numbers(part, length)[0, 0, own] for part in "qkv")
+        off = np.abs(plain_ring_attention(q, k, v, own, group) - whole_attention(length)[own]).max()
         rows.append([f"plain loop, {name} tokens: attention", f"{largest(group, off):.0e}"])
+    rows += [["plain swap, consecutive tokens: attention of 8 heads", f"{largest(group, swap_off(group, length)):.0e}"],
+             ["plain MLP, tokens cut, beside lesson 12's: y and dx", f"{largest(group, mlp_off(group)):.0e}"]]
     config = lab.config_for(group.size, 12 * group.size + 1)
     target = lab.train(group, config, "one process", STEPS).state_dict()
     scale = max(np.abs(array).max() for array in target.values())
@@ -81,7 +73,26 @@ def same(group: Any, page: Page) -> None:
                ["", "largest difference"], rows)
 
 
-def largest(group: Any, value: float) -> float:
+def swap_off(group: Group, length: int) -> float:
+    """How far the plain swap's attention is from one process's, on this rank's tokens."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, length, 8, 4))
+    whole = ops.causal_attention(*(tensor(x.swapaxes(0, 1)[None]) for x in (q, k, v))).data[0].swapaxes(0, 1)
+    own = lab.consecutive(length, group.rank, group.size)
+    return float(np.abs(plain_ulysses(q[own], k[own], v[own], group) - whole[own]).max())
+
+
+def mlp_off(group: Group) -> float:
+    """How far the MLP on own tokens is from the one on whole tokens."""
+    draw, tokens = np.random.default_rng(1), 2 * group.size
+    x, dy = draw.normal(size=(2, tokens, 8))
+    up, down, bias = draw.normal(size=(8, 16)), draw.normal(size=(16, 8)), draw.normal(size=8)
+    hidden, own = np.array_split(np.arange(16), group.size)[group.rank], slice(2 * group.rank, 2 * group.rank + 2)
+    y, dx, _, _ = plain_tensor_mlp(x, up[:, hidden], down[hidden], bias, dy, group)
+    own_y, own_dx, *_ = plain_sequence_mlp(x[own], up[:, hidden], down[hidden], bias, dy[own], group)
+    return float(max(np.abs(own_y - y[own]).max(), np.abs(own_dx - dx[own]).max()))
+
+
+def largest(group: Group, value: float) -> float:
     """The ranks' largest."""
     with group.ledger.control():
         return float(group.all_reduce(np.array([value]), op="max")[0])
@@ -89,7 +100,7 @@ def largest(group: Any, value: float) -> float:
 
 # ------------------------------------------------------------------------------------------------------------ 2 balance
 
-def balance(group: Any, page: Page) -> None:
+def balance(group: Group, page: Page) -> None:
     """Scores a rank computes, consecutive tokens and zigzag."""
     size, length, rows = group.size, 12 * group.size, []
     for rank in range(size):
@@ -107,7 +118,7 @@ def balance(group: Any, page: Page) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- 3 the ring
 
-def hops(group: Any, page: Page) -> None:
+def hops(group: Group, page: Page) -> None:
     """What each rank had at each hop, by the messages recorded."""
     length = 12 * group.size
     walked = lab.walk(group, length)
@@ -126,7 +137,7 @@ def hops(group: Any, page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ 4 traffic
 
-def traffic(group: Any, page: Page) -> None:
+def traffic(group: Group, page: Page) -> None:
     """Bytes of a step over all ranks beside the formulas."""
     config = lab.config_for(group.size, 12 * group.size)
     rows = []
@@ -142,12 +153,12 @@ def traffic(group: Any, page: Page) -> None:
         rows.append([lab.TITLES[name], *numbers, "ok" if sent == target else "off"])
     page.table(f"Bytes a step over {group.size} ranks: B = {lab.SEQUENCES}, T = {config.context}, h = {config.width}, "
                f"{config.layers} blocks", ["", "activations", "gradients", "sent", "formula", ""], rows,
-               note="gradients: as data parallel, for the weights of ring and all-to-all are whole everywhere")
+               note="gradients: as data parallel, because the weights of ring and all-to-all are whole on all ranks")
 
 
 # ------------------------------------------------------------------------------------------------------------- 5 memory
 
-def memory(group: Any, page: Page) -> None:
+def memory(group: Group, page: Page) -> None:
     """Peaks of forward and backward; and a limit that one process cannot keep."""
     short = lab.config_for(group.size, 32)
     long = lab.config_for(group.size, 32 * group.size)
@@ -157,7 +168,7 @@ def memory(group: Any, page: Page) -> None:
     rows += [[f"{lab.TITLES[name]}, {long.context} tokens", *shown(lab.peaks(group, long, name))]
              for name in lab.NAMES]
     page.table(f"Peak bytes of rank 0, one sequence, {group.size} ranks", ["", "activations", "communication", "total"],
-               rows, note="nobody keeps probabilities (lesson 19); weights and gradients count in the total")
+               rows, note="no strategy keeps probabilities (lesson 19); weights and gradients count in the total")
     limit = one["total"] + 5 * 8 * 2 * short.context * short.width      # and five pieces on their way
     fits = lab.peaks(group, long, "ring", limit=limit)["total"]
     page.say(f"    Under a limit of {size_text(limit)} ring attention takes {long.context} tokens ({size_text(fits)});")
@@ -173,7 +184,7 @@ def shown(peak: dict[str, int]) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------ 6 the notes' drawing
 
-def half_the_scores(group: Any, page: Page) -> None:
+def half_the_scores(group: Group, page: Page) -> None:
     """Scores as the notes draw them, L/P × L/P a rank, and what softmax gave those that are missing."""
     length, rows = 48, []
     q, k = (lab.numbers(part, length)[0, 0] for part in "qk")
@@ -194,7 +205,7 @@ def off_by(what: str, change: Any) -> None:
     """Weights after some steps beside one process, with `change` made to the ring on each rank."""
     config = lab.config_for(2, 24)
 
-    def job(group: Any) -> float:
+    def job(group: Group) -> float:
         target = lab.train(group, config, "one process", STEPS).state_dict()
         model = GPT(config)
         ring_attention.context_parallel(model, group)
@@ -212,7 +223,7 @@ def off_by(what: str, change: Any) -> None:
 
 def no_offset() -> None:
     """Every rank takes its tokens for the first ones."""
-    def forget(model: Any, group: Any) -> None:
+    def forget(model: Any, group: Group) -> None:
         for block in model.blocks:
             block.attention.own = lambda length: slice(0, len(zigzag(length, group.rank, group.size)))
 
@@ -230,7 +241,7 @@ class OwnPieceAlone(ring_attention.RingSelfAttention):
 
 def own_scores() -> None:
     """L/2 × L/2 scores a rank."""
-    def alone(model: Any, group: Any) -> None:
+    def alone(model: Any, group: Group) -> None:
         for block in model.blocks:
             block.attention = OwnPieceAlone(block.attention, group)
         model.assign_names()
@@ -241,7 +252,7 @@ def own_scores() -> None:
 
 def no_shrink() -> None:
     """Online softmax whose sums are not scaled when a larger maximum comes."""
-    def job(group: Any) -> float:
+    def job(group: Group) -> float:
         length = 24
         own = zigzag(length, group.rank, group.size)
         q, k, v = (lab.numbers(part, length)[0, 0, own] for part in "qkv")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from minidist.lessons import zero_lab as lab
 
+from minidist.comm.group import Group
 from minidist.errors import CommError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
@@ -38,7 +39,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 # ---------------------------------------------------------------------------------------------- what the ranks do
 
-def _train(group: Any, exercise: ModuleType) -> dict[str, Any]:
+def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's ZeRO-1 for some steps."""
     model = lab.new_model(CONFIG)
     flat = Flat(list(model.parameters()), group)
@@ -87,7 +88,7 @@ def _divided(size: int, ranks: list[dict[str, Any]]) -> Result:
     mistake = "the optimizer is not divided" if given == [ranks[0]["n"]] * size else "the wrong part"
     if given == right and not all(rank["given"][2] for rank in ranks):
         return Result(f"{size} ranks, weights of each optimizer", False, "part of self.weights", "a copy",
-                      "the optimizer changes a copy", "which nobody reads: give it the slice itself: (hole 2)")
+                      "the optimizer changes a copy", "which is never read: give it the slice itself: (hole 2)")
     return Result(f"{size} ranks, weights of each optimizer", given == right, str(right), str(given), mistake,
                   "its state is what ZeRO-1 divides; give it self.weights[self.own]: section 2 (hole 2)")
 

@@ -11,6 +11,7 @@ from typing import Any
 from minidist.lessons import zero_figures as shapes
 from minidist.lessons import zero_lab as lab
 
+from minidist.comm.group import Group
 from minidist.grading import draw_figure
 from minidist.observe import lesson_figures as look
 from minidist.parallel.zero.memory_formula import STATE
@@ -19,7 +20,7 @@ RANKS = 4
 HELD = (*STATE, "activations")
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """On rank 0: rank 0's quickest step under DDP and ZeRO-1; bytes a parameter of ZeRO-1 on 1, 2, … ranks."""
     steps = {stage: lab.recorded(group, stage) for stage in (0, 1)}
     parameters, _ = lab.parameter_bytes(lab.MEASURED)
@@ -67,4 +68,4 @@ def _by_size(ax: Any, by_size: dict[int, list[float]]) -> None:
 
 
 if __name__ == "__main__":
-    draw_figure(record, draw, Path(__file__).resolve().parent, size=RANKS, transport="sockets")
+    draw_figure(record, draw, Path(__file__).resolve().parent, size=RANKS, transport="auto")

@@ -11,32 +11,19 @@ import numpy as np
 from minidist.lessons import zero_lab as lab
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.grading import arguments, run_lesson
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD
 from minidist.parallel.step.flat import Flat
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, saving, state_bytes
-from minidist.parallel.zero.parameter_arrival import Arrivals
-from minidist.parallel.zero.zero1 import Zero1
+from minidist.parallel.zero.replica import ParameterArrivals
+from minidist.parallel.zero.zero1 import Zero1, plain_zero1
 
 BILLION = 10**9
 
 
-def plain_zero1(model, new_optimizer, group, batches):
-    """The whole of ZeRO-1, without buckets and without overlap (README, section 1; the numbers are N4:298's)."""
-    flat = Flat(list(model.parameters()), group)                      # which chunk of all weights is mine?
-    weights, mine = flat.join(), np.zeros(flat.owned, flat.dtype)
-    optimizer = new_optimizer(flat.pieces(weights[flat.own], mine))   # state for my chunk alone
-    for inputs, targets, global_tokens in batches:
-        model.loss(inputs, targets, divisor=global_tokens).backward()                    # 1 the whole gradient
-        gradient = np.concatenate([p.grad.ravel() for p in model.parameters()])
-        group.reduce_scatter(gradient, out=mine, algorithm="ring")                       # 2 the sum of my chunk
-        optimizer.step()                                                                 # 3 update my chunk
-        group.all_gather(weights[flat.own].copy(), out=weights, algorithm="ring")        # 4 everybody's new weights
-        model.zero_grad()
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  Equal weights: one process, the plain loop, ZeRO-1")
     equal_weights(group, page)
@@ -50,11 +37,11 @@ def tour(group: Any, page: Page) -> None:
 
 # -------------------------------------------------------------------------------------------------------- 1 equality
 
-def equal_weights(group: Any, page: Page) -> None:
+def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways: weights beside one process, and whether the ranks agree."""
     target, rows = lab.alone(), [["one process", "0", "0"]]
     model = lab.new_model(lab.SMALL)
-    plain_zero1(model, lab.new_adam, group, lab.parts(group, lab.SMALL))
+    plain_zero1(model, lab.new_adam, group, lab.batches(lab.SMALL))
     for name, weights in (("plain loop", lab.state_vector(model.state_dict())), ("ZeRO-1", lab.trained(group, 1))):
         rows.append([name, f"{lab.off(weights, target):.1e}", f"{lab.apart(group, weights):.0e}"])
     page.table(f"After {lab.STEPS} steps of Adam on {group.size} ranks, float64, 7 sequences a step",
@@ -63,7 +50,7 @@ def equal_weights(group: Any, page: Page) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- 2 memory
 
-def memory_table(group: Any, page: Page) -> None:
+def memory_table(group: Group, page: Page) -> None:
     """Bytes by category between steps, of DDP and of ZeRO-1, beside the formula."""
     parameters, _ = lab.parameter_bytes(lab.MEASURED)
     rows = []
@@ -95,7 +82,7 @@ def savings(page: Page) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- 4 traffic
 
-def all_reduce_version(group: Any) -> None:
+def all_reduce_version(group: Group) -> None:
     """N0:335 read literally: every rank gets every sum, updates its part, then all parts are shared."""
     model = lab.new_model(lab.MEASURED)
     flat = Flat(list(model.parameters()), group)
@@ -109,7 +96,7 @@ def all_reduce_version(group: Any) -> None:
     group.all_gather(weights[flat.own].copy(), out=weights, algorithm="ring")
 
 
-def traffic_table(group: Any, page: Page) -> None:
+def traffic_table(group: Group, page: Page) -> None:
     """Bytes of one step over all ranks: DDP, ZeRO-1, and ZeRO-1 with an all-reduce in it."""
     _, nbytes = lab.parameter_bytes(lab.MEASURED)
     rows = []
@@ -129,7 +116,7 @@ def traffic_table(group: Any, page: Page) -> None:
 
 def no_all_gather() -> None:
     """Step 4 left out: each rank goes on with its own chunk new and the others' old."""
-    def drift(group: Any) -> list[float]:
+    def drift(group: Group) -> list[float]:
         model = lab.new_model(lab.SMALL)
         strategy = Zero1(model, group, bucket_bytes=lab.SMALL_BUCKET)
         strategy.arrivals.start = lambda: None  # type: ignore[method-assign]
@@ -145,7 +132,7 @@ def no_all_gather() -> None:
 
 def average_twice() -> None:
     """Gradients divided by P once more, after a loss that was divided by all ranks' tokens."""
-    def train(group: Any, optimizer_class: Any, lr: float, factor: float) -> float:
+    def train(group: Group, optimizer_class: Any, lr: float, factor: float) -> float:
         strategy = Zero1(lab.new_model(lab.SMALL), group)
         optimizer, loss = optimizer_class(strategy.parameters, lr), 0.0
         update = optimizer.step
@@ -161,7 +148,7 @@ def average_twice() -> None:
 
 def read_too_early() -> None:
     """The next forward does not wait for the weights that are on their way."""
-    def train(group: Any, wait: bool) -> tuple[float, np.ndarray]:
+    def train(group: Group, wait: bool) -> tuple[float, np.ndarray]:
         from minidist.comm.transports.throttled import delayed
 
         with delayed(group, alpha=0.01, beta=0) as slow:
@@ -172,7 +159,7 @@ def read_too_early() -> None:
                 if not wait:
                     for parameter in strategy.model.parameters():
                         parameter.arrival = None
-            Arrivals.settle(strategy.arrivals)
+            ParameterArrivals.settle(strategy.arrivals)
             return loss, lab.state_vector(strategy.state_dict())
 
     (loss, right), (early, wrong) = (md.run(train, wait, size=2)[0] for wait in (True, False))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from minidist.lessons import zero_lab as lab
 
+from minidist.comm.group import Group
 from minidist.errors import CommError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
@@ -43,7 +44,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 class Run:
     """Some parameters that travel together, and this rank's chunk of their gradient."""
 
-    def __init__(self, parameters: Any, group: Any) -> None:
+    def __init__(self, parameters: Any, group: Group) -> None:
         self.flat = Flat(parameters, group)
         self.shard = np.zeros(self.flat.owned)
         self.missing = 0
@@ -80,9 +81,9 @@ class SlowHandle:
 
 
 class SlowGroup:
-    """A group whose sums arrive when they are waited for; it counts those that nobody has waited for."""
+    """A group whose sums arrive when they are waited for; it counts those that were not waited for."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self.group, self.rank, self.size, self.unwaited = group, group.rank, group.size, 0
 
     def start_reduce_scatter(self, x: np.ndarray, *, out: np.ndarray, **options: Any) -> SlowHandle:
@@ -92,7 +93,7 @@ class SlowGroup:
         return SlowHandle(self, self.group.start_reduce_scatter(x, out=room, algorithm="ring"), room, out)
 
 
-def _train(group: Any, exercise: ModuleType) -> dict[str, Any]:
+def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's gradients under a loop that is right."""
     model = lab.new_model(CONFIG)
     runs = [Run(parameters, group) for parameters in cut(model.parameters(), BUCKET)]
@@ -126,7 +127,7 @@ def _train(group: Any, exercise: ModuleType) -> dict[str, Any]:
         for each, vector in zip(runs, weights, strict=True):
             with group.ledger.control():
                 group.all_gather(vector[each.flat.own].copy(), out=vector)
-    group.barrier()     # nobody's message is on its way any more
+    group.barrier()     # no message is on its way any more
     gc.collect()
     left = sum(ref() is not None for other in runs for ref in other.taken)
     return {**seen, "left": left, "runs": len(runs), "n": sum(each.flat.nbytes for each in runs),
@@ -168,7 +169,7 @@ def _alive(size: int, ranks: list[dict[str, Any]]) -> Result:
     task = f"{size} ranks, whole gradients alive after {STEPS} steps"
     if left:
         return Result(task, False, "0", f"{left}", "forgot to free",
-                      "as long as somebody names an array, it is there: take it out of self.flying: section 2 (hole 4)")
+                      "while a name refers to an array, it is there: take it out of self.flying: section 2 (hole 4)")
     task = f"{size} ranks, in flight when backward goes on"
     mistake = "too many in flight" if most else "backward stands still until each has landed"
     return Result(task, most == 1, "one", f"{most} of {runs}", mistake,

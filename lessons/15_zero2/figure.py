@@ -9,6 +9,7 @@ from typing import Any
 from minidist.lessons import zero_figures as shapes
 from minidist.lessons import zero_lab as lab
 
+from minidist.comm.group import Group
 from minidist.grading import draw_figure
 from minidist.observe import lesson_figures as look
 from minidist.observe.samples import stairs
@@ -17,7 +18,7 @@ RANKS = 4
 HELD = ("parameters", "gradients", "optimizer", "activations")
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """On rank 0: rank 0's last step under ZeRO-1 and 2."""
     return {"steps": [[stage, ranks[0]] for stage in (1, 2) for ranks in [lab.recorded(group, stage)] if ranks],
             "bytes": lab.parameter_bytes(lab.MEASURED)[1]}
@@ -67,4 +68,4 @@ def _gradients(ax: Any, stage: int, step: dict[str, Any], nbytes: int) -> None:
 
 
 if __name__ == "__main__":
-    draw_figure(record, draw, Path(__file__).resolve().parent, size=RANKS, transport="sockets")
+    draw_figure(record, draw, Path(__file__).resolve().parent, size=RANKS, transport="auto")

@@ -11,37 +11,18 @@ import numpy as np
 from minidist.lessons import zero_lab as lab
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.grading import arguments, run_lesson
 from minidist.observe.page import Page, size_text, verdict
-from minidist.parallel.step.flat import Flat
-from minidist.parallel.zero.gradient_shards import Scattered
+from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, in_flight, state_bytes
-from minidist.parallel.zero.zero2 import Zero2
+from minidist.parallel.zero.zero2 import Zero2, plain_zero2
 
 BILLION = 10**9
 
 
-def plain_zero2(model, new_optimizer, group, batches):
-    """The whole of ZeRO-2, parameter by parameter and without overlap (README, section 1; the numbers are N4:349's)."""
-    runs = []
-    for p in model.parameters():
-        flat = Flat([p], group)
-        runs.append((flat, flat.join(), np.zeros(flat.owned, flat.dtype)))
-    optimizer = new_optimizer([flat.pieces(w[flat.own], mine)[0] for flat, w, mine in runs])
-    for flat, _, mine in runs:
-        def final(p, mine=mine):
-            group.reduce_scatter(p.grad.ravel(), out=mine, algorithm="ring")         # 1a sent as soon as it is there
-            p.zero_grad()                                                            # 1b and freed
-        flat.parameters[0].hooks.append(final)
-    for inputs, targets, global_tokens in batches:
-        model.loss(inputs, targets, divisor=global_tokens).backward()                # 1  the hooks run in here
-        optimizer.step()                                                             # 2  update my chunks
-        for flat, w, _ in runs:
-            group.all_gather(w[flat.own].copy(), out=w, algorithm="ring")            # 3  everybody's new weights
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  Equal weights: one process, the plain loop, ZeRO-2")
     equal_weights(group, page)
@@ -55,11 +36,11 @@ def tour(group: Any, page: Page) -> None:
 
 # -------------------------------------------------------------------------------------------------------- 1 equality
 
-def equal_weights(group: Any, page: Page) -> None:
+def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways."""
     target, rows = lab.alone(), [["one process", "0", "0"]]
     model = lab.new_model(lab.SMALL)
-    plain_zero2(model, lab.new_adam, group, lab.parts(group, lab.SMALL))
+    plain_zero2(model, lab.new_adam, group, lab.batches(lab.SMALL))
     for name, weights in (("plain loop", lab.state_vector(model.state_dict())), ("ZeRO-2", lab.trained(group, 2))):
         rows.append([name, f"{lab.off(weights, target):.1e}", f"{lab.apart(group, weights):.0e}"])
     page.table(f"After {lab.STEPS} steps of Adam on {group.size} ranks, float64, 7 sequences a step",
@@ -68,7 +49,7 @@ def equal_weights(group: Any, page: Page) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- 2 memory
 
-def memory_table(group: Any, page: Page) -> None:
+def memory_table(group: Group, page: Page) -> None:
     """Between steps each category beside the formula; at the peak gradients beside shard and two buckets."""
     parameters, nbytes = lab.parameter_bytes(lab.MEASURED)
     rows, peaks = [], []
@@ -105,7 +86,7 @@ def formulas(page: Page) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- 4 traffic
 
-def traffic_table(group: Any, page: Page) -> None:
+def traffic_table(group: Group, page: Page) -> None:
     """Bytes of one step over all ranks, with 1, 2 and 4 passes."""
     _, nbytes = lab.parameter_bytes(lab.MEASURED)
     rows = []
@@ -118,12 +99,12 @@ def traffic_table(group: Any, page: Page) -> None:
                          f"{times}(P-1) n", verdict(total, formula)])
     page.table(f"One step, {group.size} ranks together, n = {size_text(nbytes)}",
                ["", "reduce-scatter", "all-gather", "together", "formula", ""], rows,
-               note="nobody can add up several passes in a buffer that nobody has: each pass must reduce")
+               note="no rank has a buffer in which several passes could add up: each pass must reduce")
 
 
 # ------------------------------------------------------------------------------------------------------------ Break it
 
-def peaks(group: Any, keep: bool) -> tuple[int, int]:
+def peaks(group: Group, keep: bool) -> tuple[int, int]:
     """The gradients' bytes between steps and at the peak, of ZeRO-2 as it is or with its buffers kept."""
     with account.use(account.MemoryAccount()) as seen:
         strategy = Zero2(lab.new_model(lab.MEASURED), group, bucket_bytes=lab.BUCKET)
@@ -139,7 +120,7 @@ def peaks(group: Any, keep: bool) -> tuple[int, int]:
 
 
 def forget_to_free() -> None:
-    """A bucket that somebody still names is not free."""
+    """A bucket that a name still refers to is not free."""
     _, nbytes = lab.parameter_bytes(lab.MEASURED)
     print(f"all gradients together are {size_text(nbytes)}")
     for name, keep in (("freed", False), ("kept in a list", True)):
@@ -149,7 +130,7 @@ def forget_to_free() -> None:
 
 def update_too_early() -> None:
     """The optimizer does not wait for the last bucket, over links with a latency of 10 ms."""
-    def train(group: Any, wait: bool) -> np.ndarray:
+    def train(group: Group, wait: bool) -> np.ndarray:
         from minidist.comm.transports.throttled import delayed
 
         with delayed(group, alpha=0.01, beta=0) as slow:
@@ -174,11 +155,11 @@ def update_too_early() -> None:
 
 def average_twice() -> None:
     """Shards divided by P after they were summed, with and without clipping."""
-    def train(group: Any, factor: float, clip: float | None) -> float:
+    def train(group: Group, factor: float, clip: float | None) -> float:
         from minidist.optim import SGD
 
         strategy = Zero2(lab.new_model(lab.SMALL), group)
-        add, optimizer, loss = Scattered.finish, SGD(strategy.parameters, 0.5), 0.0
+        add, optimizer, loss = GradientShards.finish, SGD(strategy.parameters, 0.5), 0.0
 
         def finish() -> None:
             add(strategy.gradients)
@@ -197,7 +178,7 @@ def average_twice() -> None:
 
 def replace_instead_of_add() -> None:
     """Accumulation: the shard takes the last pass's sum and forgets the others'."""
-    def train(group: Any, forget: bool) -> np.ndarray:
+    def train(group: Group, forget: bool) -> np.ndarray:
         strategy = Zero2(lab.new_model(lab.SMALL), group, bucket_bytes=lab.SMALL_BUCKET)
         if forget:
             begin = strategy.gradients.begin

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from minidist.lessons import zero_lab as lab
 
+from minidist.comm.group import Group
 from minidist.errors import CommError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
@@ -40,7 +41,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 class Watched:
     """A unit that remembers whether its weights are there."""
 
-    def __init__(self, name: str, module: Any, group: Any) -> None:
+    def __init__(self, name: str, module: Any, group: Group) -> None:
         self.name, self.module = name, module
         self.flat = Flat(list(module.parameters()), group)
         self.shard = self.flat.join()[self.flat.own].copy()
@@ -67,7 +68,7 @@ class Watched:
         return found
 
 
-def _train(group: Any, exercise: ModuleType) -> dict[str, Any]:
+def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's hooks around a loop that is right."""
     model = lab.new_model(CONFIG)
     units = [Watched(name, module, group) for name, module in model.children() if list(module.parameters())]
@@ -135,10 +136,10 @@ def _freed(size: int, ranks: list[dict[str, Any]]) -> Result:
     task = f"{size} ranks, whole units at once"
     if left:
         return Result(task, False, "none after backward", f"{left} of {units}", "forgot to free after backward",
-                      "and the next forward would compute with weights that nobody has updated: section 2 (hole 4)")
+                      "and the next forward would compute with weights that were not updated: section 2 (hole 4)")
     if kept:
         return Result(task, False, "none after the update", f"{kept} of {units}", "an all-gather too many at the end",
-                      "nobody needs them before the next forward, which gathers anyway: section 4 (hole 5)")
+                      "they are not needed before the next forward, which gathers anyway: section 4 (hole 5)")
     return Result(task, most == 1, "1 at most", f"{most} of {units}", "forgot to free after forward",
                   "a rank that keeps what it has used ends up with the whole model: section 2 (hole 2)")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from minidist.lessons import zero_lab as lab
 
+from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
 from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
@@ -22,7 +23,7 @@ RANKS = 2
 AHEAD = {0: "prefetch off (ahead = 0)", 1: "prefetch on (ahead = 1)"}
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """On rank 0: rank 0's quickest step over delayed links, for each `ahead`."""
     steps = []
     for ahead in AHEAD:
@@ -83,4 +84,4 @@ def _timeline(ax: Any, step: dict[str, Any], longest: float) -> float:
 
 
 if __name__ == "__main__":
-    draw_figure(record, draw, HERE, size=RANKS, transport="sockets")
+    draw_figure(record, draw, HERE, size=RANKS, transport="auto")

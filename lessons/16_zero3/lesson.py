@@ -5,12 +5,12 @@
     python lessons/16_zero3/lesson.py --break forget-to-free      # see README.md, section 8
 """
 
-from typing import Any
 
 import numpy as np
 from minidist.lessons import zero_lab as lab
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
 from minidist.device import account
 from minidist.grading import arguments, run_lesson
@@ -18,54 +18,15 @@ from minidist.nn import GPTConfig
 from minidist.observe.overlap import measure
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.timeline import Timeline
-from minidist.parallel.step.flat import Flat
 from minidist.parallel.zero.fsdp_units import Unit
 from minidist.parallel.zero.memory_formula import SINGLE, STATE, in_flight, state_bytes
-from minidist.parallel.zero.zero3 import Zero3
+from minidist.parallel.zero.zero3 import Zero3, plain_zero3
 
 TIMED = GPTConfig(vocabulary=64, context=64, layers=8, width=96, heads=4)      # to see overlap
 ALPHA, BANDWIDTH = 100e-6, 400e6                                               # of the links it is seen over
 
 
-def plain_zero3(model, units, new_optimizer, group, batches):
-    """The whole of ZeRO-3, unit by unit and without prefetch (README, section 1; the numbers are N4:398's)."""
-    pieces, gathers = [], []
-    for unit in units:
-        flat = Flat(list(unit.parameters()), group)
-        shard, mine = flat.join()[flat.own].copy(), np.zeros(flat.owned, flat.dtype)
-        pieces += flat.pieces(shard, mine)
-
-        def gather(*_, flat=flat, shard=shard):                       # forward 1, backward 1: all-gather
-            whole = group.all_gather(shard, algorithm="ring")
-            for p, view in flat.views(whole):
-                p.data = view
-
-        def free(*_, flat=flat):                                      # forward 3: nothing is left but the shard
-            for p in flat.parameters:
-                p.data = np.broadcast_to(np.nan, p.shape)
-
-        def reduce(*_, flat=flat, mine=mine, free=free):
-            gradient = np.concatenate([p.grad.ravel() for p in flat.parameters])
-            group.reduce_scatter(gradient, out=mine, algorithm="ring")       # backward 3: reduce-scatter
-            for p in flat.parameters:                                        # backward 4: free
-                p.zero_grad()
-            free()
-
-        unit.register_forward_pre_hook(gather)                        # forward 2, backward 2 compute in between
-        unit.register_forward_hook(free)
-        unit.register_backward_pre_hook(gather)
-        unit.register_backward_hook(reduce)
-        gathers.append(gather)
-        free()
-    optimizer = new_optimizer(pieces)
-    for inputs, targets, global_tokens in batches:
-        model.loss(inputs, targets, divisor=global_tokens).backward()
-        optimizer.step()                                              # and no all-gather at the end
-    for gather in gathers:                                            # only for us, who want to look at the weights
-        gather()
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  Equal weights: one process, the plain loop, ZeRO-3")
     equal_weights(group, page)
@@ -81,12 +42,12 @@ def tour(group: Any, page: Page) -> None:
 
 # -------------------------------------------------------------------------------------------------------- 1 equality
 
-def equal_weights(group: Any, page: Page) -> None:
+def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways."""
     target, rows = lab.alone(), [["one process", "0", "0"]]
     model = lab.new_model(lab.SMALL)
     units = [module for _, module in model.children() if list(module.parameters())]
-    plain_zero3(model, units, lab.new_adam, group, lab.parts(group, lab.SMALL))
+    plain_zero3(model, units, lab.new_adam, group, lab.batches(lab.SMALL))
     for name, weights in (("plain loop", lab.state_vector(model.state_dict())), ("ZeRO-3", lab.trained(group, 3))):
         rows.append([name, f"{lab.off(weights, target):.1e}", f"{lab.apart(group, weights):.0e}"])
     page.table(f"After {lab.STEPS} steps of Adam on {group.size} ranks, float64, 7 sequences a step",
@@ -100,7 +61,7 @@ def unit_bytes() -> int:
     return sum(p.data.nbytes for p in lab.new_model(lab.MEASURED).blocks[0].parameters())
 
 
-def memory_table(group: Any, page: Page) -> None:
+def memory_table(group: Group, page: Page) -> None:
     """Every stage between steps, and the peak of ZeRO-3's parameters."""
     parameters, _ = lab.parameter_bytes(lab.MEASURED)
     rows, seen = [], {}
@@ -127,7 +88,7 @@ def memory_table(group: Any, page: Page) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- 3 traffic
 
-def with_final_gather(group: Any) -> None:
+def with_final_gather(group: Group) -> None:
     """N0:375's step 8: after the update all cards synchronise the weights."""
     strategy = Zero3(lab.new_model(lab.MEASURED), group)
     strategy.step(lab.global_batch(lab.MEASURED, 0), lab.new_adam(strategy.parameters))
@@ -136,7 +97,7 @@ def with_final_gather(group: Any) -> None:
         unit.complete()
 
 
-def traffic_table(group: Any, page: Page) -> None:
+def traffic_table(group: Group, page: Page) -> None:
     """Bytes of one step over all ranks."""
     _, nbytes = lab.parameter_bytes(lab.MEASURED)
     cases = [("1 pass", 3, lab.traffic(group, 3)), ("2 passes", 6, lab.traffic(group, 3, accumulate=2)),
@@ -149,7 +110,7 @@ def traffic_table(group: Any, page: Page) -> None:
                note="50 % more than DDP for one pass; the next forward gathers anyway, so nothing is shared at the end")
 
 
-def _row(counted: dict[str, int], times: int, group: Any, nbytes: int) -> list[str]:
+def _row(counted: dict[str, int], times: int, group: Group, nbytes: int) -> list[str]:
     total = counted["all_reduce"] + counted["reduce_scatter"] + counted["all_gather"]
     return [size_text(counted["all_gather"]), size_text(counted["reduce_scatter"] + counted["all_reduce"]),
             size_text(total), f"{times}(P-1) n", verdict(total, times * (group.size - 1) * nbytes)]
@@ -157,7 +118,7 @@ def _row(counted: dict[str, int], times: int, group: Any, nbytes: int) -> list[s
 
 # ---------------------------------------------------------------------------------------------------------- 4 overlap
 
-def overlapped(group: Any, ahead: int, *, steps: int = 4) -> tuple[float, float, float]:
+def overlapped(group: Group, ahead: int, *, steps: int = 4) -> tuple[float, float, float]:
     """(ms a step, ms of communication a step, the hidden share) on this rank, over delayed links."""
     timeline = Timeline(group.rank)
     with delayed(group, alpha=ALPHA, beta=1 / BANDWIDTH) as slow:
@@ -173,7 +134,7 @@ def overlapped(group: Any, ahead: int, *, steps: int = 4) -> tuple[float, float,
             1e3 * overlap.communication / len(taken), overlap.share)
 
 
-def overlap_table(group: Any, page: Page) -> None:
+def overlap_table(group: Group, page: Page) -> None:
     """Two ranks, so that a small machine has a core for each."""
     pair = group.split(0 if group.rank < 2 else None)
     rows = []
@@ -189,7 +150,7 @@ def overlap_table(group: Any, page: Page) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- 5 hybrid
 
-def hybrid_table(group: Any, page: Page) -> None:
+def hybrid_table(group: Group, page: Page) -> None:
     """One copy for all, and one for every two: memory, and bytes inside and between copies."""
     if group.size % 2 or group.size < 4:
         page.say(f"{group.size} ranks cannot be cut into pairs; run this on 4.")
@@ -215,7 +176,7 @@ def hybrid_table(group: Any, page: Page) -> None:
 
 def forget_to_free() -> None:
     """A unit that is not freed after its forward, and one more in every step."""
-    def peak(group: Any, forgotten: int) -> int:
+    def peak(group: Group, forgotten: int) -> int:
         with account.use(account.MemoryAccount()) as seen:
             strategy = Zero3(lab.new_model(lab.MEASURED), group)
             for unit in strategy.units[1:1 + forgotten]:
@@ -229,14 +190,14 @@ def forget_to_free() -> None:
     print(f"all parameters are {size_text(lab.parameter_bytes(lab.MEASURED)[1])}, a block {size_text(unit_bytes())}")
     for forgotten in (0, 2, 8):
         print(f"{forgotten} units not freed: peak of parameters {size_text(md.run(peak, forgotten, size=4)[0])}")
-    print("and their weights are the first step's for ever: nobody gathers what is there")
+    print("and their weights are the first step's for ever: weights that are there are not gathered")
 
 
 def tied_in_a_unit() -> None:
     """The embedding is used at both ends; as a unit it is freed when the head wants it."""
     from dataclasses import replace
 
-    def train(group: Any) -> None:
+    def train(group: Group) -> None:
         strategy = Zero3(lab.new_model(replace(lab.SMALL, tied=True)), group)
         strategy.step(lab.global_batch(lab.SMALL, 0), lab.new_adam(strategy.parameters))
 
@@ -245,7 +206,7 @@ def tied_in_a_unit() -> None:
 
 def no_second_gather() -> None:
     """Backward with what a freed weight reads as."""
-    def train(group: Any) -> float:
+    def train(group: Group) -> float:
         strategy = Zero3(lab.new_model(lab.SMALL), group)
         strategy._enter_backward = lambda unit: None  # type: ignore[method-assign]
         strategy.step(lab.global_batch(lab.SMALL, 0), lab.new_adam(strategy.parameters))
@@ -259,7 +220,7 @@ def average_twice() -> None:
     """Each unit's sum divided by P once more."""
     from minidist.optim import SGD
 
-    def train(group: Any, factor: float) -> float:
+    def train(group: Group, factor: float) -> float:
         strategy = Zero3(lab.new_model(lab.SMALL), group)
         optimizer, loss = SGD(strategy.parameters, 0.5), 0.0
         update = optimizer.step
@@ -274,7 +235,7 @@ def average_twice() -> None:
 
 def stale_weights() -> None:
     """Units kept from one step to the next: they miss the update of every chunk but the own."""
-    def train(group: Any, stale: bool) -> float:
+    def train(group: Group, stale: bool) -> float:
         strategy = Zero3(lab.new_model(lab.SMALL), group)
         loss, optimizer = 0.0, lab.new_adam(strategy.parameters)
         for unit in strategy.units if stale else ():

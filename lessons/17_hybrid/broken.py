@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.errors import MismatchError
 from minidist.grading import load_module
 from minidist.observe.page import size_text
@@ -27,7 +28,7 @@ def tp_outermost() -> None:
     print("equal weights, equal traffic altogether; but all-reduces that every layer waits for now take the slow link")
 
 
-def job(world: Any, plan: md.Plan, spoil: Any, steps: int = LONG, **options: Any) -> tuple[list[float], Any]:
+def job(world: Group, plan: md.Plan, spoil: Any, steps: int = LONG, **options: Any) -> tuple[list[float], Any]:
     """Losses and weights of a Trainer that `spoil` has changed; a MismatchError of the replicas instead of weights."""
     trainer = md.Trainer(plan, lab.CONFIG, world, **{"lr": 1e-2, "clip": lab.CLIP, **options})
     if spoil is not None:
@@ -54,7 +55,7 @@ def compare(plan: md.Plan, spoil: Any, wrong: str, **options: Any) -> None:
 
 def average_twice() -> None:
     """The notes' mean over the replicas, after a loss that was divided by all tokens."""
-    def spoil(trainer: Any, world: Any) -> None:
+    def spoil(trainer: Any, world: Group) -> None:
         update = trainer.optimizer.step
         trainer.optimizer.step = lambda rate=None, scale=1.0: update(rate, scale / trainer.plan.dp)
 
@@ -66,29 +67,29 @@ def average_twice() -> None:
 
 def own_norm() -> None:
     """Each tensor rank clips by the norm of what it has."""
-    def spoil(trainer: Any, world: Any) -> None:
-        trainer.strategy.data.squares = lambda: sum_of_squares(p.grad for p in trainer.strategy.weights)
+    def spoil(trainer: Any, world: Group) -> None:
+        trainer.strategy.squares = lambda: sum_of_squares(p.grad for p, _ in trainer.strategy.data.owned())
 
     compare(lab.plan_of({"dp": 1, "pp": 1, "tp": 2}), spoil, "by own norms")
 
 
 def norm_twice() -> None:
     """Every rank's squares added up: what several ranks hold whole counts several times."""
-    def spoil(trainer: Any, world: Any) -> None:
+    def spoil(trainer: Any, world: Group) -> None:
         def squares() -> float:
             with world.ledger.control():
-                own = sum_of_squares(p.grad for p in trainer.strategy.weights)
+                own = sum_of_squares(p.grad for p, _ in trainer.strategy.data.owned())
                 return float(world.all_reduce(np.array([own]))[0])
 
-        trainer.strategy.data.squares = squares
+        trainer.strategy.squares = squares
 
     compare(lab.plan_of({"dp": 2, "pp": 1, "tp": 2}), spoil, "counted several times", optimizer="sgd", lr=0.5)
 
 
 def rows_by_rank() -> None:
     """Each rank of the job reads rows of its own: world ranks, not dp coordinates."""
-    def spoil(trainer: Any, world: Any) -> None:
-        trainer.strategy.data.part_of = partial(part_of, size=world.size, rank=world.rank)
+    def spoil(trainer: Any, world: Group) -> None:
+        trainer.strategy.part_of = partial(part_of, size=world.size, rank=world.rank)
 
     compare(lab.plan_of({"dp": 1, "pp": 1, "tp": 2}), spoil, "rows by world rank")
 
@@ -97,14 +98,13 @@ def one_tp_group() -> None:
     """N2:282: one tensor group for all replicas."""
     lesson = load_module(Path(__file__).resolve().with_name("lesson.py"), "17")
 
-    def step(world: Any, rows: int) -> float:
+    def step(world: Group, rows: int) -> float:
         mesh = md.Mesh(world, dp=2, tp=2)
-        groups = {"dp": mesh["dp"], "pp": mesh["pp"], "tp": mesh["dp", "tp"]}
         (up,), (down,) = lesson.hand_weights(1)
         own = np.array_split(np.arange(8), 2)[mesh["tp"].rank]
         mine, other = up[:, own].copy(), down[own].copy()
         inputs, targets = np.random.default_rng(1).normal(size=(2, rows, 6))
-        lesson.plain_step(groups, inputs, targets, mine, other, 0.02)
+        lesson.plain_hybrid(mesh["dp"], mesh["pp"], mesh["dp", "tp"], inputs, targets, mine, other, 0.02)
         lesson.hand_alone(inputs, targets, [up], [down], 0.02)
         return float(np.abs(mine - up[:, own]).max() / np.abs(up).max())
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.grading import Result, expect
 from minidist.parallel.step.step import part_of
 
@@ -44,7 +45,7 @@ def _name(shape: dict[str, int]) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- places
 
-def _real(world: Any, shape: dict[str, int]) -> tuple[dict[str, int], dict[str, list[int]]]:
+def _real(world: Group, shape: dict[str, int]) -> tuple[dict[str, int], dict[str, list[int]]]:
     """A real mesh's coordinates and groups of this rank."""
     mesh = md.Mesh(world, **shape)
     found = {axis: mesh.coordinates[axis] for axis in shape}, {axis: list(mesh[axis].world_ranks) for axis in shape}
@@ -115,7 +116,7 @@ def _gradients(mesh: Any) -> dict[str, np.ndarray]:
             "whole": draw(1, place["pp"], place["dp"], n=3)}
 
 
-def _run(world: Any, exercise: ModuleType, shape: dict[str, int]) -> dict[str, Any]:
+def _run(world: Group, exercise: ModuleType, shape: dict[str, int]) -> dict[str, Any]:
     """The student's sum and norm, and what they should be, on this rank."""
     mesh = md.Mesh(world, **shape)
     for axes in ("dp", "pp", "tp", ("pp", "tp"), ("dp", "tp"), ("dp", "pp"), ("dp", "pp", "tp")):
@@ -127,7 +128,7 @@ def _run(world: Any, exercise: ModuleType, shape: dict[str, int]) -> dict[str, A
             "world": {name: world.all_reduce(grad) for name, grad in local.items()}, "local": local}
     first = mesh["tp"].rank == 0
 
-    def add(group: Any, counted: bool) -> float:
+    def add(group: Group | None, counted: bool) -> float:
         squares = np.array([float((right["shard"] ** 2).sum()) + counted * float((right["whole"] ** 2).sum())])
         total = squares if group is None else group.all_reduce(squares)
         return float(np.sqrt(total[0]))
@@ -143,7 +144,7 @@ def _run(world: Any, exercise: ModuleType, shape: dict[str, int]) -> dict[str, A
 def _gradient(shape: dict[str, int], ranks: list[dict[str, Any]]) -> Result:
     right = all(rank["ours"][name].shape == target.shape and np.allclose(rank["ours"][name], target)
                 for rank in ranks for name, target in rank["right"].items())
-    known = {"mean": "a mean: the loss was divided by all tokens before", "local": "nobody added anything up",
+    known = {"mean": "a mean: the loss was divided by all tokens before", "local": "nothing was added up",
              "world": "over all ranks: stages and shards hold other weights"}
     mistake = next((text for name, text in known.items() if all(
         rank["ours"]["shard"].shape == sums.shape and np.allclose(rank["ours"]["shard"], sums)

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.nn import GPT, GPTConfig, MixtureConfig
 from minidist.optim import sum_of_squares
 from minidist.parallel.hybrid.hybrid_costs import elements_sent
 from minidist.parallel.pipeline.schedule_checker import clock_of
 from minidist.parallel.pipeline.schedules import make_schedule
-from minidist.parallel.zero.zero1 import Zero1
-from minidist.parallel.zero.zero2 import Zero2
 
 CONFIG = GPTConfig(vocabulary=32, context=16, layers=4, width=16, heads=4, tied=True, dtype="float64")
 MIXED = replace(CONFIG, mixture=MixtureConfig(experts=4))
@@ -99,7 +98,7 @@ def kind_of(axis: str) -> str:
 
 # ------------------------------------------------------------------------------------------------- a job, measured
 
-def train(world: Any, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = CONFIG) -> dict[str, Any]:
+def train(world: Group, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = CONFIG) -> dict[str, Any]:
     """A Trainer's whole weights and losses; bytes that all ranks sent by axis; the first gradient's norms; this rank's
     memory, and its calls: collectives, sends and exchanges; rows that all ranks gave to experts elsewhere.
     """
@@ -111,9 +110,8 @@ def train(world: Any, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = 
         watch_norm(trainer, norms)
         calls.clear()
         losses = [trainer.step(global_batch(step, config)) for step in range(steps)]
-        data = getattr(trainer.strategy, "data", trainer.strategy)
-        if isinstance(data, Zero1 | Zero2):
-            data.arrivals.settle()          # the new weights travel on after the step
+        if plan.zero in (1, 2):
+            trainer.strategy.data.arrivals.settle()     # the new weights travel on after the step
         made, held = len(calls), memory.snapshot()
         rows = int(trainer.loads.sent.sum())
         trainer.check_replicas()
@@ -128,10 +126,10 @@ def train(world: Any, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = 
 
 def watch_norm(trainer: Any, norms: list[dict[str, float]]) -> None:
     """Keep the norm that each step finds, and two that are wrong: of this rank's gradients; of all ranks' added up."""
-    data = getattr(trainer.strategy, "data", trainer.strategy)
-    if trainer.plan.zero or not hasattr(data, "squares"):
+    strategy = trainer.strategy
+    if trainer.plan.zero or not hasattr(strategy, "squares"):
         return
-    find = data.squares
+    find = strategy.squares
 
     def squares() -> float:
         once, own = find(), sum_of_squares(p.grad for p in trainer.model.parameters())
@@ -140,10 +138,10 @@ def watch_norm(trainer: Any, norms: list[dict[str, float]]) -> None:
         norms.append({"once": math.sqrt(once), "own": math.sqrt(own), "all": math.sqrt(total)})
         return once
 
-    data.squares = squares
+    strategy.squares = squares
 
 
-def sent_by_axis(world: Any) -> dict[str, int]:
+def sent_by_axis(world: Group) -> dict[str, int]:
     """Bytes that this rank has sent in training steps."""
     sent = dict.fromkeys(AXES, 0)
     for axis, verbs in world.ledger.sent_bytes("step").items():
@@ -152,7 +150,7 @@ def sent_by_axis(world: Any) -> dict[str, int]:
     return sent
 
 
-def add(world: Any, number: float, op: str = "sum") -> int:
+def add(world: Group, number: float, op: str = "sum") -> int:
     """A number's sum (or largest) over the ranks, counted under control."""
     with world.ledger.control():
         return int(world.all_reduce(np.array([float(number)]), op=op)[0])
@@ -196,7 +194,7 @@ def layouts(shape: dict[str, int]) -> list[tuple[str, ...]]:
     return list(permutations([axis for axis, size in shape.items() if size > 1]))
 
 
-def laid_out(world: Any, shape: dict[str, int], order: tuple[str, ...]) -> Any:
+def laid_out(world: Group, shape: dict[str, int], order: tuple[str, ...]) -> Any:
     """The ranks of `world` renumbered, so that a Mesh on them has its axes in another order, the last innermost.
 
     md.Mesh itself always lays out dp, pp, tp.
@@ -208,7 +206,8 @@ def laid_out(world: Any, shape: dict[str, int], order: tuple[str, ...]) -> Any:
                                                        [shape[axis] for axis in present])))
 
 
-def crossing(world: Any, shape: dict[str, int], order: tuple[str, ...], nodes: tuple[int, ...]) -> list[dict[str, int]]:
+def crossing(world: Group, shape: dict[str, int], order: tuple[str, ...],
+             nodes: tuple[int, ...]) -> list[dict[str, int]]:
     """Bytes by axis that one step sends from node to node, by each message's two ends; for each size of a node.
 
     A node has so many neighbouring ranks.
@@ -229,7 +228,7 @@ def crossing(world: Any, shape: dict[str, int], order: tuple[str, ...], nodes: t
     return [{axis: add(world, nbytes) for axis, nbytes in sent.items()} for sent in counted]
 
 
-def links(world: Any, shape: dict[str, int]) -> dict[str, Any]:
+def links(world: Group, shape: dict[str, int]) -> dict[str, Any]:
     """Of one step: bytes of each (axis, from, to), calls of each axis; this rank's, by world ranks."""
     sent: dict[str, int] = {}
     calls = dict.fromkeys(AXES, 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
 from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
@@ -25,7 +26,7 @@ PLACES = {"dp": (0.62, 0.55), "pp": (0.0, -1.25), "tp": (1.6, 0.0)}     # one st
 
 # -------------------------------------------------------------------------------------------------------- record
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """On rank 0: every rank's messages of a step, what crosses by layout, a step of stages that sleep, five axes."""
     links = gather_records(group, lab.links(group, SHAPE))
     crossings = [[list(order), lab.crossing(group, SHAPE, order, (2,))[0]] for order in lab.layouts(SHAPE)]
@@ -41,7 +42,7 @@ def record(group: Any) -> dict[str, Any]:
     return {"links": links, "crossings": crossings, "timelines": timelines, "five": five}
 
 
-def five_axes(world: Any) -> dict[str, list[int]]:
+def five_axes(world: Group) -> dict[str, list[int]]:
     """This rank's group along each of five axes, by world ranks."""
     mesh = md.Mesh(world, **FIVE)
     groups = {axis: list(mesh[axis].world_ranks) for axis in FIVE}
@@ -53,7 +54,7 @@ def five_axes(world: Any) -> dict[str, list[int]]:
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png, figure.mmd and mesh.png from what was recorded."""
-    figure = look.new_figure(13.5, 10.2, "Eight ranks, three axes: who talks to whom, how much, and when",
+    figure = look.new_figure(13.5, 10.2, "Eight ranks, three axes: which ranks talk, how much, and when",
                              f"dp=2, pp=2, tp=2. Above: one step of a GPT, {lab.CONFIG.layers} blocks of width "
                              f"{lab.CONFIG.width}, {lab.SEQUENCES * lab.CONFIG.context} tokens, from every message's "
                              "two ends. Below: stages that sleep.")
@@ -214,7 +215,7 @@ def _box(x: float, y: float, color: str, alpha: float, framed: bool) -> Any:
 
 
 def mermaid(links: list[dict[str, Any]]) -> str:
-    """N2:266's graph of 3D parallelism, of the mesh that ran: replicas, their stages, and who sent to whom."""
+    """N2:266's graph of 3D parallelism, of the mesh that ran: replicas, their stages, and which rank sent to which."""
     lines = ["graph TB"]
     for replica in range(SHAPE["dp"]):
         lines.append(f'    subgraph dp{replica}["dp={replica}: group {"AB"[replica]} of the notes"]')

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.grading import arguments, load_module, run_lesson
 from minidist.observe.page import Page, size_text, verdict
+from minidist.parallel.hybrid.hybrid import plain_hybrid
 from minidist.parallel.zero.memory_formula import MIXED, state_bytes
 
 HERE = Path(__file__).resolve()
@@ -22,31 +24,11 @@ broken = load_module(HERE.with_name("broken.py"), "17")
 BILLION = 1e9
 
 
-def plain_step(mesh, inputs, targets, up, down, lr):
-    """One step of SGD of an MLP a stage, squared error: all of dp × pp × tp (README, section 1)."""
-    dp, pp, tp = mesh["dp"], mesh["pp"], mesh["tp"]
-    mine = np.array_split(np.arange(len(inputs)), dp.size)[dp.rank]             # 0 rows: by the dp coordinate alone
-    x = inputs[mine] if pp.rank == 0 else pp.recv(src=pp.rank - 1)              # 1.1 the first half's activations
-    inner = np.maximum(x @ up, 0)                                               # up: own columns of the own stage
-    y = tp.all_reduce(inner @ down, algorithm="ring")                           # down: own rows; g of lesson 12
-    if pp.rank < pp.size - 1:
-        pp.send(y, dst=pp.rank + 1)                                             # 1.2 the next stage goes on
-        dy = pp.recv(src=pp.rank + 1)                                           # 1.3 its gradient comes back
-    else:
-        dy = 2 * (y - targets[mine]) / targets.size                             # divided by the whole batch
-    dinner = (dy @ down.T) * (inner > 0)
-    dx = tp.all_reduce(dinner @ up.T, algorithm="ring")                         # f of lesson 12
-    if pp.rank > 0:
-        pp.send(dx, dst=pp.rank - 1)
-    for weights, gradient in ((up, x.T @ dinner), (down, inner.T @ dy)):        # 2.1 local gradients
-        weights -= lr * dp.all_reduce(gradient, algorithm="ring")               # 2.2 their sum, 2.3 the same update
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  The plain loop: three axes in one step")
     by_hand(group, page)
-    page.heading("2  The mesh: who is in which group")
+    page.heading("2  The mesh: which rank is in which group")
     mesh_table(group, page)
     page.heading("3  Equal to one process, however it is cut")
     results = equal(group, page)
@@ -88,7 +70,7 @@ def hand_alone(inputs: np.ndarray, targets: np.ndarray, ups: list[np.ndarray], d
         dy = dx
 
 
-def hand_off(group: Any, shape: dict[str, int]) -> float:
+def hand_off(group: Group, shape: dict[str, int]) -> float:
     """How far the weights of the plain loop are from one process's after three steps, on the rank that is furthest."""
     mesh = md.Mesh(group, **shape)
     ups, downs = hand_weights(shape["pp"])
@@ -97,7 +79,7 @@ def hand_off(group: Any, shape: dict[str, int]) -> float:
     draw = np.random.default_rng(1)
     inputs, targets = draw.normal(size=(11, 6)), draw.normal(size=(11, 6))
     for _ in range(3):
-        plain_step(mesh, inputs, targets, up, down, 0.02)
+        plain_hybrid(mesh["dp"], mesh["pp"], mesh["tp"], inputs, targets, up, down, 0.02)
         hand_alone(inputs, targets, ups, downs, 0.02)
     apart = max(np.abs(up - ups[stage][:, own]).max(), np.abs(down - downs[stage][own]).max())
     mesh.close()
@@ -105,7 +87,7 @@ def hand_off(group: Any, shape: dict[str, int]) -> float:
         return float(group.all_reduce(np.array([apart]), op="max")[0])
 
 
-def by_hand(group: Any, page: Page) -> None:
+def by_hand(group: Group, page: Page) -> None:
     """The plain loop on every mesh of so many ranks."""
     rows = []
     for shape in lab.shapes(group.size):
@@ -117,7 +99,7 @@ def by_hand(group: Any, page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------------- 2 mesh
 
-def mesh_table(group: Any, page: Page) -> None:
+def mesh_table(group: Group, page: Page) -> None:
     """Each rank's coordinates and groups, as a real mesh makes them."""
     shape = lab.cube(group.size)
     mesh = md.Mesh(group, **shape)
@@ -136,7 +118,7 @@ def mesh_table(group: Any, page: Page) -> None:
                note="N0:442: a replica is the notes' group A, B, …: inside it activations, between them gradients")
 
 
-def everyones(group: Any, ranks: tuple[int, ...]) -> list[list[int]]:
+def everyones(group: Group, ranks: tuple[int, ...]) -> list[list[int]]:
     """What each rank passes."""
     with group.ledger.control():
         gathered = group.all_gather(np.array([ranks]))
@@ -150,7 +132,7 @@ def ranks_text(ranks: list[int]) -> str:
 
 # ------------------------------------------------------------------------------------------- 3 equal, 4 traffic
 
-def equal(group: Any, page: Page) -> list[tuple[md.Plan, dict[str, Any]]]:
+def equal(group: Group, page: Page) -> list[tuple[md.Plan, dict[str, Any]]]:
     """Every mesh, and some with the context cut too, or with ZeRO."""
     alone = md.run(lab.train, md.Plan(), size=1)[0] if group.rank == 0 else None
     rows, results = [], []
@@ -184,7 +166,7 @@ def traffic(results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
                     "cp (6cp-4) · L · tokens · h; tp 2(tp-1) · tokens · ((4L + 2) h + 3)")
 
 
-def experts(group: Any, page: Page) -> None:
+def experts(group: Group, page: Page) -> None:
     """A mixture in place of the MLPs (lesson 18), its experts divided: equal to one process, and the ledger by axis."""
     plans = list(lab.expert_plans(group.size))
     if not plans:
@@ -209,7 +191,7 @@ def experts(group: Any, page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------- 5 innermost
 
-def innermost(group: Any, page: Page) -> None:
+def innermost(group: Group, page: Page) -> None:
     """What crosses from node to node, by the order of the axes: nodes of two ranks, and two nodes."""
     shape = lab.cube(group.size)
     if group.size % 2:
@@ -243,7 +225,7 @@ def norms(results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
 
 # ---------------------------------------------------------------------------------------------------- 7 efficiency
 
-def efficiency(group: Any, results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
+def efficiency(group: Group, results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
     """N1 §2's two columns, measured: what a rank holds; how often and how long it waits."""
     rows, tokens = [], lab.SEQUENCES * lab.CONFIG.context
     for plan, result in results:

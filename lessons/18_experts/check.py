@@ -9,6 +9,7 @@ import numpy as np
 
 from minidist.autograd.ops.experts import top_positions
 from minidist.autograd.tensor import tensor
+from minidist.comm.group import Group
 from minidist.errors import CommError
 from minidist.grading import Result
 from minidist.launch import run
@@ -19,7 +20,7 @@ TOKENS, WIDTH, EXPERTS, K, LIMIT = 9, 8, 5, 2, 60.0
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """The gate, places, who is kept, the journey there and back, and both ways to balance."""
+    """The gate, places, which tokens are kept, the journey there and back, and both ways to balance."""
     yield _choose(exercise)
     yield _places(exercise)
     yield _keep(exercise)
@@ -93,7 +94,7 @@ def _journey(exercise: ModuleType, size: int) -> Result:
     experts = rng.normal(size=(size, WIDTH, WIDTH))
     right = np.einsum("nh,nhk->nk", x, experts[chosen]) * weight[:, None]
 
-    def job(group: Any) -> tuple[int, np.ndarray]:
+    def job(group: Group) -> tuple[int, np.ndarray]:
         mine = np.array_split(np.arange(count), size)[group.rank]
         seen = []
 

@@ -1,10 +1,11 @@
-"""What lesson 18 and its figure run: a small mixture, tokens some of which are common, and training."""
+"""What lesson 18 and its figure run: a small mixture, tokens (some are common), and training."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.device.backend import random_bits
 from minidist.nn import GPT, DropoutKey, GPTConfig, MixtureConfig, mixture
 from minidist.nn.moe import mixtures
@@ -45,7 +46,7 @@ class Run:
     rows: int
 
 
-def train(group: Any, config: MixtureConfig, steps: int, *, lr: float = 0.005, key: Any = None,
+def train(group: Group, config: MixtureConfig, steps: int, *, lr: float = 0.005, key: Any = None,
           lopsided: bool = False) -> Run:
     """Train on the ranks of `group`.
 
@@ -85,7 +86,7 @@ def tip(model: GPT) -> None:
         layer.scores.weight.data[:, :2] += 0.2 * common[:, None]
 
 
-def sent_by_verb(group: Any) -> dict[str, dict[str, int]]:
+def sent_by_verb(group: Group) -> dict[str, dict[str, int]]:
     """Bytes this rank has sent so far, by axis and verb."""
     counted: dict[str, dict[str, int]] = {}
     for row in group.ledger.rows():
@@ -100,7 +101,7 @@ def shares(loads: np.ndarray) -> np.ndarray:
     return np.asarray(chosen / chosen.sum(axis=1, keepdims=True))
 
 
-def summed(group: Any, values: Any) -> np.ndarray:
+def summed(group: Group, values: Any) -> np.ndarray:
     """The sum over the ranks, not counted as training."""
     with group.ledger.control():
         return np.asarray(group.all_reduce(np.array(values)))

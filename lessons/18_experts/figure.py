@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
 from minidist.parallel.experts.expert_parallel import elements_sent
@@ -17,7 +18,7 @@ lab = load_module(HERE / "experiments.py", "18")
 RANKS, STEPS = 4, 60
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """The first step's routing with a capacity, loads of three long runs, and what the first sent."""
     first = lab.train(group, lab.moe_config(capacity=1.0), 1)
     routing = first.strategy.layers[0].routing

@@ -1,4 +1,4 @@
-"""Lesson 18: mixture of experts: who goes where, balanced or not; equal weights; traffic and memory beside formulas.
+"""Lesson 18: mixture of experts: where tokens go, balanced or not; equal weights; traffic and memory beside formulas.
 
     mpirun -n 4 python lessons/18_experts/lesson.py
     python lessons/18_experts/lesson.py                       # alone: four ranks as threads
@@ -11,33 +11,21 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.comm.group import Group
 from minidist.grading import arguments, load_module, run_lesson
 from minidist.nn import GPT, DropoutKey, mixture
 from minidist.nn.moe import loads, rebalance
+from minidist.nn.weight_shard import WeightShard
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
-from minidist.parallel.experts.expert_parallel import SplitExperts, elements_sent
+from minidist.parallel.experts.expert_parallel import SplitExperts, elements_sent, plain_experts
 from minidist.parallel.step.single import Single
-from minidist.parallel.zero.weight_shard import WeightShard
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "18")
 STEPS, LONG, ITEM = 3, 40, 8
 
 
-def plain_experts(x, chosen, weight, my_expert, group):
-    """One expert a rank, one expert a token: rows x (N, h), chosen (N,), weight (N,) -> (N, h). README, section 1."""
-    order = np.argsort(chosen, kind="stable")                               # rows by expert
-    ends = np.cumsum(np.bincount(chosen, minlength=group.size))
-    came = group.all_to_all(np.split(x[order], ends[:-1]))                  # they go to their experts
-    results = my_expert(np.concatenate(came))
-    ends = np.cumsum([len(rows) for rows in came])
-    back = group.all_to_all(np.split(results, ends[:-1]))                   # and come home
-    y = np.empty_like(x)
-    y[order] = np.concatenate(back)                                         # each in its token's place
-    return weight[:, None] * y
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  The same as one process")
     equal(group, page)
@@ -53,7 +41,7 @@ def tour(group: Any, page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------------ 1 equality
 
-def plain_loop(group: Any) -> float:
+def plain_loop(group: Group) -> float:
     """How far the plain loop's rows are from those of one process."""
     rng = np.random.default_rng(0)
     x, weight, chosen = rng.normal(size=(40, 16)), rng.random(40), rng.integers(0, group.size, 40)
@@ -89,7 +77,7 @@ def off(weights: dict[str, np.ndarray], target: dict[str, np.ndarray]) -> float:
     return float(max(np.abs(weights[name] - target[name]).max() for name in target) / largest)
 
 
-def equal(group: Any, page: Page) -> None:
+def equal(group: Group, page: Page) -> None:
     """The plain loop's rows, then weights after some steps of each kind of routing."""
     rows = [["plain loop", "one forward", f"{plain_loop(group):.0e}"]]
     kinds = {"dropless, balance loss": {}, "capacity 1.0, biases, a shared expert":
@@ -104,7 +92,7 @@ def equal(group: Any, page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------------- 2, 3 routing
 
-def matrix(group: Any, page: Page) -> None:
+def matrix(group: Group, page: Page) -> None:
     """Rows from each rank to each expert, of the first step."""
     run = lab.train(group, lab.moe_config(), 1)
     layer = run.strategy.layers[0]
@@ -120,7 +108,7 @@ def matrix(group: Any, page: Page) -> None:
                     f"{sent.sum()}")
 
 
-def balance(group: Any, page: Page) -> None:
+def balance(group: Group, page: Page) -> None:
     """The share of the busiest expert and of the idlest, from a start where all tokens like the same two.
 
     The model is the same on any number of ranks; so each of the three runs is made by one rank, side by side.
@@ -141,7 +129,7 @@ def balance(group: Any, page: Page) -> None:
 
 # ------------------------------------------------------------------------------------------------- 4 traffic, 5 memory
 
-def traffic(group: Any, page: Page) -> None:
+def traffic(group: Group, page: Page) -> None:
     """Bytes by verb over all ranks, beside the formulas."""
     run = lab.train(group, lab.moe_config(capacity=1.0), STEPS)
 
@@ -165,7 +153,7 @@ def traffic(group: Any, page: Page) -> None:
                note=f"capacity 1.0: of {taken[0]} choices {taken[0] - taken[1]} were dropped, and did not travel")
 
 
-def memory(group: Any, page: Page) -> None:
+def memory(group: Group, page: Page) -> None:
     """Numbers of a rank's weights, beside those of the whole model."""
     model = lab.train(group, lab.moe_config(), 1).strategy.model
     own = sum(p.size for p in model.parameters() if isinstance(p, WeightShard))
@@ -182,7 +170,7 @@ def memory(group: Any, page: Page) -> None:
 
 def no_capacity() -> None:
     """A hot expert: with capacity its rank computes no more than its places; without, whatever comes."""
-    def busiest(group: Any, capacity: float | None) -> tuple[int, int]:
+    def busiest(group: Group, capacity: float | None) -> tuple[int, int]:
         run = lab.train(group, lab.moe_config("none", capacity=capacity), 1, lopsided=True)
         taken = run.loads[0, 0, 1]
         own = run.strategy.layers[0].experts.own
@@ -196,7 +184,7 @@ def no_capacity() -> None:
 
 
 def no_balance() -> None:
-    """Who starts with all tokens keeps them."""
+    """An expert that starts with all tokens keeps them."""
     for name in ("none", "loss"):
         run = md.run(lambda group, name=name: lab.train(group, lab.moe_config(name), LONG, lopsided=True), size=1)[0]
         shares = lab.shares(run.loads)
@@ -206,7 +194,7 @@ def no_balance() -> None:
 
 
 def counts_forgotten() -> None:
-    """Who receives guesses how many of the rows are for which expert: as many for each."""
+    """The receiver guesses how many of the rows are for which expert: as many for each."""
     right = SplitExperts._exchange_counts
 
     def guess(self: SplitExperts, counts: Any) -> np.ndarray:
@@ -214,7 +202,7 @@ def counts_forgotten() -> None:
         each = [np.diff(np.linspace(0, rows.sum(), len(rows) + 1).astype(int)) for rows in came]
         return np.stack(each)
 
-    def train(group: Any) -> dict[str, np.ndarray]:
+    def train(group: Group) -> dict[str, np.ndarray]:
         return dict(lab.train(group, lab.moe_config(), STEPS).strategy.state_dict())
 
     target = md.run(train, size=4)[0]
@@ -229,7 +217,7 @@ def counts_forgotten() -> None:
 
 def local_noise() -> None:
     """Noise by the token's number on its rank: another model for every number of ranks."""
-    def train(group: Any, local: bool) -> dict[str, np.ndarray]:
+    def train(group: Group, local: bool) -> dict[str, np.ndarray]:
         key = (lambda step, part: DropoutKey.of_sequences(lab.SEED, step, 0, *part.inputs.shape)) if local else None
         return dict(lab.train(group, lab.moe_config(noise=0.2), STEPS, key=key).strategy.state_dict())
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.nn import GPT, GPTConfig
 from minidist.parallel.memory.activations import checkpoint_blocks
@@ -51,7 +52,7 @@ def peak(config: GPTConfig, which: str) -> int:
         return memory.peak["activations"]
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """One step's curve by way, the quickest of several; and the peaks for k blocks."""
     curves = {which: min((one_step(which) for _ in range(7)), key=lambda curve: curve["moments"][-1][0])
               for which in WAYS}

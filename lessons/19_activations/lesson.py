@@ -10,37 +10,24 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from minidist.autograd import ops
-from minidist.autograd.tensor import Parameter, no_grad, tensor
+from minidist.autograd.tensor import Parameter, tensor
+from minidist.comm.group import Group
 from minidist.grading import arguments, load_module, run_lesson
 from minidist.nn import DropoutKey, GPTConfig
 from minidist.observe.page import Page, size_text, verdict
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
+from minidist.parallel.memory.activations import plain_recompute
 
 HERE = Path(__file__).resolve()
 lab, broken = (load_module(HERE.with_name(name), "19") for name in ("experiments.py", "broken.py"))
 FLOAT32 = 4
 
 
-def plain_loop(blocks, x, dy):
-    """Forward and backward through blocks that keep their inputs alone (README, section 1)."""
-    kept = []
-    with no_grad():                                              # forward: nothing stays on the tape
-        for block in blocks:
-            kept.append(x)                                       # but each block's input
-            x = block(x)
-    for block in reversed(blocks):
-        again = tensor(kept.pop().data, requires_grad=True)      # cut off from what came before
-        block(again).backward(dy)                                # forward once more, with a tape, and back
-        dy = again.grad                                          # the gradient for the block before
-    return dy
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson: sections 1 to 4 on rank 0 alone, section 5 together."""
     if group.rank == 0:
         page.heading("1  The same gradients, to the bit")
@@ -75,7 +62,7 @@ def same_gradients(page: Page) -> None:
     weights = [Parameter(np.random.default_rng(i).normal(size=(16, 16)), name=f"w{i}") for i in range(4)]
     blocks = [partial(lambda w, x: ops.gelu(ops.linear(x, w)), weight) for weight in weights]
     x = np.random.default_rng(9).normal(size=(8, 16))
-    plain_loop(blocks, tensor(x), np.ones((8, 16)))
+    plain_recompute(blocks, tensor(x), np.ones((8, 16)))
     loop = [weight.grad.copy() for weight in weights]
     h = tensor(x)
     for block in blocks:
@@ -147,7 +134,7 @@ def seconds(page: Page) -> None:
                note="with B = 2F, \"all\" should take 4/3; embedding, norm and output are not computed again")
 
 
-def traffic(group: Any, page: Page) -> None:
+def traffic(group: Group, page: Page) -> None:
     """Bytes that ZeRO-3 sends in two steps, with and without."""
     config = replace(lab.CONFIG, layers=2, width=32)
     batch = lab.batch_of(config, batch=group.size)

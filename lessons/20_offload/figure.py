@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
 
@@ -18,7 +19,7 @@ LAYERS = ("parameters", "optimizer", "gradients", "activations", "workspace")
 LANES = {"compute": "unit at work", "reads": "disk to host", "writes": "host to disk"}
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """The accounts' samples of a step from each home, and the spans of a step over a slow disk."""
     return {"homes": {name: lab.train(group, plan, watch=True)["moments"] for name, plan in lab.PLANS.items()},
             "slow": lab.over_a_slow_disk(group)}

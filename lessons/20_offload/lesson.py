@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 import minidist as md
+from minidist.autograd.tensor import Parameter
+from minidist.comm.group import Group
 from minidist.device import account
 from minidist.errors import MemoryLimitError
 from minidist.grading import arguments, load_module, run_lesson
@@ -18,10 +20,12 @@ from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
 from minidist.optim import AdamW
-from minidist.parallel.memory.offload import OnDisk, OnHost
+from minidist.parallel.memory.offload import OnHost, plain_offload
 from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
+from minidist.parallel.memory.offload_disk import OnDisk
 from minidist.parallel.memory.transfer_lanes import Pace
 from minidist.parallel.step.flat import Flat
+from minidist.parallel.step.single import Single
 from minidist.parallel.zero.memory_formula import Each
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3
@@ -30,21 +34,7 @@ lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "20")
 BILLION = 10**9
 
 
-def plain_offload(model, optimizer, batches, host):
-    """ZeRO-Offload in a dozen lines (README, section 1): the optimizer is made of `host`, copies of the weights."""
-    for inputs, targets in batches:
-        loss = model.loss(inputs, targets, divisor=targets.size)
-        loss.backward()
-        for p, h in zip(model.parameters(), host, strict=True):
-            h.grad = p.grad.copy()                             # gradients go down: 1 x the model
-            p.zero_grad()                                      # and are free on the device
-        optimizer.step()                                       # Adam on the host, beside its m and v
-        for p, h in zip(model.parameters(), host, strict=True):
-            p.data[...] = h.data                               # new weights come up: 1 x the model
-    return loss.item()
-
-
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank; sections 1 to 5 are about one device, and rank 0's alone."""
     alone = group.split(group.rank)
     for title, section in (("1  The same weights, wherever the state lies", same_weights),
@@ -63,17 +53,34 @@ def tour(group: Any, page: Page) -> None:
     alone.close()
 
 
-def same_weights(alone: Any, page: Page) -> None:
-    """Weights and losses of three homes, and of the plain loop."""
+def same_weights(alone: Group, page: Page) -> None:
+    """Weights and losses of three homes; weights of the plain loop."""
     runs = {name: lab.train(alone, plan) for name, plan in lab.PLANS.items()}
     first = runs["one device"]
     rows = [[name, f"{run['losses'][-1]:.6f}", run["digest"][:12],
              "ok" if run["digest"] == first["digest"] else "off"] for name, run in runs.items()]
     page.table("After three steps, float32, AdamW, clipped", ["", "loss", "weights (SHA-256)", "same bits"], rows,
                note="the same arithmetic in the same order: what lies elsewhere between two uses changes nothing")
+    equal, count = plain_beside_single()
+    page.say(f"The loop of section 1 beside one device, unclipped: {equal} of {count} tensors have the same bits.")
 
 
-def where(alone: Any, page: Page) -> None:
+def plain_beside_single() -> tuple[int, int]:
+    """How many weights have the same bits after the plain loop and after the steps of one device; and of how many."""
+    models = [GPT(lab.CONFIG) for _ in range(2)]
+    for model in models:
+        model.initialize(1)
+    batches = [lab.batch_of(step, lab.CONFIG) for step in range(3)]
+    host = [Parameter(p.data.copy(), name=p.name) for p in models[0].parameters()]
+    plain_offload(models[0], AdamW(host, 1e-3), batches, host)
+    single, optimizer = Single(models[1]), AdamW(list(models[1].parameters()), 1e-3)
+    for batch in batches:
+        single.step(batch, optimizer)
+    pairs = list(zip(*(model.parameters() for model in models), strict=True))
+    return sum(np.array_equal(a.data, b.data) for a, b in pairs), len(pairs)
+
+
+def where(alone: Group, page: Page) -> None:
     """Bytes a parameter on each level, between steps; and the device's peaks."""
     rows = []
     for name, plan in lab.PLANS.items():
@@ -93,7 +100,7 @@ def where(alone: Any, page: Page) -> None:
                note="disk: whole pages. Peaks: two units of weights, three of gradients, or three buckets of 64 KiB")
 
 
-def what_moves(alone: Any, page: Page) -> None:
+def what_moves(alone: Group, page: Page) -> None:
     """Every direction, in float32 and in half precision."""
     rows = []
     for precision, each in (("fp32", Each.of(4)), ("bf16", Each.of(2, masters=True))):
@@ -108,7 +115,7 @@ def what_moves(alone: Any, page: Page) -> None:
                note="ZeRO-Offload's 2 + 2 bytes a parameter in half precision: `optimizer on the host, bf16`")
 
 
-def over_the_limit(alone: Any, page: Page) -> None:
+def over_the_limit(alone: Group, page: Page) -> None:
     """16 bytes a parameter are four times what the device may hold."""
     count = sum(p.size for p in GPT(lab.CONFIG).parameters())
     limit, rows = 16 * count // 4, []
@@ -131,7 +138,7 @@ class NoPrefetch(OnDisk):
         """Nothing."""
 
 
-def hidden(alone: Any, page: Page) -> None:
+def hidden(alone: Group, page: Page) -> None:
     """A step with reading ahead, without, and with one buffer."""
     rows = []
     for name, home, buffers in (("four buffers", OnDisk, 4), ("four, nothing read ahead", NoPrefetch, 4),
@@ -145,7 +152,7 @@ def hidden(alone: Any, page: Page) -> None:
                     f"forward and backward; behind the update, the rest of the step, little hides")
 
 
-def all_ranks(group: Any, page: Page) -> None:
+def all_ranks(group: Group, page: Page) -> None:
     """ZeRO-3 on all ranks, each shard on its own rank's disk."""
     run = lab.train(group, lab.PLANS["all on disk"])
     records = gather_records(group, {"disk": run["disk"], "host": run["host"]["total"]["peak"],
@@ -205,14 +212,14 @@ class Hasty(OnHost):
 
 def update_before_arrival() -> None:
     """Over a bus of 100 ms: the update takes what lies there, the sums of the step before; at first zeros."""
-    def work(world: Any, home: type[OnHost]) -> np.ndarray:
+    def work(world: Group, home: type[OnHost]) -> np.ndarray:
         model = GPT(lab.CONFIG)
         model.initialize(seed=1)
-        strategy = Zero2(model, world, home=home(down=Pace(latency=0.1)))
+        strategy = Zero2(model, world, store=home(down=Pace(latency=0.1)))
         optimizer = AdamW(strategy.parameters, 1e-3)
         for step in range(2):
             strategy.step(lab.batch_of(step), optimizer)
-        strategy.home.close()
+        strategy.store.close()
         return np.concatenate([p.data.reshape(-1) for p in model.parameters()])
 
     right, hasty = (_alone(lambda world, home=home: work(world, home)) for home in (OnHost, Hasty))
@@ -222,15 +229,15 @@ def update_before_arrival() -> None:
 
 def forget_to_free() -> None:
     """Units stay on the device: under a limit that holds two of them."""
-    def work(world: Any) -> None:
+    def work(world: Group) -> None:
         with account.use(account.MemoryAccount(limit=700_000)):
-            strategy = Zero3(GPT(lab.CONFIG), world, home=OnDisk(), seed=1)
+            strategy = Zero3(GPT(lab.CONFIG), world, store=OnDisk(), seed=1)
             for unit in strategy.units:
                 unit.free = lambda: None     # type: ignore[method-assign]
             try:
                 strategy.step(lab.batch_of(0), AdamW(strategy.parameters, 1e-3))
             finally:
-                strategy.home.close()
+                strategy.store.close()
 
     _alone(work)
 

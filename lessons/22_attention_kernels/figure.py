@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.patches import Rectangle
 
+from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
 from minidist.observe import lesson_figures as look
 
@@ -21,7 +22,7 @@ LADDER = "#5b9a68"
 RUNG_TOKENS = 64
 
 
-def record(group: Any) -> dict[str, Any]:
+def record(group: Group) -> dict[str, Any]:
     """Counted sectors, bytes and intensities."""
     counts = {version: {tokens: lab.attention_count(version, tokens) for tokens in TOKENS[version]}
               for version in TOKENS}

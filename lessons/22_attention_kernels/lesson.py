@@ -12,6 +12,7 @@ import numpy as np
 from minidist.kernels import on_cpu
 from minidist.kernels.attention import attention, attention_reference
 
+from minidist.comm.group import Group
 from minidist.grading import arguments, load_module, run_lesson
 from minidist.observe.page import Page, size_text, verdict
 
@@ -34,7 +35,7 @@ def plain_tiled(q, k, v, tile):
     return y / total[:, None]
 
 
-def tour(group: Any, page: Page) -> None:
+def tour(group: Group, page: Page) -> None:
     """The lesson: sections 1 to 5 on rank 0 alone, section 6 together."""
     compiler = on_cpu.compiler() is not None
     if group.rank == 0:
@@ -120,7 +121,7 @@ def tiles_not_read(page: Page) -> None:
         flags = 4 * 128 * ("blocks" in rules)                      # each thread reads the mask's byte of each tile
         rows.append([name, tiles, count.seen.loads.bytes - flags, verdict(count.seen.loads.bytes - flags, count.read)])
     page.table(f"Tiles of 64 × 64 that are visited, {LONG} tokens, version 3", ["", "tiles", "read", ""], rows,
-               note="without the mask's own bytes; a tile that nobody sees is neither read nor multiplied")
+               note="without the mask's own bytes; a tile that no query sees is neither read nor multiplied")
 
 
 # ------------------------------------------------------------------------------------------------------- 4 roofline
@@ -162,7 +163,7 @@ def ladder(page: Page) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- 6 ranks
 
-def heads_over_ranks(group: Any, page: Page) -> None:
+def heads_over_ranks(group: Group, page: Page) -> None:
     """Each rank attends with its heads: the same numbers, the same bytes in all, no message in between."""
     q, k, v = lab.drawn(32, HEADS)
     mine = slice(group.rank * HEADS // group.size, (group.rank + 1) * HEADS // group.size)

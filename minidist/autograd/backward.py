@@ -1,66 +1,39 @@
-"""The walk back over the tape: every gradient once, newest node first.
+"""Backward: a walk over the tape that runs every gradient function once, newest node first.
 
-backward() first looks through the nodes behind the loss and counts how many contributions each leaf will get; then it
-visits them in descending order of creation, so that everything that used a result has run before the result's own node.
-It runs only the gradient functions that somebody needs, and drops what a node saved as soon as they ran. The order
-depends on the order of the forward alone: the same bits, run after run.
+backward() first visits all nodes behind the loss and counts the contributions that each leaf will get. Then it walks
+them in descending order of creation, so that every user of a result has run before the node that made the result. It
+runs only the gradient functions that are needed, and drops the saved values of a node as soon as they have run. The
+order depends on the order of the forward alone, so every run gives the same bits.
 
-Where it meets a Stretch (recompute.py), nodes are written first that forward left out; they are younger than all that
-is left, so they come next.
+At a Stretch (recompute.py) the forward of the stretch runs again and leaves its nodes. They are younger than all nodes
+that are left, so they come next.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidist.autograd.recompute import Stretch
-from minidist.autograd.tape import Edge, Node
-from minidist.autograd.tensor import Parameter, Tensor, no_grad
+from minidist.autograd.tape import Edge, Node, node_of
+from minidist.autograd.tensor import GradientHook, Parameter, Surveyed, Tensor, WeightGradient, no_grad
 from minidist.device import account
 from minidist.device.backend import Array, add_into, array_module, dtype_name
 from minidist.errors import GradientError
 
-
-class WeightGradient:
-    """One gradient that ends in a weight, put off by backward(defer_weights=True). Call it once, at any later time.
-
-    Zero-bubble pipelines fill their idle time with these (their "W"). It keeps its node's saved values and the output's
-    gradient alive until it has run.
-    """
-
-    __slots__ = ("parameter", "_walk", "_node", "_edge", "_dy", "_left")
-
-    def __init__(self, walk: "_Walk", node: Node, edge: Edge, dy: Any, left: list[int]) -> None:
-        assert isinstance(edge.source, Parameter)
-        self.parameter = edge.source
-        self._walk, self._node, self._edge, self._dy = walk, node, edge, dy
-        self._left = left  # how many of the node's gradients are still put off; shared by them
-
-    def __call__(self) -> None:
-        """Compute the gradient and add it to the parameter's.
-
-        Raises: GradientError when called again.
-        """
-        if self._dy is None:
-            raise GradientError(f"this gradient of {self.parameter.name or 'a parameter'} has been computed already")
-        dy, self._dy = self._dy, None
-        with no_grad():
-            self._walk.run_gradient(self._node, self._edge, dy)
-        self._left[0] -= 1
-        if not self._left[0]:
-            self._node.release()
+__all__ = ["Surveyed", "WeightGradient", "backward"]
 
 
 class _Arrived(NamedTuple):
-    """The gradient of an output so far; `ours` if nobody else has that array, so that it may be added to in place."""
+    """The gradient of an output so far; `ours`: the walk is the only user of the array and may add to it in place."""
 
     gradient: Array
     ours: bool
 
 
 class _Walk:
-    """One backward: gradients on their way to their nodes, and how many contributions each leaf still waits for."""
+    """One backward: the gradients that have arrived at nodes, and the contributions that each leaf still waits for."""
 
     def __init__(self, defer_weights: bool) -> None:
         self.defer_weights = defer_weights
@@ -71,7 +44,7 @@ class _Walk:
 
     @property
     def reached(self) -> Collection[int]:
-        """After `survey`: ids of the leaves that will get a gradient."""
+        """After `survey`: the ids of the leaves that will get a gradient."""
         return self._waiting.keys()
 
     def survey(self, start: Node, *, begin: int = -1) -> list[Node]:
@@ -92,7 +65,7 @@ class _Walk:
         return sorted(found.values(), key=lambda node: node.order)
 
     def visit(self, node: Node) -> list[Node]:
-        """Everything that used this node's outputs has run: hand their gradients on. Returns nodes to visit next."""
+        """Run the gradient functions of a node whose users have all run. Returns nodes to visit next."""
         dys = [None if arrived is None else arrived.gradient for arrived in self._arrived.pop(id(node))]
         for index, hooks in node.hooks.items():
             dys[index] = _call_hooks(hooks, dys[index])
@@ -109,25 +82,34 @@ class _Walk:
         if not later:
             node.release()
             return []
-        node.released = True  # a second backward must not start here, but the weights' gradients are still to run
+        node.released = True  # a second backward is an error from here on, but the deferred gradients are still to run
         left = [len(later)]
-        self.deferred += [WeightGradient(self, node, edge, dy, left) for edge in later]
+        self.deferred += [WeightGradient(edge.source, partial(self._run_deferred, node, edge, dy, left))
+                          for edge in later if isinstance(edge.source, Parameter)]
         return []
 
+    def _run_deferred(self, node: Node, edge: Edge, dy: Any, left: list[int]) -> None:
+        """Run one gradient function of a node of which `left[0]` are deferred; the last one releases the node."""
+        self.run_gradient(node, edge, dy)
+        left[0] -= 1
+        if not left[0]:
+            node.release()
+
     def _retrace(self, stretch: Stretch, dy: Array) -> list[Node]:
-        """The nodes that a stretch stands for; its result's gradient is theirs, and their leaves are counted anew."""
+        """The nodes that a stretch stands for. Its gradient goes to the last of them; their leaves are counted anew."""
         result = stretch.retrace()
-        assert result.node is not None
-        nodes = self.survey(result.node, begin=stretch.order)
+        last = node_of(result)
+        assert last is not None
+        nodes = self.survey(last, begin=stretch.order)
         for edge in stretch.edges:
             if isinstance(edge.source, Tensor):
                 self._waiting[id(edge.source)] -= 1
         stretch.release()
-        self.deliver(result.node, result.index, dy, False)
+        self.deliver(last, result.index, dy, False)
         return nodes
 
     def run_gradient(self, node: Node, edge: Edge, dy: Any) -> None:
-        """Run one gradient function and hand its result to where the argument came from."""
+        """Run one gradient function and pass its result to the source of the argument."""
         name = node.op.argument_name(edge.argument)
         function = node.op.gradients[name]
         gradient = function(node, dy) if name != node.op.variadic else function(
@@ -141,7 +123,7 @@ class _Walk:
             self.deliver(edge.source, edge.index, gradient, ours)
 
     def deliver(self, node: Node, index: int, gradient: Array, ours: bool) -> None:
-        """Add to the gradient of one of a node's outputs; `ours` says that nobody else has `gradient`."""
+        """Add to the gradient of one output of a node; `ours`: the array `gradient` has no other user."""
         _, shape, kind = node.outputs[index]
         assert gradient.shape == shape and gradient.dtype == kind, (
             f"gradient for {node.op.name}'s result: {gradient.dtype} {gradient.shape}, expected {kind} {shape}")
@@ -155,16 +137,16 @@ class _Walk:
         elif ours:
             add_into(gradient, before.gradient)
             slots[index] = _Arrived(gradient, True)
-        else:  # both are views of somebody's dy: leave them alone
+        else:  # both may be views of another node's dy, which must not change
             slots[index] = _Arrived(account.current().hold(before.gradient + gradient, "workspace"), True)
 
     def _add_to_leaf(self, leaf: Tensor, gradient: Array, ours: bool) -> None:
-        """Add a contribution to a leaf's gradient; the last one of this backward runs its hooks."""
+        """Add a contribution to the gradient of a leaf; the last one of this backward runs its hooks."""
         assert gradient.shape == leaf.shape and gradient.dtype == leaf.dtype, (
             f"gradient {gradient.dtype} {gradient.shape} for a leaf {leaf.dtype} {leaf.shape}")
         self._waiting[id(leaf)] -= 1
         last = not self._waiting[id(leaf)]
-        if leaf.tensor_hooks:  # they see the total of this backward, so it is summed apart first
+        if leaf.tensor_hooks:  # they get the total of this backward, so it is summed in a separate array first
             if id(leaf) in self._leaves:
                 gradient, ours = self._leaves.pop(id(leaf)) + gradient, True
             if not last:
@@ -177,8 +159,8 @@ class _Walk:
                 hook(leaf)
 
 
-def _call_hooks(hooks: Sequence[Callable[[Array], Array | None]], gradient: Array | None) -> Any:
-    """Pass a gradient through hooks; each may return a replacement."""
+def _call_hooks(hooks: Sequence[GradientHook], gradient: Array | None) -> Array | None:
+    """The gradient after all hooks; each may return a replacement."""
     if gradient is not None:
         for hook in list(hooks):
             replacement = hook(gradient)
@@ -187,20 +169,16 @@ def _call_hooks(hooks: Sequence[Callable[[Array], Array | None]], gradient: Arra
 
 
 def _shares_buffer(gradient: Array, dy: Any) -> bool:
-    """Whether `gradient` is dy or a view of it (the gradient of an addition is), or repeats one number by strides."""
+    """Whether `gradient` is dy or a view of it (as the gradient of an addition), or repeats a number by its strides."""
     if not gradient.flags.c_contiguous:
         return True
     owner = account.owner_of(gradient)
     return any(owner is account.owner_of(d) for d in (dy if isinstance(dy, tuple) else (dy,)))
 
 
-Surveyed = Callable[[Collection[int]], None]
-"""`surveyed(reached)`: is told the ids of the leaves that a backward will reach."""
-
-
 def backward(loss: Tensor, dy: Array | None = None, *, defer_weights: bool = False,
              surveyed: Surveyed | None = None) -> list[WeightGradient]:
-    """Add d loss / d leaf to the `.grad` of every leaf behind `loss`; see Tensor.backward."""
+    """Add d loss / d leaf to the `.grad` of every leaf behind `loss`. Args, Returns, Raises: as Tensor.backward."""
     if not loss.requires_grad:
         raise GradientError("backward: nothing behind this tensor asks for a gradient; was it computed under no_grad?")
     if dy is None:
@@ -211,17 +189,17 @@ def backward(loss: Tensor, dy: Array | None = None, *, defer_weights: bool = Fal
     elif dy.shape != loss.shape or dy.dtype != loss.dtype:
         raise GradientError(f"backward: dy is {dtype_name(dy.dtype)} {dy.shape}, "
                             f"the tensor is {dtype_name(loss.dtype)} {loss.shape}; they must agree")
-    walk = _Walk(defer_weights)
-    if loss.node is None:
+    walk, last = _Walk(defer_weights), node_of(loss)
+    if last is None:
         walk._waiting[id(loss)] = 1
         if surveyed is not None:
             surveyed(walk.reached)
         walk._add_to_leaf(loss, dy, False)
         return []
-    nodes = walk.survey(loss.node)
+    nodes = walk.survey(last)
     if surveyed is not None:
         surveyed(walk.reached)
-    walk.deliver(loss.node, loss.index, dy, False)
+    walk.deliver(last, loss.index, dy, False)
     with no_grad():
         while nodes:
             nodes += walk.visit(nodes.pop())

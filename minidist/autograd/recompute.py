@@ -1,16 +1,17 @@
-"""Stretches of the tape that are left out in forward and written again in backward (activation checkpointing).
+"""Activation checkpointing: stretches of the tape that forward drops and backward computes again.
 
-    y = recompute(block, x, positions)        # keeps x and y, and nothing of what lies between
+    y = recompute(block, x, positions)        # keeps x and y, and nothing in between
 
-What a forward keeps for its backward lies in the nodes that it leaves on the tape. `recompute` runs the function, and
-puts one node, a Stretch, in place of all that it left. When the walk back arrives there, the function runs once more,
-and the walk goes on through the nodes which that leaves:
+The nodes on the tape hold what a forward keeps for its backward. `recompute` runs the function and replaces all nodes
+that it left by one node, a Stretch. When backward arrives there, the function runs again, and backward goes on through
+the new nodes:
 
     forward     x ── n1 ── n2 ── n3 ── y          kept:  x ── stretch ── y
-    backward    x ── n1 ── n2 ── n3 ── dy         written again when dy arrives, walked at once, and gone
+    backward    x ── n1 ── n2 ── n3 ── dy         made again when dy arrives, walked at once, and dropped
 
-So all that hangs on the tape works inside too: hooks of modules and weights, gradients put off. A stretch's edges are
-those that led out of it, so a weight that is used inside and outside is counted right, and is final when it is final.
+So everything that uses the tape works inside a stretch too: hooks of modules and weights, deferred gradients. The edges
+of a stretch are those that lead out of it. So the contributions to a weight that is used inside and outside of it are
+counted correctly, and its hooks run when its gradient is final.
 Source: Griewank & Walther 2000; Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
@@ -19,42 +20,47 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from minidist.autograd.tape import Edge, Node, Op, saved
+from minidist.autograd.tape import Edge, Node, Op, Saved, node_of, saved
 from minidist.autograd.tensor import Parameter, Tensor, grad_mode, is_grad_enabled
 from minidist.device.backend import array_module
 from minidist.errors import GradientError
 
 _thread = threading.local()     # `again`: whether this thread is in a retrace; ranks may be threads
 
+
 def computed_again() -> bool:
-    """Whether this is backward's second run of a stretch: what counts calls, and not work, leaves it out."""
+    """Whether backward is running a stretch for the second time; counters of calls must not count it twice."""
     return getattr(_thread, "again", False)
 
 
 def recompute(function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    """function(*args, **options), of whose inside backward computes again what it needs.
+    """The result of function(*args, **options); the arrays inside are not kept but computed again in backward.
 
-    Args:    function: returns one Tensor, and does the same each time: random numbers by key, nothing changed on the
-             way. What it is given stays alive, and must be unchanged, until backward has been there.
-    Cost:    of memory the arguments and the result stay; the function runs twice.
-    Raises:  GradientError if it returns anything else; in backward, if it did not use the same weights again.
+    Args:    function: returns one Tensor. Both runs must do the same: random numbers by key, no side effects.
+             args, options: stay alive, and must not change, until backward has passed.
+    Cost:    memory for the arguments and the result only; the function runs twice.
+    Raises:  GradientError if it returns anything else; in backward, if the second run used other weights.
     """
     if not is_grad_enabled():
         return function(*args, **options)
-    begin = Node(_STRETCH, [], {}, {}).order        # what is younger belongs to the stretch
+    begin = Node(_STRETCH, [], {}, {}).order        # younger nodes belong to the stretch
     result = function(*args, **options)
     if not isinstance(result, Tensor):
         raise GradientError(f"recompute: {_name(function)} returned a {type(result).__name__}; "
                             f"it must return one Tensor")
-    if result.node is None or result.node.order < begin:
+    last = node_of(result)
+    if last is None or last.order < begin:
         return result
-    stretch = Stretch(_edges_out(result.node, begin), function, args, options)
+    stretch = Stretch(_edges_out(last, begin), function, args, options)
     stretch.outputs = [(array_module(result.data), result.shape, result.dtype)]
     return Tensor._of(result.data, stretch, 0)
 
 
 class Stretch(Node):
-    """What stands on the tape for a function whose nodes were not kept."""
+    """The node on the tape for a function whose own nodes were dropped.
+
+    Args:    edges: those that lead out of the function's nodes; function, args, options: the call to repeat.
+    """
 
     __slots__ = ()
 
@@ -64,7 +70,7 @@ class Stretch(Node):
         self._saved = {"function": function, "args": args, "options": options}
 
     def retrace(self) -> Tensor:
-        """Run the function again, this time leaving its nodes.
+        """Run the function again, and keep its nodes this time.
 
         Raises:  GradientError if it did not use the same weights as often as the first time.
         """
@@ -75,7 +81,8 @@ class Stretch(Node):
                 result = self._saved["function"](*self._saved["args"], **self._saved["options"])
         finally:
             _thread.again = outer
-        edges = _edges_out(result.node, begin) if isinstance(result, Tensor) and result.node is not None else []
+        last = node_of(result) if isinstance(result, Tensor) else None
+        edges = [] if last is None else _edges_out(last, begin)
         if _weights(edges) != _weights(self.edges):
             raise GradientError(f"recompute: {_name(self._saved['function'])} used other weights the second time; "
                                 f"what it does must depend on its arguments alone")
@@ -84,7 +91,7 @@ class Stretch(Node):
 
 
 def _edges_out(last: Node, begin: int) -> list[Edge]:
-    """The edges that lead from the nodes behind `last` that are younger than `begin` to what is older, or to leaves."""
+    """The edges from nodes behind `last` and younger than `begin` to older nodes and to leaves."""
     out, seen, stack = [], {id(last)}, [last]
     while stack:
         for edge in stack.pop().edges:
@@ -103,12 +110,13 @@ def _weights(edges: list[Edge]) -> Counter[int]:
 
 
 def _name(function: Callable[..., Any]) -> str:
+    """The name of a function, or of the class of a callable object."""
     return getattr(function, "__qualname__", type(function).__name__)
 
 
-def _stretch(*parts: Any) -> Any:
+def _stretch(*parts: Any) -> tuple[Any, Saved]:
     """Gives a Stretch its name; it has no arithmetic of its own."""
     return parts, saved()
 
 
-_STRETCH = Op(_stretch)
+_STRETCH: Op[Tensor] = Op(_stretch)

@@ -1,7 +1,7 @@
-"""The tape: ops, and the nodes they leave behind.
+"""The tape: ops, and the nodes that they leave.
 
-An op computes on plain arrays and says what its gradients will need; each differentiable argument has one gradient
-function, beside the forward (STYLE 13):
+An op computes on plain arrays and names the values that its gradients will need. Each differentiable argument has one
+gradient function, beside the forward:
 
     @op
     def mul(a, b):                                   # broadcasting
@@ -11,61 +11,74 @@ function, beside the forward (STYLE 13):
     def _(node, dy):
         return unbroadcast(dy * node.b, node.shapes["a"])
 
-Called with Tensors, `mul` returns a Tensor that remembers a Node: the op, what it saved, where its inputs came from.
-Nothing is captured by closures, so what is alive is what the nodes hold. A saved array that is a Parameter's data is
-kept as the Parameter and read again at backward, because a strategy may free and re-gather it in between (ZeRO-3).
+Called with Tensors, `mul` returns a Tensor with a Node: the op, its saved values, and the sources of its arguments.
+No closure captures an array, so an array stays alive only if a node holds it. If a saved array is the data of a
+Parameter, the node keeps the Parameter and reads its data again at backward, because a strategy may free and re-gather
+it in between (ZeRO-3).
 
 Rules for gradient functions: return a new array, or `dy` or a view of it, never a saved array; do not write to `dy`.
-The walk back is in backward.py.
+Backward is in backward.py.
 """
 
 import inspect
 import itertools
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
-from minidist.autograd.tensor import Parameter, Tensor, is_grad_enabled
+from minidist.autograd.tensor import GradientHook, Parameter, Tensor, is_grad_enabled
 from minidist.device import account
 from minidist.device.backend import FLOATS, Array, array_module, dtype_name, is_array
 from minidist.errors import DtypeError, GradientError, MinidistError, ShapeError
+
+Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
+GradientFunction = TypeVar("GradientFunction", bound=Callable[..., Any])
 
 _creation = itertools.count()  # orders nodes within a thread; next() is atomic, so rank threads may share it
 
 
 class Saved(dict[str, Any]):
-    """What an op keeps for its gradient functions, by name."""
+    """The values that an op keeps for its gradient functions, by name."""
 
 
 def saved(**values: Any) -> Saved:
-    """Second half of an op's result: what `node.<name>` will be in its gradient functions."""
+    """The second half of an op's result: the values that gradient functions read as `node.<name>`."""
     return Saved(values)
 
 
 class Edge:
-    """Where one argument came from: output `index` of the Node that made it, or a leaf Tensor."""
+    """The source of one argument: output `index` of the Node that made it, or a leaf Tensor.
+
+    Args:    argument: the position of the argument; tensor: its value.
+    """
 
     __slots__ = ("argument", "source", "index")
 
     def __init__(self, argument: int, tensor: Tensor) -> None:
         self.argument = argument
-        self.source: Node | Tensor = tensor if tensor.node is None else tensor.node
+        self.source: Node | Tensor = node_of(tensor) or tensor
         self.index = tensor.index
 
 
-class Node:
-    """One call of an op: what it saved, where its arguments came from, what to run when its gradient is known.
+def node_of(tensor: Tensor) -> "Node | None":
+    """The node that made `tensor`; None for a leaf."""
+    return cast("Node | None", tensor.node)
 
-    Gradient functions read saved values as attributes (`node.b`), keyword options in `options`, the shapes of array
-    arguments in `shapes` by name, and ask `needs("a")` whether anybody wants an argument's gradient.
+
+class Node:
+    """One call of an op: its saved values, the sources of its arguments, the hooks on its outputs.
+
+    Gradient functions read saved values as attributes (`node.b`), keyword options in `options`, and the shapes of array
+    arguments in `shapes` by name. `needs("a")` tells whether the gradient of an argument is needed.
     """
 
     __slots__ = ("op", "options", "shapes", "order", "edges", "outputs", "several", "hooks",
                  "released", "_saved", "_shared", "__weakref__")
 
-    def __init__(self, op: "Op", edges: list[Edge], options: dict[str, Any],
+    def __init__(self, op: "Op[Any]", edges: list[Edge], options: dict[str, Any],
                  shapes: dict[str, tuple[int, ...]]) -> None:
         self.op = op
         self.options = options
@@ -73,14 +86,19 @@ class Node:
         self.order = next(_creation)
         self.edges = edges
         self.outputs: list[tuple[Any, tuple[int, ...], np.dtype]] = []  # (array module, shape, dtype)
-        self.several = False                                            # dy is then a tuple, be it of one
-        self.hooks: dict[int, list[Callable[[Array], Array | None]]] = {}
+        self.several = False                                            # dy is then a tuple, also of one output
+        self.hooks: dict[int, list[GradientHook]] = {}                  # by output
         self.released = False
         self._saved: dict[str, Any] = {}
         self._shared: dict[Any, Any] = {}
 
+    @property
+    def name(self) -> str:
+        """The name of the op."""
+        return self.op.name
+
     def __getattr__(self, name: str) -> Any:
-        """A saved value; a saved Parameter's data as it is now."""
+        """A saved value; for a Parameter its data as it is now."""
         try:
             value = self._saved[name]
         except KeyError:
@@ -88,23 +106,23 @@ class Node:
         return value.data if isinstance(value, Parameter) else value
 
     def needs(self, argument: str) -> bool:
-        """Whether the gradient of `argument` is wanted."""
+        """Whether the gradient of `argument` is needed."""
         return any(self.op.argument_name(edge.argument) == argument for edge in self.edges)
 
     def once(self, compute: Callable[["Node", Array], Any], dy: Array) -> Any:
-        """compute(self, dy), computed once a backward: for gradients that share their work (attention, norms)."""
+        """compute(self, dy), computed once in a backward: for gradients that share their work (attention, norms)."""
         if compute not in self._shared:
             self._shared[compute] = compute(self, dy)
         return self._shared[compute]
 
     def forget(self) -> None:
-        """Drop what was saved: `once` has computed all that the node's gradients, some perhaps put off, will ask."""
+        """Drop the saved values, because `once` has computed all gradients of this node, deferred ones too."""
         self._saved = {}
 
     def room(self, argument: str) -> Array | None:
         """A buffer that may receive the gradient of `argument` directly (`out=`), or None: then allocate.
 
-        It is the view a strategy bound to a Parameter (a bucket, a shard) while nothing has been added to it yet.
+        The buffer is the view that a strategy bound to a Parameter (a bucket, a shard), while it is stale.
         """
         for edge in self.edges:
             if self.op.argument_name(edge.argument) == argument and isinstance(edge.source, Parameter):
@@ -112,17 +130,22 @@ class Node:
         return None
 
     def release(self) -> None:
-        """Drop everything this node keeps alive; a second backward through it is an error."""
+        """Drop everything that this node keeps alive. A second backward through it is an error."""
         self.released = True
         self._saved, self._shared = {}, {}
         self.edges, self.hooks = [], {}
 
 
-class Op:
+def _one_of(function: Callable[[Node, Array], tuple[Array, ...]], which: int, node: Node, dy: Array) -> Array:
+    """One array of a gradient function's tuple; the function runs once a backward."""
+    return node.once(function, dy)[which]
+
+
+class Op(Generic[Result]):
     """A differentiable function of arrays, with one gradient function for each differentiable argument.
 
     Positional arguments may be Tensors, arrays or numbers; keyword-only arguments are options and pass through
-    untouched (a dim, a rate, a group). Arguments with a gradient function must share one dtype; a number takes it.
+    unchanged (a dim, a rate, a group). Arguments with a gradient function must share one dtype; a number takes it.
     """
 
     def __init__(self, forward: Callable[..., tuple[Any, Saved]]) -> None:
@@ -138,17 +161,21 @@ class Op:
     def __repr__(self) -> str:
         return f"<op {self.name}>"
 
-    def gradient(self, argument: str) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
-        """Register the gradient function of one argument: (node, dy) -> array of the argument's shape.
+    def gradient(self, *arguments: str) -> Callable[[GradientFunction], GradientFunction]:
+        """Decorator: register the gradient function of an argument, (node, dy) -> array of the argument's shape.
 
-        With several outputs dy is a tuple, zeros where an output got no gradient. For a `*parts` argument the function
-        gets a third value, which of the parts.
+        For several arguments that share their work it returns a tuple with an array for each, and runs once a backward.
+        With several outputs dy is a tuple, with zeros for an output without gradient. For a `*parts` argument the
+        function gets a third value: the number of the part.
+        Raises:  GradientError for an argument that the op does not have.
         """
-        if argument not in self.arguments and argument != self.variadic:
-            raise GradientError(f"{self.name} has no argument {argument!r}; it takes {', '.join(self.arguments)}")
+        for argument in arguments:
+            if argument not in self.arguments and argument != self.variadic:
+                raise GradientError(f"{self.name} has no argument {argument!r}; it takes {', '.join(self.arguments)}")
 
-        def register(function: Callable[..., Array]) -> Callable[..., Array]:
-            self.gradients[argument] = function
+        def register(function: GradientFunction) -> GradientFunction:
+            for which, argument in enumerate(arguments):
+                self.gradients[argument] = function if len(arguments) == 1 else partial(_one_of, function, which)
             return function
 
         return register
@@ -160,10 +187,10 @@ class Op:
         assert self.variadic is not None
         return self.variadic
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        """The op's result: a Tensor, or a tuple of them. Remembers a node if grad mode is on and an input asks for it.
+    def __call__(self, *args: Any, **options: Any) -> Result:
+        """The op's result: a Tensor or a tuple of them, with a node if grad mode is on and an input needs a gradient.
 
-        Raises: ShapeError, DtypeError if the arguments do not fit.
+        Raises:  ShapeError, DtypeError if the arguments do not fit.
         """
         args, options = self._bind(args, options)
         arrays = self._arrays(args)
@@ -183,7 +210,7 @@ class Op:
             node.several = several
             node.outputs = [(array_module(output), output.shape, output.dtype) for output in outputs]
         tensors = tuple(Tensor._of(output, node, index) for index, output in enumerate(outputs))
-        return tensors if several else tensors[0]
+        return cast(Result, tensors if several else tensors[0])
 
     def _bind(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move arguments given by keyword to their positions."""
@@ -211,9 +238,9 @@ class Op:
         return arrays
 
     def _number(self, value: Any, like: Array | None) -> Array:
-        """A Python or NumPy number as an array of `like`'s dtype and device; lists and the like as they are."""
+        """A number as an array of the dtype and device of `like`; a list as NumPy converts it."""
         if isinstance(value, np.generic):
-            value = value.item()  # np.float64(2) is meant as the number 2, not as a wish for float64
+            value = value.item()  # np.float64(2) means the number 2 and does not ask for float64
         if like is None or not isinstance(value, numbers.Number):
             return np.asarray(value)
         if like.dtype not in FLOATS and not isinstance(value, int):
@@ -223,7 +250,7 @@ class Op:
 
     def _record(self, args: Sequence[Any], arrays: Sequence[Any], options: dict[str, Any],
                 values: Saved) -> Node | None:
-        """The node of this call, or None if nobody will ask for its gradient."""
+        """The node of this call, or None if no gradient of it is needed."""
         if not is_grad_enabled():
             return None
         edges = [Edge(i, a) for i, a in enumerate(args)
@@ -243,14 +270,19 @@ class Op:
         return node
 
     def _describe(self, arrays: Sequence[Any]) -> str:
-        """"a float32 (2, 3), b float32 (4,)" for an error message."""
+        """"a float32 (2, 3), b float32 (4,)", for an error message."""
         return ", ".join(f"{self.argument_name(i)} {dtype_name(a.dtype)} {a.shape}"
                          for i, a in enumerate(arrays) if is_array(a))
 
 
-REGISTRY: dict[str, Op] = {}  # every op by name, for the tests that want each of them checked
+REGISTRY: dict[str, Op[Any]] = {}  # every op by name, for tests that check each of them
 
 
-def op(forward: Callable[..., tuple[Any, Saved]]) -> Op:
-    """Make an op of a function of arrays that returns (result or tuple of results, saved(…))."""
+def op(forward: Callable[..., tuple[Array, Saved]]) -> Op[Tensor]:
+    """Make an op from a function of arrays that returns (result, saved(…))."""
+    return Op(forward)
+
+
+def op_of_several(forward: Callable[..., tuple[tuple[Array, ...], Saved]]) -> Op[tuple[Tensor, ...]]:
+    """Make an op from a function of arrays that returns (tuple of results, saved(…))."""
     return Op(forward)

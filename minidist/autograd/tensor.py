@@ -1,43 +1,70 @@
-"""Tensors: an array, and what the tape needs to know about it.
+"""Tensors: an array, and its place on the tape.
 
     x = tensor(array, requires_grad=True)
     loss = (x * x).sum()
     loss.backward()                       # x.grad == 2 * x.data
 
 A Tensor is a leaf (made by hand) or the result of an op (then it has a node on the tape, see tape.py). A Parameter is a
-leaf with a name, hooks that run when its gradient is final, and a gradient that can live in somebody else's buffer.
+leaf with a name, hooks that run when its gradient is final, and a gradient that can live in a strategy's buffer.
 """
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from minidist.autograd.recording import grad_mode, is_grad_enabled, no_grad
+from minidist.autograd.grad_mode import grad_mode, is_grad_enabled, no_grad
 from minidist.device import account, backend
 from minidist.device.backend import Array
 from minidist.errors import DtypeError, GradientError, ShapeError
 
-if TYPE_CHECKING:
-    from minidist.autograd.backward import Surveyed, WeightGradient
-    from minidist.autograd.tape import Node
+__all__ = ["FUNCTIONS", "GradientHook", "Parameter", "Surveyed", "Tensor", "WeightGradient", "grad_mode",
+           "is_grad_enabled", "no_grad", "tensor"]
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+"""The ops behind `a + b`, `x[i]`, `x.sum()`, …, and "backward", by name. autograd/__init__ fills the table, because
+ops and backward are built on this module."""
+
+GradientHook: TypeAlias = Callable[[Array], Array | None]
+"""hook(dy): called with a gradient; may return a replacement."""
+
+Surveyed: TypeAlias = Callable[[Collection[int]], None]
+"""surveyed(reached): called before a backward runs, with the ids of the leaves that it will reach."""
 
 
-__all__ = ["Parameter", "Tensor", "grad_mode", "is_grad_enabled", "no_grad", "tensor"]
+def _apply(name: str, *args: Any, **options: Any) -> "Tensor":
+    """The result of the operator called `name`."""
+    result: Tensor = FUNCTIONS[name](*args, **options)
+    return result
 
 
-def _ops() -> Any:
-    """The ops behind the operators; they are built on this module, so it can only name them when used."""
-    from minidist.autograd import ops  # noqa: PLC0415
+def _operator(name: str, *, swapped: bool = False) -> Callable[["Tensor", Any], "Tensor"]:
+    """The method of Tensor behind an operator of two arguments; `swapped`: the Tensor is the second of them."""
+    if swapped:
+        return lambda self, other: _apply(name, other, self)
+    return lambda self, other: _apply(name, self, other)
 
-    return ops
+
+class TapeNode(Protocol):
+    """The part of a node that Tensor uses; the class of nodes is tape.Node."""
+
+    hooks: dict[int, list[GradientHook]]
+
+    @property
+    def name(self) -> str:
+        """The name of the op."""
+        ...
 
 
 class Tensor:
-    """An array (NumPy or CuPy) that ops can follow."""
+    """An array that ops can follow.
 
-    __slots__ = ("data", "grad", "requires_grad", "node", "index", "tensor_hooks", "__weakref__")
-    data: Array                # the array itself
+    Args:    data: a NumPy or CuPy array of any shape and dtype; it is not copied.
+             requires_grad: whether backward computes its gradient; floats only.
+    Raises:  DtypeError if requires_grad and the dtype is not a float.
+    """
+
+    __slots__ = ("_data", "grad", "requires_grad", "node", "index", "tensor_hooks", "__weakref__")
     grad: Array | None         # the gradient summed over the backwards since the last zero_grad, or None
 
     def __init__(self, data: Array, *, requires_grad: bool = False) -> None:
@@ -47,37 +74,54 @@ class Tensor:
         self.data = data
         self.grad = None
         self.requires_grad = requires_grad
-        self.node: Node | None = None
+        self.node: TapeNode | None = None       # made this Tensor as its output `index`
         self.index = 0
-        self.tensor_hooks: list[Callable[[Array], Array | None]] = []
+        self.tensor_hooks: list[GradientHook] = []
 
     @classmethod
-    def _of(cls, data: Array, node: "Node | None", index: int) -> "Tensor":
+    def _of(cls, data: Array, node: TapeNode | None, index: int) -> "Tensor":
         """The result of an op: output `index` of `node`."""
         result = Tensor(data)
         result.requires_grad, result.node, result.index = node is not None, node, index
         return result
 
-    # ------------------------------------------------------------------------------------------------- what it is
+    # ------------------------------------------------------------------------------------------------- properties
+
+    @property
+    def data(self) -> Array:
+        """The array itself."""
+        return self._data
+
+    @data.setter
+    def data(self, array: Array) -> None:
+        self._data: Array = array
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.data.shape
+        """The sizes of the dims."""
+        shape: tuple[int, ...] = self._data.shape
+        return shape
 
     @property
     def dtype(self) -> np.dtype:
-        return self.data.dtype
+        """The element type."""
+        dtype: np.dtype = self._data.dtype
+        return dtype
 
     @property
     def ndim(self) -> int:
-        return self.data.ndim
+        """The number of dims."""
+        ndim: int = self._data.ndim
+        return ndim
 
     @property
     def size(self) -> int:
-        return self.data.size
+        """The number of elements."""
+        size: int = self._data.size
+        return size
 
     def __repr__(self) -> str:
-        node = f", from {self.node.op.name}" if self.node is not None else ""
+        node = f", from {self.node.name}" if self.node is not None else ""
         return f"{type(self).__name__}({self.data!r}{', requires_grad=True' if self.requires_grad else ''}{node})"
 
     def __len__(self) -> int:
@@ -95,10 +139,11 @@ class Tensor:
     __array_ufunc__ = None  # array + tensor asks Tensor.__radd__, instead of adding element by element
 
     def item(self) -> float:
-        """The one number it holds, as a Python number."""
+        """The number in a tensor of one element, as a Python number. Raises: ShapeError for another size."""
         if self.size != 1:
             raise ShapeError(f"item() takes a tensor of one number, this one has shape {self.shape}")
-        return self.data.item()
+        number: float = self.data.item()
+        return number
 
     def detach(self) -> "Tensor":
         """The same array, cut off from the tape."""
@@ -107,24 +152,27 @@ class Tensor:
     # -------------------------------------------------------------------------------------------------- gradients
 
     def backward(self, dy: Array | None = None, *, defer_weights: bool = False,
-                 surveyed: "Surveyed | None" = None) -> "list[WeightGradient]":
+                 surveyed: Surveyed | None = None) -> "list[WeightGradient]":
         """Add the gradient of this tensor (of sum(self * dy)) to the `.grad` of every leaf behind it.
 
-        Args:    dy: gradient of what follows, shape and dtype of self; may be left out for one number (then it is 1).
-                 defer_weights: leave the gradient functions that end in a Parameter for later and return them, in the
-                 order they would have run; calling them all gives what an ordinary backward gives, to the bit.
-                 surveyed: is told, before anything runs, the ids of the leaves that this backward will reach.
+        Args:    dy: the gradient of this tensor, with its shape and dtype; default: 1, for a tensor of one number.
+                 defer_weights: do not run the gradient functions that end in a Parameter, but return them.
+                 surveyed: called before anything runs, with the ids of the leaves that this backward will reach.
+        Returns: the deferred functions, in the order in which they would have run. Once all are called, gradients
+                 have the bits of an ordinary backward.
         Raises:  GradientError for a second backward through the same nodes, a missing dy, or nothing to differentiate.
         """
-        from minidist.autograd.backward import backward  # noqa: PLC0415 - it is built on this module
+        deferred: list[WeightGradient] = FUNCTIONS["backward"](self, dy, defer_weights=defer_weights,
+                                                               surveyed=surveyed)
+        return deferred
 
-        return backward(self, dy, defer_weights=defer_weights, surveyed=surveyed)
+    def register_hook(self, hook: GradientHook) -> Callable[[], None]:
+        """Call `hook(dy)` in each backward when this tensor's total gradient is known.
 
-    def register_hook(self, hook: Callable[[Array], Array | None]) -> Callable[[], None]:
-        """Call `hook(dy)` in each backward when this tensor's total gradient is known; it may return a replacement.
-
-        By then everything made from this tensor, and everything younger than it, has run its gradients.
+        By then the gradients of everything made from this tensor, and of everything younger than it, have run.
+        Args:    hook: may return an array that replaces dy.
         Returns: a function that removes the hook.
+        Raises:  GradientError if this tensor needs no gradient.
         """
         if not self.requires_grad:
             raise GradientError("register_hook: this tensor asks for no gradient, so the hook would never run")
@@ -133,7 +181,10 @@ class Tensor:
         return lambda: hooks.remove(hook) if hook in hooks else None
 
     def accumulate(self, gradient: Array, *, own: bool = False) -> None:
-        """Add to the gradient of a leaf; `own` says that the array is nobody else's, so it may be kept."""
+        """Add to the gradient of a leaf.
+
+        Args:    gradient: shape and dtype of data; own: whether the array has no other user, so that it may be kept.
+        """
         if self.grad is None:
             self.grad = account.current().hold(gradient if own else gradient.copy(), "gradients")
         else:
@@ -145,74 +196,52 @@ class Tensor:
 
     # -------------------------------------------------------------------------------------------------- operators
 
-    def __add__(self, other: Any) -> "Tensor":
-        return _ops().add(self, other)
-
-    def __sub__(self, other: Any) -> "Tensor":
-        return _ops().sub(self, other)
-
-    def __mul__(self, other: Any) -> "Tensor":
-        return _ops().mul(self, other)
-
-    def __truediv__(self, other: Any) -> "Tensor":
-        return _ops().div(self, other)
-
-    def __radd__(self, other: Any) -> "Tensor":
-        return _ops().add(other, self)
-
-    def __rsub__(self, other: Any) -> "Tensor":
-        return _ops().sub(other, self)
-
-    def __rmul__(self, other: Any) -> "Tensor":
-        return _ops().mul(other, self)
-
-    def __rtruediv__(self, other: Any) -> "Tensor":
-        return _ops().div(other, self)
+    __add__, __radd__ = _operator("add"), _operator("add", swapped=True)
+    __sub__, __rsub__ = _operator("sub"), _operator("sub", swapped=True)
+    __mul__, __rmul__ = _operator("mul"), _operator("mul", swapped=True)
+    __truediv__, __rtruediv__ = _operator("div"), _operator("div", swapped=True)
+    __matmul__, __rmatmul__ = _operator("matmul"), _operator("matmul", swapped=True)
+    __getitem__, __pow__ = _operator("getitem"), _operator("power")
 
     def __neg__(self) -> "Tensor":
-        return _ops().neg(self)
-
-    def __pow__(self, exponent: float) -> "Tensor":
-        return _ops().power(self, exponent)
-
-    def __matmul__(self, other: Any) -> "Tensor":
-        return _ops().matmul(self, other)
-
-    def __rmatmul__(self, other: Any) -> "Tensor":
-        return _ops().matmul(other, self)
-
-    def __getitem__(self, index: Any) -> "Tensor":
-        return _ops().getitem(self, index)
+        return _apply("neg", self)
 
     def reshape(self, *shape: Any) -> "Tensor":
         """reshape(2, 3) or reshape((2, 3)); one of the sizes may be -1."""
-        return _ops().reshape(self, shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
+        return _apply("reshape", self, shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
 
     def transpose(self, *dims: Any) -> "Tensor":
         """transpose() reverses the dims; transpose(0, 2, 1) or transpose((0, 2, 1)) orders them."""
         given = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-        return _ops().transpose(self, given or None)
+        return _apply("transpose", self, given or None)
 
     def sum(self, dim: Any = None, *, keepdims: bool = False) -> "Tensor":
         """Sum over all dims, one, or several."""
-        return _ops().sum(self, dim=dim, keepdims=keepdims)
+        return _apply("sum", self, dim=dim, keepdims=keepdims)
 
     def mean(self, dim: Any = None, *, keepdims: bool = False) -> "Tensor":
         """Mean over all dims, one, or several."""
-        return _ops().mean(self, dim=dim, keepdims=keepdims)
+        return _apply("mean", self, dim=dim, keepdims=keepdims)
 
 
 class Parameter(Tensor):
     """A weight: a leaf with a name, hooks, and a gradient that may live in a buffer of the strategy.
 
-    `hooks` are called with the parameter once per backward that reaches it, when the last contribution to its gradient
-    has arrived (also for tied weights, which get several). `data` may be replaced at any time, by a shard or by an
-    empty array: the tape reads it again when backward needs it. `arrival()`, if set, is called before `data` is read:
-    its numbers are on their way from other ranks. `lender(parameter)`, if set, gives the view to bind when a gradient
-    comes and none is bound.
+    The tape reads `data` again when backward needs it, so a strategy may replace it at any time, by a shard or by an
+    empty array.
+
+    Attributes: hooks    hook(parameter): called once in each backward that reaches the parameter, when the last
+                         contribution to its gradient has arrived (a tied weight gets several)
+                arrival  arrival(), if set, is called before `data` is read; it waits for numbers from other ranks
+                lender   lender(parameter), if set, gives the view to bind when a gradient comes and none is bound
+
+    Set by a strategy that cuts a model, and read by the one that trains its replicas:
+                shared_by    the ranks that hold the parameter, if not all of the data axis (experts, chapter 18)
+                layout       a sort key: buckets and vectors hold parameters of one layout only (chapter 17)
+                stays_whole  ZeRO-3 leaves the parameter whole on each rank, because no gradient moves it
     """
 
-    __slots__ = ("name", "hooks", "arrival", "lender", "_data", "_grad", "_view", "_fresh")
+    __slots__ = ("name", "hooks", "arrival", "lender", "shared_by", "layout", "stays_whole", "_grad", "_view", "_fresh")
 
     def __init__(self, data: Array, *, name: str = "", requires_grad: bool = True) -> None:
         self._view: Array | None = None
@@ -222,10 +251,13 @@ class Parameter(Tensor):
         self.name = name
         self.hooks: list[Callable[[Parameter], None]] = []
         self.lender: Callable[[Parameter], Array] | None = None
+        self.shared_by: Any = None
+        self.layout: tuple[int, ...] = ()
+        self.stays_whole = False
 
     @property
-    def data(self) -> Array:  # type: ignore[override]  # the slot of Tensor becomes a property, to be counted
-        """The array itself; returns when its numbers have arrived."""
+    def data(self) -> Array:
+        """The array itself. Waits until its numbers have arrived."""
         if self.arrival is not None:
             self.arrival()
         return self._data
@@ -235,7 +267,7 @@ class Parameter(Tensor):
         self._data = account.current().hold(array, "parameters")
 
     @property
-    def grad(self) -> Array | None:  # type: ignore[override]
+    def grad(self) -> Array | None:
         """The gradient, or None. With a bound view: that view while it is fresh, None when it is stale."""
         if self._view is None:
             return self._grad
@@ -252,9 +284,11 @@ class Parameter(Tensor):
             self._fresh = True
 
     def bind_gradient(self, view: Array | None) -> None:
-        """Let gradients be written into `view` (shape and dtype of data), a piece of a bucket or shard; None unbinds.
+        """Let gradients be written into `view`, a part of a bucket or shard.
 
         The view starts stale: the first contribution after this or after zero_grad overwrites it, later ones add.
+        Args:    view: shape and dtype of data; None unbinds.
+        Raises:  ShapeError if the view's shape or dtype differs.
         """
         if view is not None and (view.shape != self.shape or view.dtype != self.dtype):
             raise ShapeError(f"bind_gradient: parameter {self.name!r} is {self.dtype} {self.shape}, "
@@ -262,14 +296,14 @@ class Parameter(Tensor):
         self._view, self._grad, self._fresh = view, None, False
 
     def gradient_room(self) -> Array | None:
-        """The bound view if nothing was added to it yet: a gradient function may write its result there."""
+        """The bound view while it is stale, else None: a gradient function may write its result there."""
         if self._view is None and self.lender is not None:
             self.bind_gradient(self.lender(self))
         return None if self._fresh or self.tensor_hooks else self._view
 
     def accumulate(self, gradient: Array, *, own: bool = False) -> None:
-        """Add to the gradient: into the bound view if there is one."""
-        self.gradient_room()            # may borrow it
+        """Add to the gradient, in the bound view if there is one. Args: as Tensor.accumulate's."""
+        self.gradient_room()            # may bind the lender's view
         if self._view is None:
             super().accumulate(gradient, own=own)
         elif self._fresh:
@@ -284,10 +318,36 @@ class Parameter(Tensor):
         self._grad, self._fresh = None, False
 
 
-def tensor(values: Any, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """A leaf Tensor of an array, a number or nested lists; an array is used as it is, not copied.
+class WeightGradient:
+    """One gradient of a weight, deferred by backward(defer_weights=True). Call it once, at any later time.
 
-    Raises: DtypeError if `requires_grad` and not a float dtype; ConfigError for an unknown dtype.
+    Zero-bubble pipelines fill their idle time with these (their "W"). Until the call, the saved values of the node and
+    the gradient of its output stay alive.
+    """
+
+    __slots__ = ("parameter", "_compute")
+
+    def __init__(self, parameter: Parameter, compute: Callable[[], None]) -> None:
+        self.parameter = parameter
+        self._compute: Callable[[], None] | None = compute
+
+    def __call__(self) -> None:
+        """Compute the gradient and add it to the parameter's.
+
+        Raises:  GradientError for a second call.
+        """
+        if self._compute is None:
+            raise GradientError(f"this gradient of {self.parameter.name or 'a parameter'} has been computed already")
+        compute, self._compute = self._compute, None
+        with no_grad():
+            compute()
+
+
+def tensor(values: Any, dtype: Any = None, requires_grad: bool = False) -> Tensor:
+    """A leaf Tensor of an array, a number or nested lists.
+
+    Args:    values: an array is used as it is, not copied; dtype: a name or a dtype to cast to.
+    Raises:  DtypeError if `requires_grad` and not a float dtype; ConfigError for an unknown dtype.
     """
     array = values.data if isinstance(values, Tensor) else values
     if not backend.is_array(array):

@@ -2,7 +2,9 @@
 
 import argparse
 
-from minidist.bench import calibrate, collectives, overlap, overlap_step, step, step_device
+from minidist.bench import calibrate, collectives, overlap, overlap_step
+from minidist.bench.step.device import PRECISIONS
+from minidist.bench.step.ranks import MODELS, Model, stages
 from minidist.comm.cost.link_model import profile_path
 from minidist.console import counts, number_of_bytes, positive, seconds, sizes
 from minidist.parallel.pipeline.schedules import ORDERS
@@ -16,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         verb)
     _add_step(what.add_parser("step", help="tokens/s and peak memory of a training step"))
     _add_overlap(what.add_parser("overlap", help="how much of an all-reduce hides behind matrix products"))
-    _add_overlap_step(what.add_parser("overlap-step", help="how much of a step's communication lies under computation"))
-    _add_calibrate(what.add_parser("calibrate", help="latency and bandwidth of each link class, for auto to choose by"))
+    _add_overlap_step(what.add_parser("overlap-step", help="share of a step's communication hidden by computation"))
+    _add_calibrate(what.add_parser("calibrate", help="latency and bandwidth of each link class; auto chooses by them"))
     _add_kernels(what.add_parser("kernels", help="each rung of each CUDA kernel beside PyTorch, on a GPU; or counted"))
     for command in what.choices.values():
         command.add_argument("--json", metavar="FILE", help="write the figures for machines")
@@ -41,21 +43,21 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
                              "beside PyTorch's: DDP, torch.distributed.pipelining, DTensor")
     parser.add_argument("--schedule", choices=list(ORDERS), help="of plans with pp (1f1b)")
     parser.add_argument("--microbatches", type=positive, metavar="M", help="of plans with pp (four a stage)")
-    parser.add_argument("--zero", type=step.stages, metavar="S,S",
+    parser.add_argument("--zero", type=stages, metavar="S,S",
                         help="ZeRO stages, of 0 (DDP), 1, 2, 3, each beside PyTorch's: DDP, ZeroRedundancyOptimizer, "
                              "FSDP")
     parser.add_argument("--rounds", type=positive, default=4, metavar="K", help="turns each contender gets (4)")
     parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps a turn (5)")
-    parser.add_argument("--transport", choices=("sockets", "shm"), default="sockets",
-                        help="ours, between ranks (sockets)")
-    parser.add_argument("--model", choices=list(step.MODELS), help="its sizes, but for those given; one process")
+    parser.add_argument("--transport", choices=("auto", "tcp", "shm", "sockets"), default="auto",
+                        metavar="NAME", help="ours, between ranks: auto, tcp or shm (auto)")
+    parser.add_argument("--model", choices=list(MODELS), help="its sizes, but for those given; one process")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="time one process on it, beside PyTorch eager and "
                         "torch.compile, under the measured roofline (with --model: cpu)")
-    parser.add_argument("--precision", choices=list(step_device.PRECISIONS), help="of one process (fp32)")
+    parser.add_argument("--precision", choices=list(PRECISIONS), help="of one process (fp32)")
     parser.add_argument("--graph", action="store_true", help="beside it ours again, the step captured as one CUDA "
                         "graph (with --device cuda --precision bf16)")
-    _add_model(parser, step.Model())
-    parser.set_defaults(**dict.fromkeys(vars(step.Model())))      # None: the named model's, or the default one's
+    _add_model(parser, Model())
+    parser.set_defaults(**dict.fromkeys(vars(Model())))      # None: as in --model, or in the default model
 
 
 def _add_overlap(parser: argparse.ArgumentParser) -> None:
@@ -88,10 +90,10 @@ def _add_links(parser: argparse.ArgumentParser, *, bandwidth: int) -> None:
 
 _MODEL = {"layers": "blocks", "width": "model width", "heads": "attention heads", "context": "tokens a sequence",
           "batch": "sequences a rank", "vocab": "embedding rows"}
-"""What each field of Model is."""
+"""Help for each field of Model."""
 
 
-def _add_model(parser: argparse.ArgumentParser, model: step.Model) -> None:
+def _add_model(parser: argparse.ArgumentParser, model: Model) -> None:
     for name, value in vars(model).items():
         parser.add_argument(f"--{name}", type=positive, default=value, metavar="N", help=f"{_MODEL[name]} ({value})")
 
@@ -110,9 +112,9 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", action="store_true",
                         help="no GPU needed: count bytes and sectors of each rung on the CPU build, at small sizes")
     parser.add_argument("--peers", type=_torch_ways, default=list(_TORCH_WAYS.values()), metavar="NAME,NAME",
-                        help="PyTorch's contenders: eager, compile, which takes its minutes, or none (eager,compile)")
+                        help="PyTorch's contenders: eager, compile (which takes minutes), or none (eager,compile)")
     parser.add_argument("--rounds", type=positive, default=30, metavar="K", help="turns each contender gets (30)")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the inputs (default: another one each time)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the inputs (default: a new one each time)")
 
 
 _TORCH_WAYS = {"eager": "PyTorch eager", "compile": "torch.compile"}

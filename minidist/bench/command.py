@@ -10,62 +10,36 @@
     minidist bench calibrate                                what messages cost on this machine; auto goes by it
     minidist bench kernels                                  each rung of each kernel beside PyTorch; or --count
 
-A peer that is not installed is left out, and the table says so. Contenders take turns; medians over rounds are shown.
+A peer that is not installed is left out, as the table says. Contenders take turns; medians over rounds are shown.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.status import Status
 
-from minidist.bench import (
-    calibrate,
-    collectives,
-    kernels_tables,
-    overlap,
-    overlap_step,
-    step,
-    step_device,
-    step_tables,
-)
-from minidist.bench import (
-    plan as bench_plan,
-)
-from minidist.bench import (
-    tables as bench_tables,
-)
+from minidist.bench import calibrate, collectives, overlap, overlap_step, plots, tables
 from minidist.bench.arguments import add_arguments
+from minidist.bench.kernels.plots import draw_kernels
+from minidist.bench.kernels.tables import show_kernels
+from minidist.bench.progress import Progress
+from minidist.bench.step import command as step
+from minidist.bench.step.ranks import Model
 from minidist.comm.collectives.select import choose
 from minidist.comm.cost.link_model import Profile, profile_path, save_profile
 from minidist.console import meant, write_json
 from minidist.errors import ConfigError
 from minidist.launch import detect, init
-from minidist.observe import bench_plots, kernel_plots, step_plots
+from minidist.launch.transports import current_name
 from minidist.observe.machine import machine
-from minidist.parallel.hybrid.plan import Plan
 
 __all__ = ["add_arguments", "run"]
 
 Result = dict[str, Any]
-
-
-class Progress:
-    """What stands on a terminal while it is measured: called, one line that changes; and lines that stay."""
-
-    def __init__(self, console: Console, status: Status) -> None:
-        self.console, self.status = console, status
-
-    def __call__(self, text: str) -> None:
-        self.status.update(text)
-
-    def keep(self, line: str) -> None:
-        """Print what is known already, for who breaks off."""
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class Bench(NamedTuple):
@@ -77,12 +51,16 @@ class Bench(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, write what was asked for."""
+    """Measure, print the table, write the files that the options ask for.
+
+    Returns: the exit status 0.
+    Raises:  ConfigError for wrong options or a file that cannot be written; LaunchError if ours does not start.
+    """
     console = Console(width=None if sys.stdout.isatty() else 200)  # a table in a log or a file is not folded
     bench = _BENCHES[args.what]
     with console.status("starting the ranks") as status:
         result = bench.measure(args, Progress(console, status))
-    if result is None:          # another rank has it
+    if result is None:          # rank 0 has it
         return 0
     result["machine"] = machine()
     bench.show(result, console)
@@ -109,20 +87,20 @@ def _collective(args: argparse.Namespace, progress: Progress) -> Result:
     if not all(verb.block(min(args.sizes), ranks) for ranks in args.ranks):
         raise ConfigError(f"bench {verb.title}: {min(args.sizes)} B are not one float32 number for each of "
                           f"{max(args.ranks)} ranks; choose --sizes from {4 * max(args.ranks)} up")
-    tables, left_out = {}, _missing(verb, contenders, args.only)
+    seconds, left_out = {}, _missing(verb, contenders, args.only)
     for count in args.ranks:
-        tables[count], without = collectives.measure_all(verb, args.sizes, count, args.rounds, contenders,
+        seconds[count], without = collectives.measure_all(verb, args.sizes, count, args.rounds, contenders,
                                                                args.only is not None, progress)
         left_out += [line for line in without if line not in left_out]
-    return {"what": verb.title, "seconds": tables, "contenders": contenders, "sizes": args.sizes, "left_out": left_out}
+    return {"what": verb.title, "seconds": seconds, "contenders": contenders, "sizes": args.sizes, "left_out": left_out}
 
 
 def _chosen(verb: collectives.Verb, only: str | None) -> list[str]:
-    """The contenders asked for, or all that are here."""
+    """The contenders that --only names, or all that are here."""
     here = collectives.contenders_here(verb)
     if only is None:
         return here
-    chosen = only.split(",")
+    chosen = [current_name(name) for name in only.split(",")]
     for name in chosen:
         base, _, algorithm = name.partition(":")
         if base not in (*collectives.OURS, *verb.peers):
@@ -136,84 +114,17 @@ def _chosen(verb: collectives.Verb, only: str | None) -> list[str]:
 
 
 def _missing(verb: collectives.Verb, contenders: list[str], only: str | None) -> list[str]:
-    """A line for each peer that is not installed, where all that are here were to be measured."""
+    """A line for each peer that is not installed, unless --only chose the contenders."""
     return [f"{peer} was left out: {_install(peer)}" for peer in verb.peers if only is None and peer not in contenders]
 
 
 def _install(contender: str) -> str:
-    return bench_tables.INSTALL_GLOO if contender == collectives.GLOO else "pip install mpich mpi4py"
+    return tables.INSTALL_GLOO if contender == collectives.GLOO else "pip install mpich mpi4py"
 
 
 def _draw_collective(path: Path, result: Result) -> None:
     verb = collectives.VERBS[result["what"]]
-    bench_plots.draw_bus_bandwidth(path, f"{verb.title}, {verb.about}", result["seconds"], verb.bus_bandwidth)
-
-
-# ---------------------------------------------------------------- step
-
-
-def _step(args: argparse.Namespace, progress: Progress) -> Result:
-    named = step.MODELS[args.model] if args.model else step.Model()
-    model = step.Model(**{name: getattr(args, name) or value for name, value in vars(named).items()})
-    model.config()  # a model that cannot be is refused before anything starts
-    if args.model or args.device or args.precision or args.graph:
-        return step_device.measure_asked(args, model, progress)
-    plans = _plans(args, model)
-    result = {"what": "step", "model": vars(model), "transport": args.transport, "zero": args.zero, "plans": [*plans],
-              "left_out": []}
-    rows: list[Any] = []
-    if plans and not args.zero:
-        for axes, plan in plans.items():
-            more, without = bench_plan.measure_plan(axes, plan, model, args.rounds, args.steps, args.transport,
-                                                    progress)
-            rows, result["left_out"] = rows + more, result["left_out"] + without
-            if len(plans) > 1:
-                progress.keep(bench_tables.plan_line([vars(row) for row in more]))
-    elif args.zero:
-        ranks = [plan.size for plan in plans.values()] or args.ranks or [2, 4]
-        if min(ranks) < 2:
-            raise ConfigError("bench step --zero: one rank divides nothing; choose -n of at least 2")
-        rows, result["left_out"] = step.measure_stages(model, ranks, args.zero, args.rounds, args.steps,
-                                                             args.transport, progress)
-    else:
-        rows = step.measure_all(model, args.ranks or [1, 2], args.rounds, args.steps, args.transport, progress)
-    return {**result, "rows": [vars(row) for row in rows]}
-
-
-def _plans(args: argparse.Namespace, model: step.Model) -> dict[str, Plan]:
-    """The plans asked for, by their axes, as far as they can be measured with this model."""
-    plans = {}
-    for axes in args.plan:
-        plan = Plan.parse(axes)
-        if plan.size == 1:
-            raise ConfigError(f"bench step --plan {axes}: one rank is what each plan stands beside; cut an axis: pp=2")
-        if args.ranks not in (None, [plan.size]):
-            raise ConfigError(f"bench step: --plan {axes} is for {plan.size} ranks; leave -n out")
-        if args.zero and plan.dp < plan.size:
-            raise ConfigError(f"bench step: --plan {axes} with --zero: its peers divide the data axis alone; leave "
-                              f"--zero out, or the other axes")
-        if plan.pp > 1:
-            plan = replace(plan, schedule=args.schedule or plan.schedule, microbatches=args.microbatches)
-        plan.require_model(model.config())
-        plans[axes] = plan
-    if (args.schedule or args.microbatches) and not any(plan.pp > 1 for plan in plans.values()):
-        raise ConfigError("bench step: --schedule and --microbatches are a pipeline's; add --plan pp=2")
-    return plans
-
-
-def _of_step(result: Result, plans: Any, stages: Any, plain: Any, device: Any) -> Any:
-    """What fits the kind of step that was measured."""
-    return device if "device" in result else stages if result["zero"] else plans if result["plans"] else plain
-
-
-def _show_step(result: Result, console: Console) -> None:
-    _of_step(result, bench_tables.show_plans, bench_tables.show_stages, bench_tables.show_step,
-             step_tables.show_device)(result, console)
-
-
-def _draw_step(path: Path, result: Result) -> None:
-    _of_step(result, bench_plots.draw_plans, bench_plots.draw_stages, bench_plots.draw_steps,
-             step_plots.draw_device)(path, result if "device" in result else result["rows"])
+    plots.draw_bus_bandwidth(path, f"{verb.title}, {verb.about}", result["seconds"], verb.bus_bandwidth)
 
 
 # ---------------------------------------------------------------- overlap
@@ -238,7 +149,7 @@ def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
                                            _known("overlap-step", args.only, links, list(links)))
     if args.ranks < 2 or not args.bandwidth or not args.bucket:
         raise ConfigError("bench overlap-step: choose -n of at least 2, a --bandwidth and a --bucket above 0")
-    model = step.Model(**{name: getattr(args, name) for name in vars(step.Model())})
+    model = Model(**{name: getattr(args, name) for name in vars(Model())})
     model.config()
     rows = overlap_step.measure_all(chosen, model, args.ranks, args.rounds, args.steps, args.bucket, args.alpha,
                                           1 / args.bandwidth, progress)
@@ -250,7 +161,7 @@ def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
 
 
 def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
-    """In a job that a launcher started, its own link; rank 0 has the result."""
+    """Calibrate the links of this host; in a job that a launcher started, the job's own link (None but on rank 0)."""
     links = _known("calibrate", args.only, calibrate.LINKS, calibrate.links_here())
     if min(args.ranks) < 2 or len(args.sizes) < 2 or min(args.sizes) < 4:
         raise ConfigError("bench calibrate: choose -n of at least 2, and two --sizes or more, of at least 4 bytes")
@@ -272,8 +183,8 @@ def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
 
 
 def _known(what: str, only: str | None, known: tuple[str, ...], here: list[str]) -> list[str]:
-    """The contenders asked for, or all that are here."""
-    chosen = here if only is None else only.split(",")
+    """The contenders that --only names, or all that are here."""
+    chosen = here if only is None else [current_name(name) for name in only.split(",")]
     for name in chosen:
         if name not in known:
             raise ConfigError(f"bench {what}: no {name!r}{meant(name, known)}; choose from {', '.join(here)}")
@@ -286,19 +197,19 @@ def _known(what: str, only: str | None, known: tuple[str, ...], here: list[str])
 
 
 def _kernels(args: argparse.Namespace, progress: Progress) -> Result:
-    """Timed, or counted. The kernels are imported here: nobody else needs them."""
+    """Time or count the kernels, which are imported only here."""
     if args.count:
-        from minidist.bench.kernels_count import counted
+        from minidist.bench.kernels.counting import counted
         return counted(args.names, args.seed, progress)
-    from minidist.bench.kernels import measured
+    from minidist.bench.kernels.timing import measured
     return measured(args.names, args.peers, args.rounds, args.seed, progress)
 
 
 _BENCHES = {
-    **dict.fromkeys(collectives.VERBS, Bench(_collective, bench_tables.show_collective, _draw_collective)),
-    "overlap": Bench(_overlap, bench_tables.show_overlap, bench_plots.draw_overlap),
-    "overlap-step": Bench(_overlap_step, bench_tables.show_overlap_step, bench_plots.draw_overlap_step),
-    "calibrate": Bench(_calibrate, bench_tables.show_calibration, bench_plots.draw_calibration),
-    "step": Bench(_step, _show_step, _draw_step),
-    "kernels": Bench(_kernels, kernels_tables.show_kernels, kernel_plots.draw_kernels),
+    **dict.fromkeys(collectives.VERBS, Bench(_collective, tables.show_collective, _draw_collective)),
+    "overlap": Bench(_overlap, tables.show_overlap, plots.draw_overlap),
+    "overlap-step": Bench(_overlap_step, tables.show_overlap_step, plots.draw_overlap_step),
+    "calibrate": Bench(_calibrate, tables.show_calibration, plots.draw_calibration),
+    "step": Bench(step.measure, step.show, step.draw),
+    "kernels": Bench(_kernels, show_kernels, draw_kernels),
 }

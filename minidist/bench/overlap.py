@@ -1,11 +1,11 @@
 """`minidist bench overlap`: how much of an all-reduce hides behind a matrix product that runs meanwhile.
 
-    x alone          start, wait                         how long communication takes
-    products alone   as many as take about as long       how long computation takes
+    x alone          start, wait                         the time of communication
+    products alone   a number that takes about as long   the time of computation
     both             start, products, wait               at best the longer of the two, at worst their sum
 
-`delayed` is ours over links that sleep α + n·β a message (comm/transports/throttled.py): what overlap is worth where a
-network does the carrying. The others are this machine as it is, where the cores that compute also carry the bytes.
+`delayed` is ours over links that sleep α + n·β a message (comm/transports/throttled.py): the value of overlap where a
+network moves the bytes. The others are this machine as it is, where the cores that compute also carry the bytes.
 """
 
 import importlib.util
@@ -22,14 +22,14 @@ from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
 from minidist.launch.membership import limit_blas_threads
 
 DELAYED, GLOO = "delayed", "gloo"
-CONTENDERS = (DELAYED, "sockets", "shm", GLOO)
+CONTENDERS = (DELAYED, "tcp", "shm", GLOO)
 MODULE = "minidist.bench.overlap"
 WIDTH = 256         # of the square float32 matrices: a product takes a fraction of a millisecond
 TRIAL = 8           # products in the first look at how long one takes
 
 
 @dataclass(frozen=True)
-class Row:
+class OverlapRow:
     """One contender: median seconds of each alone and of both at once, on its slowest rank."""
 
     name: str
@@ -39,23 +39,22 @@ class Row:
 
     @property
     def of_longer(self) -> float:
-        """1 where the shorter of the two hides wholly."""
+        """`both` over the longer of the two: 1 if the shorter is hidden completely."""
         return self.both / max(self.communicate, self.compute)
 
     @property
     def hidden(self) -> float:
-        """The part of the shorter that the longer hides: 1 at best; below 0 where both at once cost more than apart."""
+        """The hidden part of the shorter: 1 at best; below 0 if both at once take longer than one after the other."""
         return (self.communicate + self.compute - self.both) / min(self.communicate, self.compute)
 
-
     def as_json(self) -> dict[str, Any]:
-        """For --json, the table and the figure."""
+        """The row for --json, the table and the figure."""
         return {**asdict(self), "of_longer": self.of_longer, "hidden": self.hidden}
 
 
 def contenders_here() -> list[str]:
     """Ours over delayed links and as it is; gloo where PyTorch is installed."""
-    return [DELAYED, "sockets", "shm", *([GLOO] if importlib.util.find_spec("torch") else [])]
+    return [DELAYED, "tcp", "shm", *([GLOO] if importlib.util.find_spec("torch") else [])]
 
 
 def start_job(contender: str, ranks: int, alpha: float, beta: float) -> Job:
@@ -67,7 +66,7 @@ def start_job(contender: str, ranks: int, alpha: float, beta: float) -> Job:
 
 
 def measure_all(contenders: list[str], ranks: int, nbytes: int, rounds: int, alpha: float, beta: float,
-                progress: Callable[[str], None]) -> list[Row]:
+                progress: Callable[[str], None]) -> list[OverlapRow]:
     """A row for each contender; they take turns within every round."""
     jobs: list[Job] = []
     figures: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
@@ -89,27 +88,30 @@ def measure_all(contenders: list[str], ranks: int, nbytes: int, rounds: int, alp
     finally:
         for job in jobs:
             job.close()
-    return [Row(name, **{kind: statistics.median(seconds) for kind, seconds in figures[name].items()})
+    return [OverlapRow(name, **{kind: statistics.median(seconds) for kind, seconds in figures[name].items()})
             for name in contenders]
 
 
 def slowest(job: Job, **question: int) -> float:
     """The median over repetitions of the slowest rank's seconds."""
-    return statistics.median(max(row) for row in zip(*job.ask(**question), strict=True))
+    return statistics.median(float(max(row)) for row in zip(*job.ask(**question), strict=True))
 
 
 # ---------------------------------------------------------------- the ranks' side
 
 
-class Work:
-    """What a rank does when asked: communicate, compute, or both at once; seconds of each repetition."""
+class TimedOverlap:
+    """A rank's communication and computation, timed alone or at once.
+
+    Args:    start: start(x) -> a handle with wait(). multiply: one product. barrier: of all ranks.
+    """
 
     def __init__(self, start: Callable[[np.ndarray], Any], multiply: Callable[[], Any], barrier: Callable[[], Any],
                  ranks: int) -> None:
         self.start, self.multiply, self.barrier, self.ranks = start, multiply, barrier, ranks
 
     def measure(self, nbytes: int, products: int, repeats: int = 5) -> list[float]:
-        """All-reduce `nbytes` (none if 0) while `products` products are computed."""
+        """Seconds of each repetition: all-reduce `nbytes` (none if 0) while `products` products are computed."""
         x, seconds = np.ones(nbytes // 4, np.float32), []
         for _ in range(repeats + 1):        # one to warm up
             x.fill(1)
@@ -127,17 +129,17 @@ class Work:
 
 
 def our_rank(folder: str, contender: str, alpha: float, beta: float) -> None:
-    """One rank of minidist, over delayed links or the transport it is called after."""
+    """One rank of minidist, over delayed links or over the transport named like the contender."""
     import minidist as md
     from minidist.comm.transports.throttled import delayed
 
     limit_blas_threads(1, local_size=1)
-    world = md.init(transport="sockets" if contender == DELAYED else contender, shared_memory=False, threads=1)
+    world = md.init(transport="tcp" if contender == DELAYED else contender, threads=1)
     a, b, c = (np.ones((WIDTH, WIDTH), np.float32) for _ in range(3))
 
     def work(group: Any) -> None:
-        measure = Work(lambda x: group.start_all_reduce(x, out=x, algorithm="ring"),
-                       lambda: np.matmul(a, b, out=c), world.barrier, world.size).measure
+        measure = TimedOverlap(lambda x: group.start_all_reduce(x, out=x, algorithm="ring"),
+                               lambda: np.matmul(a, b, out=c), world.barrier, world.size).measure
         answer(folder, world.rank, measure)
 
     if contender == DELAYED:
@@ -148,15 +150,15 @@ def our_rank(folder: str, contender: str, alpha: float, beta: float) -> None:
 
 
 def gloo_rank(folder: str, rank: int, size: int) -> None:
-    """One rank of PyTorch's all_reduce(async_op=True) over gloo, meeting through a file."""
+    """One rank of PyTorch's all_reduce(async_op=True) over gloo."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     a, b, c = (torch.ones(WIDTH, WIDTH) for _ in range(3))
-    work = Work(lambda x: dist.all_reduce(torch.from_numpy(x), async_op=True), lambda: torch.matmul(a, b, out=c),
-                dist.barrier, size)
+    work = TimedOverlap(lambda x: dist.all_reduce(torch.from_numpy(x), async_op=True),
+                        lambda: torch.matmul(a, b, out=c), dist.barrier, size)
     answer(folder, rank, work.measure)
 
 

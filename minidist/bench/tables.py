@@ -1,15 +1,13 @@
-"""The tables of `minidist bench`: what was measured, for people."""
+"""The tables of collectives, overlap and calibration."""
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from minidist.bench import collectives, overlap
-from minidist.bench import step as bench_step
 from minidist.bench.floors import COPIES, TCP
-from minidist.observe.bench_plots import STAGES, bytes_text, plan_label
+from minidist.observe.page import size_text
 
 FLOORS = {COPIES: "nothing is communicated; what each rank must copy and add in any algorithm, all at once",
           TCP: "nothing is reduced or checked; what each rank must send and receive in any algorithm, by bare sockets"}
@@ -28,7 +26,7 @@ def show_collective(result: dict[str, Any], console: Console) -> None:
             row = [f"{seconds[size] * 1e6:,.0f} · {verb.bus_bandwidth(size, seconds[size], ranks) / 1e9:5.2f}"
                    for seconds in times.values()]
             row += [f"{times[_peer_of(verb, name)][size] / times[name][size]:.2f}×" for name in ratios]
-            table.add_row(bytes_text(size), *row)
+            table.add_row(size_text(size), *row)
         console.print(table)
     for name, does in FLOORS.items():
         if name in result["contenders"]:
@@ -38,95 +36,15 @@ def show_collective(result: dict[str, Any], console: Console) -> None:
 
 
 def _peer_of(verb: collectives.Verb, contender: str) -> str:
-    """The peer that a contender is held against; "" for a peer."""
-    peers = {"sockets": collectives.GLOO, "shm": verb.mpi, "mpi": verb.mpi, COPIES: verb.mpi,
+    """The peer that a contender is compared with; "" for a peer."""
+    peers = {"tcp": collectives.GLOO, "shm": verb.mpi, "mpi": verb.mpi, COPIES: verb.mpi,
              TCP: collectives.GLOO}
     return peers.get(collectives.base(contender), "")
 
 
-def show_step(result: dict[str, Any], console: Console) -> None:
-    """A row for each contender at each rank count."""
-    model, rows = result["model"], result["rows"]
-    table = new_table("training step: " + ", ".join(f"{name} {value}" for name, value in model.items()))
-    for column in ("", "ranks", "ms a step", "tokens/s", "of its 1 rank", "beside PyTorch", "peak MiB above import"):
-        table.add_column(column, justify="right" if column else "left")
-    for row in rows:
-        table.add_row(row["name"], str(row["ranks"]), f"{row['step_seconds'] * 1e3:.1f}",
-                      f"{row['tokens_per_second']:,.0f}", _ratio(row, rows, name=_alone(row), ranks=1),
-                      _ratio(row, rows, name="PyTorch", ranks=row["ranks"]), f"{row['peak_bytes'] / 2**20:.0f}")
-    console.print(table)
-    if any(row["name"] == bench_step.SEPARATE for row in rows):
-        console.print("separate: as many processes of ours that do not communicate: what this machine's cores give",
-                      style="dim")
-    if not any(row["name"] == bench_step.PEER for row in rows):
-        console.print(f"PyTorch was left out: {INSTALL_GLOO}", style="dim", markup=False)
-
-
-def show_stages(result: dict[str, Any], console: Console) -> None:
-    """A row for each contender at each rank count and stage; ours as a multiple of each peer's speed."""
-    model, rows = result["model"], result["rows"]
-    table = new_table("training step: " + ", ".join(f"{name} {value}" for name, value in model.items()))
-    for column in ("stage", "", "ranks", "ms a step", "tokens/s", "ours beside it", "peak MiB above import"):
-        table.add_column(column, justify="right" if column not in ("stage", "") else "left")
-    for index, row in enumerate(rows):
-        ours = next(other for other in rows if other["name"] == bench_step.OURS and other["zero"] == row["zero"]
-                    and other["ranks"] == row["ranks"])
-        name = row["name"] if row is ours else f"PyTorch {row['name']}"
-        ratio = "" if row is ours else f"{row['step_seconds'] / ours['step_seconds']:.2f}×"
-        last = index + 1 == len(rows) or rows[index + 1]["name"] == bench_step.OURS
-        table.add_row(STAGES[row["zero"]], name, str(row["ranks"]), f"{row['step_seconds'] * 1e3:.1f}",
-                      f"{row['tokens_per_second']:,.0f}", ratio, f"{row['peak_bytes'] / 2**20:.0f}", end_section=last)
-    console.print(table)
-    for line in result["left_out"]:
-        console.print(f"left out: {line}", style="dim", markup=False)
-    if all(row["name"] == bench_step.OURS for row in rows) and not result["left_out"]:
-        console.print(f"PyTorch was left out: {INSTALL_GLOO}", style="dim", markup=False)
-
-
-def show_plans(result: dict[str, Any], console: Console) -> None:
-    """A section for each plan: ours, what trains without a cut, and PyTorch's; ours as a multiple of each."""
-    model, rows = result["model"], result["rows"]
-    table = new_table("training step: " + ", ".join(f"{name} {value}" for name, value in model.items()))
-    for column in ("plan", "", "ranks", "ms a step", "tokens/s", "of its 1 rank", "ours beside it"):
-        table.add_column(column, justify="right" if column not in ("plan", "") else "left")
-    for row in rows:
-        section = [other for other in rows if other["plan"] == row["plan"]]
-        ratio = "" if row is section[0] else f"{section[0]['tokens_per_second'] / row['tokens_per_second']:.2f}×"
-        table.add_row(row["plan"] if row is section[0] else "", plan_label(row), str(row["ranks"]),
-                      f"{row['step_seconds'] * 1e3:.1f}", f"{row['tokens_per_second']:,.0f}",
-                      _ratio(row, section, name=_alone(row), ranks=1), ratio, end_section=row is section[-1])
-    console.print(table)
-    console.print("separate: as many processes of ours that do not communicate: what this machine's cores give",
-                  style="dim")
-    for line in result["left_out"]:
-        console.print(f"left out: {line}", style="dim", markup=False)
-    if all(row["name"] != bench_step.PEER for row in rows):
-        console.print(f"PyTorch was left out: {INSTALL_GLOO}", style="dim", markup=False)
-
-
-def plan_line(rows: Sequence[dict[str, Any]]) -> str:
-    """A plan's contenders in one line: "pp=2, 1f1b × 8: minidist 251.3 ms a step, 16,301 tokens/s; …"."""
-    return f"{rows[0]['plan']}: " + "; ".join(
-        f"{plan_label(row)} on {row['ranks']} {row['step_seconds'] * 1e3:.1f} ms a step, "
-        f"{row['tokens_per_second']:,.0f} tokens/s" for row in rows)
-
-
-def _alone(row: dict[str, Any]) -> str:
-    """The contender whose single rank a row scales from."""
-    return bench_step.OURS if row["name"] == bench_step.SEPARATE else row["name"]
-
-
-def _ratio(row: dict[str, Any], rows: Iterable[dict[str, Any]], *, name: str, ranks: int) -> str:
-    """`row`'s tokens/s over those of contender `name` at `ranks`."""
-    for other in rows:
-        if other["name"] == name and other["ranks"] == ranks and other is not row:
-            return f"{row['tokens_per_second'] / other['tokens_per_second']:.2f}×"
-    return ""
-
-
 def show_overlap(result: dict[str, Any], console: Console) -> None:
-    """A row for each contender: each alone, both at once, and what that is of the longer."""
-    table = new_table(f"all-reduce of {bytes_text(result['nbytes'])} beside matrix products, {result['ranks']} ranks "
+    """A row for each contender: each alone, both at once, and the latter over the longer."""
+    table = new_table(f"all-reduce of {size_text(result['nbytes'])} beside matrix products, {result['ranks']} ranks "
                       "(ms)")
     for column in ("", "all-reduce", "products", "both", "of the longer", "hidden"):
         table.add_column(column, justify="right" if column else "left")
@@ -136,14 +54,14 @@ def show_overlap(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     names = [row["name"] for row in result["rows"]]
     if overlap.DELAYED in names:
-        console.print(f"delayed: sockets, each message held back {result['alpha'] * 1e6:.0f} µs and 1 s for "
+        console.print(f"delayed: tcp, each message held back {result['alpha'] * 1e6:.0f} µs and 1 s for "
                       f"{result['bandwidth'] / 1e6:,.0f} MB; the others are this machine as it is", style="dim")
     if overlap.GLOO not in names:
         console.print(f"gloo was left out: {INSTALL_GLOO}", style="dim", markup=False)
 
 
 def show_overlap_step(result: dict[str, Any], console: Console) -> None:
-    """A row for each contender: a step, its communication, and how much of that lies under computation."""
+    """A row for each contender: a step, its communication, and the hidden share."""
     table = new_table(f"communication under computation in a training step, {result['ranks']} ranks (ms a step and "
                       "rank): " + ", ".join(f"{name} {value}" for name, value in result["model"].items()))
     for column in ("", "step", "communication", "of it hidden", "", "waited"):
@@ -155,8 +73,8 @@ def show_overlap_step(result: dict[str, Any], console: Console) -> None:
         table.add_row(row["name"], step, communication, hidden, f"{row['share']:.0%}", waited)
     console.print(table)
     if any(row["link"] == "delayed" for row in result["rows"]):
-        console.print(f"delayed: sockets, each message held back {result['alpha'] * 1e6:.0f} µs and 1 s for "
-                      f"{result['bandwidth'] / 1e6:,.0f} MB; sockets: this machine as it is", style="dim")
+        console.print(f"delayed: tcp, each message held back {result['alpha'] * 1e6:.0f} µs and 1 s for "
+                      f"{result['bandwidth'] / 1e6:,.0f} MB; tcp: this machine as it is", style="dim")
 
 
 def show_calibration(result: dict[str, Any], console: Console) -> None:

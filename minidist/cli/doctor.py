@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import threadpoolctl
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from minidist.comm.cost.link_model import load_profile, profile_path
@@ -35,7 +36,7 @@ LENDING = "sysctl kernel.yama.ptrace_scope=1 (or 0); in Docker: --cap-add SYS_PT
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table. `state` is "ok", "optional" (missing, and not needed) or "broken"; `advice` what to do."""
+    """One line of the table. `state`: "ok", "optional" (missing, not needed) or "broken"; `advice`: how to get it."""
 
     what: str
     state: str
@@ -49,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, try, and print; 1 if something that every job needs does not work, else 0."""
+    """Examine this machine and print the table. Returns: 1 if a part that every job needs does not work, else 0."""
     findings = list(examine())
     table = Table(title="This machine", title_justify="left", header_style="bold cyan")
     table.add_column("")
     for column in ("what", "found", "what to do"):
         table.add_column(column, overflow="fold")
     for finding in findings:
-        table.add_row(MARKS[finding.state], finding.what, _plain(finding.found), _plain(finding.advice))
+        table.add_row(MARKS[finding.state], finding.what, escape(finding.found), escape(finding.advice))
     Console(highlight=False).print(table)
     if args.json:
         write_json(args.json, {"findings": [asdict(finding) for finding in findings]})
@@ -68,7 +69,7 @@ def examine() -> Iterator[Finding]:
     yield from _software()
     yield from _hardware()
     yield _mpi()
-    for name in ("threads", "sockets", "shm", "mpi"):
+    for name in ("threads", "tcp", "shm", "mpi"):
         yield _transport(name)
     yield _profile()
     yield _gpu()
@@ -99,7 +100,7 @@ def _hardware() -> Iterator[Finding]:
 
 
 def _mpi() -> Finding:
-    """mpirun and mpi4py, and whether they belong together: two ranks must see each other."""
+    """mpirun and mpi4py, and whether they are of one MPI: two ranks must see each other."""
     from minidist.launch.mpirun import INSTALL, find_mpirun
 
     try:
@@ -121,7 +122,7 @@ def _mpi() -> Finding:
 
 
 def _round_trip(world: Any) -> tuple[float, bool | None]:
-    """Median seconds of an all-reduce of 1 MiB; whether ranks read each other's memory, None where they share none."""
+    """Median seconds of an all-reduce of 1 MiB, and whether ranks read each other's memory (None: they share none)."""
     array, times = np.ones(TRY_BYTES // 4, np.float32), []
     for _ in range(5):
         started = time.perf_counter()
@@ -133,7 +134,7 @@ def _round_trip(world: Any) -> tuple[float, bool | None]:
 
 
 def _transport(name: str) -> Finding:
-    """Really run two ranks over it."""
+    """Run two ranks over this transport."""
     from minidist.launch import run as run_ranks
 
     try:
@@ -149,7 +150,7 @@ def _transport(name: str) -> Finding:
 
 
 def _profile() -> Finding:
-    """What algorithm="auto" goes by: this user's communication profile, or the defaults."""
+    """The profile by which algorithm="auto" chooses, or that it takes its defaults."""
     what, again = "profile for auto", "minidist bench calibrate"
     try:
         profile = load_profile()
@@ -189,7 +190,7 @@ def _cupy() -> Finding:
 
 
 def _compiler() -> Finding:
-    """g++, by which CUDA kernels run on the CPU."""
+    """g++, which builds CUDA kernels for the CPU."""
     from minidist.kernels import on_cpu
 
     path = on_cpu.compiler()
@@ -200,7 +201,7 @@ def _compiler() -> Finding:
 
 
 def _look(what: str, look: Callable[[], Finding], advice: str) -> Finding:
-    """A library that is installed may still fail to load: that is a finding, not a crash."""
+    """The finding of `look()`; an installed library that fails to load is a finding too."""
     try:
         return look()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -227,7 +228,3 @@ def _first_line(error: Exception) -> str:
 
 def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["it said nothing"])[-1]
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")

@@ -1,17 +1,30 @@
-"""Which line of whose program called: the part of an error message that sends the reader to the right place.
+"""The line of the program that made a call: the part of an error message that sends the reader to the right place.
 
-A place is "file:line" of the first frame outside minidist/comm, walking outwards. Cost: about 1 µs.
+A program enters this package by an entry: a public method of Group, or of the handle of a call under way. Entries
+register their code objects here (`@entries`), so nothing depends on the names of files. A place is "file:line" of the
+frame that called the outermost entry. Cost: about 1 µs.
 """
 
 import gc
+import inspect
 import sys
 import threading
-from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType
+from typing import TypeVar
 
-_HERE = str(Path(__file__).parent)
 _LONGEST = 200
+_ENTRIES: set[CodeType] = set()
 _one_at_a_time = threading.Lock()
+
+C = TypeVar("C", bound=type)
+
+
+def entries(cls: C) -> C:
+    """Class decorator: the public methods are entries."""
+    for name, method in vars(cls).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            _ENTRIES.add(method.__code__)
+    return cls
 
 
 def place(filename: str, line: int) -> str:
@@ -20,29 +33,17 @@ def place(filename: str, line: int) -> str:
 
 
 def caller(frame: FrameType | None = None) -> str:
-    """The place outside minidist/comm that led to this call (or to `frame`)."""
-    if frame is None:
-        frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
-        frame = frame.f_back
-    return place(frame.f_code.co_filename, frame.f_lineno)
+    """The place that entered this package, as seen from `frame` (default: the caller's); without an entry, `frame`."""
+    frame = frame or sys._getframe(1)
+    return _place_of(_entered_from(frame)[0] or frame)
 
 
 def raised_at(error: BaseException) -> str:
-    """The innermost place outside minidist/comm that `error` passed through, else where it was raised."""
+    """The place that entered this package, in the traceback of `error`; without an entry, where it was raised."""
     found, trace = "an unknown place", error.__traceback__
-    outside = False
-    while trace is not None:
-        here = _is_ours(trace)
-        if not here or not outside:
-            found = place(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-        outside = outside or not here
-        trace = trace.tb_next
+    while trace is not None and trace.tb_frame.f_code not in _ENTRIES:
+        found, trace = place(trace.tb_frame.f_code.co_filename, trace.tb_lineno), trace.tb_next
     return found
-
-
-def _is_ours(trace: TracebackType) -> bool:
-    return trace.tb_frame.f_code.co_filename.startswith(_HERE)
 
 
 def frames() -> dict[int, FrameType]:
@@ -62,29 +63,26 @@ def frames() -> dict[int, FrameType]:
 
 
 def doing(thread: int | None) -> str:
-    """What a rank's thread is in the middle of: "all_reduce at train.py:40", or "train.py:40" outside minidist/comm."""
+    """What a rank's thread is in the middle of: "all_reduce at train.py:40", or "train.py:40" outside an entry."""
     return "its last line" if thread is None else _told(frames().get(thread))   # no name for a frame that may be ours
 
 
 def _told(innermost: FrameType | None) -> str:
     if innermost is None:
         return "its last line"
-    frame, verb = _within(innermost), ""
-    if frame is None:
-        return place(innermost.f_code.co_filename, innermost.f_lineno)
-    inside: FrameType | None = frame
-    while inside is not None and inside.f_code.co_filename.startswith(_HERE):
-        if Path(inside.f_code.co_filename).name in ("group.py", "async_call.py") and inside.f_code.co_name[0] != "_":
-            verb = f"{inside.f_code.co_name} at "
-        inside = inside.f_back
-    return verb + caller(frame)
+    frame, verb = _entered_from(innermost)
+    return _place_of(innermost) if frame is None else f"{verb} at {_place_of(frame)}"
 
 
-def _within(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of minidist/comm, the one that runs the rank aside."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_HERE) and not name.endswith("threads.py"):
-            return frame
+def _entered_from(frame: FrameType | None) -> tuple[FrameType | None, str]:
+    """The frame that called the nearest entry outwards, and that entry's name; one entry may call another."""
+    while frame is not None and frame.f_code not in _ENTRIES:
         frame = frame.f_back
-    return None
+    verb = ""
+    while frame is not None and frame.f_code in _ENTRIES:
+        verb, frame = frame.f_code.co_name, frame.f_back
+    return frame, verb
+
+
+def _place_of(frame: FrameType) -> str:
+    return place(frame.f_code.co_filename, frame.f_lineno)

@@ -2,7 +2,7 @@
 
     program's stream   ... x is written | e0             | e1 awaited | the result is read ...
                                           \\              /
-    the group's side                       e0 awaited | work | e1                        nobody waits on the host
+    the group's side                       e0 awaited | work | e1                        the host does not wait
 
 Without one, arrays cross to the host and back (buffers.py), whatever the transport. A call goes to the device if its
 arrays are on the GPU, its algorithm is `auto` or `native`, and Device.refusal() has nothing against it. All ranks of
@@ -18,17 +18,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from minidist.comm.handle import Handle
 from minidist.comm.native import Native
 from minidist.device.backend import Array, imported_cupy
 from minidist.errors import DeviceError
-
-if TYPE_CHECKING:
-    from minidist.comm.transport import Handle
-
 
 _PER_THREAD = 2             # cudaStreamPerThread
 
@@ -108,14 +105,14 @@ class Lane(ABC):
         """What the sender puts into the next header's message (uint8), so that the receiver can meet it here."""
 
     @abstractmethod
-    def send(self, array: Array) -> "Handle":
+    def send(self, array: Array) -> Handle:
         """Begin to send a contiguous array that the current stream has written; does not wait for the receiver.
 
         The handle's wait() orders the current stream behind the message.
         """
 
     @abstractmethod
-    def recv(self, introduction: np.ndarray, into: Array) -> "Handle":
+    def recv(self, introduction: np.ndarray, into: Array) -> Handle:
         """Begin to receive the message of the next header into a contiguous array; wait() as above."""
 
 
@@ -146,7 +143,7 @@ class Device(ABC):
         """Give back memory that this rank shares with others, when they have let go of it; finish() has returned.
 
         Waits for ranks that share the GPU to close, too, up to the limit; those that are lost are not waited for. After
-        abort() nobody says so any more, and a moment must do. A second call does nothing.
+        abort() it waits a moment only: the others no longer say that they have closed. A second call does nothing.
         """
 
     @abstractmethod

@@ -10,37 +10,35 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from minidist.comm import call_site
 from minidist.comm.calls.async_call import PendingMessage
 from minidist.comm.calls.buffers import Result, argument, device_of
-from minidist.comm.calls.call import Told
+from minidist.comm.calls.call import ReportedSend
+from minidist.comm.calls.members import Members
 from minidist.comm.device_lane import VIA_LANE, Lane
+from minidist.comm.handle import Handle
 from minidist.comm.ledger import Event
-from minidist.comm.signature import Block, Signature, dtype_code, pack_block, unpack
-from minidist.comm.transport import Handle, Tag, Transport
-from minidist.comm.transports.progress.mailbox import loopback
+from minidist.comm.signature import BlockHeader, Signature, dtype_code, pack_block, unpack
+from minidist.comm.transport import Tag, Transport
 from minidist.device import backend
 from minidist.errors import MismatchError
-
-if TYPE_CHECKING:
-    from minidist.comm.group import Group
 
 POINT_TO_POINT = 1 << 63
 """The sequence of the tag that a group's point-to-point messages share."""
 
 
-class Messages:
+class PointToPoint:
     """A group's point-to-point messages."""
 
-    def __init__(self, group: "Group") -> None:
+    def __init__(self, group: Members) -> None:
         self._group, self._tag = group, Tag(group.id, POINT_TO_POINT)
         self._self_link: Transport | None = None
         self._started = 0
-        self.by_lane: defaultdict[int, deque[_Incoming]] = defaultdict(deque)   # from each rank, headers come first
+        self.by_lane: defaultdict[int, deque[Incoming]] = defaultdict(deque)    # from each rank, headers come first
 
     def send(self, x: Any, dst: int) -> PendingMessage:
         """Start to send `x` to rank `dst`."""
@@ -50,7 +48,7 @@ class Messages:
 
     def recv(self, src: int, out: Any) -> PendingMessage:
         """Start to receive from rank `src`."""
-        incoming = _Incoming(self, "recv", src, out)
+        incoming = Incoming(self, "recv", src, out)
         return self._pending(incoming.signature, [incoming], incoming.deliver)
 
     def exchange(self, x: Any, dst: int, src: int, out: Any) -> PendingMessage:
@@ -58,30 +56,31 @@ class Messages:
         array = argument("exchange", x, self._way_of(x, dst))
         if isinstance(out, type(array)) and backend.array_module(array).may_share_memory(array, out):
             array = array.copy()  # what arrives would overwrite what is leaving
-        incoming = _Incoming(self, "exchange", src, out)
+        incoming = Incoming(self, "exchange", src, out)
         signature = incoming.signature._replace(dtype=dtype_code(array.dtype), shape=array.shape)     # one call
         sent = self._start_send(signature, array, dst, device_of(x))
         return self._pending(signature, [incoming, *sent], incoming.deliver)
 
-    def lane_from(self, src: int) -> Lane | None:
-        """The lane from rank `src` to this one."""
-        return self.lane(src, self._group.rank)
-
     def signature(self, verb: str, dtype: np.dtype | None, shape: tuple[int, ...] | None) -> Signature:
         """What this rank says of its next message."""
-        self._group.usage.check()
+        self._group.guard.check()
         self._started += 1
         return Signature(self._group.id, self._started, verb, None, None, None,
                          None if dtype is None else dtype_code(dtype), shape, call_site.caller())
 
-    def link(self, rank: int) -> tuple[Transport, int, Tag]:
-        """Transport, world rank and tag for messages to and from `rank`."""
-        world_rank = self._group.world_ranks[rank]
-        if rank != self._group.rank:
-            return self._group.transport, world_rank, self._tag
-        if self._self_link is None:
-            self._self_link = loopback(world_rank, self._group.transport.limit, self._group.transport.waits)
-        return self._self_link, world_rank, self._tag
+    def start_recv(self, src: int, accept: Callable[[bytes, int], np.ndarray]) -> Handle:
+        """Begin to receive the next message from rank `src`."""
+        transport, peer = self._link(src)
+        return transport.start_recv(peer, self._tag, accept)
+
+    def lane(self, src: int, dst: int) -> Lane | None:
+        """The lane from rank `src` to rank `dst` of the group, for arrays on the GPU; None: by way of the host."""
+        ranks, device = self._group.world_ranks, self._group.transport.device
+        return None if device is None or src == dst else device.lane(self._group.id, ranks[src], ranks[dst])
+
+    def lane_from(self, src: int) -> Lane | None:
+        """The lane from rank `src` to this one."""
+        return self.lane(src, self._group.rank)
 
     def mismatch(self, mine: Signature, theirs: Signature, src: int) -> MismatchError:
         """The error of a message from rank `src` that is not what this rank expects."""
@@ -93,10 +92,14 @@ class Messages:
     def _pending(self, signature: Signature, handles: list[Handle], deliver: Callable[[], Any]) -> PendingMessage:
         return PendingMessage(signature, self._group.world_ranks, handles, deliver)
 
-    def lane(self, src: int, dst: int) -> Lane | None:
-        """The lane from rank `src` to rank `dst` of the group, for arrays on the GPU; None: by way of the host."""
-        ranks, device = self._group.world_ranks, self._group.transport.device
-        return None if device is None or src == dst else device.lane(self._group.id, ranks[src], ranks[dst])
+    def _link(self, rank: int) -> tuple[Transport, int]:
+        """Transport and world rank for messages to and from `rank`."""
+        world_rank = self._group.world_ranks[rank]
+        if rank != self._group.rank:
+            return self._group.transport, world_rank
+        if self._self_link is None:
+            self._self_link = self._group.transport.loopback()
+        return self._self_link, world_rank
 
     def _way_of(self, x: Any, dst: int) -> str:
         """The device that a message to rank `dst` leaves from."""
@@ -105,43 +108,42 @@ class Messages:
     def _start_send(self, signature: Signature, array: np.ndarray, dst: int, device: str | None) -> list[Handle]:
         """Handles of what leaves: the message, or its header and the lane's message."""
         lane = None if isinstance(array, np.ndarray) else self.lane(self._group.rank, dst)
-        key, where = signature.pack()
-        meta = key + where + pack_block(array.dtype, array.shape, device or "cpu" if lane is None else VIA_LANE)
+        meta = b"".join(signature.pack()) + pack_block(array.dtype, array.shape,
+                                                       VIA_LANE if lane is not None else device or "cpu")
         if lane is None:
             return [self._start_message(signature, array.reshape(-1), array.nbytes, dst, meta)]
         header = self._start_message(signature, lane.introduction(), array.nbytes, dst, meta)
         return [header, lane.send(array)]
 
     def _start_message(self, signature: Signature, view: np.ndarray, nbytes: int, dst: int, meta: bytes) -> Handle:
-        transport, peer, tag = self.link(dst)
-        if dst == self._group.rank:
-            return transport.start_send(peer, tag, view, meta)
+        transport, peer = self._link(dst)
         ledger = self._group.ledger
+        start = time.perf_counter() if ledger.subscribers else 0.0
+        handle = transport.start_send(peer, self._tag, view, meta)
+        if dst == self._group.rank:
+            return handle
         axis = "control" if ledger.in_control else self._group.axis
         ledger.record(axis, signature.verb, "direct", nbytes)
-        start = time.perf_counter()
-        handle = transport.start_send(peer, tag, view, meta)
-        if not ledger.subscribers:
+        if not start:
             return handle
         details = {"axis": axis, "verb": signature.verb, "algorithm": "direct", "src": self._group.world_rank,
                    "dst": peer, "nbytes": nbytes, "label": "", "step": None, "chunk": None}
-        return Told(handle, lambda: ledger.publish(Event(
+        return ReportedSend(handle, lambda: ledger.publish(Event(
             "message", signature.verb, start, time.perf_counter(), ledger.world_rank, threading.current_thread().name,
             details)))
 
 
-class _Incoming(Handle):
-    """A message that is to come, and where it goes. As a handle it is complete when the lane need not be told more."""
+class Incoming(Handle):
+    """A message to come, and where it goes. As a handle it is complete when the lane need not be told more."""
 
-    def __init__(self, messages: Messages, verb: str, src: int, out: Any) -> None:
+    def __init__(self, messages: PointToPoint, verb: str, src: int, out: Any) -> None:
         self._messages, self._src = messages, src
         self._result, self._device = Result(verb, out), device_of(out)
         self.signature = messages.signature(verb, *((None, None) if out is None else (out.dtype, out.shape)))
-        self._block: Block | None = None                    # of a message that comes by the lane
+        self._block: BlockHeader | None = None              # of a message that comes by the lane
         self._word = np.empty(0, np.uint8)
         self._arriving: Handle | None = None
-        transport, peer, tag = messages.link(src)
-        self._header = transport.start_recv(peer, tag, self._accept)
+        self._header = messages.start_recv(src, self._accept)
 
     def wait(self) -> None:
         self._header.wait()
@@ -161,7 +163,7 @@ class _Incoming(Handle):
         return result.deliver(self._device)                                     # back: keep no array alive by it
 
     def arrive(self) -> None:
-        """Begin to receive by the lane: the header has told what."""
+        """Begin to receive by the lane: the header has told dtype and shape."""
         lane, block = self._messages.lane_from(self._src), self._block
         assert lane is not None and block is not None
         self._result.device = "cuda"

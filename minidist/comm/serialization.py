@@ -29,7 +29,7 @@ def pack(obj: Any) -> bytes:
     """A value as bytes: None, bool, int, float, complex, str, bytes, list, tuple, set, dict, NumPy arrays and scalars
     of every dtype but object and structured ones, bfloat16 and its kin included; nested as one likes (tuples: 32 deep).
 
-    Cost:    an array is copied twice.
+    Cost:    an array is copied several times, once more for each tuple it is in: for control messages, not for data.
     Raises:  DtypeError naming the type that cannot travel.
     """
     return _pack(obj, 0)
@@ -125,7 +125,8 @@ def _dtype_text(dtype: np.dtype[Any]) -> str:
 
 def _dtype_named(text: str) -> np.dtype[Any]:
     if _is_extra(text):
-        return np.dtype(getattr(ml_dtypes, text))
+        extra: np.dtype[Any] = np.dtype(getattr(ml_dtypes, text))
+        return extra
     if not _PLAIN_DTYPE.fullmatch(text):
         raise CommError(f"malformed message: no dtype {text[:40]!r}")
     return np.dtype(text)

@@ -1,13 +1,13 @@
 """The signature of a call: what every rank must agree on, and how a disagreement is told.
 
-A message's header (`meta`) is msgpack objects one after the other:
+A message's header (`meta`) is up to three msgpack objects, one after the other:
 
-    key     [group, sequence] [verb, algorithm, op, root, dtype, shape]   equal on all ranks of the call, byte for byte
-    where   "file:line"                                           of the program that called; may differ
-    block   [dtype, shape, device]                                of this message, where the receiver cannot know them
+    key     [group, sequence, verb, algorithm, op, root, dtype, shape]   equal on all ranks of the call
+    where   "file:line" of the program that called                       may differ
+    block   [dtype, shape, device] of this message                       only where the receiver cannot know them
 
-so that the receiver of a matching message compares one bytes prefix. None in dtype or shape stands for "this rank does
-not know it" (a broadcast's receiver) or, inside a shape, for "may differ" (the first dim of a gather).
+so the receiver of a matching message compares one bytes prefix. None in dtype or shape means "this rank does not know
+it" (a broadcast's receiver) or, inside a shape, "may differ" (the first dim of a gather).
 """
 
 import ast
@@ -50,7 +50,7 @@ def dtype_of(code: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, code, code))
 
 
-class Block(NamedTuple):
+class BlockHeader(NamedTuple):
     """What a message brings, where the receiver cannot know it; `device` is where the sender's array lives."""
 
     dtype: np.dtype
@@ -58,24 +58,9 @@ class Block(NamedTuple):
     device: str
 
 
-@lru_cache(maxsize=256)
 def pack_block(dtype: np.dtype, shape: tuple[int, ...], device: str) -> bytes:
-    """The last object of a header. Remembered, as all parts of a call mostly have one shape."""
-    return msgpack.packb((dtype_code(dtype), shape, device))
-
-
-_packed = lru_cache(maxsize=256)(msgpack.packb)     # what a program calls, it calls again
-
-
-def pack_call(group: int, sequence: int, said: tuple[Any, ...], where: str) -> tuple[bytes, bytes]:
-    """(key, where) as they go into a header; said: what is in a Signature from `verb` to `shape`."""
-    return _counted(group) + sequence.to_bytes(8, "big") + _packed(said), _packed(where)
-
-
-@lru_cache(maxsize=256)
-def _counted(group: int) -> bytes:
-    """What stands before a call's sequence: the array of two, the group, and that eight bytes follow."""
-    return b"\x92" + msgpack.packb(group) + b"\xcf"
+    """The last object of a header."""
+    return msgpack.packb((dtype_code(dtype), shape, device))  # type: ignore[no-any-return]
 
 
 class Signature(NamedTuple):
@@ -93,7 +78,7 @@ class Signature(NamedTuple):
 
     def pack(self) -> tuple[bytes, bytes]:
         """(key, where) as they go into a header."""
-        return pack_call(self.group, self.sequence, self[2:8], self.where)
+        return msgpack.packb(self[:-1]), msgpack.packb(self.where)
 
     def describe(self) -> str:
         """ "all_reduce(float32 (3, 4), op=sum, algorithm=ring), its call 7, at train.py:40"."""
@@ -114,23 +99,22 @@ def _same(mine: Any, theirs: Any) -> bool:
     return mine is None or theirs is None or mine == theirs
 
 
-def unpack(meta: bytes) -> tuple[Signature, Block | None]:
+def unpack(meta: bytes) -> tuple[Signature, BlockHeader | None]:
     """A header's signature, and its block if it carries one.
 
-    Raises: MismatchError if the header is not one of ours.
+    Raises: MismatchError if the bytes are no header of a call.
     """
     try:
-        count, call, where, *block = _objects(meta)
-        return Signature._make((*count, *call, where)), _block(block)
+        call, where, *block = _objects(meta)
+        return Signature._make((*call, where)), _block(block)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MismatchError(f"a message whose header is not a call's: {meta[:80]!r}") from error
 
 
-@lru_cache(maxsize=256)
-def block_behind(rest: bytes) -> Block | None:
-    """The block of a header whose key is known, from what follows that. Remembered: it is the same in every step.
+def block_behind(rest: bytes) -> BlockHeader | None:
+    """The block of a header whose key is known, from the bytes behind the key.
 
-    Raises: MismatchError if the header is not one of ours.
+    Raises: MismatchError if the bytes are no header of a call.
     """
     try:
         _where, *block = _objects(rest)
@@ -145,11 +129,11 @@ def _objects(data: bytes) -> list[Any]:
     return list(unpacker)
 
 
-def _block(objects: list[Any]) -> Block | None:
+def _block(objects: list[Any]) -> BlockHeader | None:
     if not objects:
         return None
     code, shape, device = objects[0]
-    return Block(dtype_of(code), shape, device)
+    return BlockHeader(dtype_of(code), shape, device)
 
 
 def mismatch(mine: Signature, my_rank: int, theirs: Signature, their_rank: int) -> MismatchError:

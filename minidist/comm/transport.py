@@ -8,7 +8,7 @@ A group builds everything on these two: send, recv, exchange, and every collecti
 that keeps the promises below, plus one line in tests/comm/test_conformance.py, which holds it to them.
 
 Order       Messages between two ranks with the same tag arrive in the order they were started. Tags are independent:
-            a message that nobody asks for yet never holds up one with another tag.
+            a message without a receive never holds up one with another tag.
 Progress    `wait()` drives the transfer in the calling thread, and while it waits every other handle of this rank
             moves on too. So `start_send; start_recv; wait both` never deadlocks, whatever the sizes, on any transport.
 Threads     Every method may be called from several threads of the rank at once (a group's worker beside the caller).
@@ -28,15 +28,13 @@ import numpy as np
 
 from minidist.comm.cost.link_model import Profile
 from minidist.comm.device_lane import Device
+from minidist.comm.handle import Handle
 from minidist.comm.health.wait_state import Waits
+from minidist.comm.limits import META_LIMIT, SHOWN_BYTES
 from minidist.comm.native import Native
 from minidist.errors import CommError, ConfigError, PeerLostError
 
-META_LIMIT = 4096
-"""Most bytes a message's `meta` may have."""
-
-SHOWN_BYTES = 2 << 20
-"""Most that a rank shows at a time on a board."""
+__all__ = ["META_LIMIT", "SHOWN_BYTES", "Accept", "Board", "Handle", "Reduce", "Tag", "Transport"]
 
 Accept = Callable[[bytes, int], np.ndarray]
 """`accept(meta, nbytes)` -> the 1-D contiguous array of exactly `nbytes` bytes that the payload fills.
@@ -58,21 +56,6 @@ class Tag(NamedTuple):
 
     group: int
     sequence: int
-
-
-class Handle(ABC):
-    """A transfer on its way. It keeps the arrays it needs alive."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Return when the transfer is complete: the array sent may change, the array received is full.
-
-        Raises: PeerLostError, TimeoutError, what `abort` was given, or what `accept` or `reduce` raised.
-        """
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether wait() would return, or raise, at once. Never blocks."""
 
 
 class Board(ABC):
@@ -113,12 +96,12 @@ class Board(ABC):
 class Transport(ABC):
     """One rank's end of the links to every other rank of the job.
 
-    Attributes: name        "threads", "sockets", ...
+    Attributes: name        "threads", "tcp", "shm+tcp", …
                 world_rank  this rank in the job
                 world_size  number of ranks in the job
                 limit       seconds that any one wait may last; may be changed between calls
-                waits       those that last, for whoever judges whether they can end
-                profile     what messages cost, as the job agreed when it met; None where nobody measured it
+                waits       this rank's lasting waits, for the detection of deadlocks
+                profile     what messages cost, as rank 0 told when the job met; None if it was not measured
                 device      for arrays on the GPU (device_lane.py); None where they travel by way of the host
     """
 
@@ -144,12 +127,16 @@ class Transport(ABC):
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
         """Begin to send `view` (1-D, contiguous, host memory, any dtype, perhaps read-only or empty) and `meta`.
 
-        `peer` is a world rank other than this one: a group delivers messages to itself.
+        `peer` is a world rank other than this one: messages to oneself go by loopback().
         """
 
     @abstractmethod
     def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
         """Begin to receive the next message of `tag` from `peer` into what `accept` returns, or `reduce` it there."""
+
+    @abstractmethod
+    def loopback(self) -> "Transport":
+        """A buffered link of this rank to itself, its only peer; it ends with this transport's waits."""
 
     def reserve_board(self) -> int:
         """Where a board of this rank may lie, for open_board(); -1 where ranks share no memory, or none is left."""

@@ -1,90 +1,101 @@
 """What each collective verb does before its algorithm runs: check the arguments, find a place for the result.
 
-A function here returns a Call that is ready to run, in the caller's thread now or in the group's worker later. Whatever
-is wrong with one rank's own arguments is raised here, at once; in what the ranks disagree, the messages tell.
+A function here returns a Call that is ready to run, in the caller's thread now or in the group's worker later. Errors
+in this rank's own arguments are raised here, at once; the messages tell where ranks disagree. What the arguments mean,
+and what the calls raise, stands at the methods of Group (group.py). Nothing is sent here.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from minidist.comm.calls.buffers import Place, Result, Rows, apart, argument, as_array, device_of
+from minidist.comm.calls.buffers import (
+    Place,
+    Result,
+    Rows,
+    apart,
+    argument,
+    as_array,
+    check_lists,
+    device_of,
+    list_argument,
+)
 from minidist.comm.calls.call import Call
+from minidist.comm.calls.members import Members
 from minidist.comm.calls.reduction import UFUNCS, Reduction, reduction
 from minidist.comm.chunks import bounds
 from minidist.comm.collectives.select import ALGORITHMS, choose
 from minidist.comm.device_lane import Side
-from minidist.device.backend import array_module, is_array
+from minidist.device.backend import is_array
 from minidist.errors import ConfigError, DtypeError, ShapeError
 
-if TYPE_CHECKING:
-    from minidist.comm.group import Group
+
+def broadcast(group: Members, x: Any, root: int, out: Any, algorithm: str) -> Call:
+    """The root's array on every rank.
+
+    Args:    x (...), at the root; elsewhere None, or anything of the root's shape and dtype. out: of that shape, or
+             None. algorithm: see ALGORITHMS, or "auto".
+    Returns: the call; its result is `out` or a new array.
+    Raises:  ConfigError, ShapeError, DtypeError for this rank's arguments.
+    """
+    return _from_root(group, "broadcast", x, root, out, algorithm, out if x is None else x)
 
 
-def broadcast(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
-    root, where = rank_in(group, "root", root), _where(group, algorithm, x)
-    result, side = Result("broadcast", out, where), _side_for_root(group, algorithm)
-    name = _choose(group, "broadcast", algorithm, where if side is None else "cuda")
-    array = _at_root(group, "broadcast", x, root, where)
+def scatter(group: Members, x: Any, root: int, out: Any, algorithm: str) -> Call:
+    """Rank r gets part r of the root's array, cut along the first dim as numpy.array_split does.
 
-    def work(call: Call) -> Any:
-        result.side = call.side
-        full = ALGORITHMS["broadcast"][name](call, array, _where_told(result, call), root)
-        _keep(result, call, full, root)
-        return result.deliver(call.device)
-
-    return Call(group, "broadcast", name, work, root=root, device=device_of(x, out), side=side,
-                **_kind(out if x is None else x, "broadcast"))
+    Args:    x (n, ...), at the root; elsewhere None, or anything of the root's shape and dtype. out: of the part's
+             shape, or None.
+    Returns: the call; its result is `out` or a new array, (ceil or floor of n/P, ...).
+    Raises:  as broadcast; ShapeError for an array without dims.
+    """
+    return _from_root(group, "scatter", x, root, out, algorithm, x)
 
 
-def scatter(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
-    root, where = rank_in(group, "root", root), _where(group, algorithm, x)
-    result, side = Result("scatter", out, where), _side_for_root(group, algorithm)
-    name = _choose(group, "scatter", algorithm, where if side is None else "cuda")
-    array = _at_root(group, "scatter", x, root, where)
-    if array is not None and array.ndim == 0:
-        raise ShapeError(f"scatter: rank {group.rank} passes an array without dims; its first dim is to be cut")
+def reduce(group: Members, x: Any, op: str, root: int, out: Any, algorithm: str) -> Call:
+    """All ranks' arrays combined elementwise, at the root.
 
-    def work(call: Call) -> Any:
-        result.side = call.side
-        part = ALGORITHMS["scatter"][name](call, array, _where_told(result, call), root)
-        _keep(result, call, part, root)
-        return result.deliver(call.device)
-
-    return Call(group, "scatter", name, work, root=root, device=device_of(x, out), side=side, **_kind(x, "scatter"))
-
-
-def reduce(group: "Group", x: Any, op: str, root: int, out: Any, algorithm: str) -> Call:
-    root, where = rank_in(group, "root", root), _where(group, algorithm, x, op=op)
+    Args:    x (...), of one shape and dtype on all ranks; op: a name of UFUNCS; out: as x, or None; ignored elsewhere.
+    Returns: the call; its result is `out` or a new array at the root, elsewhere None.
+    Raises:  as broadcast; DtypeError if op does not take the dtype.
+    """
+    root, where = group.rank_in("root", root), _where(group, algorithm, x, op=op)
     at_root = group.rank == root
     result = Result("reduce", out if at_root else None, where)
     array = apart(argument("reduce", x, where), result.out)
     how, name = _reduction("reduce", op, array, group), _choose(group, "reduce", algorithm, where, array, op)
     total = result.array(array.shape, array.dtype).reshape(-1) if at_root else None
-
-    def work(call: Call) -> Any:
-        ALGORITHMS["reduce"][name](call, array.reshape(-1), total, how, root)
-        return result.deliver(call.device) if at_root else None
-
-    return Call(group, "reduce", name, work, op=op, root=root, device=device_of(x), side=_side(group, where),
-                **_kind(array))
+    work = partial(ALGORITHMS["reduce"][name], x=array.reshape(-1), out=total, op=how, root=root)
+    return Call(group, "reduce", name, work, _delivered(result) if at_root else _nothing, op=op, root=root,
+                dtype=array.dtype, shape=array.shape, device=device_of(x), side=_side(group, where))
 
 
-def all_reduce(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Call:
+def all_reduce(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Call:
+    """All ranks' arrays combined elementwise, on every rank.
+
+    Args:    x (...), of one shape and dtype on all ranks; op: a name of UFUNCS; out: as x, may be x, or None.
+    Returns: the call; its result is `out` or a new array.
+    Raises:  as reduce.
+    """
     where = _where(group, algorithm, x, op=op)
     array, result = apart(argument("all_reduce", x, where), out), Result("all_reduce", out, where)
     how, name = _reduction("all_reduce", op, array, group), _choose(group, "all_reduce", algorithm, where, array, op)
     total = result.array(array.shape, array.dtype).reshape(-1)
-
-    def work(call: Call) -> Any:
-        ALGORITHMS["all_reduce"][name](call, array.reshape(-1), total, how)
-        return result.deliver(call.device)
-
-    return Call(group, "all_reduce", name, work, op=op, device=device_of(x), side=_side(group, where), **_kind(array))
+    work = partial(ALGORITHMS["all_reduce"][name], x=array.reshape(-1), out=total, op=how)
+    return Call(group, "all_reduce", name, work, _delivered(result), op=op, dtype=array.dtype, shape=array.shape,
+                device=device_of(x), side=_side(group, where))
 
 
-def reduce_scatter(group: "Group", x: Any, op: str, out: Any, algorithm: str) -> Call:
+def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Call:
+    """Chunk `rank` of what all_reduce would give, flattened and cut as numpy.array_split does.
+
+    Args:    x (...) of n elements, of one shape and dtype on all ranks; op: a name of UFUNCS; out (ceil or floor of
+             n/P,), may be that chunk of x, or None.
+    Returns: the call; its result is `out` or a new array of one dim.
+    Raises:  as reduce.
+    """
     where = _where(group, algorithm, x, op=op)
     array, result = argument("reduce_scatter", x, where), Result("reduce_scatter", out, where)
     how = _reduction("reduce_scatter", op, array, group)
@@ -92,74 +103,124 @@ def reduce_scatter(group: "Group", x: Any, op: str, out: Any, algorithm: str) ->
     flat = array.reshape(-1)
     start, stop = bounds(len(flat), group.size)[group.rank:group.rank + 2]
     mine = flat[start:stop]
-    flat = apart(flat, out, mine)
     chunk = result.array(mine.shape, array.dtype)
-
-    def work(call: Call) -> Any:
-        ALGORITHMS["reduce_scatter"][name](call, flat, chunk, how)
-        return result.deliver(call.device)
-
-    return Call(group, "reduce_scatter", name, work, op=op, device=device_of(x), side=_side(group, where),
-                **_kind(array))
+    work = partial(ALGORITHMS["reduce_scatter"][name], x=apart(flat, out, mine), out=chunk, op=how)
+    return Call(group, "reduce_scatter", name, work, _delivered(result), op=op, dtype=array.dtype, shape=array.shape,
+                device=device_of(x), side=_side(group, where))
 
 
-def gather(group: "Group", x: Any, root: int, out: Any, algorithm: str) -> Call:
-    root, where = rank_in(group, "root", root), _where(group, algorithm, x)
-    at_root = group.rank == root
-    own, result = _rows_of(argument("gather", x, where)), Result("gather", out if at_root else None, where)
-    name = _choose(group, "gather", algorithm, where)
+def gather(group: Members, x: Any, root: int, out: Any, algorithm: str) -> Call:
+    """All ranks' arrays one after the other along the first dim, at the root.
 
-    def work(call: Call) -> Any:
-        result.side = call.side
-        if not at_root:
-            return ALGORITHMS["gather"][name](call, own, None, root)
-        rows = Rows(result, own, call.size)
-        ALGORITHMS["gather"][name](call, rows.put_own(call.rank), rows, root)
-        return result.deliver(call.device)
-
-    return Call(group, "gather", name, work, root=root, device=device_of(x), side=_side(group, where),
-                **_kind_of_rows(own))
-
-
-def all_gather(group: "Group", x: Any, out: Any, algorithm: str) -> Call:
+    Args:    x (m, ...), of one dtype and further dims on all ranks, any m; a number is one row. out (sum of m, ...) at
+             the root, or None; ignored elsewhere.
+    Returns: the call; its result is `out` or a new array at the root, elsewhere None.
+    Raises:  as broadcast.
+    """
+    root, at_root = group.rank_in("root", root), group.rank == root
+    if at_root:
+        return _gathered(group, "gather", x, out, algorithm, root=root)
     where = _where(group, algorithm, x)
-    own, result = _rows_of(argument("all_gather", x, where)), Result("all_gather", out, where)
-    name = _choose(group, "all_gather", algorithm, where)
-
-    def work(call: Call) -> Any:
-        result.side = call.side
-        rows = Rows(result, own, call.size)
-        ALGORITHMS["all_gather"][name](call, rows.put_own(call.rank), rows)
-        return result.deliver(call.device)
-
-    return Call(group, "all_gather", name, work, device=device_of(x), side=_side(group, where), **_kind_of_rows(own))
+    own, name = _rows_of(argument("gather", x, where)), _choose(group, "gather", algorithm, where)
+    work = partial(ALGORITHMS["gather"][name], own=own, rows=None, root=root)
+    return Call(group, "gather", name, work, root=root, dtype=own.dtype, shape=(None, *own.shape[1:]),
+                device=device_of(x), side=_side(group, where))
 
 
-def all_to_all(group: "Group", x: Sequence[Any], out: Sequence[Any] | None, algorithm: str) -> Call:
-    _check_lists(group, x, out)
+def all_gather(group: Members, x: Any, out: Any, algorithm: str) -> Call:
+    """All ranks' arrays one after the other along the first dim, on every rank.
+
+    Args:    x (m, ...), as for gather; it may be its own part of `out`. out (sum of m, ...), or None.
+    Returns: the call; its result is `out` or a new array.
+    Raises:  as broadcast.
+    """
+    return _gathered(group, "all_gather", x, out, algorithm)
+
+
+def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algorithm: str) -> Call:
+    """What each rank has for this rank.
+
+    Args:    x: an array for each rank, of one dtype and any shapes; out: an array for each rank, or None.
+    Returns: the call; its result is a list of an array from each rank.
+    Raises:  as broadcast; ShapeError for lists of another length.
+    """
+    check_lists("all_to_all", x, out, group.size)
     where = _where(group, algorithm, *x)
-    name, parts = _choose(group, "all_to_all", algorithm, where), _parts(group, x, out, where)
+    name, parts = _choose(group, "all_to_all", algorithm, where), list_argument("all_to_all", x, out, where)
     results = [Result("all_to_all", None if out is None else out[rank], where) for rank in range(group.size)]
-
-    def place(rank: int) -> Place:
-        return results[rank].array
 
     def work(call: Call) -> Any:
         for result in results:
             result.side = call.side
-        own = ALGORITHMS["all_to_all"][name](call, parts, place)[call.rank]
+        return ALGORITHMS["all_to_all"][name](call, parts=parts, place=lambda rank: results[rank].array)
+
+    def deliver(call: Call, received: list[np.ndarray]) -> list[Any]:
+        own = received[call.rank]
         results[call.rank].array(own.shape, own.dtype)[...] = own
         return [result.deliver(call.device) for result in results]
 
-    return Call(group, "all_to_all", name, work, device=device_of(*x), side=_side(group, where), dtype=parts[0].dtype)
+    return Call(group, "all_to_all", name, work, deliver, device=device_of(*x), side=_side(group, where),
+                dtype=parts[0].dtype)
 
 
-def barrier(group: "Group", algorithm: str) -> Call:
+def barrier(group: Members, algorithm: str) -> Call:
+    """Every rank has come.
+
+    Returns: the call; its result is None. Raises: ConfigError for an unknown algorithm.
+    """
     name = _choose(group, "barrier", algorithm, "cpu")
     return Call(group, "barrier", name, ALGORITHMS["barrier"][name])
 
 
-def _where(group: "Group", algorithm: str, *arrays: Any, op: str | None = None) -> str:
+def _from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm: str, model: Any) -> Call:
+    """broadcast and scatter; `model` has the dtype and shape of the root's array, as far as this rank knows them."""
+    root, where = group.rank_in("root", root), _where(group, algorithm, x)
+    result, side = Result(verb, out, where), _side_for_root(group, algorithm)
+    name = _choose(group, verb, algorithm, where if side is None else "cuda")
+    array = _at_root(group, verb, x, root, where)
+    if verb == "scatter" and array is not None and array.ndim == 0:
+        raise ShapeError(f"scatter: rank {group.rank} passes an array without dims; its first dim is to be cut")
+
+    def work(call: Call) -> Any:
+        result.side = call.side
+        return ALGORITHMS[verb][name](call, x=array, place=_where_told(result, call), root=root)
+
+    def deliver(call: Call, own: np.ndarray) -> Any:
+        if call.rank == root:                   # it receives nothing: its result is a copy of its own
+            kept = result.array(own.shape, own.dtype)
+            if kept is not own:
+                kept[...] = own
+        return result.deliver(call.device)
+
+    return Call(group, verb, name, work, deliver, root=root, device=device_of(x, out), side=side, **_kind(model, verb))
+
+
+def _gathered(group: Members, verb: str, x: Any, out: Any, algorithm: str, root: int | None = None) -> Call:
+    """gather at its root, and all_gather."""
+    where = _where(group, algorithm, x)
+    own, result = _rows_of(argument(verb, x, where)), Result(verb, out, where)
+    name = _choose(group, verb, algorithm, where)
+    to_root = {} if root is None else {"root": root}
+
+    def work(call: Call) -> None:
+        result.side = call.side
+        rows = Rows(result, own, call.size)
+        ALGORITHMS[verb][name](call, own=rows.put_own(call.rank), rows=rows, **to_root)
+
+    return Call(group, verb, name, work, _delivered(result), root=root, dtype=own.dtype, shape=(None, *own.shape[1:]),
+                device=device_of(x), side=_side(group, where))
+
+
+def _delivered(result: Result) -> Callable[[Call, Any], Any]:
+    """Call.deliver of a call whose algorithm has filled the result."""
+    return lambda call, _: result.deliver(call.device)
+
+
+def _nothing(call: Call, returned: Any) -> None:
+    """Call.deliver where this rank gets no result."""
+
+
+def _where(group: Members, algorithm: str, *arrays: Any, op: str | None = None) -> str:
     """Where the algorithm works: "cuda" if this rank's arrays are on the GPU and can be dealt with there."""
     if device_of(*arrays) != "cuda" or algorithm not in ("auto", "native"):
         return "cpu"
@@ -172,12 +233,12 @@ def _where(group: "Group", algorithm: str, *arrays: Any, op: str | None = None) 
     return "cpu" if refusal else "cuda"
 
 
-def _refusal(group: "Group", op: str | None = None, dtype: np.dtype | None = None) -> str | None:
+def _refusal(group: Members, op: str | None = None, dtype: np.dtype | None = None) -> str | None:
     device = group.transport.device
     return "no device" if device is None else device.refusal(group.world_ranks, op, dtype)
 
 
-def _side(group: "Group", where: str) -> Side | None:
+def _side(group: Members, where: str) -> Side | None:
     """What carries the call out on the GPU."""
     if where == "cpu" or group.size == 1:
         return None
@@ -185,7 +246,7 @@ def _side(group: "Group", where: str) -> Side | None:
     return None if device is None else device.side(group.id)
 
 
-def _side_for_root(group: "Group", algorithm: str) -> Side | None:
+def _side_for_root(group: Members, algorithm: str) -> Side | None:
     """The same where only the root knows whether its array is on the GPU: all ranks prepare for it."""
     if algorithm not in ("auto", "native") or _refusal(group) is not None:
         return None
@@ -202,7 +263,7 @@ def _where_told(result: Result, call: Call) -> Place:
     return place
 
 
-def _choose(group: "Group", verb: str, algorithm: str, where: str, array: np.ndarray | None = None,
+def _choose(group: Members, verb: str, algorithm: str, where: str, array: np.ndarray | None = None,
             op: str | None = None) -> str:
     """The name of the algorithm; `array` where all ranks bring one of that length, `op` what they do with it."""
     if where == "cuda":
@@ -216,21 +277,14 @@ def _choose(group: "Group", verb: str, algorithm: str, where: str, array: np.nda
     return name
 
 
-def _reduction(verb: str, op: Any, array: np.ndarray, group: "Group") -> Reduction:
-    """The reduction of a call; its errors say of which."""
+def _reduction(verb: str, op: Any, array: np.ndarray, group: Members) -> Reduction:
+    """The reduction of a call; its errors name the verb."""
     if not isinstance(op, str):
         raise ConfigError(f"{verb}: op={op!r} must be a name: {', '.join(UFUNCS)}")
     try:
         return reduction(op, array.dtype, group.size)
     except (ConfigError, DtypeError) as error:
         raise type(error)(f"{verb}: {error}") from None
-
-
-def rank_in(group: "Group", name: str, rank: int) -> int:
-    """`rank`, or ConfigError if the group has none such; `name` is what the argument is called."""
-    if not isinstance(rank, int | np.integer) or not 0 <= rank < group.size:
-        raise ConfigError(f"{name}={rank!r}: the group {group.axis} has ranks 0 to {group.size - 1}")
-    return int(rank)
 
 
 def _kind(x: Any, verb: str = "") -> dict[str, Any]:
@@ -241,12 +295,7 @@ def _kind(x: Any, verb: str = "") -> dict[str, Any]:
     return {"dtype": x.dtype, "shape": x.shape}
 
 
-def _kind_of_rows(own: np.ndarray) -> dict[str, Any]:
-    """The same for blocks whose first dim may differ between ranks."""
-    return {"dtype": own.dtype, "shape": (None, *own.shape[1:])}
-
-
-def _at_root(group: "Group", verb: str, x: Any, root: int, where: str) -> np.ndarray | None:
+def _at_root(group: Members, verb: str, x: Any, root: int, where: str) -> np.ndarray | None:
     """The root's array, ready to send; None elsewhere."""
     if group.rank != root:
         return None
@@ -255,52 +304,6 @@ def _at_root(group: "Group", verb: str, x: Any, root: int, where: str) -> np.nda
     return argument(verb, x, where)
 
 
-def _keep(result: Result, call: Call, own: np.ndarray, root: int) -> None:
-    """At the root, which receives nothing, the result is a copy of its own."""
-    if call.rank == root:
-        kept = result.array(own.shape, own.dtype)
-        if kept is not own:
-            kept[...] = own
-
-
 def _rows_of(array: np.ndarray) -> np.ndarray:
     """An array that can be joined along its first dim: a scalar is one row."""
     return array.reshape(1) if array.ndim == 0 else array
-
-
-def _check_lists(group: "Group", x: Any, out: Any) -> None:
-    """Whether the arguments of an all_to_all are lists of an array for each rank."""
-    for name, arrays in (("x", x), ("out", out)):
-        if arrays is None and name == "out":
-            continue
-        if not hasattr(arrays, "__getitem__") or getattr(arrays, "shape", None) == ():
-            raise ShapeError(f"all_to_all: {name} is a {type(arrays).__name__}; pass a list of {group.size} arrays")
-        if len(arrays) != group.size:
-            raise ShapeError(f"all_to_all: {name} has {len(arrays)} arrays; pass one for each of {group.size} ranks")
-    if out is not None and len(set(map(id, out))) < group.size:
-        raise ShapeError("all_to_all: out= holds one array several times; pass an array of its own for each rank")
-
-
-def _parts(group: "Group", x: Sequence[Any], out: Sequence[Any] | None, where: str) -> list[np.ndarray]:
-    """The arrays of an all_to_all, ready to send: one for each rank, of one dtype, apart from all of `out`."""
-    parts = [argument("all_to_all", part, where) for part in x]
-    dtypes = {part.dtype for part in parts}
-    if len(dtypes) > 1:
-        raise DtypeError(f"all_to_all: the arrays have dtypes {', '.join(sorted(map(str, dtypes)))}; cast them to one")
-    theirs = [array for array in out or () if isinstance(array, type(parts[0]))]
-    if theirs and _share(_whole(parts), _whole(theirs)) and _share(parts, theirs):
-        return [part.copy() for part in parts]
-    return parts
-
-
-def _whole(arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-    """The one array of which all these are views, if they are of one; else they themselves. So few pairs are compared.
-    """
-    base = arrays[0].base
-    return [base] if isinstance(base, type(arrays[0])) and all(array.base is base for array in arrays) else arrays
-
-
-def _share(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
-    """Whether any of the first may share memory with any of the second."""
-    share = array_module(some[0]).may_share_memory
-    return any(share(one, other) for one in some for other in others)

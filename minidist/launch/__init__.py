@@ -1,7 +1,7 @@
 """How a job starts: which launcher started us (init), and starting processes ourselves (run, spawn).
 
-    world = md.init()                                            # a rank of somebody's job, or alone
-    results = md.run(fn, *args, size=4, transport="sockets")     # a job for the length of one function
+    world = md.init()                                            # a rank of a job, or alone
+    results = md.run(fn, *args, size=4, transport="auto")        # a job for the length of one function
     status = spawn([sys.executable, "script.py"], 4)             # a job for the length of one program
 """
 
@@ -20,29 +20,30 @@ if TYPE_CHECKING:
 __all__ = ["LAUNCHERS", "Launch", "Launcher", "detect", "init", "run", "spawn", "speaks_first"]
 
 
-def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads", shared_memory: bool = True,
-        limit: float = 60.0) -> list[Any]:
+def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads", limit: float = 60.0) -> list[Any]:
     """Run `fn(world, *args)` on `size` ranks and wait for them.
 
     transport    ranks are                          fn may be             results
     threads      threads of this process            anything              anything
     threads-unbuffered  the same; a send completes only when it is received
-    sockets      forked copies of this process      anything              what wire.pack carries: numbers, strings,
-    shm          forked copies of this process      anything              NumPy arrays, lists, tuples, dicts of them
+    auto         forked copies of this process      anything              what wire.pack carries: numbers, strings,
+                 (shm: they are on one host)                              NumPy arrays, lists, tuples, dicts of them
+    tcp          the same, over TCP alone           the same              the same
+    shm          the same, over shared memory       the same              the same
+    plain-tcp    the same, by the short transport that lessons 01 and 02 read
     mpi          processes of a new mpirun          a function of a module or of a script, not a local one; its
                                                     arguments, too, are what wire.pack carries
     nccl         the same, each with a GPU          the same; needs CuPy (not yet measured on a GPU)
 
-    On sockets ranks of one host share memory, as in any job, and these all are; shared_memory=False is TCP between all.
-
-    Returns: what each rank returned, in rank order.
+    Returns: the results of all ranks, in rank order.
     Raises:  the first failure, with its rank and its own type (an exception class that is neither Python's nor
-             minidist's comes from another process as RuntimeError), and the rank's own traceback as its cause;
-             PeerLostError, saying how it went, if the rank was killed or exited; TimeoutError naming the ranks that had
-             not ended after `limit` seconds, which also limits every wait inside; LaunchError if such ranks cannot be
-             started here; ConfigError if this user's communication profile cannot be read.
+             minidist's comes from another process as RuntimeError), and the rank's traceback as its cause;
+             PeerLostError if the rank was killed or exited; TimeoutError naming the ranks that had not ended after
+             `limit` seconds, which also limits every wait inside; LaunchError if such ranks cannot be started here;
+             ConfigError if this user's communication profile cannot be read.
     """
-    transports.check_name(transport, (*transports.THREADS, *transports.PROCESSES))
+    transport = transports.current_name(transport)
+    transports.check_name(transport, (*transports.THREADS, *transports.PROCESSES, *transports.PLAIN))
     if size < 1:
         raise LaunchError(f"run(size={size}): a job has at least one rank")
     member = membership.current()
@@ -56,7 +57,7 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
         from minidist.launch.mpirun import run_mpi
         return run_mpi(fn, args, size=size, limit=limit, transport=transport)
     from minidist.launch.forked import run_forked
-    return run_forked(fn, args, size=size, transport=transport, limit=limit, shared_memory=shared_memory)
+    return run_forked(fn, args, size=size, transport=transport, limit=limit)
 
 
 def spawn(command: Sequence[str], size: int, *, nodes: "Nodes | None" = None, token: bytes | None = None) -> int:

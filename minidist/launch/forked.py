@@ -1,6 +1,6 @@
-"""Run a function on ranks that are copies of this process: any callable, over sockets or shared memory.
+"""Run a function on ranks that are copies of this process: any callable, over TCP or shared memory.
 
-    results = run_forked(fn, args, size=4, transport="sockets", limit=60)
+    results = run_forked(fn, args, size=4, transport="auto", limit=60)
 
 The parent is the monitor, forks, and reads each rank's result from a pipe: packed (comm/wire.py), never pickled.
 """
@@ -21,11 +21,10 @@ from minidist.comm import wire
 from minidist.comm.cost.link_model import load_profile
 from minidist.comm.group import Group
 from minidist.comm.health.monitor import Monitor
-from minidist.comm.health.monitor_client import ControlLink, Loss, how_it_ended
+from minidist.comm.health.monitor_client import Failure, MonitorClient, how_it_ended
 from minidist.comm.ledger import Ledger
 from minidist.comm.transport import Transport
 from minidist.device import account
-from minidist.errors import TimeoutError
 from minidist.launch import failures, transports
 from minidist.launch.children import Children, Forked
 from minidist.launch.membership import limit_blas_threads
@@ -35,39 +34,36 @@ _LENGTH = struct.Struct(">Q")
 
 
 def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transport: str, limit: float,
-               shared_memory: bool = True, nodes: Sequence[int] = ()) -> list[Any]:
+               nodes: Sequence[int] = ()) -> list[Any]:
     """`fn(world, *args)` on `size` forked ranks.
 
-    Args:    shared_memory: whether ranks of one node share memory on sockets; nodes: a number for each rank, equal on
-             those that act as ranks of one node (left out: all are).
+    Args:    nodes: a number for each rank, equal on those that act as ranks of one node (left out: all are).
     Returns: what each rank returned, in rank order: numbers, strings, NumPy arrays, and lists, tuples, dicts of them;
              None of a rank that was lost and expendable.
-    Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming who had not ended in `limit` s.
+    Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming ranks not ended in `limit` s.
     """
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()              # or each child would print again what is still buffered here
         sys.stderr.flush()
-    job = _Job(size, transport, limit, shared_memory, nodes or [0] * size)
+    job = ForkedJob(size, transport, limit, nodes or [0] * size)
     try:
         job.start(fn, args)
         outcomes = job.collect(time.monotonic() + limit)
         if job.monitor.loss is not None:
             raise failures.first_failure(job.monitor.loss, outcomes.get(job.monitor.loss.world_rank))
-        late = sorted(set(range(size)) - set(outcomes) - set(job.monitor.spared))
+        late = set(range(size)) - set(outcomes) - set(job.monitor.spared)
         if late:
-            raise TimeoutError(f"{len(late)} of {size} ranks had not ended after {limit:g} s: rank "
-                               f"{', '.join(map(str, late))}\n{job.monitor.table()}")
+            raise failures.late(late, size, limit, job.monitor.table())
         return [outcomes.get(rank, {}).get("result") for rank in range(size)]
     finally:
         job.end()
 
 
-class _Job:
+class ForkedJob:
     """The parent's side: the monitor, the children, and the pipes their results come through."""
 
-    def __init__(self, size: int, transport: str, limit: float, shared_memory: bool, nodes: Sequence[int]) -> None:
-        self.size, self.transport, self.limit = size, transport, limit
-        self.shared_memory, self.nodes = shared_memory, nodes
+    def __init__(self, size: int, transport: str, limit: float, nodes: Sequence[int]) -> None:
+        self.size, self.transport, self.limit, self.nodes = size, transport, limit, nodes
         self.token = wire.new_token()
         self.profile = load_profile()           # once, for all ranks
         self.processes: dict[int, Forked] = {}
@@ -78,7 +74,7 @@ class _Job:
 
     def start(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:
         """Fork every rank; only then start the monitor's threads."""
-        transports.load(self.transport, shared_memory=self.shared_memory)    # once, here, rather than in every child
+        transports.load(self.transport)         # once, here, rather than in every child
         for rank in range(self.size):
             ours, theirs = socket.socketpair()
             self.pipes.append(ours)
@@ -88,7 +84,7 @@ class _Job:
                 for inherited in self.pipes:
                     inherited.close()
                 self.monitor.close_in_child()
-                return _Rank(rank, self, theirs).run(fn, args)
+                return ForkedRank(rank, self, theirs).run(fn, args)
 
             with theirs:
                 self.processes[rank] = Forked(body)
@@ -117,17 +113,18 @@ class _Job:
         return outcomes
 
     def _note(self, rank: int, data: bytes, outcomes: dict[int, dict[str, Any]]) -> None:
-        """A rank's pipe has ended: with its outcome, or because the rank has died."""
+        """A rank's pipe has ended: with its outcome, or because the rank died."""
         pid = self.processes[rank].pid
         if len(data) >= _LENGTH.size and len(data) == _LENGTH.size + _LENGTH.unpack_from(data)[0]:
             outcomes[rank] = wire.unpack(data[_LENGTH.size:])
             error = outcomes[rank].get("error")
             if error is not None:       # it may have failed before it could reach the monitor
-                self.monitor.lose(Loss(rank, pid, platform.node(), f"failed with {error['name']}: {error['message']}",
-                                       error["traceback"]))
+                how = f"failed with {error['name']}: {error['message']}"
+                self.monitor.lose(Failure(rank, pid, platform.node(), how, error["traceback"]))
             return
         code = self.children.code(rank, 1.0)
-        self.monitor.lose(Loss(rank, pid, platform.node(), "closed its pipe" if code is None else how_it_ended(code)))
+        how = "closed its pipe" if code is None else how_it_ended(code)
+        self.monitor.lose(Failure(rank, pid, platform.node(), how))
 
     def end(self) -> None:
         """Nothing is left over: no process, no thread, no socket."""
@@ -139,14 +136,14 @@ class _Job:
 
 @contextlib.contextmanager
 def _only_this_process() -> Iterator[None]:
-    """A child that is forked in the block ends where it would leave it: it must not speak in its parent's name."""
+    """A child that the block forks ends where it would leave the block: it is not the rank."""
     process, status = os.getpid(), 0
     try:
         yield
     except BaseException as error:
         if os.getpid() == process:
             raise
-        status = Loss.by_exception(error, 0).status
+        status = Failure.by_exception(error, 0).status
         if not isinstance(error, SystemExit):
             traceback.print_exc()
     if os.getpid() != process:
@@ -156,12 +153,12 @@ def _only_this_process() -> Iterator[None]:
         os._exit(status)
 
 
-class _Rank:
+class ForkedRank:
     """The child's side."""
 
-    def __init__(self, rank: int, job: _Job, pipe: socket.socket) -> None:
+    def __init__(self, rank: int, job: ForkedJob, pipe: socket.socket) -> None:
         self.rank, self.job, self.pipe = rank, job, pipe
-        self.link: ControlLink | None = None
+        self.link: MonitorClient | None = None
         self.transport: Transport | None = None
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any]) -> int:
@@ -177,7 +174,7 @@ class _Rank:
                 self.link.report(error)
             outcome = wire.pack({"error": failures.encode(error)})
         if self.link is not None:
-            self.link.goodbye()                             # before the transport: nobody aborts a closed one
+            self.link.goodbye()                             # before the transport, so that no abort meets a closed one
         if self.transport is not None:
             self.transport.close()
         with contextlib.suppress(OSError, ValueError):
@@ -191,10 +188,9 @@ class _Rank:
         job = self.job
         if job.size > 1:
             limit_blas_threads(None, job.size)
-        self.link = ControlLink.connect(job.monitor.address, job.token, self.rank, job.size, limit=job.limit)
+        self.link = MonitorClient.connect(job.monitor.address, job.token, self.rank, job.size, limit=job.limit)
         self.link.limit = job.limit
-        self.transport = transports.build(job.transport, self.link, job.token, job.limit, node=job.nodes[self.rank],
-                                          shared_memory=job.shared_memory)
+        self.transport = transports.build(job.transport, self.link, job.token, job.limit, node=job.nodes[self.rank])
         self.link.attach(self.transport)
         self.transport.profile = job.profile
         world = Group(self.transport, Ledger(self.rank), tuple(range(job.size)), nodes=job.nodes)

@@ -1,7 +1,7 @@
 """This process's place in the job its launcher started: md.init joins, the end of the process leaves.
 
-A process belongs to one launcher's job, as it belongs to one MPI_COMM_WORLD: the module keeps that one membership, so
-that calling md.init twice gives the same world. Groups for everything else are passed as arguments.
+A process belongs to one launcher's job, as it belongs to one MPI_COMM_WORLD. The module keeps that one membership, so
+calling md.init twice gives the same world. All other groups are passed as arguments.
 
 How a rank ends, and what the others see:
 
@@ -9,7 +9,7 @@ How a rank ends, and what the others see:
     an uncaught exception         its traceback with the rank's name, once; every other rank's wait raises
                                   PeerLostError, which it says in one line
     ConfigError                   one line in the whole job, exit status 2
-    sys.exit(3), os._exit, kill   the monitor says which rank it was and how it went
+    sys.exit(3), os._exit, kill   the monitor says which rank ended, and how
     its launcher is told to stop  nothing; the launcher says it
 
 Under mpirun a process that fails must not reach MPI_Finalize, which waits for all: it calls MPI_Abort.
@@ -31,7 +31,7 @@ from threadpoolctl import threadpool_limits
 from minidist.comm.cost.link_model import Profile, load_profile
 from minidist.comm.group import Group
 from minidist.comm.health.failure import LAUNCHER, say_line
-from minidist.comm.health.monitor_client import Loss
+from minidist.comm.health.monitor_client import Failure
 from minidist.comm.ledger import Ledger
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
@@ -43,25 +43,24 @@ REPORT_LIMIT = 30.0 # seconds a rank that fails before md.init tries to say so
 
 
 class Membership:
-    """What joins this process to its job. `world` is the group of all ranks, once they have met."""
+    """This process as a rank of its job. `world` is the group of all ranks, once they have met."""
 
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
+    def __init__(self, launch: Launch, transport: str = "") -> None:
+        self.launch, self.transport = launch, transport
         self.joined: Joined | None = None
         self.world: Group | None = None
-        self.status = 0             # what the process is about to end with, as far as we know
+        self.status = 0             # the exit status, as far as it is known
         self.failed = False
-        self.quiet = False          # somebody else speaks for this rank
+        self.quiet = False          # another process prints its failure
         self.importing = ""         # the script that a rank of run(transport="mpi") is importing for its function
         self._process, self._left = os.getpid(), False
 
-    def join(self, name: str, limit: float, *, shared_memory: bool) -> Group:
-        """Find the monitor, meet everybody, connect the transport."""
+    def join(self, name: str, limit: float) -> Group:
+        """Find the monitor, meet all ranks, connect the transport."""
         launch = self.launch
         joined = self.find_monitor(limit)
-        profile = load_profile() if launch.world_rank == 0 else None        # rank 0's, for all must choose alike
-        called = name if shared_memory or name != "sockets" else "sockets with shared_memory=False"
-        infos = joined.link.meet({"transport": called, "host": platform.node(), "node": launch.node_rank,
+        profile = load_profile() if launch.world_rank == 0 else None        # rank 0's: all must choose alike
+        infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
                                   "profile": profile and profile.as_json()})
         joined.forget_file()
         if launch.by_mpirun:
@@ -71,9 +70,8 @@ class Membership:
             raise LaunchError(f"the ranks chose different transports: {', '.join(chosen)}; give all the same one")
         if name == "mpi" and not launch.by_mpirun:
             raise LaunchError(f"transport 'mpi' needs ranks that mpirun started, and {launch.launcher} started these; "
-                              "use sockets or shm, or start the program with mpirun")
-        transport = transports.build(name, joined.link, joined.token, limit, node=launch.node_rank,
-                                     shared_memory=shared_memory)
+                              "use auto, or start the program with mpirun")
+        transport = transports.build(name, joined.link, joined.token, limit, node=launch.node_rank)
         joined.link.attach(transport)
         transport.profile = infos[0]["profile"] and Profile.from_json(infos[0]["profile"])
         machines = [(info["host"], info["node"]) for info in infos]
@@ -85,15 +83,15 @@ class Membership:
         return os.getpid() == self._process
 
     def find_monitor(self, limit: float) -> Joined:
-        """Connect to the job's monitor, from which moment on the others hear of our end."""
+        """Connect to the job's monitor; from then on the others hear of our end."""
         if self.launch.by_mpirun:
             transports.mpi_world(self.launch, limit)
         self.joined = find_monitor(self.launch, limit)
         return self.joined
 
     def fail(self, error: BaseException) -> bool:
-        """Tell the job that this process fails with `error`; returns whether nobody failed before."""
-        self.failed, self.status = True, Loss.by_exception(error, self.launch.world_rank).status
+        """Tell the job that this process fails with `error`; returns whether it is the first failure."""
+        self.failed, self.status = True, Failure.by_exception(error, self.launch.world_rank).status
         if self.joined is None:
             return self.launch.world_rank == 0              # not met yet: every rank sees the same mistake
         first = self.joined.link.report(error)
@@ -102,7 +100,7 @@ class Membership:
         return first
 
     def say(self, error: BaseException, first: bool) -> None:
-        """What this rank prints about its end: all of it if it is the cause, else one line, or nothing."""
+        """Print this rank's end: the traceback if it is the cause, else one line, or nothing."""
         rank, size = self.launch.world_rank, self.launch.world_size
         if self.quiet or isinstance(error, KeyboardInterrupt):
             return
@@ -124,7 +122,7 @@ class Membership:
     def leave(self) -> None:
         """At the end of the process: release everything, and say goodbye, or end a failed job.
 
-        A child that this rank has forked says nothing when it ends: it is not the rank.
+        A child that this rank has forked is not the rank: it says nothing.
         """
         if not self.is_this_process() and self.launch.by_mpirun:
             _flush()
@@ -140,15 +138,15 @@ class Membership:
         if self.joined is not None:
             self._hang_up(self.joined, victim)
         if self.world is not None:
-            self.world.transport.close()                    # after the link: nobody aborts a closed transport
+            self.world.transport.close()                    # after the link, so that no abort meets a closed transport
         if (self.failed or victim) and self.launch.by_mpirun:
             if victim:
-                time.sleep(4 * FAREWELL)                    # the one who is the cause ends us all, when it has spoken
+                time.sleep(4 * FAREWELL)                    # the rank that is the cause prints, then ends all
             _abort_mpi(self.status or 1)
         if self.joined is not None and self.joined.monitor is not None:
             self.joined.monitor.close()
-        if self.joined is not None and self.joined.lookout is not None:
-            self.joined.lookout.close()
+        if self.joined is not None and self.joined.agent is not None:
+            self.joined.agent.close()
 
     def _hang_up(self, joined: Joined, victim: bool) -> None:
         if not self.failed and not victim:
@@ -161,39 +159,40 @@ class Membership:
 _membership: Membership | None = None
 
 
-def init(*, transport: str | None = None, shared_memory: bool = True, limit: float = 120.0,
-         threads: int | None = None) -> Group:
+def init(*, transport: str | None = None, limit: float = 120.0, threads: int | None = None) -> Group:
     """Join the job that mpirun, srun, torchrun or `minidist launch` started; alone: a world of size 1.
 
     Args:
-        transport: "sockets", "shm", "mpi" or "nccl"; left out: "mpi" under mpirun, else "sockets".
-        shared_memory: whether ranks of one host share memory on "sockets"; False: TCP between all, as between hosts.
+        transport: "auto" (shared memory inside a host, TCP between hosts), "tcp", "shm", "mpi" or "nccl"; left out:
+            "mpi" under mpirun, else "auto". The group's transport.name says what that gave: "shm", "shm+tcp", ….
         limit: seconds that joining, and later any wait, may last.
         threads: BLAS threads of this rank; left out: cores // ranks on this host if there are several ranks.
     Returns: the Group of all ranks; the same one when called again.
     Raises:
         LaunchError if the launcher's variables or the ranks' choices contradict each other, if mpirun is another MPI's,
         or if the job's port is taken; ConfigError if rank 0's communication profile cannot be read; HandshakeError,
-        TimeoutError (naming who did not come) if joining fails.
+        TimeoutError (naming the missing ranks) if joining fails.
     """
     global _membership
+    if transport is not None:
+        transport = transports.current_name(transport, speaks=_membership is None and detect().world_rank == 0)
     if _membership is None:
         launch = detect()
         name = transport or launch.transport
         transports.check_name(name, transports.PROCESSES + (transports.THREADS if launch.alone else ()))
-        _membership = Membership(launch)
+        _membership = Membership(launch, name)
         if launch.alone:
             _membership.world = Group(transports.alone(limit), Ledger(0), (0,))
             atexit.register(_membership.leave)
         else:
             limit_blas_threads(threads, launch.local_size)
             _watch_over_the_end(_membership)
-            _membership.world = _membership.join(name, limit, shared_memory=shared_memory)
+            _membership.world = _membership.join(name, limit)
     world = _membership.world
     if world is None:
         raise LaunchError("this process could not join its job before and cannot try again; start the job afresh")
-    if transport not in (None, world.transport.name) and world.size > 1:
-        raise LaunchError(f"init(transport={transport!r}): this process joined its job over {world.transport.name!r}")
+    if transport not in (None, _membership.transport, world.transport.name) and world.size > 1:
+        raise LaunchError(f"init(transport={transport!r}): this process joined its job over {_membership.transport!r}")
     return world
 
 
@@ -205,8 +204,8 @@ def current() -> Membership | None:
 def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
     """Report `error` as the end of this rank; whether it is this rank that should print it.
 
-    The monitor decides: the first to report speaks. A rank that fails before md.init joins for just that, lest the
-    others wait for it in vain (MPI_Init would for ever), unless the error happens `everywhere`: then rank 0 speaks.
+    The monitor decides: the first rank to report speaks. A rank that fails before md.init joins to report, because the
+    others would wait for it (MPI_Init for ever). An error that happens `everywhere` is rank 0's to print.
     """
     global _membership
     try:
@@ -223,7 +222,7 @@ def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
 
 
 def _said_by_launcher(error: BaseException, launch: Launch) -> bool:
-    """Ctrl-C reaches our launcher, too, and it is one line in the whole job."""
+    """Ctrl-C reaches our launcher too, which prints the one line of the job."""
     return isinstance(error, KeyboardInterrupt) and launch.launcher == "minidist"
 
 
@@ -271,8 +270,8 @@ def _abort_mpi(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _up_to(cause: Loss, error: BaseException) -> str:
-    """What the job ended of, and before it what the error calls it: "parameter server 0 of 1 is lost: rank 3 …"."""
+def _up_to(cause: Failure, error: BaseException) -> str:
+    """The cause, after the name that the error has for it: "parameter server 0 of 1 is lost: rank 3 …"."""
     before, found, _ = str(error).partition(str(cause))
     return f"{before if found and len(before.splitlines()) < 2 else ''}{cause}"
 

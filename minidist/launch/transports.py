@@ -13,14 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from minidist.comm.health.monitor_client import ControlLink
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transport import Transport
 from minidist.errors import LaunchError
 from minidist.launch.launchers import Launch
 
-THREADS = ("threads", "threads-unbuffered")       # ranks inside one process
-PROCESSES = ("sockets", "shm", "mpi", "nccl")     # ranks that are processes
-LATER = ("sim",)                                  # named in the design, not in this version
+THREADS = ("threads", "threads-unbuffered")             # ranks inside one process
+PROCESSES = ("auto", "tcp", "shm", "mpi", "nccl")       # ranks that are processes
+PLAIN = ("plain-tcp",)                                  # the same, to read and to try: see comm/transports/plain_tcp.py
+LATER = ("sim",)                                        # named in the design, not in this version
+_MAKERS = {"auto": ("auto", "connect"), "tcp": ("tcp.transport", "connect"), "shm": ("shm.transport", "connect"),
+           "plain-tcp": ("plain_tcp", "connect"), "mpi": ("mpi.transport", "MpiTransport"),
+           "nccl": ("gpu.nccl", "connect")}
 
 
 def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
@@ -34,42 +38,41 @@ def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
     if name == "nccl" and importlib.util.find_spec("cupy") is None:
         # not more: the ranks look for the GPU, and a process that has done so cannot fork any more
         raise LaunchError("transport 'nccl' needs CuPy, which is not installed; pip install -e '.[cuda13]' (or "
-                          "cuda12), or take sockets")
+                          "cuda12), or take auto")
 
 
-def load(name: str, *, shared_memory: bool = True) -> Callable[..., Any]:
+def current_name(name: str, *, speaks: bool = True) -> str:
+    """The name that a transport has today; "sockets", its name before, is told once a job, by the rank that speaks."""
+    if name != "sockets":
+        return name
+    if speaks:
+        warnings.warn("transport 'sockets' is called 'tcp' now, also between ranks of one host; 'auto' shares memory "
+                      "there, as 'sockets' did; the old name goes in the next release", FutureWarning, stacklevel=3)
+    return "tcp"
+
+
+def load(name: str) -> Callable[..., Any]:
     """What makes a transport between processes; importing it costs more than calling it."""
-    module, maker = {"sockets": ("auto", "connect") if shared_memory else ("tcp.transport", "SocketsTransport"),
-                     "shm": ("shm.transport", "connect"), "mpi": ("mpi.transport", "MpiTransport"),
-                     "nccl": ("gpu.nccl", "connect")}[name]
+    module, maker = _MAKERS[name]
     return getattr(importlib.import_module(f"minidist.comm.transports.{module}"), maker)      # type: ignore[no-any-return]
 
 
-def build(name: str, link: ControlLink, token: bytes, limit: float, *, node: int = 0,
-          shared_memory: bool = True) -> Transport:
+def build(name: str, link: MonitorClient, token: bytes, limit: float, *, node: int = 0) -> Transport:
     """Connect this rank with all others; every rank calls it with the same name.
 
-    Args:   node: the machine this rank is on, as its launcher counts; shared_memory: whether sockets uses that inside.
+    Args:   node: the machine this rank is on, as its launcher counts.
     Raises: LaunchError if the transport cannot work here; HandshakeError or TimeoutError if connecting fails.
     """
-    if name == "nccl":
-        host = build("sockets", link, token, limit, node=node, shared_memory=shared_memory)
-        try:
-            return cast(Transport, load(name)(link, host))
-        except BaseException:
-            host.close()
-            raise
-    make = load(name, shared_memory=shared_memory)
-    match name:
-        case "sockets" if shared_memory:
-            transport = make(link, token, limit, host=link.local_host, node=node)
-        case "sockets":
-            transport = make(link.world_rank, link, token, limit, host=link.local_host)
-        case "shm":
-            transport = make(link.world_rank, link, token, limit)
-        case _:
-            transport = make(limit)
-    return cast(Transport, transport)
+    if name == "mpi":
+        return cast(Transport, load(name)(limit))
+    if name != "nccl":
+        return cast(Transport, load(name)(link, token, limit, host=link.local_host, node=node))
+    host = build("auto", link, token, limit, node=node)
+    try:
+        return cast(Transport, load(name)(link, host))
+    except BaseException:
+        host.close()
+        raise
 
 
 def alone(limit: float) -> Transport:

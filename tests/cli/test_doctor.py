@@ -24,10 +24,10 @@ def test_the_table_and_its_json_agree(tmp_path, capsys):
     findings = {finding["what"]: finding for finding in json.loads(file.read_text())["findings"]}
     shown = capsys.readouterr().out
     for what in ("Python", "NumPy", "cores", "memory", "mpirun", "GPU", "C++ compiler", "torch", "pytest",
-                 *(f"transport {name}" for name in ("threads", "sockets", "shm", "mpi"))):
+                 *(f"transport {name}" for name in ("threads", "tcp", "shm", "mpi"))):
         assert what.split()[-1] in shown
         assert findings[what]["state"] in ("ok", "optional")
-    for name in ("threads", "sockets", "shm", "mpi"):
+    for name in ("threads", "tcp", "shm", "mpi"):
         assert findings[f"transport {name}"]["found"].startswith("2 ranks add 1 MiB in ")
     assert "belongs to it" in findings["mpirun"]["found"]
 
@@ -52,7 +52,7 @@ def test_a_foreign_mpirun_is_found_out(monkeypatch, tmp_path):
     assert "each rank is alone" in finding.found
 
 
-@pytest.mark.parametrize(("name", "state"), [("sockets", "broken"), ("mpi", "optional")])
+@pytest.mark.parametrize(("name", "state"), [("tcp", "broken"), ("mpi", "optional")])
 def test_a_transport_that_fails_is_a_finding(monkeypatch, name, state):
     def fail(*args, **options):
         raise MinidistError("no way\nmore")

@@ -13,16 +13,21 @@ from minidist.comm.cost.volume import FORMULAS
 TRANSPORTS = [
     "threads",
     "threads-unbuffered",
-    "sockets",
+    "tcp",
     MIXED,
     "shm",
     "mpi",
 ]
+BLOCKING = ["plain-tcp"]
+"""Transports whose sends block: held to conformance.BLOCKING, to every verb, and to the ends of a job.
+
+tests/comm/test_never_hangs.py, test_kills.py and test_expendable.py demand more of the others.
+"""
 
 DTYPES = ("float32", "bfloat16", "int64", "float64", "float16", "complex64")
 MPI_DTYPES = ("float32", "uint8", "int64", "float64", "int16", "uint32")
 
-on_every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+on_every_transport = pytest.mark.parametrize("transport", [*TRANSPORTS, *BLOCKING])
 
 
 @pytest.mark.parametrize("check", conformance.PEACEFUL, ids=lambda check: check.__name__)
@@ -31,7 +36,7 @@ def test_one_demand(check, transport):
     run(check, size=3, transport=transport)
 
 
-@pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != MIXED])     # of two ranks: sockets
+@pytest.mark.parametrize("transport", [*(name for name in TRANSPORTS if name != MIXED), *BLOCKING])
 def test_all_demands_on_two_ranks(transport):
     run(conformance.all_peaceful, size=2, transport=transport)
 

@@ -53,8 +53,8 @@ def check_those_that_are_left(group):
 
 @pytest.mark.parametrize(("transport", "how", "says"), [
     ("threads", "raise", "ArithmeticError: on purpose"), ("threads-unbuffered", "raise", "on purpose"),
-    ("sockets", "kill", "was killed by SIGKILL"), ("shm", "kill", "was killed by SIGKILL"),
-    ("shm", "exit", "exited with status 3"), ("sockets", "raise", "on purpose"), ("shm", "stop", "is frozen")])
+    ("tcp", "kill", "was killed by SIGKILL"), ("shm", "kill", "was killed by SIGKILL"),
+    ("shm", "exit", "exited with status 3"), ("tcp", "raise", "on purpose"), ("shm", "stop", "is frozen")])
 def test_the_job_goes_on_without_it(transport, how, says):
     with nothing_left():
         first, lost, text = run(one_dies, how, size=3, transport=transport)
@@ -62,7 +62,7 @@ def test_the_job_goes_on_without_it(transport, how, says):
     assert "rank 1" in text and says in text and "rank 2 was in recv" in text, text
 
 
-@pytest.mark.parametrize("transport", ["threads", "sockets", "shm"])
+@pytest.mark.parametrize("transport", ["threads", "tcp", "shm"])
 def test_what_it_had_sent_still_arrives(transport):
     def job(world):
         if world.rank == 1:
@@ -80,7 +80,7 @@ def test_what_it_had_sent_still_arrives(transport):
     assert run(job, size=2, transport=transport)[0] == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("transport", ["threads", "sockets"])
+@pytest.mark.parametrize("transport", ["threads", "tcp"])
 def test_who_did_not_say_so_still_ends_the_job(transport):
     def job(world):
         if world.rank == 1:

@@ -88,7 +88,7 @@ def check_one_kill(folder, *, transport, size, victim, how, verb, length, calls,
 
 
 @pytest.mark.parametrize(("transport", "how", "verb", "delay"), [
-    ("sockets", "kill", "ring", 0.0), ("shm", "kill", "all_reduce", 0.0), ("sockets", "exit", "all_to_all", 0.01),
+    ("tcp", "kill", "ring", 0.0), ("shm", "kill", "all_reduce", 0.0), ("tcp", "exit", "all_to_all", 0.01),
     ("shm", "raise", "started", 0.0)])
 def test_every_survivor_of_eight_learns_it_at_once(transport, how, verb, delay, tmp_path):
     check_one_kill(tmp_path, transport=transport, size=8, victim=5, how=how, verb=verb, length=1000, calls=3,
@@ -102,7 +102,7 @@ def test_a_hundred_random_kills(tmp_path):
     for number in range(100):
         folder = tmp_path / str(number)
         folder.mkdir()
-        case = {"transport": draw.choice(("sockets", "shm", "sockets", "shm", "mpi")),
+        case = {"transport": draw.choice(("tcp", "shm", "tcp", "shm", "mpi")),
                 "size": draw.choice((2, 3, 5, 8)), "how": draw.choice(tuple(ENDS)), "verb": draw.choice(tuple(VERBS)),
                 "length": draw.choice((0, 1, 1000, 100_000, 2_000_000)), "calls": draw.choice((0, 1, 7)),
                 "delay": draw.choice((0.0, 0.0, 0.005, 0.05))}
@@ -112,7 +112,7 @@ def test_a_hundred_random_kills(tmp_path):
     print(f"seconds until the last survivor knew: median {np.median(seconds):.3f}, most {max(seconds):.3f}")
 
 
-@pytest.mark.parametrize("transport", ["sockets", pytest.param("shm", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.soak)])
 def test_a_rank_whose_child_holds_its_connections_is_missed_all_the_same(transport, tmp_path):
     """A data loader's worker, forked and left behind: nothing that the rank had open is closed."""
     def job(world):

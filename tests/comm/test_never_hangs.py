@@ -22,7 +22,7 @@ QUICK = {
     "threads": ("group", "order", MISSING, "one rank in a message, the others in started calls",
                 "a receive from oneself"),
     "threads-unbuffered": (RING, SENDS),
-    "sockets": ("group", MESSAGE, RING, SENDS),
+    "tcp": ("group", MESSAGE, RING, SENDS),
     "shm": (MESSAGE, MISSING),
     "mpi": ("group",),
 }
@@ -63,21 +63,21 @@ def check_disagreements(count, seed, transports):
 
 
 def test_random_disagreements():
-    check_disagreements(12, 5, ("threads", "threads-unbuffered", "sockets", "shm"))
+    check_disagreements(12, 5, ("threads", "threads-unbuffered", "tcp", "shm"))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_two_hundred_random_disagreements():
-    check_disagreements(200, 6, ("threads", "threads-unbuffered", "sockets", "shm", "sockets", "shm", "mpi"))
+    check_disagreements(200, 6, ("threads", "threads-unbuffered", "tcp", "shm", "tcp", "shm", "mpi"))
 
 
 # --- waits that are long, and not in vain ----------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("transport", "rounds"), [
-    ("sockets", 0),
+    ("tcp", 0),
     *(pytest.param(name, 60, marks=(pytest.mark.soak, pytest.mark.timeout(300)))
-      for name in ("threads", "threads-unbuffered", "sockets", "shm", "mpi"))])
+      for name in ("threads", "threads-unbuffered", "tcp", "shm", "mpi"))])
 def test_long_waits_are_not_taken_for_vain(transport, rounds):
     """Messages of 0.3 s, so that in nearly every round all ranks wait for what is in flight."""
     assert len(run(patient, 0.3, rounds, 7, size=4, transport=transport, limit=200.0)) == 4
@@ -99,7 +99,7 @@ def exchange_slowly(world):
     assert (total == other + 1).all()
 
 
-@pytest.mark.parametrize("transport", ["sockets", "shm", *(pytest.param(name, marks=pytest.mark.soak)
+@pytest.mark.parametrize("transport", ["tcp", "shm", *(pytest.param(name, marks=pytest.mark.soak)
                                                            for name in ("threads-unbuffered", "mpi"))])
 def test_a_send_that_is_being_taken_is_not_in_vain(transport):
     """However slowly: no message is taken whole, and none begun, while both wait for the other to take one."""
@@ -122,7 +122,7 @@ def freezes(world, folder):
         raise
 
 
-@pytest.mark.parametrize("transport", ["sockets", pytest.param("shm", marks=pytest.mark.soak),
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.soak),
                                        pytest.param("mpi", marks=pytest.mark.soak)])
 def test_a_frozen_rank_is_lost_within_two_seconds_and_nothing_stays(transport, tmp_path):
     with nothing_left(), lateness() as late, pytest.raises(
@@ -143,4 +143,4 @@ def holds_the_interpreter(world):
 
 
 def test_a_rank_that_computes_in_one_long_call_is_not_frozen():
-    assert run(holds_the_interpreter, size=2, transport="sockets") == [2.0, 2.0]
+    assert run(holds_the_interpreter, size=2, transport="tcp") == [2.0, 2.0]

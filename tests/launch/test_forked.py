@@ -16,7 +16,7 @@ import minidist as md
 from minidist.errors import DtypeError, LaunchError, MinidistError, PeerLostError, ShapeError, TimeoutError
 from minidist.launch import forked
 
-TRANSPORTS = ("sockets", "shm")
+TRANSPORTS = ("tcp", "shm")
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_results_come_in_rank_order(transport, size):
 
 
 def test_large_results_pass_the_pipe():
-    results = md.run(lambda world: np.full(1 << 20, world.rank), size=2, transport="sockets", limit=20)
+    results = md.run(lambda world: np.full(1 << 20, world.rank), size=2, transport="tcp", limit=20)
     assert [int(result.sum()) >> 20 for result in results] == [0, 1]
 
 
@@ -70,7 +70,7 @@ def test_the_first_failure_keeps_its_type_and_names_its_rank(error, kind, says):
         wait_for_the_others(world)
 
     with pytest.raises(kind, match=says) as caught:
-        md.run(work, size=3, transport="sockets", limit=20)
+        md.run(work, size=3, transport="tcp", limit=20)
     assert type(caught.value) is kind
     assert "the traceback of rank 1" in str(caught.value.__cause__)
     assert "raise error" in str(caught.value.__cause__)
@@ -127,7 +127,7 @@ def test_a_rank_that_ignores_the_end_is_ended():
 
     started = time.monotonic()
     with pytest.raises(ValueError, match="rank 0: over"):
-        md.run(work, size=2, transport="sockets", limit=20)
+        md.run(work, size=2, transport="tcp", limit=20)
     assert time.monotonic() - started < SOON
 
 
@@ -138,16 +138,16 @@ def test_the_limit_names_who_had_not_ended(monkeypatch):
             time.sleep(60)
         return world.rank
 
-    came, note = [], forked._Job._note
-    monkeypatch.setattr(forked._Job, "_note", lambda job, *result: (note(job, *result), came.append(result)))
+    came, note = [], forked.ForkedJob._note
+    monkeypatch.setattr(forked.ForkedJob, "_note", lambda job, *result: (note(job, *result), came.append(result)))
     monkeypatch.setattr(forked, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 20 * (len(came) > 1)))
     with pytest.raises(TimeoutError, match=r"2 of 4 ranks had not ended after 20 s: rank 1, 3"):
-        md.run(work, size=4, transport="sockets", limit=20)
+        md.run(work, size=4, transport="tcp", limit=20)
 
 
 def test_a_result_that_cannot_travel_is_the_ranks_failure():
     with pytest.raises(DtypeError, match="rank 0: a builtins.object cannot travel"):
-        md.run(lambda world: object(), size=1, transport="sockets", limit=20)
+        md.run(lambda world: object(), size=1, transport="tcp", limit=20)
 
 
 def test_forking_hides_no_other_warning():
@@ -158,12 +158,12 @@ def test_forking_hides_no_other_warning():
         return len(caught)
 
     filters = list(warnings.filters)
-    assert md.run(work, size=2, transport="sockets", limit=20) == [1, 1]
+    assert md.run(work, size=2, transport="tcp", limit=20) == [1, 1]
     assert warnings.filters == filters
 
 
 @pytest.mark.parametrize(("transport", "says"), [
-    ("sokets", "did you mean 'sockets'"), ("carrier pigeon", "choose from threads"),
+    ("tpc", "did you mean 'tcp'"), ("carrier pigeon", "choose from threads"),
     ("sim", "not available in this version")])
 def test_a_transport_that_is_not_there(transport, says):
     with pytest.raises(LaunchError, match=says):

@@ -21,12 +21,12 @@ def test_alone():
 
 
 @pytest.mark.parametrize(("variables", "launch"), [
-    (TORCHRUN, Launch("torchrun", "sockets", 5, 8, 1, 4, 1, "10.0.0.1", 29500, "abc")),
-    (OURS, Launch("minidist", "sockets", 5, 8, 1, 4, 1, "10.0.0.1", 29500)),
+    (TORCHRUN, Launch("torchrun", "auto", 5, 8, 1, 4, 1, "10.0.0.1", 29500, "abc")),
+    (OURS, Launch("minidist", "auto", 5, 8, 1, 4, 1, "10.0.0.1", 29500)),
     (MPICH, Launch("mpich", "mpi", 2, 4, 2, 4, 0)),
     (OPENMPI, Launch("openmpi", "mpi", 5, 8, 1, 4, 1)),
-    (SLURM, Launch("slurm", "sockets", 5, 8, 1, 4, 1, "gpu07", 20000 + 2 * (77 * 31 + 3), "77.3")),
-    ({**SLURM, "MASTER_PORT": "29600"}, Launch("slurm", "sockets", 5, 8, 1, 4, 1, "gpu07", 29600, "77.3")),
+    (SLURM, Launch("slurm", "auto", 5, 8, 1, 4, 1, "gpu07", 20000 + 2 * (77 * 31 + 3), "77.3")),
+    ({**SLURM, "MASTER_PORT": "29600"}, Launch("slurm", "auto", 5, 8, 1, 4, 1, "gpu07", 29600, "77.3")),
 ], ids=["torchrun", "minidist", "mpich", "openmpi", "slurm", "slurm with a port"])
 def test_each_launcher_is_understood(variables, launch):
     assert detect(variables) == launch

@@ -16,7 +16,7 @@ from jobs import JOB, by_hand, by_mpirun, finish, free_port, met, slurm, start, 
 from leftovers import nothing_left
 
 import minidist as md
-from minidist.comm.health.monitor_client import Loss
+from minidist.comm.health.monitor_client import Failure
 from minidist.errors import LaunchError, PeerLostError
 from minidist.launch import membership
 from minidist.launch.mpirun import find_mpirun
@@ -45,7 +45,7 @@ def test_importing_minidist_loads_neither_mpi_nor_cupy():
 
 
 @pytest.mark.parametrize(("code", "variables", "says"), [
-    ("md.init(transport='sokets')", {}, "did you mean 'sockets'"),
+    ("md.init(transport='tpc')", {}, "did you mean 'tcp'"),
     ("__import__('sys').modules['cupy'] = None; md.init(transport='nccl')", {}, "CuPy, which is not installed"),
     ("md.init()", {"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK is missing"),
     ("md.init()", {"PMI_RANK": "3", "PMI_SIZE": "2"}, "PMI_RANK is set, as mpich does, but MPI_LOCALRANKID is missing"),
@@ -69,7 +69,7 @@ def test_blas_threads_are_shared_among_the_ranks():
 
     before = threads(None)
     cores = len(os.sched_getaffinity(0))
-    assert md.run(threads, size=2, transport="sockets") == [max(1, cores // 2)] * 2
+    assert md.run(threads, size=2, transport="tcp") == [max(1, cores // 2)] * 2
     assert threads(None) == before
     with threadpoolctl.threadpool_limits(before):
         assert membership.limit_blas_threads(1, 2) == 1
@@ -79,7 +79,7 @@ def test_blas_threads_are_shared_among_the_ranks():
 
 # --- mpirun ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("transport", ["mpi", "shm", pytest.param("sockets", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("transport", ["mpi", "shm", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_mpirun_starts_a_job(transport):
     with nothing_left() as environment:
         done = finish(by_mpirun(environment, "ok", *([] if transport == "mpi" else [transport])))
@@ -88,7 +88,7 @@ def test_mpirun_starts_a_job(transport):
                                                 *(f"hello from {rank} of 3 over {transport}" for rank in range(3))]
 
 
-@pytest.mark.parametrize("transport", ["mpi", pytest.param("sockets", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("transport", ["mpi", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_an_exception_under_mpirun_ends_the_job_everywhere(transport):
     with nothing_left() as environment:
         process = by_mpirun(environment, "raise", transport)
@@ -161,7 +161,7 @@ def test_behind_a_shell_the_survivors_of_a_kill_speak_under_mpirun(transport):
 
 def test_what_a_stopping_rank_says_of_the_lost_one():
     """Who it was and how, and before it what the strategy calls it."""
-    loss = Loss(3, 77, "host", "was killed by SIGKILL", "Traceback", 1)
+    loss = Failure(3, 77, "host", "was killed by SIGKILL", "Traceback", 1)
     named = PeerLostError(f"parameter server 0 of 1 is lost: {loss}; rank 0 was in recv()\nmore", 3)
     for error, before in ((loss.error(), ""), (ArithmeticError("x"), ""), (named, "parameter server 0 of 1 is lost: ")):
         assert membership._up_to(loss, error) == f"{before}rank 3 (process 77 on host) was killed by SIGKILL"
@@ -180,7 +180,7 @@ if "minidist.comm.health.rendezvous" in sys.orig_argv:
     from minidist.comm.health.monitor import Monitor as where
     name, seconds = "_admit", 0.3
 else:
-    from minidist.comm.health.monitor_client import ControlLink as where
+    from minidist.comm.health.monitor_client import MonitorClient as where
     name, seconds = "_take", 0.1
 at_once = getattr(where, name)
 def late(self, *arguments):
@@ -264,7 +264,7 @@ def test_ranks_meet_by_a_private_file(variables, cache):
     assert [process.returncode for process in done] == [0, 0, 0], done
     assert [process.stderr for process in done] == [""] * 3
     for rank, process in enumerate(done):
-        assert process.stdout == f"hello from {rank} of 3 over sockets\ngoodbye from {rank}\n"
+        assert process.stdout == f"hello from {rank} of 3 over shm\ngoodbye from {rank}\n"
     assert list(cache.iterdir()) == []
 
 

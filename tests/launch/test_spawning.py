@@ -31,7 +31,7 @@ def test_every_rank_finds_its_variables():
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("transport", ["sockets", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_job_runs_and_says_nothing_else(transport):
     with nothing_left() as environment:
         done = finish(by_launch(environment, "ok", transport))
@@ -93,7 +93,7 @@ def test_ranks_that_chose_different_transports():
     with nothing_left() as environment:
         done = finish(by_launch(environment, "mixed"))
     assert done.returncode == 2
-    assert re.fullmatch(r"(\[rank \d\] )?minidist: the ranks chose different transports: shm, sockets.*\n", done.stderr)
+    assert re.fullmatch(r"(\[rank \d\] )?minidist: the ranks chose different transports: shm, tcp.*\n", done.stderr)
 
 
 def test_a_rank_that_neither_waits_nor_ends_is_ended():
@@ -189,8 +189,8 @@ def test_two_nodes_meet_over_address_port_and_secret():
                        environment, MINIDIST_TOKEN="s" * 32) for rank in (1, 0)]
         done = [finish(node) for node in nodes]
     assert [node.returncode for node in done] == [0, 0], done
-    assert "hello from 3 of 4 over sockets" in done[0].stdout
-    assert "hello from 0 of 4 over sockets" in done[1].stdout
+    assert "hello from 3 of 4 over shm+tcp" in done[0].stdout
+    assert "hello from 0 of 4 over shm+tcp" in done[1].stdout
 
 
 @pytest.mark.soak
@@ -198,7 +198,7 @@ def test_a_launcher_that_is_told_to_stop_ends_the_job_on_all_nodes():
     port, address = free_port(), "127.0.0.2"
     with nothing_left() as environment:
         nodes = [start([sys.executable, "-c", "import sys; from minidist.launch.spawning import *; sys.exit(spawn("
-                        f"[sys.executable, {JOB!r}, 'busy', 'sockets', '9'], 2, "
+                        f"[sys.executable, {JOB!r}, 'busy', 'tcp', '9'], 2, "
                         f"nodes=Nodes(2, {rank}, {address!r}, {port})))"],
                        environment, MINIDIST_TOKEN="s" * 32) for rank in (0, 1)]
         for node in nodes:

@@ -50,8 +50,8 @@ def test_what_is_measured_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {(verb, name) for verb, name, _ in figures} == {
         (verb, name) for verb in ALGORITHMS for name in ALGORITHMS[verb] if name not in ("native", "shared")}
     everywhere = {"TCP": figures, "shm": figures, "MPI": figures}
-    family.write_page(everywhere, {"2": {"sockets": {"1024": 5e-5}}}, tmp_path / "page.md")
+    family.write_page(everywhere, {"2": {"tcp": {"1024": 5e-5}}}, tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert text.count("<!-- measured -->") == text.count("<!-- end -->") == 1
     assert text.count("\n## ") == len(ALGORITHMS) + 1 and "| **" in text
-    assert "| sockets | 50 |" in text
+    assert "| tcp | 50 |" in text

@@ -125,7 +125,7 @@ def test_under_mpirun(numbers: list[str], ranks: str, tmp_path: Path) -> None:
 
 def test_on_ranks_of_our_own_launcher(tmp_path: Path) -> None:
     output = run(["minidist", "lesson", "03", "-n", "2", "--json", str(tmp_path / "tables.json")])
-    assert "2 ranks over sockets" in output
+    assert "2 ranks over shm" in output
     tables = {table["title"]: table["rows"] for table in json.loads((tmp_path / "tables.json").read_text())["tables"]}
     assert tables["n = 840 KiB: the busiest rank's all-reduce"][1][:2] == [2, 2]
 

@@ -150,7 +150,7 @@ def test_records_of_any_length() -> None:
         np.testing.assert_array_equal(record["array"], np.arange(rank))
 
 
-@pytest.mark.parametrize("transport", ["threads", "sockets"])
+@pytest.mark.parametrize("transport", ["threads", "tcp"])
 def test_records_are_no_matter_of_device_memory(transport: str) -> None:
     """A run that kept to its limit must not break it when it is over."""
     def job(world: Any) -> list[int] | None:

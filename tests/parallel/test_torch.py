@@ -10,7 +10,7 @@ import pytest
 from training import global_batch, tiny
 
 import minidist as md
-from minidist.bench.step import PEERS
+from minidist.bench.step.ranks import PEERS
 from minidist.nn import GPT
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 

@@ -14,8 +14,8 @@ import pytest
 from minidist.comm.transports.threads import run_threads
 
 THREADS = ("threads", "threads-unbuffered")
-MIXED = "sockets, two nodes"
-"""Transport sockets as jobs have it: shared memory inside a node, TCP between nodes; odd ranks play the second."""
+MIXED = "auto, two nodes"
+"""Shared memory inside a node, TCP between nodes; odd ranks play the second."""
 LIMIT = 20.0  # seconds; a test that waits longer hangs
 SOON = LIMIT / 2  # seconds; what ends sooner, on however busy a machine, did not wait for its limit; how soon it is, is
                   # for tests/comm/test_kills.py, which knows how late threads wake, and for the soak tests
@@ -60,13 +60,13 @@ def limit_comes(patch: pytest.MonkeyPatch, here: Callable[[], bool]) -> None:
 
 
 def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads", limit: float = LIMIT) -> list[Any]:
-    """`fn(world, *args)` on `size` ranks; what each returned, in rank order. Here "sockets" is TCP between all."""
+    """`fn(world, *args)` on `size` ranks; what each returned, in rank order."""
     if transport in THREADS:
         return run_threads(fn, args, size, limit, unbuffered=transport == "threads-unbuffered")
     if transport == MIXED:
         from minidist.launch.forked import run_forked  # noqa: PLC0415 - the thread tests do without the launcher
-        return run_forked(fn, args, size=size, transport="sockets", limit=limit,
+        return run_forked(fn, args, size=size, transport="auto", limit=limit,
                           nodes=[rank % 2 for rank in range(size)])
     from minidist.launch import run as launch_run  # noqa: PLC0415
 
-    return launch_run(fn, *args, size=size, transport=transport, shared_memory=False, limit=limit)
+    return launch_run(fn, *args, size=size, transport=transport, limit=limit)

@@ -36,7 +36,7 @@ def main() -> None:
     world.ledger.subscribe(lambda event: seen.append(event.details["algorithm"]) if event.kind == "call" else None)
     world.all_reduce(np.ones(NBYTES // 4, np.float32))
     peers = vars(world.transport)["_peers"].values()
-    connections = {peer.rank: peer.link.fileno() for peer in peers if type(peer.link).__name__ == "SocketLink"}
+    connections = {peer.rank: peer.link.fileno() for peer in peers if type(peer.link).__name__ == "TcpLink"}
     systems = world.all_gather(np.frombuffer(shared_by(0).encode().rjust(200), np.uint8).reshape(1, -1))
     told = {"nodes": world.nodes, "links": [type(peer.link).__name__ for peer in peers],
             "boards": [group.board is not None for group in (world, inside, across)], "auto": seen[0],

@@ -46,7 +46,7 @@ def main() -> None:
     mode, transport = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
     victim = int(sys.argv[3]) if len(sys.argv) > 3 else 2
     if mode == "mixed":
-        transport = ["sockets", "shm"][int(os.environ["RANK"]) % 2]
+        transport = ["tcp", "shm"][int(os.environ["RANK"]) % 2]
     world = md.init(transport=transport, limit=20)
     assert md.init() is world
     if mode in ("sleep", "stubborn", "cut"):

@@ -16,11 +16,12 @@ from minidist.comm.ledger import Ledger
 from minidist.comm.transport import Tag
 from minidist.comm.transports.progress.link import PolledLink
 from minidist.comm.transports.progress.poll_loop import PolledTransport
+from minidist.comm.transports.shm.link import ShmLink
 from minidist.comm.transports.shm.ring_buffer import RING_BYTES
-from minidist.comm.transports.shm.transport import ARENA_BYTES, ShmLink, ShmTransport
-from minidist.comm.transports.tcp.transport import SocketLink
+from minidist.comm.transports.shm.transport import ARENA_BYTES, ShmTransport
+from minidist.comm.transports.tcp.link import TcpLink
 
-KINDS = ("sockets", "shm")
+KINDS = ("tcp", "shm")
 
 
 def nobody_tells(patch: pytest.MonkeyPatch) -> None:
@@ -40,9 +41,9 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
             second.close()
 
 
-def socket_links() -> tuple[PolledLink, PolledLink]:
+def tcp_links() -> tuple[PolledLink, PolledLink]:
     first, second = tcp_pair()
-    return SocketLink(first), SocketLink(second)
+    return TcpLink(first), TcpLink(second)
 
 
 def shm_links() -> tuple[ShmLink, ShmLink]:
@@ -51,7 +52,7 @@ def shm_links() -> tuple[ShmLink, ShmLink]:
     return ShmLink(first, memory, lower=True), ShmLink(second, memory, lower=False)
 
 
-MAKERS: dict[str, Callable[[], tuple[PolledLink, PolledLink]]] = {"sockets": socket_links, "shm": shm_links}
+MAKERS: dict[str, Callable[[], tuple[PolledLink, PolledLink]]] = {"tcp": tcp_links, "shm": shm_links}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from minidist.bench.peers import torch_step
+from minidist.bench.step.peers import torch_step
 from minidist.nn import GPTConfig
 
 

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minidist.bench.peers import TorchBlock, torch_weights
+from minidist.bench.step.peers import TorchBlock, torch_weights
 from minidist.cli.train import arguments
-from minidist.cli.train import options as train_options
+from minidist.cli.train import settings as train_settings
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import warmup_cosine
 
@@ -64,7 +64,7 @@ class RotaryGPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), torch.tensor(targets).long().flatten())
 
 
-def train(settings: train_options.Settings, precision: str) -> float:
+def train(settings: train_settings.Settings, precision: str) -> float:
     """The held-out loss after all steps."""
     args, options = settings.args, settings.trainer_options()
     ours = GPT(settings.config)
@@ -98,4 +98,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser()
     arguments.add_arguments(parser)
-    print(train(train_options.check(parser.parse_args(sys.argv[2:])), sys.argv[1]))
+    print(train(train_settings.check(parser.parse_args(sys.argv[2:])), sys.argv[1]))

@@ -1,39 +1,31 @@
-"""Cross-entropy where each rank has the logits of a slice of the vocabulary: the whole row of logits exists nowhere."""
+"""Cross-entropy with a split vocabulary: each rank has the logits of its slice, and no rank has a whole row."""
 
 from minidist.autograd.ops.blocks import row_blocks
 from minidist.autograd.ops.linear import rows
+from minidist.autograd.ops.loss import check_targets, logits_gradient
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.comm.group import Group
-from minidist.device.backend import Array, array_module, beside, device_of, narrow, widen
-from minidist.errors import DtypeError, ShapeError
-
-
-def _check(logits: Array, targets: Array, vocabulary: int) -> None:
-    if targets.dtype.kind not in "iu":
-        raise DtypeError(f"split_cross_entropy: targets are token ids, integers, not {targets.dtype}")
-    if logits.ndim < 1 or targets.shape != logits.shape[:-1]:
-        raise ShapeError(f"split_cross_entropy: targets {targets.shape} do not fit logits {logits.shape}; "
-                         f"they need shape {logits.shape[:-1]}")
-    if device_of(targets) == "cpu" and targets.size and (int(targets.min()) < 0 or int(targets.max()) >= vocabulary):
-        raise ShapeError(f"split_cross_entropy: targets {int(targets.min())}..{int(targets.max())} outside the "
-                         f"vocabulary, which allows 0..{vocabulary - 1}")
+from minidist.device.backend import Array, array_module, beside, widen
 
 
 @op
 def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary: int, group: Group,
                         divisor: float | None = None, algorithm: str = "ring") -> tuple[Array, Saved]:
-    """Sum over tokens of -log softmax(logits)[target], over `divisor` (default: the number of tokens).
+    """The sum over tokens of -log softmax(logits)[target], divided by `divisor`.
 
-    With l a token's logits of all ranks, m their maximum, s = sum(exp(l - m)) and t the target's: log(s) + (m - t).
-    A rank has all of that but m, s and t, which take two all-reduces: the maxima, then the sums and targets' together.
-    Args:    logits: (…, own): of ids first, first + 1, …; targets: (…) ids of the whole vocabulary, equal on all ranks.
-             On a GPU targets had better stay on the host: there they are looked at while it computes.
+    Let l be the logits of a token on all ranks, m their maximum, t the logit of the target, and s = sum(exp(l - m)).
+    The loss is log(s) + (m - t). Two all-reduces compute it: the first of the maxima, the second of s and t together.
+    Args:    logits: (…, own), of the ids first, first + 1, …
+             targets: (…), ids of the whole vocabulary, equal on all ranks; better on the host than on a GPU, so that
+             their range is checked.
+             divisor: default: the number of tokens.
     Returns: one number, the same bits on all ranks; float32 for low precision too.
-    Cost:    forward 3 numbers a token all-reduced, instead of a gather of `vocabulary`; backward none: each rank's
-             gradient is (softmax - one-hot) of its own slice.
+    Raises:  DtypeError, ShapeError if targets do not fit.
+    Cost:    forward: an all-reduce of 3 numbers a token, instead of a gather of `vocabulary` numbers. Backward: no
+             communication, because the gradient on each rank is (softmax - one-hot) of its own slice.
     Source:  Shoeybi et al. 2019, section 3.
     """
-    _check(logits, targets, vocabulary)
+    check_targets("split_cross_entropy", logits, targets, vocabulary)
     xp = array_module(logits)
     wide, ids = rows(widen(logits)), targets.reshape(-1) - first
     count = divisor if divisor is not None else ids.size
@@ -54,14 +46,4 @@ def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary
 @split_cross_entropy.gradient("logits")
 def _(node: Node, dy: Array) -> Array:
     """(softmax - one-hot) dy / divisor, of the own slice"""
-    xp = array_module(dy)
-    wide = rows(widen(node.logits))
-    scale = widen(dy) / wide.dtype.type(node.divisor)
-    dx = xp.empty(wide.shape, wide.dtype)
-    for where, _ in row_blocks(xp, wide):
-        d = dx[where]
-        xp.subtract(wide[where], node.highest[where, None], out=d)
-        xp.exp(d, out=d)
-        d *= scale / node.total[where, None]
-    dx[node.places] -= scale
-    return narrow(dx.reshape(node.logits.shape), node.logits.dtype)
+    return logits_gradient(node.logits, node.highest[:, None], node.total[:, None], node.places, dy, node.divisor)

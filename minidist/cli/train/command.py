@@ -2,48 +2,48 @@
 
     mpirun -n 4 minidist train                # the ranks mpirun started
     minidist train -n 4                       # four ranks, started here
+    minidist train -n 4 --transport threads   # four ranks as threads of this process, for a debugger
     minidist train                            # one process
 """
 
 import argparse
-import os
-import signal
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
-from importlib.metadata import version
-from pathlib import Path
-from types import FrameType
-from typing import Any
+from contextlib import nullcontext
 
 from rich.console import Console
 
-from minidist.cli.train import arguments, experts, hybrid, options
-from minidist.cli.train import report as train_report
-from minidist.cli.train.progress import Report, Silence, make_console, make_report
+from minidist.cli.train.arguments import add_arguments
+from minidist.cli.train.axis_traffic import stage_layers
+from minidist.cli.train.metrics import run_metrics
+from minidist.cli.train.progress import ProgressReport, make_console, make_report
+from minidist.cli.train.report import print_report
+from minidist.cli.train.run_folder import run_folder, write_folder
 from minidist.cli.train.sample import sample
+from minidist.cli.train.settings import Settings, as_arguments, check
 from minidist.cli.train.verify import STEPS, Weights, verify
 from minidist.comm.group import Group
-from minidist.console import fail, write_json
+from minidist.console import fail, plural, write_json
 from minidist.device import account
 from minidist.launch import detect, init, spawn
+from minidist.launch import run as run_function
 from minidist.launch.membership import limit_blas_threads
+from minidist.launch.transports import THREADS
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.parallel.hybrid.cuda_graph import CapturedStep
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.replicas import weights_digest
+
+__all__ = ["add_arguments", "run"]
 
 TRACE_SPANS = 5000
 """Spans of a rank that trace.json keeps: about the first 150 steps, and a few megabytes for four ranks."""
 
-add_arguments = arguments.add_arguments
+WAIT_LIMIT, THREADS_LIMIT = 120.0, 1e7
+"""Seconds that a wait of a rank that is a thread may last, as in md.init; and the whole run, which has no limit."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,28 +52,43 @@ def run(args: argparse.Namespace) -> int:
     Raises:  ConfigError for what the options or the data make impossible.
     """
     launch = detect()
-    starts_ranks = launch.launcher == "alone" and (args.ranks or 1) > 1
+    as_threads = args.transport in THREADS
+    starts_ranks = launch.launcher == "alone" and ((args.ranks or 1) > 1 or as_threads)
     if args.ranks and args.ranks != launch.world_size and not starts_ranks:
         fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
-    settings = options.check(args)
-    size = args.ranks if starts_ranks else launch.world_size
+    if as_threads and not starts_ranks:
+        fail(f"--transport {args.transport}: its ranks are threads of one process, and {launch.launcher} started "
+             f"several; run: minidist train -n {launch.world_size} --transport {args.transport}")
+    settings = check(args)
+    size = (args.ranks or 1) if starts_ranks else launch.world_size
     plan = settings.plan(size)
     plan.require(size, settings.config)
     plan.require_model(settings.config)
     if starts_ranks and args.transport == "mpi":
         fail(f"--transport mpi: its ranks are mpirun's to start: mpirun -n {size} minidist train")
-    if starts_ranks:
-        args.out = str(settings.out)                        # whose default is the time
+    if as_threads:
+        threads = limit_blas_threads(args.threads, size * plan.replicas)
         with run_folder(settings.out):
-            return spawn([sys.executable, "-m", "minidist", "train", *options.as_arguments(args)], size)
+            return max(run_function(_train_in_thread, settings, threads, size=size, transport=args.transport,
+                                    limit=THREADS_LIMIT))
+    if starts_ranks:
+        args.out = str(settings.out)                        # its default is the time of day
+        with run_folder(settings.out):
+            return spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size)
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
     world = init(transport=args.transport, threads=threads)
     with run_folder(settings.out) if world.rank == 0 else nullcontext():
         return train(settings, world, threads)
 
 
-def train(settings: options.Settings, world: Group, threads: int) -> int:
-    """The run from the first step to the report; the same on every rank, but that rank 0 speaks and writes."""
+def _train_in_thread(world: Group, settings: Settings, threads: int) -> int:
+    """A rank of `--transport threads`: all of them in this process, for debuggers."""
+    world.transport.limit = WAIT_LIMIT
+    return train(settings, world, threads)
+
+
+def train(settings: Settings, world: Group, threads: int) -> int:
+    """Run from the first step to the report; only rank 0 prints and writes files. Returns: the exit status."""
     args = settings.args
     speaks = world.rank == 0 and not args.quiet
     console, on_terminal = make_console() if speaks else (Console(quiet=True), False)
@@ -83,98 +98,50 @@ def train(settings: options.Settings, world: Group, threads: int) -> int:
                       **settings.trainer_options())
     trainer.require_room(args.batch)
     if speaks:
-        announce(console, settings, world, hybrid.stage_layers(trainer))
-    report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else Silence()
+        announce(console, settings, world, stage_layers(trainer))
+    report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else ProgressReport()
     losses, seconds, early = train_steps(trainer, settings, report)
     world = trainer.survivors()
     trainer.check_replicas()
     validation_loss = trainer.evaluate(report.validating(settings.validation_batches()))
-    records = train_report.rank_records(trainer, world)
-    weights = trainer.state_dict()
     timelines = timeline.collect(world)
-    step_seconds, tokens_per_second = train_report.median_rate(seconds, args.batch * args.context)
-    metrics = {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name,
-               "threads": threads, "device": args.device, **train_report.parameter_counts(trainer),
-               "formula": train_report.gradient_formula(trainer, settings.training_batch(0)),
-               **experts.record(trainer), "stage_layers": hybrid.stage_layers(trainer),
-               "optimizer_moments": train_report.moments(trainer),
-               "skipped_steps": trainer.precision.skipped,
-               "losses": losses, "validation_loss": validation_loss, "step_seconds": step_seconds,
-               "tokens_per_second": tokens_per_second, "weights_sha256": weights_digest(weights),
-               "config": asdict(settings.config), "options": options_of(args), "versions": versions(), "ranks": records}
+    metrics = run_metrics(trainer, world, settings, threads=threads, losses=losses, seconds=seconds,
+                          validation_loss=validation_loss)
+    weights = trainer.state_dict()
+    metrics["weights_sha256"] = weights_digest(weights)
     status = 0
     if early is not None:
         status = verify(early, settings, world, metrics, console)
     if world.rank == 0:
         assert timelines is not None
-        train_report.write_folder(settings.out, metrics, timelines, weights)
+        write_folder(settings.out, metrics, timelines, weights)
         if args.json:
             write_json(args.json, metrics)
         if speaks:
-            with account.use(account.MemoryAccount()):      # the run is over, and its limit
+            with account.use(account.MemoryAccount()):      # without the run's memory limit
                 written = sample(whole_model(trainer, weights), settings.text, seed=args.seed)
-            train_report.print_report(console, metrics, written, settings.out)
+            print_report(console, metrics, written, settings.out)
     trainer.close()
-    world.barrier()      # nobody leaves, and ends the job for the others, before rank 0 has written
+    world.barrier()      # no rank ends the job before rank 0 has written its files
     return status
 
 
 def whole_model(trainer: Trainer, weights: Weights) -> GPT:
     """A model that this rank can use alone."""
-    if trainer.plan.zero < 3 and not isinstance(trainer.strategy, Hybrid):
+    if trainer.plan.zero < 3 and not trainer.plan.composed:
         return trainer.model
     model = GPT(trainer.config)
     model.load_state_dict(weights)
     return model
 
 
-@contextmanager
-def run_folder(folder: Path) -> Iterator[None]:
-    """Make the run folder before the first step, for a run without one would be lost at its end. Should it stay empty,
-    what was made goes again, however the run ended.
+def train_steps(trainer: Trainer, settings: Settings,
+                report: ProgressReport) -> tuple[list[float], list[float], Weights | None]:
+    """Make every step.
 
-    Raises:  ConfigError if it cannot be made.
-    """
-    made = [missing for missing in (folder, *folder.parents) if not missing.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"--out {folder}: {error.strerror}")
-    def clear() -> None:
-        with suppress(OSError):
-            for empty in made:
-                empty.rmdir()
+    A step may return before its loss is known; that loss is then read after the next step was started.
 
-    try:
-        with before_sigterm(clear):
-            yield
-    finally:
-        clear()
-
-
-@contextmanager
-def before_sigterm(last: Callable[[], None]) -> Iterator[None]:
-    """In the block, a SIGTERM that would end this process at once ends it after `last()`."""
-    def end(number: int, frame: FrameType | None) -> None:
-        last()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def train_steps(trainer: Trainer, settings: options.Settings,
-                report: Report) -> tuple[list[float], list[float], Weights | None]:
-    """Every step: the global losses, each step's seconds on this rank, and early weights if --verify wants them.
-
-    Where a step does not wait for its own loss, that is waited for when the next step has been asked for.
+    Returns: the global losses, the seconds of each step on this rank, and with --verify the early weights.
     """
     losses, seconds, early = [], [], None
     args, ledger = settings.args, trainer.world.ledger
@@ -200,22 +167,11 @@ def train_steps(trainer: Trainer, settings: options.Settings,
     return losses, seconds, early
 
 
-def announce(console: Console, settings: options.Settings, world: Group, stages: list[int] | None) -> None:
-    """What is about to be trained, on what; `stages`: how many layers each has."""
-    config, text, plural = settings.config, settings.text, train_report.plural
+def announce(console: Console, settings: Settings, world: Group, stages: list[int] | None) -> None:
+    """Print the data, the model and the ranks. `stages`: layers of each pipeline stage, if there are some."""
+    config, text = settings.config, settings.text
     split = f" (in stages of {', '.join(map(str, stages))})" if stages else ""
     console.print(f"{text.source}: {len(text.train):,} symbols to learn from, {len(text.validation):,} held out, "
                   f"{len(text.symbols)} different; {plural(config.layers, 'layer')}{split} of width {config.width}, "
                   f"{settings.args.batch} × {config.context} tokens a step, {plural(world.size, 'rank')} over "
                   f"{world.transport.name}", markup=False, soft_wrap=True)
-
-
-def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options as they stood on the command line, for metrics.json."""
-    return {name: value for name, value in vars(args).items() if value is None or isinstance(value, (str, int, float))}
-
-
-def versions() -> dict[str, str]:
-    """What the run's numbers may depend on."""
-    python = ".".join(map(str, sys.version_info[:3]))
-    return {"python": python, **{name: version(name) for name in ("minidist", "numpy", "mpi4py")}}

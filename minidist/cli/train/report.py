@@ -1,183 +1,87 @@
-"""What a training run leaves: metrics, tables that hold measured beside formula, and the run folder."""
+"""The report of `minidist train`: tables that hold measured beside formula, and the formulas of what is sent."""
 
-import json
-import statistics
 from collections.abc import Sequence
-from itertools import pairwise
+from math import log
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import minidist
-from minidist.cli.train import central, hybrid
-from minidist.cli.train import experts as train_experts
-from minidist.cli.train.offload import offload_record, on_device, print_offload
-from minidist.comm.chunks import bounds
+from minidist.cli.train import axis_traffic, central_traffic
+from minidist.cli.train.expert_table import expert_table
+from minidist.cli.train.offload_table import on_device, print_offload
 from minidist.comm.cost.volume import FORMULAS, Case
-from minidist.comm.group import Group
-from minidist.console import write_json
-from minidist.errors import ConfigError
-from minidist.nn import GPT
-from minidist.observe.plots import draw_loss
-from minidist.observe.records import gather_records
-from minidist.observe.timeline import Timeline, write_perfetto
-from minidist.parallel.data.data_parallel import DataParallel
-from minidist.parallel.data.ddp import DDP
-from minidist.parallel.data.parameter_server import ParameterServer
-from minidist.parallel.data.replica_groups import owners
+from minidist.console import exactly, plural
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.parallel.hybrid.hybrid_step import Hybrid
-from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Batch
+from minidist.parallel.step.strategy import Collective, Strategy
 from minidist.parallel.zero.memory_formula import STATE, Each, state_bytes
-from minidist.parallel.zero.zero1 import Zero1
-from minidist.parallel.zero.zero2 import Zero2
-from minidist.parallel.zero.zero3 import Zero3
 
 Metrics = dict[str, Any]
-Call = tuple[str, int, Group]
-"""A collective: its verb, the bytes of the whole array, and among whom."""
-
-
-def rank_record(trainer: Trainer, world: Group) -> dict[str, Any]:
-    """What one rank tells of itself: its place, what it sent in training steps, what fills its memory."""
-    return {"rank": world.world_rank, "coordinates": {axis: place for axis, place in trainer.mesh.coordinates.items()
-                                                if axis == "dp" or trainer.mesh.shape[axis] > 1},
-            "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
-            "memory": trainer.account.snapshot(), "shared_bytes": world.transport.shared_bytes,
-            **offload_record(trainer)}
-
-
-def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
-    """Every rank's record on rank 0, or, of one process that drives several devices, every device's."""
-    if isinstance(trainer.strategy, DataParallel):
-        return central.device_records(trainer.strategy)
-    return gather_records(world, rank_record(trainer, world))
 
 
 def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
-    """Bytes and messages that all ranks together should have sent for gradients, and with ZeRO for weights, in all
-    steps: the sum over buckets, or with ZeRO-2 and 3 over collectives. Args: batch: like those of the run.
+    """Bytes and messages of all ranks and steps by formula, for gradients and under ZeRO for weights.
+
+    Args:    batch: one batch of the run.
     """
-    strategy = trainer.strategy
-    if isinstance(strategy, (DataParallel, ParameterServer)):
-        return central.formula(trainer, strategy, batch)
-    if isinstance(strategy, Single):
-        return {"sent_bytes": 0, "messages": 0, "buckets": 0}
-    if isinstance(strategy, Hybrid):
-        calls = hybrid.collectives(strategy, trainer.plan.accumulate)
-        return hybrid.formula(trainer, strategy, data_formula(trainer, strategy.data, calls), batch)
-    return {key: value for key, value in data_formula(trainer, strategy).items() if key != "axes"}
+    plan, strategy = trainer.plan, trainer.strategy
+    if plan.strategy != "ddp":
+        return central_traffic.formula(trainer, strategy, batch)
+    calls = strategy.data.traffic(plan.accumulate)
+    if plan.composed:
+        calls = axis_traffic.collectives(strategy, plan.accumulate) or calls
+        return axis_traffic.formula(trainer, strategy, data_formula(trainer, strategy.data, calls), batch)
+    return {key: value for key, value in data_formula(trainer, strategy, calls).items() if key != "axes"}
 
 
-def data_formula(trainer: Trainer, strategy: DDP | Zero1 | Zero2 | Zero3,
-                 calls: list[Call] | None = None) -> dict[str, Any]:
-    """Bytes and messages of all ranks of one group of the data axis together, in all steps, from its `calls` in one;
-    bytes also by the axis of who shares what.
+def data_formula(trainer: Trainer, strategy: Strategy, calls: Sequence[Collective]) -> dict[str, Any]:
+    """Bytes and messages of all ranks of one group of the data axis in all steps; bytes also by axis.
+
+    Args:    calls: the collectives of one step.
     """
-    plan, ranks, steps = trainer.plan, trainer.plan.copies, trainer.steps_done
-    calls = collectives(strategy, plan.accumulate) if calls is None else calls
-    runs = [(FORMULAS[verb, plan.algorithm],    # what all ranks send does not depend on who owns how much
-             Case(size=group.size, nbytes=nbytes, blocks=[nbytes] + [0] * (group.size - 1)), ranks // group.size, group)
-            for verb, nbytes, group in calls]
-    size = plan.shard or ranks          # of a group that shares a copy; there are ranks / size of them
-    runs += [(FORMULAS["all_reduce", plan.algorithm], Case(size=ranks // size, nbytes=nbytes), 1, strategy.group)
-             for nbytes in shards(strategy) if size < ranks]
-    axes: dict[str, int] = {}
-    for formula, case, times, group in runs:
-        axis = group.axis.split(".")[0]
+    plan, steps, axes, messages = trainer.plan, trainer.steps_done, dict[str, int](), 0
+    for call in calls:      # the sum over ranks does not depend on the sizes of their shards
+        size, times = call.group.size, 1 if call.once else plan.copies // call.group.size
+        case = Case(size=size, nbytes=call.nbytes, blocks=[call.nbytes] + [0] * (size - 1))
+        formula, axis = FORMULAS[call.verb, plan.algorithm], call.group.axis.split(".")[0]
         axes[axis] = axes.get(axis, 0) + steps * times * formula.bytes_of(case)
-    return {"sent_bytes": sum(axes.values()), "axes": axes,
-            "messages": steps * sum(times * formula.messages_of(case) for formula, case, times, _ in runs),
-            "buckets": len(calls if isinstance(strategy, (Zero2, Zero3)) else buckets_of(strategy))}
-
-
-def collectives(strategy: DDP | Zero1 | Zero2 | Zero3, accumulate: int) -> list[Call]:
-    """Of each collective in a step of `accumulate` passes, within one copy of the state, scalars apart."""
-    if isinstance(strategy, Zero3):
-        times = 2 if strategy.free_after_forward else 1
-        gathered = [(flat, times * accumulate) for unit in strategy.units for flat in unit.flats]
-        gathered += [(flat, 1) for flat in strategy.root.flats]         # held all step
-        return ([("all_gather", flat.nbytes, flat.group) for flat, times in gathered for _ in range(times)]
-                + [("reduce_scatter", flat.nbytes, flat.group) for flat in strategy.gradients.flats
-                   for _ in range(accumulate)])
-    verbs = ["all_reduce"] if isinstance(strategy, DDP) else ["reduce_scatter", "all_gather"]
-    if isinstance(strategy, Zero2):
-        verbs = ["reduce_scatter"] * accumulate + ["all_gather"]
-    return [(verb, nbytes, group) for verb in verbs for nbytes, group in buckets_of(strategy)]
-
-
-def shards(strategy: DDP | Zero1 | Zero2 | Zero3) -> list[int]:
-    """Bytes of every shard of one copy: each is summed over the copies, once a step."""
-    if isinstance(strategy, DDP):
-        return []
-    flats = strategy.gradients.flats if isinstance(strategy, Zero3) else strategy.flats
-    return [(stop - start) * flat.dtype.itemsize for flat in flats if flat.group is strategy.sharing.shard
-            for start, stop in pairwise(bounds(flat.size, strategy.sharing.shard.size))]
-
-
-def buckets_of(strategy: DDP | Zero1 | Zero2) -> list[tuple[int, Group]]:
-    """The bytes of each bucket, and who shares it."""
-    if isinstance(strategy, DDP):
-        return [(bucket.data.nbytes, owners(bucket.parameters, strategy.group, strategy.others))
-                for bucket in strategy.buckets]
-    return [(flat.nbytes, flat.group) for flat in strategy.flats]
-
-
-def parameter_counts(trainer: Trainer) -> dict[str, int]:
-    """Numbers and bytes of the whole model's parameters."""
-    itemsize = next(trainer.model.parameters()).dtype.itemsize
-    count = sum(p.size for p in GPT(trainer.config).parameters())
-    return {"parameters": count, "parameter_bytes": count * itemsize}
-
-
-def moments(trainer: Trainer) -> int:
-    """Arrays like the parameters that the optimizer keeps: 2 for Adam."""
-    return len(trainer.optimizer.state_names)
-
-
-def median_rate(step_seconds: Sequence[float], tokens: int) -> tuple[float, float]:
-    """Median seconds a step, and the tokens/s of a step of `tokens` tokens at that pace."""
-    median = statistics.median(step_seconds)
-    return median, tokens / median
-
-
-def plural(count: int, word: str) -> str:
-    """`1 rank`, `4 ranks`."""
-    return f"{count} {word}{'s' * (count != 1)}"
-
-
-# ---------------------------------------------------------------------------------------------------- the run folder
-
-def write_folder(folder: Path, metrics: Metrics, timelines: list[Timeline], weights: dict[str, np.ndarray]) -> None:
-    """metrics.json, trace.json, loss.png and model.safetensors.
-
-    Raises:  ConfigError if a file cannot be written.
-    """
-    from safetensors.numpy import save_file
-
-    try:
-        write_json(folder / "metrics.json", metrics)
-        write_perfetto(folder / "trace.json", timelines)
-        draw_loss(folder / "loss.png", metrics["losses"], validation=metrics["validation_loss"],
-                  title=f"{metrics['parameters']:,} parameters, {metrics['size']} ranks over {metrics['transport']}")
-        save_file({name: np.ascontiguousarray(array) for name, array in weights.items()}, folder / "model.safetensors",
-                  metadata={"config": json.dumps(metrics["config"]), "minidist": minidist.__version__})
-    except OSError as error:
-        raise ConfigError(f"--out {folder}: {error.strerror or error}") from error
+        messages += steps * times * formula.messages_of(case)
+    kinds = ("reduce_scatter", "all_gather") if plan.zero >= 2 else ("all_reduce", "reduce_scatter")
+    return {"sent_bytes": sum(axes.values()), "axes": axes, "messages": messages,
+            "buckets": sum(call.verb in kinds and not call.once for call in calls)}
 
 
 # --------------------------------------------------------------------------------------------------------- the screen
 
 def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) -> None:
     """Losses, the sample, the ledger and the memory account beside their formulas, and where the files are."""
+    _print_summary(console, metrics)
+    _rule(console, "a sample: lines it has not seen, and how it goes on (▸)")
+    console.print(f"{sample}\n", markup=False, soft_wrap=True)
+    _print_traffic(console, metrics)
+    if "experts" in metrics:
+        _rule(console, "how many tokens a step chose each expert, over the run")
+        console.print(expert_table(metrics))
+    _print_memory(console, metrics)
+    if metrics["plan"]["offload"] != "none":
+        print_offload(console, metrics)
+    console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), loss.png, model.safetensors",
+                  markup=False, soft_wrap=True)
+
+
+def _rule(console: Console, title: str) -> None:
+    console.rule(title, style="dim", align="left")
+
+
+def _print_summary(console: Console, metrics: Metrics) -> None:
+    """Losses and speed."""
     recent = metrics["losses"][-max(1, len(metrics["losses"]) // 20):]
-    console.print(f"\ntraining loss {statistics.fmean(recent):.4f} (mean of the last {plural(len(recent), 'step')}), "
+    console.print(f"\ntraining loss {fmean(recent):.4f} (mean of the last {plural(len(recent), 'step')}), "
                   f"validation loss {metrics['validation_loss']:.4f} nats a token; "
-                  f"guessing blindly gives {np.log(metrics['config']['vocabulary']):.2f}", markup=False)
+                  f"guessing blindly gives {log(metrics['config']['vocabulary']):.2f}", markup=False)
     console.print(f"{metrics['step_seconds'] * 1e3:,.1f} ms a step (median), {metrics['tokens_per_second']:,.0f} "
                   f"tokens/s, {metrics['parameters']:,} parameters, {plural(metrics['size'], 'rank')} over "
                   f"{metrics['transport']}, {plural(metrics['threads'], 'BLAS thread')} each", markup=False)
@@ -185,25 +89,25 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
         console.print(f"{plural(metrics['skipped_steps'], 'step')} skipped, whose gradients overflowed float16 under "
                       f"the loss scale", markup=False)
     console.print()
-    console.rule("a sample: lines it has not seen, and how it goes on (▸)", style="dim", align="left")
-    console.print(f"{sample}\n", markup=False, soft_wrap=True)
+
+
+def _print_traffic(console: Console, metrics: Metrics) -> None:
+    """Bytes sent in a step beside the formula: by device or server, by axis, or by rank."""
     if metrics["plan"]["strategy"] != "ddp":
-        console.rule("what each sent in a step, in bytes and messages, measured and by formula", style="dim",
-                     align="left")
-        console.print(central.traffic_table(metrics))
+        _rule(console, "what each sent in a step, in bytes and messages, measured and by formula")
+        console.print(central_traffic.traffic_table(metrics))
     elif "axes" in metrics["formula"]:
-        console.rule("what all ranks sent in a step along each axis, in bytes, measured and by formula", style="dim",
-                     align="left")
-        console.print(hybrid.traffic_table(metrics))
+        _rule(console, "what all ranks sent in a step along each axis, in bytes, measured and by formula")
+        console.print(axis_traffic.traffic_table(metrics))
     elif metrics["size"] > 1:
         what = "gradients and weights" if metrics["plan"]["zero"] else "gradients"
-        console.rule(f"what each rank sent for {what} in a step, in bytes and messages, measured and by formula",
-                     style="dim", align="left")
+        _rule(console, f"what each rank sent for {what} in a step, in bytes and messages, measured and by formula")
         console.print(traffic_table(metrics))
-    if "experts" in metrics:
-        console.rule("how many tokens a step chose each expert, over the run", style="dim", align="left")
-        console.print(train_experts.table(metrics))
-    console.rule("what fills the memory of rank 0, in bytes, measured and by formula", style="dim", align="left")
+
+
+def _print_memory(console: Console, metrics: Metrics) -> None:
+    """Rank 0's memory, and its bytes a parameter."""
+    _rule(console, "what fills the memory of rank 0, in bytes, measured and by formula")
     console.print(memory_table(metrics))
     console.print(f"parameters + gradients + optimizer: {in_words(bytes_a_parameter(metrics))} bytes a parameter",
                   markup=False)
@@ -214,15 +118,6 @@ def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) 
         console.print(f"beside it, of what ranks of one host share (the transport's rings and boards), at most "
                       f"{shared:,} bytes are rank 0's", markup=False, soft_wrap=True)
     console.print()
-    if metrics["plan"]["offload"] != "none":
-        print_offload(console, metrics)
-    console.print(f"{folder}/: metrics.json, trace.json (open at https://ui.perfetto.dev), loss.png, model.safetensors",
-                  markup=False, soft_wrap=True)
-
-
-def exactly(number: float) -> str:
-    """12.0 -> "12", 1234.5 -> "1,234.5"."""
-    return f"{number:,.1f}".removesuffix(".0")
 
 
 def short(number: float) -> str:
@@ -236,9 +131,9 @@ def in_words(each: dict[str, float]) -> str:
 
 
 def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, float]:
-    """What theory gives a rank to hold between steps, by category: parts of it are divided under ZeRO.
+    """Bytes a parameter that a rank holds between steps by theory, by category; ZeRO divides some of them.
 
-    Args:    experts: of one that ep has divided already; ZeRO does so over dp and cp alone.
+    Args:    experts: of the experts' parameters, which ep has divided already; ZeRO divides them over dp and cp.
     """
     plan = metrics["plan"]
     each = Each.of(metrics["parameter_bytes"] // metrics["parameters"], moments=metrics["optimizer_moments"],
@@ -246,12 +141,12 @@ def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, f
     ranks = plan["dp"] * plan["cp"] * (1 if experts else plan["ep"])
     held = state_bytes(1, each, zero=plan["zero"], ranks=ranks, shard=None if experts else plan["shard"])
     held = on_device(held, plan["offload"], plan["zero"])
-    held["optimizer"] *= central.optimizer_share(plan)
+    held["optimizer"] *= central_traffic.optimizer_share(plan)
     return {category: held[category] for category in STATE}
 
 
 def traffic_header(metrics: Metrics) -> tuple[str, str]:
-    """What a rank should send in a step, bytes and messages, as formulas."""
+    """Bytes and messages of a rank in a step, as formulas for the table's header."""
     size, plan, formula = metrics["size"], metrics["plan"], metrics["formula"]
     whole = formula["sent_bytes"] // len(metrics["losses"]) // (size - 1)     # gathered or reduced: at least 2Ψ
     if plan["shard"] not in (None, size):
@@ -263,7 +158,7 @@ def traffic_header(metrics: Metrics) -> tuple[str, str]:
 
 
 def traffic_table(metrics: Metrics) -> Table:
-    """Each rank's bytes and messages a step beside the formula, scalars apart; all ranks' together are exact."""
+    """Each rank's bytes and messages in a step, without scalars, beside the formula; the sums are exact."""
     size, steps, formula = metrics["size"], len(metrics["losses"]), metrics["formula"]
     share, by_formula = formula["sent_bytes"] / steps / size, traffic_header(metrics)
     table = Table(header_style="bold")
@@ -280,7 +175,7 @@ def traffic_table(metrics: Metrics) -> Table:
 
 
 def memory_table(metrics: Metrics) -> Table:
-    """Rank 0's memory by category, now and at the peak, beside what theory says of it."""
+    """Rank 0's memory by category, now and at the peak, beside the formula."""
     experts = metrics["formula"].get("held_experts", 0)
     count = metrics["formula"].get("held", metrics["parameters"]) - experts
     parts = [(count, bytes_a_parameter(metrics)), (experts, bytes_a_parameter(metrics, experts=True))]

@@ -4,21 +4,23 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from minidist.comm.call_site import entries
+from minidist.comm.calls.call import Call
 from minidist.comm.device_lane import program
-from minidist.comm.health.wait_state import QUIET, Purpose
+from minidist.comm.handle import Handle
+from minidist.comm.health.running_call import RunningCall
+from minidist.comm.health.wait_state import QUIET
 from minidist.comm.signature import Signature
-from minidist.comm.transport import Handle, Transport
+from minidist.comm.transport import Transport
 from minidist.device import account
 from minidist.errors import CommError
-
-if TYPE_CHECKING:
-    from minidist.comm.calls.call import Call
 
 _LOOK = 1.0  # seconds between looks at whether the worker still lives
 
 
+@entries
 class Pending(ABC):
     """A call that was started. Its argument must not change before wait() returned, nor `out` be read."""
 
@@ -31,10 +33,11 @@ class Pending(ABC):
         """Whether wait() would return or raise at once."""
 
 
-class PendingCall(Pending, Purpose):
+@entries
+class PendingCall(Pending, RunningCall):
     """A collective in a worker's queue; on a GPU it works where the thread does that started it."""
 
-    def __init__(self, call: "Call", worker: "Worker") -> None:
+    def __init__(self, call: Call, worker: "Worker") -> None:
         self.call, self.worker, self.program = call, worker, program()
         self.signature, self.world_ranks = call.signature, call.world_ranks
         self.finished = threading.Event()
@@ -42,13 +45,14 @@ class PendingCall(Pending, Purpose):
         self.error: BaseException | None = None
 
     def wait(self) -> Any:
-        if not self.finished.wait(QUIET):
-            with self.worker.transport.waits.lasting("this rank's worker", tuple):
-                self._wait_long()
-        if self.error is not None:
-            self.worker.error = None  # somebody knows of it now
-            raise self.error
-        return self.call.settle(self.result)
+        with self:
+            if not self.finished.wait(QUIET):
+                with self.worker.transport.waits.lasting("this rank's worker", tuple):
+                    self._wait_long()
+            if self.error is not None:
+                self.worker.error = None  # the program knows of it now
+                raise self.error
+            return self.call.settle(self.result)
 
     def done(self) -> bool:
         return self.finished.is_set()
@@ -59,7 +63,8 @@ class PendingCall(Pending, Purpose):
                 raise CommError(f"the group was closed before {self.call.signature.describe()} was carried out")
 
 
-class PendingMessage(Pending, Purpose):
+@entries
+class PendingMessage(Pending, RunningCall):
     """A send, a receive, or both, already with the transport; wait() drives them in the calling thread."""
 
     def __init__(self, signature: Signature, world_ranks: tuple[int, ...], handles: list[Handle],
@@ -70,11 +75,12 @@ class PendingMessage(Pending, Purpose):
         self.delivered = False
 
     def wait(self) -> Any:
-        for handle in self.handles:
-            handle.wait()
-        if not self.delivered:
-            self.result, self.delivered = self.deliver(), True
-        return self.result
+        with self:
+            for handle in self.handles:
+                handle.wait()
+            if not self.delivered:
+                self.result, self.delivered = self.deliver(), True
+            return self.result
 
     def done(self) -> bool:
         return all(handle.done() for handle in self.handles)
@@ -83,13 +89,13 @@ class PendingMessage(Pending, Purpose):
 class Worker:
     """The thread that carries out a group's started calls, one after the other, in the order they were started.
 
-    It uses the memory account of the thread that made it. An error reaches whoever waits for the call, and aborts the
+    It uses the memory account of the thread that made it. An error is raised by the call's wait(), and aborts the
     transport, so that the rank learns of it at its next wait of any kind; the calls behind it then fail too.
     """
 
     def __init__(self, name: str, transport: Transport) -> None:
         self.unfinished = 0
-        self.error: BaseException | None = None  # of a call that nobody has waited for yet
+        self.error: BaseException | None = None  # of a call whose wait() has not raised it yet
         self.transport, self._account = transport, account.current()
         self._queue: deque[PendingCall] = deque()
         self._changed = threading.Condition(threading.Lock())
@@ -98,7 +104,7 @@ class Worker:
         self._thread.start()
         transport.waits.workers.add(self)
 
-    def submit(self, call: "Call") -> PendingCall:
+    def submit(self, call: Call) -> PendingCall:
         """Put a call at the end of the queue."""
         pending = PendingCall(call, self)
         with self._changed:
@@ -122,7 +128,7 @@ class Worker:
     def close(self) -> None:
         """Carry out what is queued, then end the thread.
 
-        Raises: the error of a call that nobody waited for.
+        Raises: the error of a call whose wait() was never called.
         """
         with self._changed:
             self._closing = True
@@ -137,8 +143,8 @@ class Worker:
             while (pending := self._next()) is not None:
                 finished = pending.finished
                 self._carry_out(pending)
-                del pending     # before anybody learns of it, so that whoever waited holds the last of its arrays
-                with self._changed:     # who finds us idle finds the call done, and who has waited for it finds us idle
+                del pending     # before wait() returns: only its caller keeps the arrays then
+                with self._changed:     # both at once: idle means done, and done means idle
                     self.unfinished -= 1
                     finished.set()
 

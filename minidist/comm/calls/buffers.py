@@ -7,7 +7,7 @@ into the new array that is returned. What is not contiguous, or elsewhere, is co
 GPU and host that goes through pinned memory (backend.to_host), and the host waits for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,9 +53,9 @@ def as_array(verb: str, x: Any) -> np.ndarray:
     try:
         return np.asarray(x)
     except ValueError as error:
-        raise ShapeError(f"{verb}: x is a {type(x).__name__} of which no array can be made: {error}") from error
+        raise ShapeError(f"{verb}: x is a {type(x).__name__} that cannot be converted to an array: {error}") from error
     except (TypeError, RuntimeError) as error:      # what other libraries' arrays say
-        raise DtypeError(f"{verb}: x is a {type(x).__name__} of which no array can be made: {error}") from error
+        raise DtypeError(f"{verb}: x is a {type(x).__name__} that cannot be converted to an array: {error}") from error
 
 
 def apart(array: np.ndarray, out: Any, part: np.ndarray | None = None) -> np.ndarray:
@@ -70,6 +70,38 @@ def apart(array: np.ndarray, out: Any, part: np.ndarray | None = None) -> np.nda
     if _same_elements(array if part is None else part, out):
         return array
     return account.current().hold(array.copy(), "communication")
+
+
+def check_lists(verb: str, x: Any, out: Any, size: int) -> None:
+    """Check that the arguments of an all_to_all are lists of an array for each of `size` ranks.
+
+    Raises: ShapeError that says which list has what.
+    """
+    for name, arrays in (("x", x), ("out", out)):
+        if arrays is None and name == "out":
+            continue
+        if not hasattr(arrays, "__getitem__") or getattr(arrays, "shape", None) == ():
+            raise ShapeError(f"{verb}: {name} is a {type(arrays).__name__}; pass a list of {size} arrays")
+        if len(arrays) != size:
+            raise ShapeError(f"{verb}: {name} has {len(arrays)} arrays; pass one for each of {size} ranks")
+    if out is not None and len(set(map(id, out))) < size:
+        raise ShapeError(f"{verb}: out= holds one array several times; pass an array of its own for each rank")
+
+
+def list_argument(verb: str, x: Sequence[Any], out: Sequence[Any] | None, device: str) -> list[np.ndarray]:
+    """`argument` for a list of arrays of one dtype; copies of all if one shares memory with an array of `out`.
+
+    Raises: as argument; DtypeError if the dtypes differ.
+    """
+    parts = [argument(verb, part, device) for part in x]
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) > 1:
+        raise DtypeError(f"{verb}: the arrays have dtypes {', '.join(sorted(map(str, dtypes)))}; cast them to one")
+    share = backend.array_module(parts[0]).may_share_memory
+    targets = [array for array in out or () if isinstance(array, type(parts[0]))]
+    if any(share(part, target) for target in targets for part in parts):
+        return [part.copy() for part in parts]
+    return parts
 
 
 def _same_elements(a: np.ndarray, b: np.ndarray) -> bool:
@@ -97,6 +129,11 @@ def _overlaps_itself(array: np.ndarray) -> bool:
 def address_of(array: Any) -> int:
     """Where an array begins, in the memory of its device."""
     return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def bytes_view(array: np.ndarray) -> np.ndarray:
+    """The bytes of a contiguous array, as a uint8 array of one dim."""
+    return array.reshape(-1).view(np.uint8)
 
 
 def device_of(*arrays: Any) -> str | None:
@@ -213,7 +250,7 @@ class Rows:
             edges = start + np.cumsum([0, *map(len, blocks)])
             if all(_same_elements(self.whole[edges[i]:edges[i + 1]], block) for i, block in enumerate(blocks)):
                 return self.whole[start:edges[-1]]
-        return account.current().hold(np.concatenate(blocks), "communication")  # type: ignore[no-any-return]
+        return account.current().hold(np.concatenate(blocks), "communication")
 
     def place_whole(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Where all blocks at once are received."""

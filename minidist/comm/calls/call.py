@@ -1,45 +1,44 @@
 """One collective call, as the algorithms see it: neighbours, and messages that are tagged, checked and counted.
 
 An algorithm is a function of (call, arrays). It names peers by their rank in the group and knows nothing of transports,
-ledgers or other calls. What is sent goes out under the call's signature; what is received under another one raises
-MismatchError that shows both calls.
+ledgers or other calls. Messages go out under the call's signature; a message of another call raises MismatchError that
+shows both.
 
 All collectives of a group travel under one tag, so that between two ranks they form one stream in the order of the
-calls: a rank that left out or swapped a call meets its peer's next message at once, where tags that counted the calls
-would let both wait for ever.
+calls: a rank that left out or swapped a call meets its peer's next message at once. Tags that counted the calls would
+let both wait for ever.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from minidist.comm import call_site
 from minidist.comm.calls.buffers import Place, address_of
+from minidist.comm.calls.members import Members
 from minidist.comm.device_lane import Side
-from minidist.comm.health.wait_state import Purpose
+from minidist.comm.handle import Handle
+from minidist.comm.health.running_call import RunningCall
 from minidist.comm.ledger import Event
 from minidist.comm.native import Native
 from minidist.comm.signature import (
-    Block,
+    BlockHeader,
     Shape,
     Signature,
     block_behind,
     dtype_code,
     mismatch,
     pack_block,
-    pack_call,
     unpack,
 )
-from minidist.comm.transport import Handle, Reduce, Tag
+from minidist.comm.transport import Reduce, Tag
 from minidist.device import account
 from minidist.errors import MismatchError
-
-if TYPE_CHECKING:
-    from minidist.comm.group import Group
 
 COLLECTIVE = 0
 """The sequence of the tag that a group's collectives share; point-to-point messages have one with the high bit set."""
@@ -48,60 +47,65 @@ Arrays = Sequence[np.ndarray]
 _NOTHING = np.empty(0, np.uint8)
 
 
-class Call(Purpose):
+def _as_returned(call: "Call", returned: Any) -> Any:
+    return returned
+
+
+class Call(RunningCall):
     """A collective that this rank has entered, or will.
+
+        with call:                                          # counted, and told to the ledger's subscribers
+            result = call.deliver(call, call.work(call))
 
     Attributes: rank, size, next_rank, prev_rank   within the group
                 nodes       the machine each rank is on, as a number
                 world_ranks of the group
-                work        `work(call)` carries the call out and returns its result
+                work        `work(call)` is the algorithm with its arrays
+                deliver     `deliver(call, returned)` makes the call's result of what the algorithm returned
                 board       memory that the group's ranks share, or None
                 device      where this rank's arrays live; None until a message tells a rank that brought none
                 origin      where the array lives from which a block came; None while none has come
                 side        the stream on which the call is carried out on the GPU (device_lane.py), or None
     """
 
-    def __init__(self, group: "Group", verb: str, algorithm: str, work: Callable[["Call"], Any], *,
-                 op: str | None = None, root: int | None = None, dtype: np.dtype | None = None,
-                 shape: Shape | None = None, device: str | None = "cpu", side: Side | None = None) -> None:
-        self.rank, self.size = group.rank, group.size
+    def __init__(self, group: Members, verb: str, algorithm: str, work: Callable[["Call"], Any],
+                 deliver: Callable[["Call", Any], Any] = _as_returned, *, op: str | None = None,
+                 root: int | None = None, dtype: np.dtype | None = None, shape: Shape | None = None,
+                 device: str | None = "cpu", side: Side | None = None) -> None:
+        self.rank, self.size, self.nodes, self.world_ranks = group.rank, group.size, group.nodes, group.world_ranks
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        self.nodes = group.nodes
-        self.verb, self.algorithm, self.work, self.device = verb, algorithm, work, device
+        self.verb, self.algorithm, self.work, self.deliver = verb, algorithm, work, deliver
+        self.device = self.origin = device
         self.ledger, self.phase = group.ledger, group.ledger.phase
         self.axis = "control" if group.ledger.in_control else group.axis
-        self._group, self._sequence, self._where = group.id, group.next_sequence(), call_site.caller()
-        self._said = (verb, algorithm, op, root, None if dtype is None else dtype_code(dtype), shape)
+        self.signature = Signature(group.id, group.next_sequence(), verb, algorithm, op, root,
+                                   None if dtype is None else dtype_code(dtype), shape,
+                                   call_site.caller(sys._getframe(1)))
         self._transport, self.board = group.transport, group.board
-        self.world_ranks = group.world_ranks
-        self.side, self.origin, self._done = side, device, None
-        self._begun = None if side is None else side.begin()
-        self._key, where = pack_call(self._group, self._sequence, self._said, self._where)
+        self._tag = Tag(group.id, COLLECTIVE)
+        self._key, where = self.signature.pack()
         self._meta = self._key + where
         self._nbytes = self._messages = 0
+        self.side, self._done = side, None
+        if side is not None:
+            self.work, self.deliver = partial(_on_side, begun=side.begin(), work=work, deliver=deliver), _as_returned
 
-    @cached_property
-    def signature(self) -> Signature:   # type: ignore[override]
-        """What all ranks must agree on. Made when it is first asked for: of a call that is just carried out, never."""
-        return Signature(self._group, self._sequence, *self._said, self._where)
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._start = time.perf_counter() if self.ledger.subscribers else 0.0
 
-    @cached_property
-    def _tag(self) -> Tag:
-        return Tag(self._group, COLLECTIVE)
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self.ledger.record(self.axis, self.verb, self.algorithm, self._nbytes, self._messages, self.phase)
+        if self.ledger.subscribers and self._start:
+            self._publish("call", self._start, {
+                "op": self.signature.op, "nbytes": self._nbytes, "size": self.size,
+                "sequence": self.signature.sequence, "where": self.signature.where})
 
     def run(self) -> Any:
-        """Carry the call out, count what it sent, tell the ledger's subscribers."""
-        start = time.perf_counter() if self.ledger.subscribers else 0.0
-        try:
-            if self.side is None:
-                return self.work(self)
-            result, self._done = self.side.carry_out(self._begun, lambda: self.work(self), self)
-            return result
-        finally:
-            self.ledger.record(self.axis, self.verb, self.algorithm, self._nbytes, self._messages, self.phase)
-            if self.ledger.subscribers and start:
-                self._publish("call", start, {"op": self.signature.op, "nbytes": self._nbytes, "size": self.size,
-                                              "sequence": self.signature.sequence, "where": self.signature.where})
+        """Carry the call out; its result."""
+        with self:
+            return self.deliver(self, self.work(self))
 
     def settle(self, result: Any) -> Any:
         """`result`, in the thread that gets it: on a GPU its stream goes on when the side's work is done."""
@@ -111,9 +115,21 @@ class Call(Purpose):
 
     # ------------------------------------------------------------------------ messages whose length both sides know
 
-    def start_send(self, dst: int, array: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> Handle:
-        """Begin to send a contiguous array to rank `dst`. step and chunk are told to the ledger's subscribers only."""
-        return self._start_send(dst, array, self._meta, step, chunk)
+    def start_send(self, dst: int, array: np.ndarray, *, header: bytes = b"", step: int | None = None,
+                   chunk: int | None = None) -> Handle:
+        """Begin to send a contiguous array to rank `dst`, with `header` behind the signature.
+
+        step and chunk are told to the ledger's subscribers only.
+        """
+        self.count(array.nbytes)
+        start = time.perf_counter() if self.ledger.subscribers else 0.0
+        peer = self.world_ranks[dst]
+        handle = self._transport.start_send(peer, self._tag, array.reshape(-1), self._meta + header)
+        if not start:
+            return handle
+        return ReportedSend(handle, lambda: self._publish("message", start, {
+            "src": self.world_ranks[self.rank], "dst": peer, "nbytes": array.nbytes, "step": step, "chunk": chunk,
+            "label": "" if chunk is None else f"c{chunk}"}))
 
     def start_recv(self, src: int, into: np.ndarray, reduce: Reduce | None = None) -> Handle:
         """Begin to receive from rank `src` into a contiguous array of the same length, or to `reduce` it there.
@@ -155,7 +171,7 @@ class Call(Purpose):
                          chunk: int | None = None) -> Handle:
         """As start_send, with dtype, shape and device in the header."""
         header = pack_block(block.dtype, block.shape, self.origin or "cpu")
-        return self._start_send(dst, block, self._meta + header, step, chunk)
+        return self.start_send(dst, block, header=header, step=step, chunk=chunk)
 
     def send_block(self, dst: int, block: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> None:
         """start_send_block and wait."""
@@ -195,9 +211,9 @@ class Call(Purpose):
     def agree(self) -> None:
         """Compare signatures with both neighbours, by one header without payload to next_rank and one from prev_rank.
 
-        Verbs in which some rank hears from nobody (the root of a broadcast, a leaf of a reduce), and algorithms whose
+        Verbs in which some rank receives nothing (the root of a broadcast, a leaf of a reduce), and algorithms whose
         first receive is not from prev_rank, begin with this: wherever two ranks of the group disagree, some two
-        neighbours on the circle do, and both of them learn it from their first message.
+        neighbours on the circle do, and both of them learn it from their first message. Not counted: no payload.
         """
         if self.size > 1:
             received = self.start_recv(self.prev_rank, _NOTHING)
@@ -222,37 +238,31 @@ class Call(Purpose):
         """
         dtype = arrays[0].dtype
         meta = b"" if self._messages else self._meta
-        return [octets.view(dtype) for _, octets in self._show(meta, arrays, lent)]
+        return [shown.view(dtype) for _, shown in self._show(meta, arrays, lent)]
 
     def show_block(self, block: np.ndarray | None, *arrays: np.ndarray,
-                   lent: Arrays = ()) -> list[tuple[Block | None, np.ndarray]]:
-        """The first show() of a call whose ranks do not know each other's shapes: of bytes of `block`, or lent.
-
-        Ranks with the same header (also called from the same line) get one Block, the same object.
-        """
+                   lent: Arrays = ()) -> list[tuple[BlockHeader | None, np.ndarray]]:
+        """The first show() of a call whose ranks do not know each other's shapes: of bytes of `block`, or lent."""
         meta = self._meta if block is None else self._meta + pack_block(block.dtype, block.shape, self.device or "cpu")
-        own = self._block_in(meta, self.rank)
-        told = [(own if theirs == meta else self._block_in(theirs, rank), shown)
+        told = [(self._block_in(theirs, rank), shown)
                 for rank, (theirs, shown) in enumerate(self._show(meta, arrays, lent))]
-        self.device = self.device or next((theirs.device for theirs, _ in told if theirs is not None), None)
+        self.device = self.device or next((header.device for header, _ in told if header is not None), None)
         return told
 
     def read(self, src: int, address: int, into: np.ndarray) -> None:
-        """Fill a contiguous array from where rank `src` has shown that what it lends lies."""
+        """Fill a contiguous array from the address that rank `src` has shown of an array it lends."""
         assert self.board is not None, "it lends"
         self.board.read(src, address, into)
 
     def _show(self, meta: bytes, arrays: Arrays, lent: Arrays) -> list[tuple[bytes, np.ndarray]]:
         assert self.board is not None, "choose() has seen to that"
-        self.count(sum([array.nbytes for array in arrays]))
+        self.count(sum(array.nbytes for array in (*arrays, *lent)))
         if lent:
-            self._nbytes += sum([array.nbytes for array in lent])
             arrays = [*arrays, np.array([address_of(array) for array in lent], np.uint64)]
         shown = self.board.show(meta, arrays)
-        if meta:    # said once a call
-            for rank, (theirs, _) in enumerate(shown):
-                if theirs != meta and not theirs.startswith(self._key):
-                    self._compare(theirs, rank)
+        for rank, (theirs, _) in enumerate(shown):
+            if meta and not theirs.startswith(self._key):       # only the first show of a call has a header
+                self._compare(theirs, rank)
         return shown
 
     def native(self) -> Native:
@@ -270,18 +280,7 @@ class Call(Purpose):
         """A 1-D array to work in, told to the memory account as communication."""
         return account.current().hold(np.empty(length, dtype), "communication")
 
-    def _start_send(self, dst: int, array: np.ndarray, meta: bytes, step: int | None, chunk: int | None) -> Handle:
-        self.count(array.nbytes)
-        peer = self.world_ranks[dst]
-        if not self.ledger.subscribers:
-            return self._transport.start_send(peer, self._tag, array.reshape(-1), meta)
-        start = time.perf_counter()
-        handle = self._transport.start_send(peer, self._tag, array.reshape(-1), meta)
-        return Told(handle, lambda: self._publish("message", start, {
-            "src": self.world_ranks[self.rank], "dst": peer, "nbytes": array.nbytes, "step": step, "chunk": chunk,
-            "label": "" if chunk is None else f"c{chunk}"}))
-
-    def _block_in(self, meta: bytes, src: int) -> Block | None:
+    def _block_in(self, meta: bytes, src: int) -> BlockHeader | None:
         """What the header of a message in this call says that it brings."""
         if meta.startswith(self._key):
             return block_behind(meta[len(self._key):])
@@ -297,7 +296,7 @@ class Call(Purpose):
         return self._refusal(mismatch(self.signature, mine, unpack(meta)[0], theirs))
 
     def _refusal(self, error: MismatchError) -> MismatchError:
-        """`error`, of which every other rank of the group has been told: it may hear from no rank that disagrees."""
+        """`error`; all ranks of the group are told, because one may receive from no rank that disagrees."""
         if self._transport.waits.disagree is not None:
             self._transport.waits.disagree(str(error), self.world_ranks)
         return error
@@ -308,16 +307,23 @@ class Call(Purpose):
                                   threading.current_thread().name, details))
 
 
-class Told(Handle):
-    """A send that somebody watches: when it is complete, `tell()` is called once."""
+def _on_side(call: Call, begun: Any, work: Callable[[Call], Any], deliver: Callable[[Call, Any], Any]) -> Any:
+    """The work of a call with a side: result and all, ordered on that stream."""
+    assert call.side is not None, "a call with a side"
+    result, call._done = call.side.carry_out(begun, lambda: deliver(call, work(call)), call)
+    return result
 
-    def __init__(self, handle: Handle, tell: Callable[[], None]) -> None:
-        self._handle, self._tell = handle, tell
+
+class ReportedSend(Handle):
+    """A send that the ledger's subscribers see: `report()` is called once, when it is complete."""
+
+    def __init__(self, handle: Handle, report: Callable[[], None]) -> None:
+        self._handle, self._report = handle, report
 
     def wait(self) -> None:
         self._handle.wait()
-        tell, self._tell = self._tell, lambda: None
-        tell()
+        report, self._report = self._report, lambda: None
+        report()
 
     def done(self) -> bool:
         return self._handle.done()

@@ -1,4 +1,4 @@
-"""Who may use a group: the process that made it, one thread at a time, until it is closed."""
+"""A group is used by the process that made it, by one thread at a time, until it is closed."""
 
 import os
 import threading
@@ -6,14 +6,14 @@ import threading
 from minidist.errors import CommError
 
 
-class Usage:
-    """One rank's right to use one group.
+class GroupGuard:
+    """Guards one rank's use of one group.
 
-        usage.check()           # before a call takes its number
-        with usage:             # while the call is carried out in the caller's thread
+        guard.check()           # before a call takes its number
+        with guard:             # while the call is carried out in the caller's thread
             ...
 
-    Raises (both): CommError that says who uses what wrongly, and what to do.
+    Raises (both): CommError that says which process or thread is wrong, and what to do.
     """
 
     def __init__(self, axis: str, world_rank: int) -> None:
@@ -22,11 +22,11 @@ class Usage:
         self._busy = threading.Lock()
 
     def close(self) -> None:
-        """From now on nobody may."""
+        """Refuse every later use."""
         self._closed = True
 
     def check(self) -> None:
-        """Whether this process may, now: what a child of a rank would send goes out as the rank's own messages."""
+        """Refuse a forked child (its messages would go out as the parent's), and any use after close()."""
         if os.getpid() != self._process:
             raise CommError(f"process {os.getpid()} uses {self._name} of rank {self._rank}, which is process "
                             f"{self._process}, its parent; let that one communicate, or start more ranks")
@@ -35,7 +35,7 @@ class Usage:
                             "from a group that is open")
 
     def check_alone(self) -> None:
-        """Whether no other thread is inside a call: the two would take each other's messages."""
+        """Refuse if another thread is inside a call: the two would take each other's messages."""
         if self._busy.locked():
             self._refuse()
 

@@ -5,13 +5,11 @@ float16, bfloat16 and the float8s combine in float32 and are rounded once: once 
 combines in itself, as NumPy's ufuncs do: integers wrap round, bool's sum and max are "or", its prod and min "and", NaN
 wins in max and min.
 
-What overflows becomes inf, and inf - inf NaN, silently, as in MPI and NCCL, whatever numpy.errstate says: which rank
-adds what, and so who would be warned, is the algorithm's affair. The results are on all ranks to be looked at.
+An overflow gives inf, and inf - inf gives NaN, without a warning, as in MPI and NCCL, whatever numpy.errstate says: the
+algorithm decides which rank adds what, so a warning would appear on an arbitrary rank.
 """
 
-import threading
 from collections.abc import Iterable, Sequence
-from contextvars import copy_context
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,22 +24,12 @@ from minidist.errors import ConfigError, DtypeError
 UFUNCS: dict[str, np.ufunc] = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 
 
-class _Silent(threading.local):
-    """A context for each thread in which NumPy warns of nothing: np.errstate takes as long as adding some KiB does."""
-
-    def __init__(self) -> None:
-        self.context = copy_context()
-        self.context.run(np.seterr, all="ignore")
-
-
-_silent = _Silent()
-
-
 def _apply(ufunc: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray, loop: np.dtype | None) -> None:
-    if loop is None:
-        _silent.context.run(ufunc, a, b, out=out)   # what else is said costs as much as adding a KiB
-    else:
-        _silent.context.run(ufunc, a, b, out=out, dtype=loop, casting="same_kind")
+    with np.errstate(all="ignore"):
+        if loop is None:
+            ufunc(a, b, out=out)
+        else:
+            ufunc(a, b, out=out, dtype=loop, casting="same_kind")
 
 
 class Reduction(NamedTuple):

@@ -1,5 +1,7 @@
 """Dissemination: news doubles its reach every step.
 
+The barrier below is the plain version too: it has nothing to overlap and no array to place.
+
 Source: Hensgen, Finkel & Manber 1988.
 """
 

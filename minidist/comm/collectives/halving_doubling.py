@@ -26,6 +26,28 @@ from minidist.comm.calls.buffers import Rows
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds
+from minidist.comm.collectives.blocking import BlockingGroup
+
+
+def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
+    """The sum of x (n,) over 2^k ranks: exchange one half of what is left with a partner, add, and so on; then back."""
+    total, start, stop, steps = x.copy(), 0, len(x), []
+    distance = group.size // 2
+    while distance:                                                     # halving: a reduce-scatter
+        partner, middle = group.rank ^ distance, (start + stop) // 2
+        low, high = slice(start, middle), slice(middle, stop)
+        keep, give = (low, high) if group.rank < partner else (high, low)
+        total[keep] += group.exchange(total[give], dst=partner, src=partner)
+        steps.append((partner, keep, give))
+        start, stop = keep.start, keep.stop
+        distance //= 2
+    for partner, keep, give in reversed(steps):                         # doubling: an all-gather, the same way back
+        total[give] = group.exchange(total[keep], dst=partner, src=partner)
+    return total
+
+
+# The real one takes any number of ranks (fold, unfold) and cuts the array by ranks, so that either half of it alone is
+# a reduce-scatter or an all-gather whose chunks are those of the other algorithms.
 
 
 class Core(NamedTuple):
@@ -59,7 +81,7 @@ class Core(NamedTuple):
 
 
 def core_of(call: Call) -> Core:
-    """Who halves and doubles in this call."""
+    """The core of this call, as this rank sees it."""
     firsts = bounds(call.size, 1 << (call.size.bit_length() - 1))
     place = max(place for place, first in enumerate(firsts[:-1]) if first <= call.rank)
     return Core(firsts, place, firsts[place + 1] - firsts[place] == 1, firsts[place] != call.rank)
@@ -125,7 +147,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     step 1   -> r2       -> r3       -> r0       -> r1
 
     Args:    own (m, ...), any m, this rank's block; rows: where the others' are received. Each message says the shape
-             of the blocks in it joined: nobody needs to know where one ends and the next begins.
+             of the blocks in it joined: no rank needs to know where one ends and the next begins.
     Returns: all blocks, one after the other in rank order.
     Cost:    Q log2(Q) + 2(P-Q) messages in all; (P-1)*(the bytes of all blocks) over all ranks, and the blocks of the
              surplus ranks once more. No copy where all blocks have one length.

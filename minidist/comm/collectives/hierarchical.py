@@ -10,8 +10,8 @@ its 14 steps go at the pace of the slow link. Here only leaders use it:
                    r0 -> r1, r2    r3 -> r4       each leader tells its node, along a tree
 
 The leader is the first rank of its node, or the root where there is one. Which ranks share a node is known since the
-ranks met (`group.nodes`): nobody asks during the call, and nodes need not be alike, nor hold ranks that follow each
-other. In the costs M is the number of nodes.
+ranks met (`group.nodes`): no message is needed during the call. Nodes may differ in size, and need not hold consecutive
+ranks. In the costs M is the number of nodes.
 
 notes: N4 §1, §3, N2 §11.3
 """
@@ -25,11 +25,26 @@ from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction, add_from
 from minidist.comm.chunks import split
 from minidist.comm.collectives import ring, tree
-from minidist.comm.collectives.subset_call import Part
+from minidist.comm.collectives.blocking import BlockingGroup
+from minidist.comm.collectives.subset_call import SubsetCall
+
+
+def plain_all_reduce(node: BlockingGroup, leaders: BlockingGroup | None, x: np.ndarray) -> np.ndarray:
+    """The sum of x over all ranks; `node`: the ranks of this machine, `leaders`: their first ranks, None elsewhere."""
+    total = tree.plain_reduce(node, x, root=0)                  # inside
+    if leaders is not None:
+        total = ring.plain_all_reduce(leaders, total)           # between machines: one rank of each
+    result = tree.plain_broadcast(node, total, root=0)          # inside
+    assert result is not None, "every rank is told"
+    return result
+
+
+# The real one finds nodes and leaders by itself (`levels`), from what the ranks told each other when they met, and
+# needs no groups: a SubsetCall numbers some ranks of the call anew. It divides a mean once, in the end.
 
 
 class Levels(NamedTuple):
-    """Who shares a node, as one rank sees it.
+    """The nodes of a call, as one rank sees them.
 
     Attributes: nodes    the ranks of each node; nodes in the order of their first ranks
                 leaders  the leader of each node
@@ -40,7 +55,7 @@ class Levels(NamedTuple):
     nodes: list[list[int]]
     leaders: list[int]
     mine: int
-    inside: Part
+    inside: SubsetCall
 
     @property
     def leader(self) -> int:
@@ -59,7 +74,7 @@ def levels(call: Call, root: int | None = None) -> Levels:
     nodes = [[rank for rank in range(call.size) if call.nodes[rank] == number] for number in numbers]
     leaders = [root if root is not None and root in node else node[0] for node in nodes]
     mine = numbers.index(call.nodes[call.rank])
-    return Levels(nodes, leaders, mine, Part(call, nodes[mine]))
+    return Levels(nodes, leaders, mine, SubsetCall(call, nodes[mine]))
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
@@ -71,8 +86,9 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
                               step 3   r0 -> r1, r2 -> r3              the sum, inside
 
     Args:    x, out (n,), contiguous; x is only read, and may be out.
-    Cost:    2(P-M) messages inside nodes, 2M(M-1) between leaders; 2(P-1)*nbytes over all ranks, exactly, of which
-             2(M-1)*nbytes between nodes. No workspace on leaders, n elements on ranks with both parent and children.
+    Cost:    2(P-M) messages inside nodes, 2M(M-1) between leaders for each stretch of at most 4 MiB (ring.py);
+             2(P-1)*nbytes over all ranks, exactly, of which 2(M-1)*nbytes between nodes. No workspace on leaders,
+             n elements on ranks with both parent and children.
     Rounding: low precision is added in float32 and rounded once a rank in the tree, once a hop in the ring.
     """
     call.agree()
@@ -80,7 +96,7 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     leads = call.rank == here.leader
     tree.reduce(here.inside, x, out if leads else None, _undivided(op), here.root)
     if leads:
-        ring.all_reduce(Part(call, here.leaders), out, out, op)
+        ring.all_reduce(SubsetCall(call, here.leaders), out, out, op)
     tree.broadcast(here.inside, out if leads else None, lambda shape, dtype: out, here.root)
 
 
@@ -97,7 +113,7 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
     here = levels(call, root)
     partial = _node_sum(call, here, x, op)
     if partial is not None:
-        tree.reduce(Part(call, here.leaders), partial, out, op, here.leaders.index(root))
+        tree.reduce(SubsetCall(call, here.leaders), partial, out, op, here.leaders.index(root))
 
 
 def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
@@ -112,7 +128,7 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
     call.agree()
     here = levels(call, root)
     if call.rank == here.leader:
-        x = tree.broadcast(Part(call, here.leaders), x, place, here.leaders.index(root))
+        x = tree.broadcast(SubsetCall(call, here.leaders), x, place, here.leaders.index(root))
     return tree.broadcast(here.inside, x if call.rank == here.leader else None, place, here.root)
 
 
@@ -170,7 +186,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     for src in here.nodes[here.mine]:
         if src != call.rank:
             blocks[src] = call.recv_block(src, rows.place(src))
-    across = Part(call, here.leaders)
+    across = SubsetCall(call, here.leaders)
     for step in range(len(here.nodes) - 1):
         outgoing = (here.mine - step) % len(here.nodes)
         sent = [across.start_send_block(across.next_rank, blocks[rank], chunk=rank) for rank in here.nodes[outgoing]]
@@ -193,5 +209,5 @@ def _node_sum(call: Call, here: Levels, x: np.ndarray, op: Reduction) -> np.ndar
 
 
 def _undivided(op: Reduction) -> Reduction:
-    """The sum of which `op` is the mean: it is divided once, in the end."""
+    """A mean as a sum: it is divided once, at the end."""
     return op._replace(op="sum") if op.op == "mean" else op

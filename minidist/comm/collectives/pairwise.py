@@ -1,7 +1,7 @@
 """Pairwise: in each step every rank sends to one other, another one each step, and no step waits for the one before.
 
-Where every rank reaches every other alike (a switch, shared memory) an all-reduce needs no ring: rank r hears chunk r
-from everybody, adds, and tells everybody the sum. It sends the ring's bytes in the ring's number of messages, but only
+Where all links are alike (a switch, shared memory) an all-reduce needs no ring: rank r receives chunk r from every
+other rank, adds, and sends the sum to every other rank: the ring's bytes in the ring's number of messages, but only
 two of them wait for each other, where the ring's 2(P-1) all do. Where ranks outnumber cores that is what counts: each
 wait is a change of process.
 
@@ -16,6 +16,26 @@ from minidist.comm.calls.buffers import PlaceOf
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction, add_from
 from minidist.comm.chunks import split
+from minidist.comm.collectives.blocking import BlockingGroup
+
+
+def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Part d is for rank d: another partner in each step. Returns the parts for this rank, by source."""
+    received = list(parts)                                  # the own part stays where it is
+    for step in range(1, group.size):
+        dst, src = (group.rank + step) % group.size, (group.rank - step) % group.size
+        received[src] = group.exchange(parts[dst], dst=dst, src=src)
+    return received
+
+
+def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
+    """The sum of x (n,) over the ranks: each adds one chunk for all, and sends every rank the sum."""
+    own = np.sum(plain_all_to_all(group, np.array_split(x, group.size)), axis=0)
+    return np.concatenate(plain_all_to_all(group, [own] * group.size))
+
+
+# The real ones have all exchanges under way at once: no step waits for the one before, which is what this family is
+# for. Chunks are added as they come, in the same order on every run.
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
@@ -41,7 +61,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Everybody sends rank r its chunk r; rank r adds them to its own, nearest predecessor first.
+    """Every rank sends rank r its chunk r; rank r adds them to its own, nearest predecessor first.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 0   c1 -> r1    c2 -> r2    c0 -> r0
@@ -60,7 +80,7 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 
 
 def tell_all(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0) -> None:
-    """Every rank sends its finished chunk to everybody.
+    """Every rank sends its finished chunk to every other rank.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 0   c0 -> r1    c1 -> r2    c2 -> r0
@@ -77,7 +97,7 @@ def tell_all(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0) -> N
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Reduce-scatter, then everybody tells everybody, in `out`.
+    """Reduce-scatter, then every rank sends its sum to every other, in `out`.
 
     Args:    x, out (n,), contiguous; x is only read, and may be out.
     Cost:    2(P-1) messages per rank; 2(P-1)*nbytes over all ranks, exactly, whether or not P divides n.

@@ -20,11 +20,41 @@ from minidist.comm.calls.buffers import Place, PlaceOf, Rows
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
+from minidist.comm.collectives.blocking import BlockingGroup
 from minidist.comm.collectives.tree import halved
-from minidist.comm.transport import Handle
+from minidist.comm.handle import Handle
+from minidist.comm.limits import STRETCH_BYTES
 
-STRETCH_BYTES = 4 << 20
-"""Most that an all-reduce sends round at a time: what a step has added, the next one finds in the cache."""
+
+def plain_reduce_scatter(group: BlockingGroup, chunks: list[np.ndarray]) -> None:
+    """Add the ranks' chunks, one for each rank, in place; in the end chunks[rank] is the sum over all ranks."""
+    next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    for step in range(group.size - 1):
+        outgoing = (group.rank - step - 1) % group.size     # first the chunk before the own one, then one lower a step
+        incoming = (group.rank - step - 2) % group.size     # it leaves in the next step, with this rank's part in it
+        chunks[incoming] += group.exchange(chunks[outgoing], dst=next_rank, src=prev_rank)
+
+
+def plain_all_gather(group: BlockingGroup, chunks: list[np.ndarray]) -> None:
+    """Pass the finished chunks round, in place; chunks[rank] is finished, in the end all are."""
+    next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    for step in range(group.size - 1):
+        outgoing = (group.rank - step) % group.size         # first the own one, then what came last
+        incoming = (group.rank - step - 1) % group.size
+        chunks[incoming] = group.exchange(chunks[outgoing], dst=next_rank, src=prev_rank)
+
+
+def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
+    """The sum of x (n,) over the ranks, on every rank: the two halves, one after the other."""
+    chunks = np.array_split(x.copy(), group.size)
+    plain_reduce_scatter(group, chunks)
+    plain_all_gather(group, chunks)
+    return np.concatenate(chunks)
+
+
+# The real ring below sends the same chunks in the same steps. It adds what makes it fast and general: an arriving chunk
+# is added straight from the receive buffer, so no step copies or allocates; a long array goes round in stretches that
+# the processors' caches hold; blocks of any length; other operations than the sum; and a broadcast.
 
 
 def reduce_around(call: Call, chunks: Sequence[np.ndarray], partials: Sequence[np.ndarray], op: Reduction,
@@ -108,7 +138,7 @@ def in_their_places(call: Call, sums: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def reduce_chunks(call: Call, chunks: Sequence[np.ndarray], out: np.ndarray, op: Reduction) -> None:
-    """reduce_around for P >= 2 chunks of any lengths, of which only chunk `rank` is to be kept, in `out`.
+    """reduce_around for P >= 2 chunks of any lengths; only the sum of chunk `rank` is kept, in `out`.
 
     Workspace: two chunks (none at P = 2).
     """
@@ -142,9 +172,9 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
     P=4, root 0   step 0   r0 -> r2, r0 -> r2      step 1   r0 -> r1, r0 -> r1, r2 -> r3, r2 -> r3      and the ring
 
-    The tree alone would send the whole array log2(P) times, one after the other. Who hears from the tree gets two
-    messages: one without bytes, whose shape is that of the array (with a 0 behind it), and the chunks of the ranks that
-    it speaks for. In the ring nobody sends to the root, which has it all.
+    The tree alone would send the whole array log2(P) times, one after the other. In the tree a rank receives
+    two messages: one without bytes, whose shape is that of the array (with a 0 behind it), and the chunks of the ranks
+    that it speaks for. In the ring no rank sends to the root, which has all chunks.
 
     Args:    x (...), at the root, only read; place(shape, dtype): where the others receive it.
     Returns: the array, x itself at the root.
@@ -174,7 +204,7 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
 
 def _pass_around_from(call: Call, root: int, chunks: Sequence[np.ndarray], first_step: int) -> None:
-    """gather_around for chunks that the root has already: nobody sends to it."""
+    """gather_around without messages to the root, which has all chunks."""
     for step in range(call.size - 1):
         outgoing = (call.rank - step) % call.size
         handles = [] if call.rank == root else [call.start_recv(call.prev_rank, chunks[outgoing - 1])]

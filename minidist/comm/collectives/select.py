@@ -77,15 +77,15 @@ def choose(verb: str, algorithm: str, nbytes: int, size: int, link: LinkCost | N
     """The name of the algorithm to run: `algorithm` itself, or what "auto" means for this call.
 
     Args:    nbytes: the array's bytes, for reduce, all_reduce and reduce_scatter; other verbs must pass 0.
-             link: what messages cost in this group, the same on all its ranks; None if nobody measured it.
+             link: what messages cost in this group, the same on all its ranks; None if it was not measured.
              board: whether the ranks share memory. tiers: how they lie on nodes, if several of them hold several.
     Raises:  ConfigError that lists the names the verb takes.
     """
     if algorithm == "auto" and board and "shared" in ALGORITHMS[verb]:
         return "shared"
     if algorithm == "shared" and not board and size > 1:
-        raise ConfigError(f"{verb}: algorithm shared is for ranks that share memory, those of one host on shm or "
-                          f"sockets; choose auto, or another")
+        raise ConfigError(f"{verb}: algorithm shared is for ranks that share memory, those of one host on auto or "
+                          f"shm; choose auto, or another")
     if algorithm == "auto":
         usual = _usual(verb, nbytes, size, tiers)
         return usual if link is None else fastest(verb, nbytes, size, link, usual, tiers)

@@ -8,8 +8,8 @@
                    all-reduce of that third in each column
                    all-gather in each row
 
-The ring's bytes exactly, in 2(R + C - 2) steps instead of 2(P-1). R x C is the most square grid of P ranks: 2 x 3 of 6,
-3 x 3 of 9. A prime P is one row: the ring itself.
+The ring's bytes exactly, in 2(R + C - 2) steps instead of 2(P-1) (chunks of more than 4 MiB take more: all_reduce). R x
+C is the most square grid of P ranks: 2 x 3 of 6, 3 x 3 of 9. A prime P is one row: the ring itself.
 
 notes: N4 §3 (2-D torus)
 """
@@ -23,7 +23,20 @@ from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives import ring
-from minidist.comm.collectives.subset_call import Part
+from minidist.comm.collectives.blocking import BlockingGroup
+from minidist.comm.collectives.subset_call import SubsetCall
+
+
+def plain_all_reduce(row: BlockingGroup, column: BlockingGroup, x: np.ndarray) -> np.ndarray:
+    """The sum of x (n,) over a grid of ranks: a ring in the row, one in the column, and the row's once more."""
+    chunks = np.array_split(x.copy(), row.size)
+    ring.plain_reduce_scatter(row, chunks)                      # the row's sum of chunk row.rank
+    chunks[row.rank] = ring.plain_all_reduce(column, chunks[row.rank])
+    ring.plain_all_gather(row, chunks)
+    return np.concatenate(chunks)
+
+
+# The real one makes the grid of the group's own ranks, and has reduce-scatter and all-gather.
 
 
 class Grid(NamedTuple):
@@ -58,7 +71,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     step 3        c0:1 -> r1   c1:2 -> r0   c0:1 -> r3   c1:2 -> r2
 
     Args:    x, out (n,), contiguous; x is only read, and may be out.
-    Cost:    2(R + C - 2) messages per rank; 2(P-1)*nbytes over all ranks, exactly. No workspace.
+    Cost:    2(C-1) messages per rank in its row, 2(R-1) in its column for each stretch of at most 4 MiB of its chunk
+             (ring.py); 2(P-1)*nbytes over all ranks, exactly. No workspace.
     Rounding: low precision is added in float32 and rounded once a hop, R + C - 2 times in all.
     """
     if call.size == 1:
@@ -66,8 +80,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
         return
     call.agree()
     form = grid(call.size)
-    row = Part(call, form.row_of(call.rank))
-    column = Part(call, form.column_of(call.rank), first_step=form.columns - 1)
+    row = SubsetCall(call, form.row_of(call.rank))
+    column = SubsetCall(call, form.column_of(call.rank), first_step=form.columns - 1)
     sums = split(out, form.columns)
     ring.reduce_around(row, split(x, form.columns), ring.in_their_places(row, sums), op)
     ring.all_reduce(column, sums[row.rank], sums[row.rank], op)
@@ -91,7 +105,7 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
         return
     call.agree()
     form, cut = grid(call.size), bounds(len(x), call.size)
-    row, column = Part(call, form.row_of(call.rank), form.rows - 1), Part(call, form.column_of(call.rank))
+    row, column = SubsetCall(call, form.row_of(call.rank), form.rows - 1), SubsetCall(call, form.column_of(call.rank))
     strips = [x[cut[first]:cut[first + form.columns]] for first in range(0, call.size, form.columns)]
     strip = strips[column.rank]
     if form.rows > 1:
@@ -118,7 +132,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     call.agree()
     form = grid(call.size)
     around = form.row_of(call.rank)
-    row, column = Part(call, around), Part(call, form.column_of(call.rank), form.columns - 1)
+    row, column = SubsetCall(call, around), SubsetCall(call, form.column_of(call.rank), form.columns - 1)
     blocks = ring.gather_blocks(row, own, lambda place: rows.place(around[place]))
     strip = rows.merge(around[0], blocks)
     strips = ring.gather_blocks(column, strip, lambda place: rows.place(place * form.columns, form.columns))

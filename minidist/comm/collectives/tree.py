@@ -23,7 +23,38 @@ from minidist.comm.calls.buffers import Place, Rows
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction, add_from
 from minidist.comm.chunks import bounds
+from minidist.comm.collectives.blocking import BlockingGroup
 from minidist.comm.collectives.naive import in_workspace
+
+
+def plain_broadcast(group: BlockingGroup, x: np.ndarray | None, root: int) -> np.ndarray | None:
+    """In each step every rank that has the root's array passes it on, so that twice as many have it."""
+    place, distance = (group.rank - root) % group.size, 1                   # places count from the root
+    while distance < group.size:
+        if place < distance and place + distance < group.size:
+            group.send(x, dst=(group.rank + distance) % group.size)
+        elif distance <= place < 2 * distance:
+            x = group.recv(src=(group.rank - distance) % group.size)
+        distance *= 2
+    return x
+
+
+def plain_reduce(group: BlockingGroup, x: np.ndarray, root: int) -> np.ndarray:
+    """The same messages the other way round: sums meet at the root, where the result is the sum of all."""
+    place, total = (group.rank - root) % group.size, x.copy()
+    distance = 1 << (group.size - 1).bit_length() >> 1                      # the last of the broadcast
+    while distance:
+        if place < distance and place + distance < group.size:
+            total += group.recv(src=(group.rank + distance) % group.size)
+        elif distance <= place < 2 * distance:
+            group.send(total, dst=(group.rank - distance) % group.size)
+        distance //= 2
+    return total
+
+
+# The real ones tell the farthest place first. That takes as many steps, but the ranks below one rank then follow each
+# other, and all sends of a rank are under way at once. An all-reduce is both; gather and scatter cut the ranks in
+# halves in the same way, so that a message is one stretch of the result.
 
 
 def family(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:
@@ -39,7 +70,7 @@ def family(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:
 
 
 def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """Who has the array passes it on, to the farthest first.
+    """A rank that has the array sends it on, to its farthest child first.
 
     P=4, root 0   step 0   r0 -> r2      step 1   r0 -> r1, r2 -> r3
 
@@ -131,7 +162,7 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
     P=4, root 0   step 0   r1 -> r0, r3 -> r2      step 1   r2 -> r0
 
     Args:    own (m, ...), any m; rows: where the root receives the blocks, None elsewhere. A message says the shape of
-             the blocks in it joined: nobody needs to know where one ends and the next begins.
+             the blocks in it joined: no rank needs to know where one ends and the next begins.
     Returns: at the root all blocks, one after the other in rank order; elsewhere None.
     Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each block once for each message
              that it is in: as often as its rank is deep in the tree.
@@ -156,7 +187,7 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
 
 
 def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """Who has the parts of a stretch of ranks sends those of the other half to the rank that speaks for it.
+    """A rank that has the parts of a stretch of ranks sends those of the other half to the rank that speaks for it.
 
     P=4, root 0   step 0   r0 -> r2      step 1   r0 -> r1, r2 -> r3
 

@@ -1,8 +1,8 @@
-"""Where ranks come in, and strangers do not: the monitor's listening socket, how to knock there, and who is let in.
+"""The monitor's listening socket: how to connect to it, and which connections are let in.
 
-Whoever does not pass the handshake (wire.py) within a few seconds, claims a rank that is taken, or comes with another
-job size is refused and its address logged. At most PENDING connections may be unproven at a time; the oldest goes
-first, so a crowd of slow strangers cannot keep a rank out.
+A connection that does not pass the handshake (wire.py) within a few seconds, claims a rank that is taken, or names
+another job size is refused and its address logged. At most PENDING connections may be unproven at a time; the oldest is
+closed first, so many slow strangers cannot keep a rank out.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from minidist.errors import CommError, HandshakeError, LaunchError, TimeoutError
 
 PENDING = 64              # connections that have not proven themselves yet
 HANDSHAKE_LIMIT = 10.0    # seconds a connection gets for that
-SILENCE = 5.0             # seconds after which a host of which nothing is heard is lost
+SILENCE = 5.0             # seconds of silence after which a host is lost
 
 log = logging.getLogger("minidist.control")
 
@@ -45,8 +45,8 @@ class Seat:
 
 
 @dataclasses.dataclass
-class Post(Seat):
-    """A lookout's place at the monitor (node_agent.py): it is there for `ranks`, or, if there are none, for its system.
+class AgentSeat(Seat):
+    """A node agent's place at the monitor (node_agent.py); it covers `ranks`, or, if there are none, its whole system.
 
     `unanswered` looks were sent since it last spoke; `told` is how ranks ended, "" where it does not know.
     """
@@ -60,7 +60,7 @@ class Post(Seat):
         return seat.world_rank in self.ranks if self.ranks else seat.system == self.system
 
 
-class Door:
+class Acceptor:
     """A listening socket; each caller is answered in a thread of its own until it has proven itself.
 
     Args:   host, port: where to listen; port 0 takes a free one. `address` says which.
@@ -82,8 +82,8 @@ class Door:
         self._lock = threading.Lock()
         self._closed = False
 
-    def answer(self) -> None:
-        """Somebody knocks."""
+    def accept(self) -> None:
+        """A connection is waiting: accept it."""
         try:
             sock, _ = self.listener.accept()
         except OSError:                                        # gone again, or no file is left, or we are closing
@@ -97,15 +97,15 @@ class Door:
             if len(self.strangers) > PENDING:
                 oldest = next(iter(self.strangers))
                 del self.strangers[oldest]
-                hang_up(oldest)
+                end_connection(oldest)
         self._run(self._receive, sock)
 
-    def shut(self) -> None:
-        """Hang up on everybody who has not come in."""
+    def close(self) -> None:
+        """Close the listener and every connection that has not come in."""
         with self._lock:
             self._closed = True
             for sock in (self.listener, *self.strangers):
-                hang_up(sock)
+                end_connection(sock)
 
     def _receive(self, sock: socket.socket) -> None:
         try:
@@ -121,8 +121,9 @@ class Door:
                 self.strangers.pop(sock, None)
 
 
-def knock(address: tuple[str, int], token: bytes, hello: dict[str, Any], who: str, limit: float) -> socket.socket:
-    """The caller's side: a connection to the monitor, tried again until it listens; `who` is for messages.
+def connect_to_monitor(address: tuple[str, int], token: bytes, hello: dict[str, Any], name: str,
+                       limit: float) -> socket.socket:
+    """The caller's side: a connection to the monitor, tried again until it listens; `name` is for messages.
 
     Raises: HandshakeError if it refuses us; TimeoutError naming the address after `limit` seconds.
     """
@@ -134,7 +135,7 @@ def knock(address: tuple[str, int], token: bytes, hello: dict[str, Any], who: st
             break
         except OSError as error:
             if left <= 0:
-                raise TimeoutError(f"{who} could not reach the job's monitor at {address[0]}:{address[1]} within "
+                raise TimeoutError(f"{name} could not reach the job's monitor at {address[0]}:{address[1]} within "
                                    f"{limit:g} s ({error})") from error
             time.sleep(min(0.05, left))
     try:
@@ -143,7 +144,7 @@ def knock(address: tuple[str, int], token: bytes, hello: dict[str, Any], who: st
         wire.greet(sock, token, hello, max(deadline - time.monotonic(), 1.0))
         welcome = wire.recv_frame(sock, max(deadline - time.monotonic(), 1.0))
         if welcome.get("kind") != "welcome":
-            raise HandshakeError(f"the monitor at {address[0]}:{address[1]} refused {who}: {welcome.get('reason')}")
+            raise HandshakeError(f"the monitor at {address[0]}:{address[1]} refused {name}: {welcome.get('reason')}")
     except (CommError, OSError):
         sock.close()
         raise
@@ -163,7 +164,7 @@ def _set_up(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def hang_up(sock: socket.socket) -> None:
-    """Wake whoever reads or accepts on `sock`; that thread closes it."""
+def end_connection(sock: socket.socket) -> None:
+    """Wake the thread that reads or accepts on `sock`; it closes the socket."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

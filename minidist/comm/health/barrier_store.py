@@ -1,17 +1,17 @@
-"""Meetings at the monitor: every rank brings a small dict, and gets all of them when the last one has come."""
+"""BarrierStore at the monitor: every rank brings a small dict, and gets all of them when the last one has come."""
 
 from collections import defaultdict
 from typing import Any
 
 
-class Meetings:
+class BarrierStore:
     """Of `size` ranks, by number. Belongs to one thread."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._brought: defaultdict[int, dict[int, Any]] = defaultdict(dict)
 
-    def come(self, number: int, world_rank: int, info: Any) -> list[Any] | None:
+    def arrive(self, number: int, world_rank: int, info: Any) -> list[Any] | None:
         """What all brought, in world rank order, if this rank is the last to come; else None."""
         brought = self._brought[number]
         brought[world_rank] = info
@@ -21,5 +21,5 @@ class Meetings:
         return [brought[rank] for rank in range(self._size)]
 
     def missing(self, number: int) -> list[int]:
-        """Who has not come."""
+        """The ranks that have not come."""
         return sorted(set(range(self._size)) - set(self._brought[number]))

@@ -1,4 +1,4 @@
-"""A rank's waits that last: in which call, for whom, since when. Whoever can see all ranks' waits sees a deadlock.
+"""A rank's waits that last: in which call, for which ranks, since when. All ranks' waits together show a deadlock.
 
 A wait that ends within QUIET seconds is no business of this module, and costs nothing. One that lasts is told once, and
 its end is told too: over the control connection to the monitor, where ranks are processes; to the run, where they are
@@ -7,16 +7,15 @@ threads. Both hand what they hear to an Arbiter (deadlock_arbiter.py), which jud
     state of a rank     waits    its lasting waits, one a thread
                         sent     messages it has begun to send, by world rank
                         taken    messages it has taken off the link, by world rank
-                        reads    world ranks of whom it has asked for a message that has not come whole
+                        reads    world ranks from which it has asked for a message that has not come whole
                         settled  whether every thread of its program is in one of these waits
 
 sent and taken are counted where a message begins and ends (stream.py): where they differ between two ranks, a message
-is in flight, and who waits for it does not wait in vain. Nor does who sends it, while the other rank reads: that one
-takes whatever stands before the message it has asked for.
+is in flight, and its receiver does not wait in vain. Nor does its sender, while the receiver reads: the receiver takes
+whatever stands before the message it has asked for.
 """
 
 import itertools
-import sys
 import threading
 import time
 import weakref
@@ -27,21 +26,11 @@ from types import FrameType
 from typing import Any, Protocol
 
 from minidist.comm import call_site
+from minidist.comm.health.running_call import running_call
 from minidist.comm.signature import Signature
 from minidist.errors import CommError, PeerLostError
 
 QUIET = 0.1     # seconds that a wait may last before anybody is told
-
-
-class Purpose:
-    """What a program called, and now waits in. Found on the stack when a wait lasts, so that a short one costs nothing.
-
-    Attributes: signature    the call
-                world_ranks  the ranks of its group
-    """
-
-    signature: Signature
-    world_ranks: tuple[int, ...]
 
 
 class Worker(Protocol):
@@ -145,12 +134,12 @@ class Waits:
 
     Attributes: counts   -> (sent, taken), of the rank's transport
                 reads    -> the world ranks that it reads from
-                program  -> the threads that run the rank's program; one that is in no wait may yet end everybody's
-                tell     called when a wait begins to last, and when it ends; None until somebody listens
+                program  -> the threads that run the rank's program; one in no wait may yet end the others' waits
+                tell     called when a wait begins to last, and when it ends; None without a listener
                 table    (state) -> what all ranks wait for, in words; `state` is what this rank says of itself
                 disagree (text, world ranks) tells every rank of a group that their calls do not match; None as tell
-                spare    asks that this rank's death be reported, and not end the job; None until somebody listens
-                held     each says for whom messages are held back on their way out, one entry a message
+                spare    asks that this rank's death be reported, and not end the job; None without a listener
+                held     each gives the destinations of messages held back on their way out, one entry a message
                 ends     abort() of links that belong to the transport and tell their waits here
                 step     the training step that the program is in, if it says so
                 workers  those that carry out started calls
@@ -174,9 +163,9 @@ class Waits:
 
     @contextmanager
     def lasting(self, what: str, peers: Callable[[], tuple[int, ...]], *, incoming: bool = False) -> Iterator[None]:
-        """The block is a wait that lasts already: `what` in words, and `peers()`: for whom, now."""
-        purpose, thread = purpose_of(sys._getframe(2)), threading.get_ident()
-        call, members = (None, ()) if purpose is None else (purpose.signature, purpose.world_ranks)
+        """The block is a wait that lasts already: `what` in words, `peers()` the ranks it is for, now."""
+        running, thread = running_call(), threading.get_ident()
+        call, members = (None, ()) if running is None else (running.signature, running.world_ranks)
         wait = Wait(next(self._numbers), call, members, (), what, incoming, 0.0)
         with self._lock:
             outer = self._lasting.get(thread)
@@ -209,34 +198,24 @@ class Waits:
     def described(self, state: State) -> str:
         """All ranks' waits, as the last lines of an error; `state`: as this rank's were when its time was up.
 
-        Costs up to half a second, in which this rank waits for nobody else. Empty where nobody can tell.
+        Costs up to half a second, in which this rank waits for nothing else. Empty without a listener.
         """
         table = "" if self.table is None else self.table(state)
         return f"\n{table}" if table else ""
 
     def located(self, error: PeerLostError, world_rank: int) -> PeerLostError:
         """`error`, whose first line now says in which step and call this rank met it."""
-        purpose = purpose_of(sys._getframe(1))
-        if purpose is None:
+        running = running_call()
+        if running is None:
             return error
         first, *rest = str(error).split("\n")
         step = "" if self.step is None else f"step {self.step}, "
-        first = f"{first.rstrip(':')}; rank {world_rank} was in {step}{purpose.signature.describe()}"
+        first = f"{first.rstrip(':')}; rank {world_rank} was in {step}{running.signature.describe()}"
         return PeerLostError("\n".join([first, *rest]), error.world_rank)
 
     def _say(self) -> None:
         if self.tell is not None:
             self.tell()
-
-
-def purpose_of(frame: FrameType | None) -> Purpose | None:
-    """The innermost call that the stack from `frame` outwards is in."""
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, Purpose):
-            return owner
-        frame = frame.f_back
-    return None
 
 
 def _nothing() -> tuple[dict[int, int], dict[int, int]]:

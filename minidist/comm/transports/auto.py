@@ -1,14 +1,14 @@
-"""Ranks of several hosts: shared memory inside each, TCP between them. It is what the transport sockets is, by itself.
+"""Ranks of several hosts: shared memory inside each, TCP between them. It is what a job takes by itself.
 
     node 0          node 1
-    r0 ---------- r2      ----   TCP connections (transport.py): also r0 to r3, r1 to r2
+    r0 ---------- r2      ----   TCP connections (tcp/link.py): also r0 to r3, r1 to r2
     ||            ||
-    ||            ||      ||     two rings in shared memory (transport.py), and boards for the groups inside a node
+    ||            ||      ||     two rings in shared memory (shm/link.py), and boards for the groups inside a node
     r1 ---------- r3
 
 One engine drives both kinds of links: it sleeps on the doorbells of some and the connections of others, and a peer is
 lost when either ends. The bytes of a message are the same, so is the order of additions: an algorithm gives the same
-bits over any links.
+bits over any links. The transport's name says what the job got: "shm", "tcp", or "shm+tcp".
 
 Ranks share memory if they are on one host and their launcher counts them to one node. So `--nnodes 2` on one laptop
 gives two nodes with TCP between them.
@@ -19,23 +19,25 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+from minidist.comm.transport import Transport
 from minidist.comm.transports.progress import full_mesh
-from minidist.comm.transports.shm.transport import ShmTransport, share
-from minidist.comm.transports.tcp.transport import BUFFER_BYTES, SocketLink
+from minidist.comm.transports.shm.transport import share
+from minidist.comm.transports.tcp.link import BUFFER_BYTES, TcpLink
+from minidist.comm.transports.tcp.transport import TcpTransport
 
 
-def connect(link: full_mesh.Meeting, token: bytes, limit: float, *, host: str, node: int) -> ShmTransport:
+def connect(link: full_mesh.Meeting, token: bytes, limit: float, *, host: str, node: int) -> Transport:
     """This rank's rings to the ranks it shares memory with, and its connections to all others.
 
-    First the ranks of a host meet, then hosts: nobody is waited for who waits for another kind of link to us.
+    Links inside a host are made first, so no two ranks wait for each other.
 
     Args:    host: the address to listen at: this host's own, as the other ranks see it; node: this rank's.
-    Raises:  HandshakeError, TimeoutError: see mesh.connect.
+    Raises:  HandshakeError, TimeoutError: see full_mesh.connect.
     """
-    own, me = shared_by(node), link.world_rank
-    doors = tcp, unix = full_mesh.listen_tcp(host, BUFFER_BYTES), full_mesh.listen_unix()
-    with full_mesh.listening(*doors):
-        infos = link.meet({"memory": own, "unix": unix.getsockname(), "host": host, "port": tcp.getsockname()[1]})
+    me, tcp, unix = link.world_rank, full_mesh.listen_tcp(host, BUFFER_BYTES), full_mesh.listen_unix()
+    with full_mesh.listening(tcp, unix):
+        infos = link.meet({"memory": shared_by(node), "unix": unix.getsockname(), "host": host,
+                           "port": tcp.getsockname()[1]})
 
         def dial_near(rank: int) -> socket.socket:
             return full_mesh.dial_unix(infos[rank]["unix"], limit)
@@ -43,20 +45,22 @@ def connect(link: full_mesh.Meeting, token: bytes, limit: float, *, host: str, n
         def dial_far(rank: int) -> socket.socket:
             return full_mesh.dial_tcp(infos[rank]["host"], infos[rank]["port"], BUFFER_BYTES, limit)
 
-        near = [rank for rank, info in enumerate(infos) if info["memory"] == own]
+        memories = [info["memory"] for info in infos]
+        near = [rank for rank, memory in enumerate(memories) if memory == memories[me]]
         rings = full_mesh.connect(link, near, unix, dial_near, token, limit)
         try:
             far = full_mesh.connect(link, sorted(set(range(len(infos))) - set(near)), tcp, dial_far, token, limit)
         except BaseException:
             full_mesh.hang_up(rings)
             raise
-    links, arenas, processes = share(me, rings, limit)
-    return ShmTransport(me, limit, links, arenas, {rank: SocketLink(sock) for rank, sock in far.items()},
-                        processes=processes, name="sockets")
+    if len(set(memories)) == len(memories):
+        return TcpTransport(me, limit, far)
+    return share(me, rings, limit, {rank: TcpLink(sock) for rank, sock in far.items()},
+                 name="shm" if len(set(memories)) == 1 else "shm+tcp")
 
 
 def shared_by(node: int) -> str:
-    """What ranks have in common that can share memory: the running system, by a name nobody else has, and the node.
+    """Equal on ranks that can share memory: the running system, by a name that no other has, and the node.
 
     Two containers of one host may have a network each: sockets without a file, by which memory is handed over, do not
     reach from one to the other.

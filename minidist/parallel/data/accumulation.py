@@ -19,11 +19,11 @@ so that gradients add up to the gradient of the mean. A mean of the passes' mean
 
 And dividing twice (by the passes, though the divisor had them all) makes the gradient A times too small.
 
-Who reduces when, and what it costs, in elements a step over all ranks, Ψ parameters on P ranks:
+When each strategy reduces, and what it costs, in elements a step over all ranks, Ψ parameters on P ranks:
 
                        reduced              elements over all ranks
     DDP, ZeRO-1        in the last pass     2Ψ(P-1)        whatever A: a rank keeps its own sum until then
-    ZeRO-2             in each              (A+1)Ψ(P-1)    nobody has room to keep a whole gradient: that is the stage
+    ZeRO-2             in each              (A+1)Ψ(P-1)    no rank keeps a whole gradient: that is the stage
     ZeRO-3             in each              3AΨ(P-1)       and weights, fetched twice a pass, are freed in between
 
 So with stages 2 and 3 accumulation saves activations and costs traffic; with DDP and stage 1 it saves activations free
@@ -31,6 +31,30 @@ of charge. The number of messages goes the same way.
 
 notes:   N1 §2.1, N2 §10.4 (N2:419)
 """
+
+from collections.abc import Iterable
+
+from minidist.comm.group import Group
+from minidist.nn import GPT
+from minidist.optim import Optimizer
+from minidist.parallel.step.step import Batch, micro_parts, part_of
+
+
+def plain_accumulation(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[Batch], passes: int) -> None:
+    """Each global batch in several passes, on any number of ranks."""
+    for batch in batches:
+        mine = part_of(batch, size=group.size, rank=group.rank)                  # this rank's rows of the batch
+        for micro in micro_parts(mine, passes):                                  # cut once more
+            loss = model.loss(micro.inputs, micro.targets, batch[1].size)        # over the tokens of all passes, ranks
+            loss.backward()                                                      # p.grad += …; activations are freed
+        for p in model.parameters():                                             # once, after the last pass
+            group.all_reduce(p.grad, out=p.grad, algorithm="ring")
+        optimizer.step()                                                         # once
+        optimizer.zero_grad()                                                    # or the next batch adds to this one
+
+
+# The real one has no module of its own: it is `accumulate=` of every strategy's step. Each decides there after which
+# pass gradients are reduced, and starts that while the pass still computes.
 
 
 def elements_sent(parameters: int, *, ranks: int, zero: int = 0, accumulate: int = 1, root: int = 0,

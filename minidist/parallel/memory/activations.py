@@ -35,14 +35,35 @@ Source:  Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Kort
          Activation Recomputation in Large Transformer Models".
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from minidist.autograd.tensor import Tensor, no_grad, tensor
 from minidist.device import account
+from minidist.device.backend import Array
 from minidist.errors import PlanError
 from minidist.nn import GPT, DropoutKey, GPTConfig, Module
+
+
+def plain_recompute(blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor, dy: Array) -> Array:
+    """Forward and backward through blocks that keep their inputs alone; returns the gradient of x."""
+    kept = []
+    with no_grad():                                              # forward: nothing stays on the tape
+        for block in blocks:
+            kept.append(x)                                       # but each block's input
+            x = block(x)
+    for block in reversed(blocks):
+        again = tensor(kept.pop().data, requires_grad=True)      # cut off from what came before
+        block(again).backward(dy)                                # forward once more, with a tape, and back
+        dy = again.grad                                          # the gradient for the block before
+    return dy
+
+
+# The real one is a setting of each block (`checkpoint`): autograd/recompute.py puts one node on the tape in place of
+# the block's own, so that the rest of backward needs no loop like this. It adds a choice of blocks, the scores of
+# attention alone, and dropout that drops the same numbers in both forwards.
 
 NONE, SCORES, ALL = "none", "scores", "all"
 

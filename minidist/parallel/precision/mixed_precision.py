@@ -43,7 +43,7 @@ Source:  Micikevicius et al. 2018, "Mixed Precision Training".
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -57,6 +57,30 @@ from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, clip_scale, norm_of
 from minidist.parallel.precision.float8 import Float8
 from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.step import Batch
+
+
+def plain_mixed_precision(model: GPT, masters: Sequence[Parameter], optimizer: Optimizer, batches: Iterable[Batch],
+                          scale: float) -> None:
+    """Mixed precision on one process; `masters`: a float32 Parameter for each of the model's of low precision."""
+    for inputs, targets in batches:
+        for p, master in zip(model.parameters(), masters, strict=True):
+            p.data[...] = master.data                                     # 2 half the bytes: here numbers are rounded
+            p.zero_grad()
+        loss = model.loss(inputs, targets, divisor=targets.size)          # 3 forward in low precision
+        loss.backward(np.asarray(scale, "float32"))                       #   and backward, from `scale` times the loss
+        gradients = [np.asarray(p.grad, "float32") for p in model.parameters()]    # 4 first to float32, then divide
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient / np.float32(scale)
+        if all(np.isfinite(gradient).all() for gradient in gradients):
+            optimizer.step()                                              #   the masters move
+        else:
+            scale /= 2                                                    #   a gradient overflowed: skip this step
+
+
+# `MixedPrecision` below is the part of this that any strategy takes over: masters made of weights or of a rank's pieces
+# of them, the division in the optimizer's own pass over the gradients, a scale that also grows again, the test for
+# overflow in the norm that clipping needs, and one decision on all ranks.
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 """The dtype of weights and gradients under each name that a plan may give; fp8 rounds products' inputs further."""
@@ -82,6 +106,12 @@ class Master:
     def grad(self) -> Array | None:
         """In low precision, and multiplied by the loss scale."""
         return self.parameter.grad
+
+    @property
+    def shared_by(self) -> Group | None:
+        """The parameter's."""
+        shared: Group | None = self.parameter.shared_by
+        return shared
 
     def zero_grad(self) -> None:
         """Forget the gradient."""
@@ -127,12 +157,14 @@ class MixedPrecision(Precision):
     Args:    name: "bf16", "fp16" or "fp8"; the model's dtype must be the one it stands for (DTYPES). fp8 also needs
              `attach`.
              loss_scale: how the loss is scaled (default: for fp16 LossScale(), for bf16 None, not at all).
-    Raises:  ConfigError for another name.
+             masters: the dtype asked for master weights.
+    Raises:  ConfigError for another name, or for masters other than float32.
     """
 
-    def __init__(self, name: str, *, loss_scale: LossScale | None = None) -> None:
+    def __init__(self, name: str, *, loss_scale: LossScale | None = None, masters: str = "float32") -> None:
         if name not in DTYPES:
             raise ConfigError(f"mixed precision {name!r}: choose {' or '.join(DTYPES)}")
+        check_dtype(name, masters)
         self.name, self.dtype = name, backend.dtype(DTYPES[name])
         self.loss_scale = LossScale() if loss_scale is None and name == "fp16" else loss_scale
         self.skipped = 0

@@ -19,7 +19,7 @@ import minidist as md
 from minidist.cli import main
 from minidist.cli.train import arguments, progress, sample
 from minidist.cli.train import command as train
-from minidist.cli.train import options as train_options
+from minidist.cli.train import settings as train_settings
 from minidist.console import Parser
 from minidist.parallel.data.accumulation import elements_sent
 from minidist.parallel.step.replicas import weights_digest
@@ -45,7 +45,7 @@ def on_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         def rank(world: Any) -> int:
             parser = Parser()
             train.add_arguments(parser)
-            return train.train(train_options.check(parser.parse_args(command[4:])), world, 1)
+            return train.train(train_settings.check(parser.parse_args(command[4:])), world, 1)
 
         return max(md.run(rank, size=size))
 
@@ -85,7 +85,7 @@ def test_json_holds_what_the_design_says(runs: dict[str, Any]) -> None:
         size = 1 if name == "alone" else 2
         assert ("of what ranks of one host share" in printed) == (name == "ours")
         assert metrics["plan"]["dp"] == metrics["size"] == size
-        assert metrics["transport"] == {"alone": metrics["transport"], "ours": "sockets", "mpirun": "mpi"}[name]
+        assert metrics["transport"] == {"alone": metrics["transport"], "ours": "shm", "mpirun": "mpi"}[name]
         assert metrics["threads"] >= 1 and metrics["versions"]["numpy"] == np.__version__
         assert len(metrics["losses"]) == 4 and metrics["losses"][-1] < metrics["losses"][0]
         assert metrics["tokens_per_second"] == pytest.approx(5 * 16 / metrics["step_seconds"])
@@ -98,13 +98,26 @@ def test_json_holds_what_the_design_says(runs: dict[str, Any]) -> None:
                 memory = rank["memory"][category]
                 assert memory["now"] == expected <= memory["peak"] <= expected + 64     # declared, not yet drawn
             assert rank["memory"]["total"]["peak"] >= 4 * nbytes + rank["memory"]["activations"]["now"]
-            assert (rank["shared_bytes"] > 4 << 20) == (name == "ours")     # rings, which sockets have inside a node
+            assert (rank["shared_bytes"] > 4 << 20) == (name == "ours")     # rings inside a node
             if size > 1:
                 assert rank["sent_bytes"]["dp"] == {"all_reduce": 4 * 2 * nbytes // 2}
                 assert rank["sent_bytes"]["control"]
         for kind in ("sent_bytes", "messages"):
             total = sum(rank[kind].get("dp", {}).get("all_reduce", 0) for rank in metrics["ranks"])
             assert metrics["formula"][kind] == total
+
+
+def test_ranks_as_threads_of_one_process(runs: dict[str, Any], book: Path, tmp_path: Path,
+                                         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--transport threads`, for debugging: the run that two processes make."""
+    monkeypatch.setattr(train, "spawn", None)       # no process is started
+    assert main(["train", *TINY, "--data", str(book), "-n", "2", "--transport", "threads", "--out",
+                 str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().err == ""
+    metrics, there = json.loads((tmp_path / "run" / "metrics.json").read_text()), runs["ours"][0]
+    assert (metrics["transport"], metrics["size"], len(metrics["ranks"])) == ("threads", 2, 2)
+    for key in ("losses", "weights_sha256", "formula"):
+        assert metrics[key] == there[key], key
 
 
 def test_every_way_to_start_trains_the_same(runs: dict[str, Any]) -> None:
@@ -352,7 +365,7 @@ def refusals() -> list[tuple[list[str], str]]:
         (["--lr", "0"], "--lr"),
         (["--lr", "nan"], "--lr"),
         (["--dropout", "1"], "--dropout"),
-        (["--transport", "pigeon"], "sockets"),
+        (["--transport", "pigeon"], "shm"),
         (["-n", "2", "--transport", "mpi"], "mpirun -n 2 minidist train"),
         (["--stepz", "3"], "did you mean --steps"),
         (["--device", "cuda"], "CuPy"),
@@ -393,7 +406,7 @@ def test_options_survive_the_way_to_the_ranks() -> None:
     parser = Parser()
     arguments.add_arguments(parser)
     args = parser.parse_args(["-n", "3", "--lr", "1e-4", "--tied", "--data", "a b.txt", "--plan", "dp=3"])
-    again = parser.parse_args(train_options.as_arguments(args))
+    again = parser.parse_args(train_settings.as_arguments(args))
     assert {**vars(again), "ranks": 3} == vars(args)
 
 
@@ -422,7 +435,7 @@ def test_held_out_text_that_takes_long_shows_how_far_it_is() -> None:
         lines.clear()
         assert list(progress.Lines(1, lines.append, seconds=seconds).validating(batches)) == batches
         assert lines == [f"held-out text: batch {number:>2} of 12" for number in range(shown)]
-    assert list(progress.Silence().validating(batches)) == batches
+    assert list(progress.ProgressReport().validating(batches)) == batches
 
 
 def test_a_terminal_gets_a_bar() -> None:
@@ -464,7 +477,7 @@ def test_a_loss_is_waited_for_when_the_next_step_is_on_its_way(late: bool) -> No
     """Or at once, where it is there. Every step is reported once, in order, and seconds do not overlap."""
     told: list[str] = []
 
-    class Loss:
+    class Failure:
         def __init__(self, number: int) -> None:
             self.number = number
 
@@ -475,9 +488,9 @@ def test_a_loss_is_waited_for_when_the_next_step_is_on_its_way(late: bool) -> No
             told.append(f"loss {self.number}")
             return float(self.number)
 
-    def start_step(batch: int) -> Loss:
+    def start_step(batch: int) -> Failure:
         told.append(f"step {batch}")
-        return Loss(batch)
+        return Failure(batch)
 
     trainer: Any = SimpleNamespace(start_step=start_step, world=SimpleNamespace(ledger=SimpleNamespace(
         sent_bytes=lambda phase: {"dp": {"all_reduce": 3}, "control": {"all_gather": 8}})))

@@ -5,7 +5,7 @@ import pytest
 from collective_checker import Drawn, bring, call
 from helpers import run
 
-from minidist.comm.collectives.subset_call import Part
+from minidist.comm.collectives.subset_call import SubsetCall
 from minidist.comm.collectives.torus import grid
 
 NODES = (0, 1, 0, 2, 1, 0)
@@ -64,7 +64,7 @@ def test_a_part_counts_among_its_ranks_and_tells_later_steps():
         world.ledger.subscribe(lambda event: sent.append(event.details) if event.kind == "message" else None)
 
         def work(whole, x, out, op):
-            part = Part(whole, [2, 0, 1], first_step=5)
+            part = SubsetCall(whole, [2, 0, 1], first_step=5)
             assert (part.signature, part.world_ranks) == (whole.signature, (0, 1, 2))    # what a lasting wait tells
             seen.extend((part.rank, part.size, part.next_rank, part.prev_rank))
             part.exchange(part.next_rank, x, part.prev_rank, out, step=1)

@@ -16,7 +16,7 @@ from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives import bruck, halving_doubling, hierarchical, naive, ring, torus, tree
 from minidist.comm.collectives.select import ALGORITHMS
-from minidist.comm.collectives.subset_call import Part
+from minidist.comm.collectives.subset_call import SubsetCall
 from minidist.errors import DeadlockError
 
 MUTANTS: dict[str, tuple[Callable[..., Any], Drawn, type[BaseException], str]] = {}
@@ -214,7 +214,7 @@ def root_is_told_what_it_has(call: Call, x: np.ndarray | None, place: Place, roo
 
 @mutant(Drawn("all_reduce", "torus", 6, [13] * 6), AssertionError, "expected array")
 def columns_forgotten(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    ring.all_reduce(Part(call, torus.grid(call.size).row_of(call.rank)), x, out, op)
+    ring.all_reduce(SubsetCall(call, torus.grid(call.size).row_of(call.rank)), x, out, op)
 
 
 @mutant(Drawn("all_reduce", "hierarchical", 5, [12] * 5, op="mean", nodes=(0, 0, 1, 1, 1)), AssertionError,

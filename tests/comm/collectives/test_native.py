@@ -66,7 +66,7 @@ def test_a_wait_keeps_the_limit_and_yields_its_core():
     run(native_calls.left_waiting, size=2, transport="mpi")
 
 
-@pytest.mark.parametrize("transport", ["threads", "sockets"])
+@pytest.mark.parametrize("transport", ["threads", "tcp"])
 def test_other_transports_have_none(transport):
     def ranks(world):
         with pytest.raises(ConfigError, match=f"transport {transport} has no collectives of its own; .*ranks of mpi"):

@@ -58,7 +58,7 @@ def test_sample_of_short_arrays_in_chunks(data):
     """Arrays that every rank would add by itself."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (shared_memory, volume):
-            patch.setattr(module, "DIRECT_BYTES", -1)
+            patch.setattr(module, "SHOWN_WHOLE_BYTES", -1)
         examine(data.draw(calls("all_reduce", "shared", "shm")), run_shm)
 
 

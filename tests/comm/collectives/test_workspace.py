@@ -76,7 +76,7 @@ def allocated(world, length, calls):
     return min(left), min(held)
 
 
-@pytest.mark.parametrize("transport", ["sockets", pytest.param("shm", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.soak)])
 def test_what_a_call_allocates_is_constant(transport):
     """Call after call nothing is left, and a call on an array a hundred times as long allocates no more."""
     short, long = (run(allocated, length, 100, size=2, transport=transport) for length in (1000, 100_000))

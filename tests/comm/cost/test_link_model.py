@@ -17,7 +17,7 @@ from minidist.comm.cost.link_model import LinkCost, Profile, Sample, Work, fit, 
 from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes
 from minidist.errors import ConfigError
 
-SLOW_START = LinkCost("sockets", 2, alpha=1e-3, overhead=1e-6, beta=1e-9, gamma=1e-10, misfit=0.0, crowd=0.0)
+SLOW_START = LinkCost("tcp", 2, alpha=1e-3, overhead=1e-6, beta=1e-9, gamma=1e-10, misfit=0.0, crowd=0.0)
 WORKS = [Work(1, 1, n, added * n) for n in (0, 1 << 10, 1 << 16, 1 << 22) for added in (0, 1)] + [
     Work(1, 8, 0, 0), *(Work(1, 3, n, 0, n) for n in (1 << 10, 1 << 20))]
 
@@ -37,17 +37,17 @@ def home(monkeypatch, tmp_path):
 
 
 def test_a_fit_finds_the_numbers_that_made_the_samples():
-    cost = fit("sockets", 2, sampled(SLOW_START))
+    cost = fit("tcp", 2, sampled(SLOW_START))
     for name in ("alpha", "overhead", "beta", "gamma", "crowd"):
         assert getattr(cost, name) == pytest.approx(getattr(SLOW_START, name), rel=1e-6, abs=1e-15)
     crowded = replace(SLOW_START, crowd=3e-9)
-    assert fit("sockets", 2, sampled(crowded)).crowd == pytest.approx(3e-9, rel=1e-6)
+    assert fit("tcp", 2, sampled(crowded)).crowd == pytest.approx(3e-9, rel=1e-6)
     assert cost.misfit < 1e-9
 
 
 def test_a_fit_to_disturbed_samples_is_near_and_says_how_far_off_it_is():
     """Each sample is off by up to 10 %: by parts, not by microseconds, so small messages count as much as large."""
-    cost = fit("sockets", 2, sampled(SLOW_START, wrong=lambda index: 1.1 if index % 2 else 0.9))
+    cost = fit("tcp", 2, sampled(SLOW_START, wrong=lambda index: 1.1 if index % 2 else 0.9))
     assert cost.alpha == pytest.approx(SLOW_START.alpha, rel=0.12)
     assert cost.beta == pytest.approx(SLOW_START.beta, rel=0.15)
     worst = max(abs(cost.seconds(sample.work) / sample.seconds - 1)
@@ -158,14 +158,21 @@ def a_profile(**costs):
 def test_a_job_goes_by_the_profile_of_its_transport(home):
     """4 MiB go round the ring by default; where α is a second and a byte costs nothing, directly."""
     def over_tcp():
-        return set(md.run(algorithm_of, 4 << 20, size=2, transport="sockets", shared_memory=False))
+        return set(md.run(algorithm_of, 4 << 20, size=2, transport="tcp"))
 
     assert over_tcp() == {"ring"}
-    save_profile(a_profile(sockets=(1.0, 0.0), shm=(2.0, 0.0), network=(3.0, 0.0), threads=(0.0, 1.0)), profile_path())
+    save_profile(a_profile(tcp=(1.0, 0.0), shm=(2.0, 0.0), network=(3.0, 0.0), threads=(0.0, 1.0)), profile_path())
     assert over_tcp() == {"direct"}
-    assert md.run(lambda world: world.link.alpha, size=2, transport="sockets") == [2.0] * 2      # they share memory
+    assert md.run(lambda world: world.link.alpha, size=2, transport="auto") == [2.0] * 2      # they share memory
     assert run(lambda world: world.link.alpha, size=2, transport=MIXED) == [3.0] * 2
     assert set(md.run(algorithm_of, 4 << 20, size=2, transport="threads")) <= {"ring", "pairwise", "halving-doubling"}
+
+
+def test_a_profile_with_the_name_of_before_is_read(tmp_path):
+    file = tmp_path / "profile.json"
+    save_profile(a_profile(sockets=(1.0, 0.0)), file)
+    profile = load_profile(file)
+    assert profile is not None and [cost.link for cost in profile.links] == ["tcp"]
 
 
 def test_ranks_choose_alike_though_their_files_differ(tmp_path):
@@ -175,11 +182,11 @@ def test_ranks_choose_alike_though_their_files_differ(tmp_path):
         "import os, sys\n"
         f"os.environ['XDG_CONFIG_HOME'] = {str(tmp_path)!r} + '/home' + os.environ['RANK']\n"
         "import minidist as md, numpy as np\n"
-        "world = md.init(transport='sockets', shared_memory=False)\n"
+        "world = md.init(transport='tcp')\n"
         "link = world.link\n"
         "world.all_reduce(np.ones(1 << 20, np.float32))\n"               # a MismatchError, did they choose apart
         "sys.stdout.write(f'{world.rank} {link.alpha}\\n')\n")
-    save_profile(a_profile(sockets=(1.0, 1e-9)), tmp_path / "home0" / "minidist" / "profile.json")
+    save_profile(a_profile(tcp=(1.0, 1e-9)), tmp_path / "home0" / "minidist" / "profile.json")
     torn = tmp_path / "home1" / "minidist" / "profile.json"
     torn.parent.mkdir(parents=True)
     torn.write_text("torn")
@@ -194,7 +201,7 @@ def test_the_nearest_count_of_ranks_and_the_network_between_hosts():
              for name, ranks in (("shm", 2), ("shm", 4), ("network", 2))]
     profile = Profile(costs, {})
     assert profile.link("shm", [0, 0, 2]) == costs[2]                     # two machines
-    assert profile.link("sockets", [0, 0]) is None                        # never measured
+    assert profile.link("tcp", [0, 0]) is None                        # never measured
     assert [profile.link("shm", [7] * size) for size in (2, 3, 4, 9)] == [costs[0], costs[0], costs[1], costs[1]]
     assert Profile(costs[1:2], {}).link("shm", [0, 0]) == costs[1]        # fewer were never measured
 
@@ -226,8 +233,8 @@ def test_a_profile_that_is_written_is_read_again(home):
     ('{"format": 9}', 'it does not say "format": 1'),
     ('{"format": 1, "links": []}', "it lacks its links or its machine"),
     ('{"format": 1, "machine": {}, "links": [{"link": "shm"}]}', "a link has not just alpha, beta"),
-    (json.dumps({**Profile([SLOW_START], {}).as_json()}).replace("0.001", "-1"), "a number of link 'sockets'"),
-    (json.dumps({**Profile([SLOW_START], {}).as_json()}).replace("0.001", "NaN"), "a number of link 'sockets'"),
+    (json.dumps({**Profile([SLOW_START], {}).as_json()}).replace("0.001", "-1"), "a number of link 'tcp'"),
+    (json.dumps({**Profile([SLOW_START], {}).as_json()}).replace("0.001", "NaN"), "a number of link 'tcp'"),
     (b"\xff", "codec can't decode"),
 ])
 def test_a_file_that_is_no_profile_is_one_clear_line(home, text, why):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import nobodys_port
 from leftovers import nothing_left
-from linked import into, nobody_tells, shm_links, socket_links, tag
+from linked import into, nobody_tells, shm_links, tag, tcp_links
 
 import minidist as md
 from minidist.comm.transports import auto
@@ -22,7 +22,7 @@ NODES = [0, 0, 1, 1]
 
 
 def on_two_nodes(fn, *args):
-    return run_forked(fn, args, size=4, transport="sockets", limit=20, nodes=NODES)
+    return run_forked(fn, args, size=4, transport="auto", limit=20, nodes=NODES)
 
 
 def kinds(world):
@@ -48,8 +48,8 @@ def groups(world):
 def test_memory_inside_a_node_and_connections_between():
     with nothing_left():
         found = on_two_nodes(groups)
-    assert [sorted(kinds) for kinds, *_ in found] == [["ShmLink", "SocketLink", "SocketLink"]] * 4
-    assert [rest for _, *rest in found] == [[[False, True, False, True], (0, 0, 1, 1), "sockets"]] * 4
+    assert [sorted(kinds) for kinds, *_ in found] == [["ShmLink", "TcpLink", "TcpLink"]] * 4
+    assert [rest for _, *rest in found] == [[[False, True, False, True], (0, 0, 1, 1), "shm+tcp"]] * 4
 
 
 def places(world):
@@ -67,13 +67,19 @@ def what_a_job_has(world):
     seen = []
     world.ledger.subscribe(lambda event: seen.append(event.details["algorithm"]) if event.kind == "call" else None)
     world.all_reduce(np.ones(10))
-    return [kinds(world)[0], world.transport.inside, *seen]
+    return [kinds(world)[0], world.transport.inside, world.transport.name, *seen]
 
 
-def test_a_job_on_sockets_shares_memory_unless_told_not_to():
-    assert md.run(what_a_job_has, size=2, transport="sockets") == [["ShmLink", "shm", "shared"]] * 2
-    over_tcp = md.run(what_a_job_has, size=2, transport="sockets", shared_memory=False)
-    assert over_tcp == [["SocketLink", "sockets", "direct"]] * 2
+def test_a_job_on_auto_shares_memory_and_one_on_tcp_does_not():
+    assert md.run(what_a_job_has, size=2, transport="auto") == [["ShmLink", "shm", "shm", "shared"]] * 2
+    assert md.run(what_a_job_has, size=2, transport="tcp") == [["TcpLink", "tcp", "tcp", "direct"]] * 2
+
+
+def test_the_name_of_before_is_tcp_and_says_so_once():
+    with pytest.warns(FutureWarning, match="'sockets' is called 'tcp' now") as said:
+        found = md.run(what_a_job_has, size=2, transport="sockets")
+    assert found == [["TcpLink", "tcp", "tcp", "direct"]] * 2
+    assert len(said) == 1
 
 
 def test_ranks_that_could_not_hand_memory_over_do_not_try(monkeypatch):
@@ -85,12 +91,12 @@ def test_ranks_that_could_not_hand_memory_over_do_not_try(monkeypatch):
 
 def one_without(world):
     world.barrier()
-    return kinds(world)
+    return [*kinds(world), world.transport.name]
 
 
 def test_a_job_of_ranks_that_are_alone_on_their_nodes():
-    found = run_forked(one_without, (), size=3, transport="sockets", limit=20, nodes=[5, 6, 7])
-    assert found == [["SocketLink", "SocketLink"]] * 3
+    found = run_forked(one_without, (), size=3, transport="auto", limit=20, nodes=[5, 6, 7])
+    assert found == [["TcpLink", "TcpLink", "tcp"]] * 3
 
 
 # --- waiting ---------------------------------------------------------------------------------------------------------
@@ -98,7 +104,7 @@ def test_a_job_of_ranks_that_are_alone_on_their_nodes():
 @contextmanager
 def three() -> Iterator[list[ShmTransport]]:
     """Ranks 0 and 1 share memory, 2 is elsewhere; nobody spins, so that every wait sleeps."""
-    (zero_one, one_zero), (zero_two, two_zero), (one_two, two_one) = shm_links(), socket_links(), socket_links()
+    (zero_one, one_zero), (zero_two, two_zero), (one_two, two_one) = shm_links(), tcp_links(), tcp_links()
     arenas = [memoryview(mmap.mmap(-1, ARENA_BYTES)) for _ in range(3)]
     transports = [ShmTransport(0, 10.0, {1: zero_one}, {0: arenas[0], 1: arenas[1]}, {2: zero_two}),
                   ShmTransport(1, 10.0, {0: one_zero}, {0: arenas[0], 1: arenas[1]}, {2: one_two}),

@@ -14,8 +14,8 @@ from linked import into, tag
 
 from minidist.errors import CommError, PeerLostError
 
-on_processes = pytest.mark.parametrize("transport", ["sockets", "shm", MIXED])
-on_one_kind_of_link = pytest.mark.parametrize("transport", ["sockets", "shm"])
+on_processes = pytest.mark.parametrize("transport", ["tcp", "shm", MIXED])
+on_one_kind_of_link = pytest.mark.parametrize("transport", ["tcp", "shm"])
 
 
 def files() -> list[str]:

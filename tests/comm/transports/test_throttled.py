@@ -23,7 +23,7 @@ def slowly(world, checks):
             slow.barrier()
 
 
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm"])
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm"])
 def test_the_promises_of_a_transport(transport):
     """All but that of limits: those are the transport's below."""
     checks = [check for check in conformance.PEACEFUL if check is not conformance.limit_ends_a_wait]

@@ -211,7 +211,7 @@ def test_blocks_are_computed_with_while_pieces_are_on_their_way(waits: bool, mon
     """Forward and back, between the start of each piece and the wait for it, but for the gradients that come home; not
     where a rank waits for what it starts."""
     own = threading.local()
-    start, absorb, add = chapter.pass_on, online_attention.Running.absorb, online_attention.Backward.add
+    start, absorb, add = chapter.pass_on, online_attention.OnlineSoftmax.absorb, online_attention.OnlineGradients.add
 
     class Piece:
         def __init__(self, pending: Any) -> None:
@@ -230,8 +230,8 @@ def test_blocks_are_computed_with_while_pieces_are_on_their_way(waits: bool, mon
         return block
 
     monkeypatch.setattr(chapter, "pass_on", lambda *args: Piece(start(*args)))
-    monkeypatch.setattr(chapter.Running, "absorb", counted(absorb))
-    monkeypatch.setattr(chapter.Backward, "add", counted(add))
+    monkeypatch.setattr(chapter.OnlineSoftmax, "absorb", counted(absorb))
+    monkeypatch.setattr(chapter.OnlineGradients, "add", counted(add))
 
     def job(world: Any) -> list[int]:
         own.blocks, own.beside = 0, {}
@@ -247,13 +247,13 @@ def test_blocks_are_computed_with_while_pieces_are_on_their_way(waits: bool, mon
 @pytest.mark.soak   # of seconds
 def test_pieces_travel_while_others_are_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece takes 40 ms on its way and 20 ms of work for each of two pairs of blocks: both at once."""
-    original = online_attention.Running.absorb
+    original = online_attention.OnlineSoftmax.absorb
 
     def slowly(self: Any, *args: Any, **options: Any) -> None:
         time.sleep(0.02)
         original(self, *args, **options)
 
-    monkeypatch.setattr(chapter.Running, "absorb", slowly)
+    monkeypatch.setattr(chapter.OnlineSoftmax, "absorb", slowly)
     size, length = 3, 12
     nbytes = 8 * 2 * 2 * 2 * (length // size) * 4
 
@@ -300,12 +300,12 @@ def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, A
     check_job(context, elements_sent, size, changes, options, steps=3)
 
 
-def test_same_bits_over_sockets() -> None:
-    check_same_bits(context, "sockets")
+def test_same_bits_over_tcp() -> None:
+    check_same_bits(context, "tcp")
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
     check_twenty_steps(context, size, transport, context=17)
@@ -385,8 +385,8 @@ def no_mask(patch: pytest.MonkeyPatch) -> None:
 
 def share_of_the_loss_by_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """A mean of means."""
-    original = token_shard.OwnOutput.loss
-    patch.setattr(token_shard.OwnOutput, "loss", lambda self, logits, targets, *, divisor: original(
+    original = token_shard.TokenShardOutput.loss
+    patch.setattr(token_shard.TokenShardOutput, "loss", lambda self, logits, targets, *, divisor: original(
         self, logits, targets, divisor=logits.shape[1] * len(targets) * self.group.size))
 
 
@@ -404,7 +404,7 @@ def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) ->
                    run(context, 3, changes, **options))
 
 
-@pytest.mark.parametrize("layer", [token_shard.OwnPositions, token_shard.OwnDropout])
+@pytest.mark.parametrize("layer", [token_shard.TokenShardPositions, token_shard.TokenShardDropout])
 def test_other_tokens_break_parity(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learned positions and dropout, each of the first tokens instead of the own."""
     changes = {"dropout": 0.2}

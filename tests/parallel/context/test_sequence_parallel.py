@@ -48,7 +48,7 @@ def test_more_ranks_than_tokens() -> None:
 
 def test_same_bits_in_processes() -> None:
     """Over sockets; over mpirun in the long run."""
-    check_same_bits(sequence, "sockets")
+    check_same_bits(sequence, "tcp")
 
 
 @settings(max_examples=3)
@@ -66,7 +66,7 @@ def test_very_many_jobs(size: int, changes: dict[str, Any], options: dict[str, A
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
     check_twenty_steps(sequence, size, transport, context=16)
@@ -142,8 +142,8 @@ def norms_not_added(patch: pytest.MonkeyPatch) -> None:
 
 def positions_of_the_first_tokens(patch: pytest.MonkeyPatch) -> None:
     """The position offset forgotten."""
-    patch.setattr(token_shard.OwnPositions, "forward", lambda self, ids: super(token_shard.OwnPositions, self).forward(
-        ids[:len(ids[self.own(len(ids))])]))
+    layer = token_shard.TokenShardPositions
+    patch.setattr(layer, "forward", lambda self, ids: super(layer, self).forward(ids[:len(ids[self.own(len(ids))])]))
 
 
 def gathered_as_copies(patch: pytest.MonkeyPatch) -> None:

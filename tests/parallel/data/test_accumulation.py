@@ -56,9 +56,9 @@ def test_equals_one_process(zero: int, size: int, accumulate: int) -> None:
     check_equal(size, zero=zero, accumulate=accumulate, config={"dropout": 0.2})
 
 
-def test_same_bits_over_sockets() -> None:
+def test_same_bits_over_tcp() -> None:
     over_threads = run(3, accumulate=2)[0]
-    assert check_equal(3, "sockets", accumulate=2)[0]["digest"] == over_threads["digest"]
+    assert check_equal(3, "tcp", accumulate=2)[0]["digest"] == over_threads["digest"]
 
 
 any_job = given(size=st.integers(1, 5), accumulate=st.integers(1, 5), zero=st.integers(0, 3),
@@ -83,7 +83,7 @@ def test_very_many_jobs(size: int, accumulate: int, zero: int, sequences: int, t
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_every_stage_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
     """The four stages in one job."""
@@ -112,7 +112,7 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(DDP, "backward", lambda self, share, last: backward(self, share, last=last) if last
                             else None)
     else:
-        monkeypatch.setattr("minidist.parallel.data.ddp.micro_parts", lambda part, count: [part] * count)
+        monkeypatch.setattr("minidist.parallel.step.strategy.micro_parts", lambda part, count: [part] * count)
     with pytest.raises(AssertionError):
         check_equal(2, **options)
 

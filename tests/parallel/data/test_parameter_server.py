@@ -105,7 +105,7 @@ def test_equals_one_process_after_twenty_steps(workers: int, servers: int) -> No
     check_equal(workers, servers, steps=20, sequences=9)
 
 
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", pytest.param("mpi", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", pytest.param("mpi", marks=pytest.mark.soak)])
 def test_same_bits_on_every_transport(transport: str) -> None:
     over_threads, ranks = run(2, 2), check_equal(2, 2, transport=transport)
     for name, array in over_threads[0]["weights"].items():
@@ -113,7 +113,7 @@ def test_same_bits_on_every_transport(transport: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_any_numbers_after_twenty_steps(workers: int, servers: int, transport: str) -> None:
@@ -204,7 +204,7 @@ def check_replay(workers: int, servers: int, changes: dict[str, Any] | None = No
 
 
 @pytest.mark.parametrize(("workers", "servers", "transport", "optimizer"), [
-    (1, 1, "threads", "sgd"), (3, 1, "threads", "rmsprop"), (2, 2, "sockets", "adam"),
+    (1, 1, "threads", "sgd"), (3, 1, "threads", "rmsprop"), (2, 2, "tcp", "adam"),
     pytest.param(2, 1, "mpi", "adamw", marks=pytest.mark.soak)])
 def test_equals_the_replay_of_its_records(workers: int, servers: int, transport: str, optimizer: str) -> None:
     ranks, records = check_replay(workers, servers, transport=transport, optimizer=optimizer)
@@ -215,7 +215,7 @@ def test_equals_the_replay_of_its_records(workers: int, servers: int, transport:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_any_numbers_equal_their_replay(workers: int, servers: int, transport: str) -> None:
@@ -302,7 +302,7 @@ def test_clocks() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- the lost
 
-@pytest.mark.parametrize("transport", ["threads", "sockets"])
+@pytest.mark.parametrize("transport", ["threads", "tcp"])
 def test_a_lost_worker_slows_nobody(transport: str) -> None:
     """Although the bound would have the others wait for it."""
     ranks, records = check_replay(3, 2, transport=transport, steps=8, dies={1: 3}, staleness=1)

@@ -49,7 +49,7 @@ def test_under_any_strategy_for_long(zero: int, size: int, which: str, tied: boo
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_on_every_transport_after_twenty_steps(transport: str, size: int) -> None:
     options = {"steps": 20, "sequences": 7, "checkpoint_blocks": "all", "zero": 3, "accumulate": 2}

@@ -16,7 +16,7 @@ import minidist as md
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter
 from minidist.cli.train import arguments
-from minidist.cli.train import options as train_options
+from minidist.cli.train import settings as train_settings
 from minidist.device import account
 from minidist.errors import ConfigError, GradientError, PlanError
 from minidist.nn import GPT
@@ -69,7 +69,7 @@ def job_as_told(world: Any, precision: str, zero: int) -> dict[str, Any]:
     return job(world, precision=precision, zero=zero)
 
 
-@pytest.mark.parametrize("transport", ["sockets", pytest.param("mpi", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("mpi", marks=pytest.mark.soak)])
 def test_same_bits_over_other_transports(transport: str) -> None:
     over_threads = md.run(job_as_told, "bf16", 2, size=2)[0]
     others = md.run(job_as_told, "bf16", 2, size=2, transport=transport)
@@ -88,7 +88,7 @@ def every_job(world: Any) -> dict[str, list[Any]]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_same_bits_everywhere_after_twenty_steps(transport: str, size: int) -> None:
     """Of every rank, with parts and shards that are uneven; float64 has no mixed precision, so bits are what can be
@@ -281,14 +281,14 @@ def test_refuses() -> None:
 
 # ------------------------------------------------------------------------------------------------------------ it learns
 
-def settings_of(*options: str) -> train_options.Settings:
+def settings_of(*options: str) -> train_settings.Settings:
     """Of `minidist train --steps 200` with these options."""
     parser = argparse.ArgumentParser()
     arguments.add_arguments(parser)
-    return train_options.check(parser.parse_args(["--steps", "200", "--out", "unused", *options]))
+    return train_settings.check(parser.parse_args(["--steps", "200", "--out", "unused", *options]))
 
 
-def held_out_loss(settings: train_options.Settings, precision: str) -> float:
+def held_out_loss(settings: train_settings.Settings, precision: str) -> float:
     """After all steps, on one process."""
     def learn(world: Any) -> float:
         trainer = Trainer(Plan(precision=precision), settings.config, world, **settings.trainer_options())

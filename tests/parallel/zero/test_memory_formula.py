@@ -91,7 +91,7 @@ def test_every_rank_holds_the_formula(zero: int, size: int, shard: int | None, p
         trainer.close()
         return seen, sum(p.size for p in parameters), largest
 
-    for seen, parameters, largest in md.run(job, size=size, transport="sockets"):
+    for seen, parameters, largest in md.run(job, size=size, transport="tcp"):
         held = state_bytes(parameters, SINGLE if precision == "fp32" else MIXED, zero=zero, ranks=size, shard=shard)
         peaks = in_flight(zero, largest=largest)
         for category in STATE:

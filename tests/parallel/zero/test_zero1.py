@@ -14,10 +14,10 @@ from minidist.autograd.tensor import Parameter
 from minidist.errors import ConfigError, GradientError, MismatchError
 from minidist.nn import GPT
 from minidist.parallel.data.buckets import cut
-from minidist.parallel.step import flat as flat_module
 from minidist.parallel.step.flat import Flat
 from minidist.parallel.step.step import Part, micro_parts
-from minidist.parallel.zero.parameter_arrival import Arrivals
+from minidist.parallel.zero import shards
+from minidist.parallel.zero.replica import ParameterArrivals
 from minidist.parallel.zero.zero1 import Zero1
 
 # ------------------------------------------------------------------------------------------- parallel equals serial
@@ -29,13 +29,13 @@ def test_equals_one_process(size: int) -> None:
     assert md.run(lambda world: train(world, 1), size=size)[0]["digest"] == ranks[0]["digest"]
 
 
-def test_same_bits_over_sockets() -> None:
+def test_same_bits_over_tcp() -> None:
     over_threads = md.run(lambda world: train(world, 1), size=3)[0]
-    assert check_equal(1, 3, transport="sockets")[0]["digest"] == over_threads["digest"]
+    assert check_equal(1, 3, transport="tcp")[0]["digest"] == over_threads["digest"]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
     check_equal(1, size, {"context": 16, "width": 16, "layers": 3}, transport=transport, steps=20, sequences=9)
@@ -64,9 +64,9 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         forward = Zero1.forward
         monkeypatch.setattr(Zero1, "forward", lambda self, part, divisor: forward(self, part, divisor=divisor * 2))
     elif bug == "clips by its own norm":
-        monkeypatch.setattr(flat_module, "sum_in_order", lambda group, value: value)
+        monkeypatch.setattr(shards, "sum_in_order", lambda group, value: value)
     elif bug == "keeps its weights":
-        monkeypatch.setattr(Arrivals, "start", lambda self: None)
+        monkeypatch.setattr(ParameterArrivals, "start", lambda self: None)
     else:
         backward = Zero1.backward
         monkeypatch.setattr(Zero1, "backward", lambda self, share, last: backward(self, share, last=True))

@@ -17,7 +17,7 @@ from minidist.optim import AdamW
 from minidist.parallel.step.recorder import Silent
 from minidist.parallel.step.single import Single
 from minidist.parallel.zero.fsdp_units import Unit
-from minidist.parallel.zero.gradient_shards import Scattered
+from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.zero3 import Zero3
 
 # ------------------------------------------------------------------------------------------- parallel equals serial
@@ -29,13 +29,13 @@ def test_equals_one_process(size: int) -> None:
     assert md.run(lambda world: train(world, 3), size=size)[0]["digest"] == ranks[0]["digest"]
 
 
-def test_same_bits_over_sockets() -> None:
+def test_same_bits_over_tcp() -> None:
     over_threads = md.run(lambda world: train(world, 3), size=3)[0]
-    assert check_equal(3, 3, transport="sockets")[0]["digest"] == over_threads["digest"]
+    assert check_equal(3, 3, transport="tcp")[0]["digest"] == over_threads["digest"]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
     check_equal(3, size, {"context": 16, "width": 16, "layers": 3}, transport=transport, steps=20, sequences=9)
@@ -83,8 +83,8 @@ def test_ranks_that_use_different_parameters() -> None:
 @pytest.mark.parametrize("bug", ["forgets to add", "stale weights", "skips a unit"])
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "forgets to add":
-        settle = Scattered.settle
-        monkeypatch.setattr(Scattered, "settle", lambda self: (settle(self), self.forget())[0])
+        settle = GradientShards.settle
+        monkeypatch.setattr(GradientShards, "settle", lambda self: (settle(self), self.forget())[0])
     elif bug == "stale weights":
         free = Unit.free
         monkeypatch.setattr(Unit, "free", lambda self: None if self._whole and self.calls == 0 else free(self))

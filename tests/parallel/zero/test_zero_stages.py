@@ -13,7 +13,7 @@ EVERYTHING: dict[str, Any] = {"sequences": 7, "clip": 0.1, "frozen": ("positions
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "sockets", "shm", "mpi"])
+@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_everything_at_once_on_every_transport(stage: int, transport: str) -> None:
     """A tied weight, frozen ones, uneven parts and shards, clipping, accumulation, hybrid sharding; 20 steps."""

@@ -4,7 +4,7 @@
                                its NCCL call joins the queue      of the group's own stream; returns at once
                                the program's stream waits         for that stream, on the GPU
     send and recv of those     the header goes over the host      the array by a lane (nccl_lane.py)
-    any other call             as on sockets                      host arrays; `algorithm="ring"` on CuPy arrays, which
+    any other call             as on auto                         host arrays; `algorithm="ring"` on CuPy arrays, which
                                                                   are staged
 
 A group's communicator is made by its first such call; its first rank draws the id, and tells it over the host.
@@ -72,10 +72,10 @@ def find() -> tuple[Any, Any]:
         cupy = module_for("cuda")
         from cupy.cuda import nccl
     except (ImportError, DeviceError) as error:
-        raise LaunchError(f"transport 'nccl' cannot work here: {error}; or take sockets") from error
+        raise LaunchError(f"transport 'nccl' cannot work here: {error}; or take auto") from error
     if not nccl.available:
         raise LaunchError("transport 'nccl' cannot work here: CuPy finds no NCCL; pip install nvidia-nccl-cu13 (or "
-                          "nvidia-nccl-cu12), or take sockets")
+                          "nvidia-nccl-cu12), or take auto")
     return cupy, nccl
 
 

@@ -56,7 +56,8 @@ def header_length(start: bytes, align: int) -> int:
     if meta_length > META_LIMIT or nbytes > PAYLOAD_LIMIT:
         raise CommError(f"a frame announces {meta_length} bytes of meta and {nbytes} of payload; "
                         f"{META_LIMIT} and {PAYLOAD_LIMIT} are allowed")
-    return HEADER_BYTES + meta_length + -(HEADER_BYTES + meta_length) % align
+    length = HEADER_BYTES + int(meta_length)
+    return length + -length % align
 
 
 @lru_cache(maxsize=_REMEMBERED)

@@ -4,9 +4,11 @@ Two kinds of link. "threads" is buffered: a send copies its bytes and is complet
 rendezvous: a send is complete only when the receiver has taken the bytes, straight from the sender's array. The second
 turns a hidden assumption ("my neighbour will receive some time") into a deadlock that a test can see.
 
-How a message travels: the sender puts it into the receiver's mailbox; there it is matched with the oldest receive
-posted for the same (peer, tag), whichever came first; and the next thread of the receiving rank that waits, for
-whatever it waits, carries out the matched pair. Copies: one on "threads-unbuffered", two on "threads".
+How a message travels: the sender puts it into the receiver's mailbox. There it is matched with the oldest receive
+posted for the same (peer, tag), whichever came first. The next thread of the receiving rank that waits, for this or for
+another message, carries out the matched pair. Copies: one on "threads-unbuffered", two on "threads".
+
+plain_tcp.py fills mailboxes of processes from connections.
 """
 
 import threading
@@ -21,7 +23,7 @@ from minidist.comm.transport import Accept, Handle, Reduce, Tag, Transport
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 
-class _Transfer(Handle):
+class MailTransfer(Handle):
     """A send or a receive of one rank; `complete` changes under that rank's mailbox lock only."""
 
     def __init__(self, home: "Mailbox", peer: int, tag: Tag) -> None:
@@ -30,7 +32,7 @@ class _Transfer(Handle):
         self.error: BaseException | None = None
 
     def peers(self) -> tuple[int, ...]:
-        """For whom it waits: for nobody, once both sides are there."""
+        """The rank it waits for; none once both sides are there."""
         return () if self.complete or self.home.matched(self) else (self.peer,)
 
     def wait(self) -> None:
@@ -40,7 +42,7 @@ class _Transfer(Handle):
         return self.complete or self.home.aborted is not None
 
 
-class _Send(_Transfer):
+class MailSend(MailTransfer):
     def __init__(self, home: "Mailbox", peer: int, tag: Tag, view: np.ndarray, meta: bytes) -> None:
         super().__init__(home, peer, tag)
         self.view, self.nbytes, self.meta = view, view.nbytes, meta
@@ -49,7 +51,7 @@ class _Send(_Transfer):
         return f"rank {self.peer} to take {self.nbytes} bytes"
 
 
-class _Recv(_Transfer):
+class MailReceive(MailTransfer):
     def __init__(self, home: "Mailbox", peer: int, tag: Tag, accept: Accept, reduce: Reduce | None) -> None:
         super().__init__(home, peer, tag)
         self.accept, self.reduce = accept, reduce
@@ -57,10 +59,10 @@ class _Recv(_Transfer):
     def __str__(self) -> str:
         return f"a message from rank {self.peer}"
 
-    def take(self, send: _Send) -> None:
-        """Move the payload to where `accept` says; what it raises belongs to this handle.
+    def take(self, send: MailSend) -> None:
+        """Move the payload to the array that `accept` returns; an error of `accept` or `reduce` belongs to this handle.
 
-        Both arrays are let go here, not when the thread does that carries this out, perhaps for another.
+        Both arrays are released here: the thread that carries this out may live on, and wait for another message.
         """
         try:
             target = self.accept(send.meta, send.view.nbytes)
@@ -76,7 +78,7 @@ class _Recv(_Transfer):
 
 
 class Mailbox(Transport):
-    """One rank's mailbox; `peers` are the mailboxes of all ranks, this one among them."""
+    """One rank's mailbox; `peers` are the mailboxes of all ranks, this one included."""
 
     def __init__(self, world_rank: int, peers: Mapping[int, "Mailbox"], world_size: int, limit: float,
                  unbuffered: bool, waits: Waits | None = None) -> None:
@@ -87,22 +89,25 @@ class Mailbox(Transport):
         self.waits = Waits() if waits is None else waits
         self._peers, self._unbuffered = peers, unbuffered
         self._changed = threading.Condition(threading.Lock())
-        self._arrived: defaultdict[tuple[int, Tag], deque[_Send]] = defaultdict(deque)
-        self._posted: defaultdict[tuple[int, Tag], deque[_Recv]] = defaultdict(deque)
-        self._matched: deque[tuple[_Recv, _Send]] = deque()
+        self._arrived: defaultdict[tuple[int, Tag], deque[MailSend]] = defaultdict(deque)
+        self._posted: defaultdict[tuple[int, Tag], deque[MailReceive]] = defaultdict(deque)
+        self._matched: deque[tuple[MailReceive, MailSend]] = deque()
 
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
-        send = _Send(self, peer, tag, view if self._unbuffered else view.copy(), meta)
+        send = MailSend(self, peer, tag, view if self._unbuffered else view.copy(), meta)
         send.complete = not self._unbuffered
-        self._peers[peer]._deliver(send)
+        self._peers[peer].deliver(self.world_rank, send)
         return send
 
     def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
-        recv = _Recv(self, peer, tag, accept, reduce)
+        recv = MailReceive(self, peer, tag, accept, reduce)
         with self._changed:
             self._posted[peer, tag].append(recv)
             self._match((peer, tag))
         return recv
+
+    def loopback(self) -> "Mailbox":
+        return loopback(self.world_rank, self.limit, self.waits)
 
     def abort(self, error: CommError) -> None:
         with self._changed:
@@ -122,21 +127,21 @@ class Mailbox(Transport):
         self._arrived.clear()
         self._posted.clear()
 
-    def matched(self, transfer: _Transfer) -> bool:
-        """Whether sender and receiver have both come, so that nobody but themselves keeps it waiting."""
-        box, key = (self, (transfer.peer, transfer.tag)) if isinstance(transfer, _Recv) else (
+    def matched(self, transfer: MailTransfer) -> bool:
+        """Whether sender and receiver have both come, so that no other rank keeps it waiting."""
+        box, key = (self, (transfer.peer, transfer.tag)) if isinstance(transfer, MailReceive) else (
             self._peers[transfer.peer], (self.world_rank, transfer.tag))
         with box._changed:
-            lone = box._posted if isinstance(transfer, _Recv) else box._arrived
+            lone = box._posted if isinstance(transfer, MailReceive) else box._arrived
             return transfer not in lone.get(key, ())
 
-    def wait_for(self, handle: _Transfer) -> None:
+    def wait_for(self, handle: MailTransfer) -> None:
         """Carry out matched pairs until `handle` is complete; sleep while there are none. A wait that lasts is told."""
         start = time.monotonic()
         deadline = start + self.limit
         done = self._carry_out(handle, min(start + QUIET, deadline))
         if not done:
-            with self.waits.lasting(str(handle), handle.peers, incoming=isinstance(handle, _Recv)):
+            with self.waits.lasting(str(handle), handle.peers, incoming=isinstance(handle, MailReceive)):
                 done = self._carry_out(handle, deadline)
                 state = self.waits.state()
         if not done:
@@ -146,7 +151,7 @@ class Mailbox(Transport):
         if handle.error is not None:
             raise handle.error
 
-    def _carry_out(self, handle: _Transfer, deadline: float) -> bool:
+    def _carry_out(self, handle: MailTransfer, deadline: float) -> bool:
         """Whether `handle` is complete in time."""
         while (pair := self._next_pair(handle, deadline)) is not None:
             recv, send = pair
@@ -156,7 +161,7 @@ class Mailbox(Transport):
                 send.home._finish(send)
         return handle.complete
 
-    def _next_pair(self, handle: _Transfer, deadline: float) -> tuple[_Recv, _Send] | None:
+    def _next_pair(self, handle: MailTransfer, deadline: float) -> tuple[MailReceive, MailSend] | None:
         """The next matched pair to carry out, or None once `handle` is complete or it is too late."""
         with self._changed:
             while not handle.complete:
@@ -174,9 +179,9 @@ class Mailbox(Transport):
                 self._changed.wait(left)
         return None
 
-    def _deliver(self, send: _Send) -> None:
-        """Called by the sending rank's thread."""
-        key = (send.home.world_rank, send.tag)
+    def deliver(self, source: int, send: MailSend) -> None:
+        """A message from rank `source` has come. Called by the sending rank's thread."""
+        key = (source, send.tag)
         with self._changed:
             self._arrived[key].append(send)
             if self._match(key):
@@ -190,7 +195,7 @@ class Mailbox(Transport):
         self._matched.append((posted.popleft(), arrived.popleft()))
         return True
 
-    def _finish(self, transfer: _Transfer) -> None:
+    def _finish(self, transfer: MailTransfer) -> None:
         with self._changed:
             transfer.complete = True
             self._changed.notify_all()

@@ -5,24 +5,19 @@
     array <--copy--  [ ring 1 -> 0                              ]  <--copy-- array
     doorbell <=====  a connected socket: "wake up", or the end of the process  =====> doorbell
 
-Two ranks share one piece of memory with a ring each way (ring_buffer.py), and a Unix socket. Bytes go through the
-rings. Who finds nothing to do says so in the ring, looks once more, and sleeps on the socket; who then moves bytes
-sends one byte there. The socket also tells of a death at once: the kernel closes it, however the process ended.
-
-The memory has no name (fd_passing.py), so the size of /dev/shm does not limit it. Pages never written cost nothing.
+Two ranks share one piece of memory with a ring each way (ring_buffer.py), and a Unix socket (link.py). The memory has
+no name (fd_passing.py), so the size of /dev/shm does not limit it. Pages never written cost nothing.
 
 A reduction adds straight from the ring. Nothing of the size of a message is allocated, on either side.
 
-Groups have boards (exchange_board.py) beside the rings; and where the system lets each rank read the memory of all
-others (cross_memory.py: found out when they meet, and the same for all) long arrays are only shown where they lie.
+Groups have boards (exchange_board.py) beside the rings. Where the system lets each rank read the memory of all others
+(process_vm_read.py: found out when they meet, and the same for all), long arrays are only shown where they lie.
 """
 
 import os
 import platform
-import select
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -32,9 +27,10 @@ from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.progress.link import PolledLink
 from minidist.comm.transports.progress.poll_loop import PolledTransport
 from minidist.comm.transports.shm import process_vm_read
-from minidist.comm.transports.shm.exchange_board import PART_BYTES, Part, SharedBoard, Turn
+from minidist.comm.transports.shm.exchange_board import PART_BYTES, BoardPart, BoardWait, SharedBoard
 from minidist.comm.transports.shm.fd_passing import hand_over
-from minidist.comm.transports.shm.ring_buffer import LINE, RING_BYTES, RingReader, RingWriter, copy
+from minidist.comm.transports.shm.link import ShmLink
+from minidist.comm.transports.shm.ring_buffer import RING_BYTES
 from minidist.errors import CommError
 
 SPINS, SPINS_CROWDED = 200, 20  # looks at the rings before sleeping: where each rank has a core, and where not
@@ -43,32 +39,30 @@ ARENA_BYTES = BOARDS * PART_BYTES
 STRETCH_BYTES = 32 << 20        # most that is read from another rank's memory between looks at whether the job lives
 
 
-def connect(world_rank: int, link: full_mesh.Meeting, token: bytes, limit: float) -> "ShmTransport":
+def connect(link: full_mesh.Meeting, token: bytes, limit: float, *, host: str = "", node: int = 0) -> "ShmTransport":
     """This rank's rings to all others, which must be on the same host.
 
-    Raises: HandshakeError, TimeoutError: see mesh.join.
+    Raises: HandshakeError, TimeoutError: see full_mesh.join.
     """
     here = platform.node()
 
     def dial(info: dict[str, Any]) -> socket.socket:
         if info["host"] != here:
-            raise CommError(f"shm joins ranks of one host, but rank {world_rank} is on {here} and another on "
-                            f"{info['host']}; take the transport sockets")
+            raise CommError(f"shm joins ranks of one host, but rank {link.world_rank} is on {here} and another on "
+                            f"{info['host']}; take the transport auto")
         return full_mesh.dial_unix(info["address"], limit)
 
     listener = full_mesh.listen_unix()
-    info = {"transport": "shm", "host": here, "address": listener.getsockname()}
-    connections = full_mesh.join(link, info, listener, dial, token, limit)
-    links, arenas, processes = share(world_rank, connections, limit)
-    return ShmTransport(world_rank, limit, links, arenas, processes=processes)
+    info = {"host": here, "address": listener.getsockname()}
+    return share(link.world_rank, full_mesh.join(link, info, listener, dial, token, limit), limit)
 
 
 def share(world_rank: int, connections: Mapping[int, socket.socket], limit: float,
-          ) -> tuple[dict[int, "ShmLink"], dict[int, memoryview], dict[int, int] | None]:
-    """The links to the ranks connected; the arenas, and the processes that may be read, as ShmTransport has them."""
+          far: Mapping[int, PolledLink] | None = None, *, name: str = "shm") -> "ShmTransport":
+    """The transport of a rank that is connected to the others of its host; `far`: its links to other hosts."""
     rings, arenas, processes = hand_over(world_rank, connections, 2 * RING_BYTES, ARENA_BYTES, limit)
     links = {rank: ShmLink(connections[rank], memory, lower=rank > world_rank) for rank, memory in rings.items()}
-    return links, arenas, processes
+    return ShmTransport(world_rank, limit, links, arenas, far, processes=processes, name=name)
 
 
 class ShmTransport(PolledTransport):
@@ -78,6 +72,7 @@ class ShmTransport(PolledTransport):
           arenas     the ARENA_BYTES of shared memory of each of them, in which it alone places boards; this rank's too
           far        links to the ranks of other hosts (auto.py)
           processes  of the ranks that have an arena, if each of them may read the memory of all others; else None
+          name       what ran: "shm", or "shm+tcp" with far links
     """
 
     def __init__(self, world_rank: int, limit: float, links: Mapping[int, "ShmLink"], arenas: dict[int, memoryview],
@@ -88,8 +83,8 @@ class ShmTransport(PolledTransport):
         self._links, self._arenas, self._processes = links, arenas, processes
         self._free = list(range(BOARDS - 1, -1, -1))
         self._boards: dict[SharedBoard, int] = {}   # and their places
-        self._left: list[tuple[int, list[tuple[Part, int]]]] = []   # places of boards closed here, maybe not by others
-        self._turns: list[Turn] = []                # waits on boards
+        self._left: list[tuple[int, list[tuple[BoardPart, int]]]] = []   # places whose boards others may still read
+        self._waits: list[BoardWait] = []
 
     @property
     def inside(self) -> str:
@@ -98,10 +93,10 @@ class ShmTransport(PolledTransport):
     @property
     def shared_bytes(self) -> int:
         """A ring to each rank, and the places of the groups' boards. Pages never written take no room."""
-        return RING_BYTES * len(self._links) + sum(board.bytes_used for board in self._boards)
+        return RING_BYTES * len(self._links) + PART_BYTES * len(self._boards)
 
     def reserve_board(self) -> int:
-        """A place, and BOARDS times how often a board there was closed: so others can tell when this one is."""
+        """A place, plus BOARDS times the boards closed there before: so others can tell when this one is."""
         self._take_back()
         if not self._free:
             return -1
@@ -121,15 +116,12 @@ class ShmTransport(PolledTransport):
         self._boards[board] = own % BOARDS
         return board
 
-    def close_board(self, board: SharedBoard, others: list[tuple[Part, int]]) -> None:
-        """Its place is free again as soon as all others have closed theirs: until then they may be looking at it.
-
-        Args: others: their parts, and how often boards there were closed before this one.
-        """
+    def close_board(self, board: SharedBoard, others: list[tuple[BoardPart, int]]) -> None:
+        """Its place is free again when all others have closed theirs: until then they may read it."""
         self._left.append((self._boards.pop(board), others))
 
     def _take_back(self) -> None:
-        """Places of boards that everybody has closed are free."""
+        """The places of boards that all ranks have closed are free."""
         waiting = []
         for place, others in self._left:
             if all(part.closed > before for part, before in others):
@@ -139,7 +131,7 @@ class ShmTransport(PolledTransport):
         self._left = waiting
 
     def read(self, rank: int, address: int, target: np.ndarray) -> None:
-        """Fill `target` (uint8) with what another rank of this host has at `address`.
+        """Fill `target` (uint8) with the bytes at `address` of another rank of this host.
 
         Raises: PeerLostError if that rank is gone, what abort() was given; CommError if the system now forbids it.
         """
@@ -168,46 +160,46 @@ class ShmTransport(PolledTransport):
         self._left.clear()
         self._arenas.clear()
 
-    def _part(self, rank: int, place: int) -> Part:
-        return Part(self._arenas[rank][place * PART_BYTES:(place + 1) * PART_BYTES])
+    def _part(self, rank: int, place: int) -> BoardPart:
+        return BoardPart(self._arenas[rank][place * PART_BYTES:(place + 1) * PART_BYTES])
 
     def await_board(self, board: SharedBoard) -> None:
-        """Wait in the engine until everybody has posted."""
+        """Wait in the engine until all ranks have posted."""
         missing = board.missing()
-        turn = Turn(self, board, missing[0] if missing else self.world_rank)
+        wait = BoardWait(self, board, missing[0] if missing else self.world_rank)
         peers = [self._peers[rank] for rank in missing]
         with self.lock:
-            self.begin(turn)
-            self._turns.append(turn)
+            self.begin(wait)
+            self._waits.append(wait)
             for peer in peers:
                 peer.awaited += 1
                 self._active[peer.rank] = peer
             if self._asleep:
                 self._wake()
         try:
-            turn.wait()
+            wait.wait()
         finally:
             with self.lock:
-                self._turns.remove(turn)
+                self._waits.remove(wait)
                 for peer in peers:
                     peer.awaited -= 1
-                if not turn.finished:
-                    self.finish(turn)
+                if not wait.finished:
+                    self.finish(wait)
 
     def _pass(self) -> bool:
         moved = super()._pass()
-        for turn in list(self._turns):
-            gone = [rank for rank in turn.board.missing() if self._links[rank].ended]
-            missing = turn.board.missing()  # after the look at who is gone: it may have posted before it went
+        for wait in list(self._waits):
+            gone = [rank for rank in wait.board.missing() if self._links[rank].ended]
+            missing = wait.board.missing()  # once more: a rank may have posted before it ended
             lost = [rank for rank in gone if rank in missing]
             with self.lock:
-                if not turn.finished and (lost or not missing):
-                    self.finish(turn, self._lost(self._peers[lost[0]], "its process ended") if lost else None)
+                if not wait.finished and (lost or not missing):
+                    self.finish(wait, self._lost(self._peers[lost[0]], "its process ended") if lost else None)
                     moved = True
         return moved
 
     def _sleep(self, seconds: float) -> None:
-        boards = [turn.board for turn in list(self._turns) if not turn.finished]
+        boards = [wait.board for wait in list(self._waits) if not wait.finished]
         for board in boards:
             board.sleeps(True)
         if all(board.missing() for board in boards):
@@ -219,80 +211,3 @@ class ShmTransport(PolledTransport):
 def _cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class ShmLink(PolledLink):
-    """One peer's two rings, and the socket that wakes it and us."""
-
-    align = LINE
-
-    def __init__(self, sock: socket.socket, memory: memoryview, lower: bool) -> None:
-        first, second = memory[:RING_BYTES], memory[RING_BYTES:2 * RING_BYTES]
-        self._out, self._in = RingWriter(first if lower else second), RingReader(second if lower else first)
-        sock.setblocking(False)
-        self._sock = sock
-        self.ended = False                          # the peer's socket is closed: it writes and reads no more
-
-    def write(self, prefix: bytes, payload: np.ndarray) -> int:
-        if self.ended:
-            raise BrokenPipeError("its process has ended")
-        taken = self._out.write(prefix, payload)
-        if taken and self._out.reader_sleeps():
-            self.ring()
-        return taken
-
-    def peek(self, count: int) -> bytes | None:
-        data = self._in.peek(count)
-        if data is None and self.ended:
-            raise EOFError
-        return data
-
-    def piece(self, most: int, itemsize: int) -> np.ndarray:
-        piece = self._in.piece(most)
-        if not len(piece) and self.ended:
-            raise EOFError
-        return piece
-
-    def skip(self, count: int) -> None:
-        if self._in.skip(count):
-            self.ring()
-
-    def read_into(self, target: np.ndarray) -> int:
-        piece = self.piece(len(target), 1)
-        if len(piece):
-            copy(target[:len(piece)], piece)
-            self.skip(len(piece))
-        return len(piece)
-
-    def ring(self) -> None:
-        """Wake the peer."""
-        with suppress(OSError):  # full: it is ringing already; broken: the peer is gone, and arm() will see it
-            self._sock.send(b"!")
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def arm(self, reading: bool, writing: bool) -> int:
-        self._in.sleeps(reading)
-        self._out.sleeps(writing)
-        if self._in.show():  # fences: our words before the look at the peer's
-            self.ring()
-        ready = self.ended or (reading and self._in.unread() > 0) or (writing and self._out.roomy())
-        return 0 if ready else select.POLLIN
-
-    def disarm(self, events: int) -> None:
-        self._in.sleeps(False)
-        self._out.sleeps(False)
-        if events:
-            with suppress(BlockingIOError):
-                self.ended = not self._hear()
-
-    def _hear(self) -> bytes:
-        try:
-            return self._sock.recv(4096)
-        except ConnectionError:
-            return b""
-
-    def close(self) -> None:
-        self._sock.close()
-        del self._in, self._out  # the memory goes when nothing points into it

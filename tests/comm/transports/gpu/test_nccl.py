@@ -491,7 +491,7 @@ def test_a_failed_job_ends_without_those_who_say_nothing_but_not_at_once(cupy, m
 def test_a_transport_that_is_closed_gives_its_gpu_a_chance_to_part():
     """A failed rank closes no group."""
     closed = []
-    with linked("sockets") as (zero, _):
+    with linked("tcp") as (zero, _):
         zero.device = SimpleNamespace(close=lambda: closed.append(zero.error))
     assert len(closed) == 1
     assert closed[0] is not None                            # aborted before
@@ -557,7 +557,7 @@ def test_ranks_are_processes_that_meet_and_part(tmp_path, monkeypatch):
 
 def test_without_cupy_it_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(LaunchError, match=r"transport 'nccl' cannot work here: .*CuPy.*take sockets") as caught:
+    with pytest.raises(LaunchError, match=r"transport 'nccl' cannot work here: .*CuPy.*take auto") as caught:
         nccl.find()
     assert "\n" not in str(caught.value)
 

@@ -15,7 +15,7 @@ from linked import KINDS, MAKERS, add, into, linked, nobody_tells, tag
 
 from minidist.comm.transports.progress import frames, stream
 from minidist.comm.transports.progress.poll_loop import PolledTransport
-from minidist.comm.transports.tcp.transport import SocketLink
+from minidist.comm.transports.tcp.link import TcpLink
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 BIG = 3_000_000  # elements: more than any link holds
@@ -329,7 +329,7 @@ def fed(data: bytes) -> PolledTransport:
     mine, theirs = socket.socketpair()
     theirs.sendall(data)
     theirs.close()
-    return PolledTransport("sockets", 1, 5.0, {0: SocketLink(mine)}, 0)
+    return PolledTransport("tcp", 1, 5.0, {0: TcpLink(mine)}, 0)
 
 
 def header(nbytes: int, meta: bytes = b"meta") -> bytes:

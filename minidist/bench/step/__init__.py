@@ -1,0 +1,1 @@
+"""`minidist bench step`: a training step of ours beside PyTorch's."""

@@ -1,0 +1,103 @@
+"""`minidist bench step`: reads its options, measures what they ask for, shows and draws it.
+
+One step is measured in one of four ways, each with a table and a picture of its own:
+
+    --model, --device, --precision or --graph    one process on one device (device.py)
+    --zero                                       each ZeRO stage (ranks.py)
+    --plan                                       each plan (plan.py)
+    none of them                                 one rank and several (ranks.py)
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from minidist.bench.progress import Progress
+from minidist.bench.step import device, plots, tables
+from minidist.bench.step.plan import measure_plan
+from minidist.bench.step.ranks import MODELS, Model, measure_all, measure_stages
+from minidist.errors import ConfigError
+from minidist.launch.transports import current_name
+from minidist.parallel.hybrid.plan import Plan
+
+Result = dict[str, Any]
+
+
+def measure(args: argparse.Namespace, progress: Progress) -> Result:
+    """Measure what the options ask for. Raises: ConfigError for options that contradict each other."""
+    named = MODELS[args.model] if args.model else Model()
+    model = Model(**{name: getattr(args, name) or value for name, value in vars(named).items()})
+    model.config()  # a model that cannot be is refused before anything starts
+    if args.model or args.device or args.precision or args.graph:
+        return device.measure_asked(args, model, progress)
+    plans = _plans(args, model)
+    transport = "shm" if args.transport == "auto" else current_name(args.transport)     # the ranks are on this host
+    result = {"what": "step", "model": vars(model), "transport": transport, "zero": args.zero, "plans": [*plans],
+              "left_out": []}
+    rows: list[Any] = []
+    if plans and not args.zero:
+        for axes, plan in plans.items():
+            more, without = measure_plan(axes, plan, model, args.rounds, args.steps, transport, progress)
+            rows, result["left_out"] = rows + more, result["left_out"] + without
+            if len(plans) > 1:
+                progress.keep(tables.plan_line([vars(row) for row in more]))
+    elif args.zero:
+        ranks = [plan.size for plan in plans.values()] or args.ranks or [2, 4]
+        if min(ranks) < 2:
+            raise ConfigError("bench step --zero: one rank divides nothing; choose -n of at least 2")
+        rows, result["left_out"] = measure_stages(model, ranks, args.zero, args.rounds, args.steps, transport, progress)
+    else:
+        rows = measure_all(model, args.ranks or [1, 2], args.rounds, args.steps, transport, progress)
+    return {**result, "rows": [vars(row) for row in rows]}
+
+
+def _plans(args: argparse.Namespace, model: Model) -> dict[str, Plan]:
+    """The plans asked for, by their axes, as far as they can be measured with this model."""
+    plans = {}
+    for axes in args.plan:
+        plan = Plan.parse(axes)
+        if plan.size == 1:
+            raise ConfigError(f"bench step --plan {axes}: one rank is what each plan stands beside; cut an axis: pp=2")
+        if args.ranks not in (None, [plan.size]):
+            raise ConfigError(f"bench step: --plan {axes} is for {plan.size} ranks; leave -n out")
+        if args.zero and plan.dp < plan.size:
+            raise ConfigError(f"bench step: --plan {axes} with --zero: its peers divide the data axis alone; leave "
+                              f"--zero out, or the other axes")
+        if plan.pp > 1:
+            plan = replace(plan, schedule=args.schedule or plan.schedule, microbatches=args.microbatches)
+        plan.require_model(model.config())
+        plans[axes] = plan
+    if (args.schedule or args.microbatches) and not any(plan.pp > 1 for plan in plans.values()):
+        raise ConfigError("bench step: --schedule and --microbatches are a pipeline's; add --plan pp=2")
+    return plans
+
+
+def show(result: Result, console: Console) -> None:
+    """Print the tables of what `measure` gave."""
+    _way(result).show(result, console)
+
+
+def draw(path: Path, result: Result) -> None:
+    """Draw what `measure` gave. Raises: OSError if `path` cannot be written."""
+    _way(result).draw(path, result)
+
+
+class _Way(NamedTuple):
+    """How one kind of measurement is shown."""
+
+    show: Callable[[Result, Console], None]
+    draw: Callable[[Path, Result], None]
+
+
+def _way(result: Result) -> _Way:
+    if "device" in result:
+        return _Way(tables.show_device, plots.draw_device)
+    if result["zero"]:
+        return _Way(tables.show_stages, plots.draw_stages)
+    if result["plans"]:
+        return _Way(tables.show_plans, plots.draw_plans)
+    return _Way(tables.show_step, plots.draw_steps)

@@ -1,0 +1,200 @@
+"""`minidist bench step --plan pp=2 --plan tp=2`: the step under each plan beside one rank's and beside PyTorch's.
+
+    minidist    the plan over its ranks; and one rank
+    separate    as many processes of ours that train without communication: the limit of this machine's cores
+    PyTorch     the same plan by PyTorch's own means, over gloo (plan_peers.py); and one process
+
+Each takes `batch` sequences and one BLAS thread a rank, and its turn in every round. PyTorch's ranks begin with our
+weights and take our rows in as many microbatches. PyTorch is timed only if its first losses equal ours: then both do
+the same work.
+"""
+
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
+from minidist.bench.step.ranks import CLIP, OURS, PEER, SEPARATE, Model, random_batch, take_turns, timed
+from minidist.bench.step.ranks import start_job as start_ranks
+from minidist.errors import LaunchError, PeerLostError
+from minidist.launch.membership import limit_blas_threads
+from minidist.nn import GPT
+from minidist.parallel.hybrid.plan import Plan
+
+MODULE = "minidist.bench.step.plan"
+SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
+"""Pipeline schedules that PyTorch has too, with as many stages a rank."""
+TOLERANCE = 1e-5  # of a loss: float32, summed in another order
+SEED = 0
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One contender of a plan. `cut`: how it divides the job; None if each of its ranks trains alone."""
+
+    plan: str
+    name: str
+    cut: str | None
+    ranks: int
+    step_seconds: float
+    tokens_per_second: float
+
+
+def words(plan: Plan) -> str:
+    """The plan in a table: "dp=2,pp=2, 1f1b × 8"."""
+    axes = ",".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1)
+    return f"{axes}, {plan.schedule} × {plan.pieces}" if plan.pp > 1 else axes
+
+
+def plan_label(row: dict[str, Any]) -> str:
+    """A contender of `minidist bench step --plan`, as tables and pictures call it: "PyTorch 1F1B + DTensor"."""
+    return f"{row['name']} {row['cut']}" if row["cut"] and row["name"] == "PyTorch" else str(row["name"])
+
+
+def replicates(plan: Plan) -> str:
+    """PyTorch's wrapper for the data axis: DDP takes no DTensor, and its reducer miscounts under GPipe (2.13)."""
+    return "DDP" if plan.tp == 1 and (plan.pp == 1 or plan.schedule != "gpipe") else "FSDP2 keep"
+
+
+def peer_of(plan: Plan) -> str:
+    """PyTorch's counterpart of a plan, axis by axis."""
+    kinds = ((plan.dp, replicates(plan)), (plan.pp, SCHEDULES.get(plan.schedule, plan.schedule)), (plan.tp, "DTensor"))
+    return " + ".join(kind for ranks, kind in kinds if ranks > 1)
+
+
+def lacks(plan: Plan, model: Model) -> str | None:
+    """Why PyTorch cannot take this plan, or None."""
+    rows = model.batch * plan.size // plan.dp
+    if plan.pp > 1 and plan.schedule not in SCHEDULES:
+        return f"it is compared under the schedules {', '.join(SCHEDULES)}"
+    if plan.pp > 1 and rows % plan.pieces:
+        return f"a PipelineStage's microbatches are all alike, and {rows} rows are not {plan.pieces} equal parts"
+    if model.heads % plan.tp:
+        return f"DTensor's shards are whole heads, and {model.heads} heads are not {plan.tp} equal parts"
+    return None
+
+
+def start_job(contender: str, plan: Plan, axes: str, model: Model, transport: str) -> Job:
+    """Start the ranks of ours, or of PyTorch's."""
+    command = [*worker_command(MODULE, contender), *model.arguments(), f"--plan={axes}", f"--schedule={plan.schedule}",
+               f"--transport={transport}"]
+    if plan.microbatches:
+        command.append(f"--microbatches={plan.microbatches}")
+    if contender != OURS:
+        return Job(contender, plan.size, command, once_per_rank=True)
+    return Job(contender, plan.size, [sys.executable, "-m", "minidist", "launch", "-n", str(plan.size), *command[1:]])
+
+
+def measure_plan(axes: str, plan: Plan, model: Model, rounds: int, steps: int, transport: str,
+                 progress: Callable[[str], None]) -> tuple[list[PlanRow], list[str]]:
+    """Measure all contenders of a plan, which take turns within every round.
+
+    Returns: a row for each, ours first; and a line with the reason if PyTorch's was left out.
+    """
+    jobs: list[Job] = []
+    left_out: list[str] = []
+    try:
+        progress(f"{words(plan)}: starting")
+        jobs = [start_job(OURS, plan, axes, model, transport), start_ranks(OURS, 1, model, transport),
+                start_ranks(SEPARATE, plan.size, model, transport)]
+        cuts: list[str | None] = [words(plan), None, None]
+        if importlib.util.find_spec("torch"):
+            jobs.append(start_ranks(PEER, 1, model, transport))
+            peer, why = _start_peer(jobs[0], plan, axes, model, transport)
+            if why:
+                left_out.append(f"PyTorch {peer_of(plan)} beside {words(plan)}: {why}")
+            jobs += [peer] if peer else []
+            cuts += [None, peer_of(plan)][:1 + bool(peer)]
+    except BaseException:
+        for job in jobs:
+            job.close()
+        raise
+    rows = []
+    for job, cut, answers in zip(jobs, cuts, take_turns(jobs, rounds, steps, progress), strict=True):
+        median = statistics.median(answers.seconds)
+        rows.append(PlanRow(words(plan), job.name, cut, job.size, median,
+                            model.batch * model.context * job.size / median))
+    return rows, left_out
+
+
+def _start_peer(ours: Job, plan: Plan, axes: str, model: Model, transport: str) -> tuple[Job | None, str | None]:
+    """PyTorch's ranks if their first losses equal ours; else None and the reason."""
+    why = lacks(plan, model)
+    if why:
+        return None, why
+    job = None
+    try:
+        job = start_job(PEER, plan, axes, model, transport)
+        theirs, expected = first_losses(job), first_losses(ours)
+    except (LaunchError, PeerLostError) as error:
+        if job is not None:
+            job.close()
+        return None, str(error).splitlines()[-1]
+    if len(theirs) == len(expected) and np.allclose(theirs, expected, rtol=TOLERANCE, atol=0):
+        return job, None
+    job.close()
+    return None, f"its first losses {theirs} are not ours, {expected}: other work"
+
+
+def first_losses(job: Job) -> list[float]:
+    """Losses of the warm-up steps and one more: each the mean over the ranks that know their rows' loss."""
+    known = [answered["losses"] for answered in job.ask(steps=1) if answered["losses"][0] is not None]
+    return [float(np.mean(losses)) for losses in zip(*known, strict=True)]
+
+
+# ---------------------------------------------------------------- the ranks' side
+
+
+def our_step(model: Model, plan: Plan, transport: str) -> tuple[int, Callable[[], float]]:
+    """The step of one rank of ours, with weight decay on all weights, as in PyTorch's AdamW."""
+    import minidist as md
+
+    limit_blas_threads(1, local_size=1)
+    world = md.init(transport=transport, threads=1)
+    trainer = md.Trainer(plan, model.config(), world, seed=SEED, clip=CLIP,
+                         optimizer_options={"weight_decay": 0.01, "decay": lambda weights: True})
+    batch = random_batch(model.vocab, model.batch * world.size, model.context)
+    return world.rank, lambda: trainer.step(batch)
+
+
+def torch_step(model: Model, plan: Plan, folder: str, rank: int) -> Callable[[], float | None]:
+    """The step of one rank of PyTorch's, from our weights."""
+    import torch
+
+    from minidist.bench.step.plan_peers import plan_step
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=plan.size)
+    gpt = GPT(model.config())
+    gpt.initialize(SEED)
+    step = plan_step(model.config(), plan, clip=CLIP, weights=gpt.state_dict())
+    batch = random_batch(model.vocab, model.batch * plan.size, model.context)
+    ids, targets = map(torch.from_numpy, batch)
+    return lambda: step(ids, targets)
+
+
+def main() -> None:
+    """Run as one rank of a contender."""
+    parser = worker_arguments()
+    for name in ("--transport", "--plan", "--schedule"):
+        parser.add_argument(name)
+    parser.add_argument("--microbatches", type=int)
+    for name, value in vars(Model()).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options: Any = parser.parse_args()
+    model = Model(**{name: getattr(options, name) for name in vars(Model())})
+    plan = replace(Plan.parse(options.plan), schedule=options.schedule, microbatches=options.microbatches)
+    if options.contender == OURS:
+        rank, step = our_step(model, plan, options.transport)
+        answer(options.meet, rank, timed(step))
+    else:
+        answer(options.meet, options.rank, timed(torch_step(model, plan, options.meet, options.rank)))
+
+
+if __name__ == "__main__":
+    main()

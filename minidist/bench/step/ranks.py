@@ -1,0 +1,251 @@
+"""`minidist bench step`: one training step of ours beside PyTorch eager's, in one run, one BLAS thread a rank.
+
+Beside ours on P ranks there are P processes of ours that train without communication: the limit of the machine when P
+cores compute at once (two threads of one core give little more than one). The distance to them is the cost of
+communication.
+
+With `--zero 0,1,2,3` each stage of ours stands beside PyTorch's counterpart over gloo (PEERS).
+
+Jobs take turns round by round. Memory is the peak resident size minus that after the imports and one warm-up step of a
+tiny model, which loads the modules of first use.
+"""
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
+from minidist.errors import LaunchError
+from minidist.launch.membership import limit_blas_threads
+from minidist.nn import GPTConfig
+from minidist.parallel.hybrid.plan import ZERO_STAGES
+
+OURS, SEPARATE, PEER = "minidist", "separate", "PyTorch"
+MODULE = "minidist.bench.step.ranks"
+CLIP = 1.0
+PEERS = {0: ("DDP",), 1: ("ZeroRedundancyOptimizer",), 2: ("FSDP1 SHARD_GRAD_OP", "FSDP2 keep"),
+         3: ("FSDP1 FULL_SHARD", "FSDP2 reshard")}
+"""PyTorch's counterparts of each ZeRO stage (peers.py); FSDP that keeps weights after forward divides as stage 2."""
+
+STAGES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model of a bench: a GPT, and the number of sequences a rank."""
+
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    context: int = 128
+    batch: int = 8
+    vocab: int = 256
+
+    def config(self, *, tied: bool = False) -> GPTConfig:
+        """The model's GPTConfig; tied: the output layer is the embedding's table, as in GPT-2."""
+        return GPTConfig(vocabulary=self.vocab, context=self.context, layers=self.layers, width=self.width,
+                         heads=self.heads, tied=tied)
+
+    def arguments(self) -> list[str]:
+        """The same, as the worker's arguments."""
+        return [f"--{name}={value}" for name, value in vars(self).items()]
+
+
+MODELS = {"gpt2-124m": Model(layers=12, width=768, heads=12, context=1024, batch=16, vocab=50304)}
+"""Models by name. GPT-2's 50,257 tokens are rounded up to a multiple of 128, as is usual."""
+
+
+def stages(text: str) -> list[int]:
+    """'0,2' -> [0, 2]: ZeRO stages."""
+    if not all(part.isdigit() and int(part) in ZERO_STAGES for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} are not ZeRO stages; choose of 0,1,2,3")
+    return [int(part) for part in text.split(",")]
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One contender: median seconds a step, tokens/s over all ranks, peak bytes above import of its largest rank."""
+
+    name: str
+    ranks: int
+    step_seconds: float
+    tokens_per_second: float
+    peak_bytes: int
+    zero: int = 0
+
+
+def start_job(contender: str, ranks: int, model: Model, transport: str, zero: int = 0) -> Job:
+    """Start the ranks of one contender."""
+    command = [*worker_command(MODULE, contender), *model.arguments(), f"--zero={zero}"]
+    if contender != OURS:
+        return Job(contender, ranks, command, once_per_rank=True)
+    launch = [sys.executable, "-m", "minidist", "launch", "-n", str(ranks), *command[1:], f"--transport={transport}"]
+    return Job(contender, ranks, launch)
+
+
+def measure_all(model: Model, ranks: list[int], rounds: int, steps: int, transport: str,
+                progress: Callable[[str], None]) -> list[StepRow]:
+    """A row for ours at each number of ranks, and for PyTorch's if it is installed; jobs take turns in every round."""
+    names = [OURS, SEPARATE, PEER] if importlib.util.find_spec("torch") else [OURS, SEPARATE]
+    jobs = [start_job(name, count, model, transport) for count in ranks for name in names
+            if count > 1 or name != SEPARATE]
+    return measure_jobs(jobs, model, rounds, steps, progress)
+
+
+def measure_stages(model: Model, ranks: list[int], stages: list[int], rounds: int, steps: int, transport: str,
+                   progress: Callable[[str], None]) -> tuple[list[StepRow], list[str]]:
+    """Measure each stage of ours and its peers in PyTorch at each number of ranks.
+
+    The contenders of one stage and number of ranks take turns within every round.
+    Returns: rows, and a line with the reason for each peer that was left out.
+    """
+    rows: list[StepRow] = []
+    left_out: list[str] = []
+    for count in ranks:
+        for zero in stages:
+            jobs = [start_job(OURS, count, model, transport, zero)]
+            for peer in PEERS[zero] if importlib.util.find_spec("torch") else ():
+                progress(f"starting {peer} on {count} ranks")
+                try:
+                    jobs.append(start_job(peer, count, model, transport))
+                except LaunchError as error:
+                    left_out.append(f"PyTorch {peer} on {count} ranks: {str(error).splitlines()[-1]}")
+            rows += [replace(row, zero=zero) for row in measure_jobs(jobs, model, rounds, steps, progress)]
+    return rows, left_out
+
+
+class Answers(NamedTuple):
+    """A job's answers over all rounds: seconds of each step on the slowest rank, peak bytes of the largest rank."""
+
+    seconds: list[float]
+    peak_bytes: int
+
+
+def measure_jobs(jobs: list[Job], model: Model, rounds: int, steps: int,
+                 progress: Callable[[str], None]) -> list[StepRow]:
+    """A row for each job; every round asks each in turn. Ends the jobs."""
+    rows = []
+    for job, answers in zip(jobs, take_turns(jobs, rounds, steps, progress), strict=True):
+        median = statistics.median(answers.seconds)
+        rows.append(StepRow(job.name, job.size, median, model.batch * model.context * job.size / median,
+                            answers.peak_bytes))
+    return rows
+
+
+def take_turns(jobs: list[Job], rounds: int, steps: int, progress: Callable[[str], None]) -> list[Answers]:
+    """Each job's steps; every round asks each job in turn. Ends the jobs."""
+    taken = [Answers([], 0) for _ in jobs]
+    try:
+        for round_number in range(rounds):
+            for index, job in enumerate(jobs):
+                progress(f"round {round_number + 1} of {rounds}: {job.name}, {job.size} ranks")
+                answers = job.ask(steps=steps)
+                slowest = [max(row) for row in zip(*(a["seconds"] for a in answers), strict=True)]
+                taken[index] = Answers(taken[index].seconds + slowest, max(a["peak_bytes"] for a in answers))
+    finally:
+        for job in jobs:
+            job.close()
+    return taken
+
+
+# ---------------------------------------------------------------- the ranks' side
+
+
+def resident_peak() -> int:
+    """Peak resident bytes of this process since it started (VmHWM, Linux)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def our_rank(model: Model, transport: str, zero: int) -> tuple[int, Callable[[int], dict[str, Any]]]:
+    """One rank of minidist: a ZeRO stage over the ranks that the launcher started, or a world of its own."""
+    import minidist as md
+
+    limit_blas_threads(1, local_size=1)
+    world = md.init(transport=transport, threads=1)
+
+    def trainer(config: GPTConfig) -> Any:
+        return md.Trainer(md.Plan(dp=world.size, zero=zero), config, world, clip=CLIP)
+
+    tiny = GPTConfig(vocabulary=16, context=8, layers=1, width=8, heads=2)
+    trainer(tiny).step(random_batch(16, world.size, 8))
+    floor = resident_peak()
+    full = trainer(model.config())
+    batch = random_batch(model.vocab, model.batch * world.size, model.context)
+    return world.rank, timed(lambda: full.step(batch), floor)
+
+
+def torch_rank(model: Model, folder: str, rank: int, size: int,
+               peer: str) -> tuple[int, Callable[[int], dict[str, Any]]]:
+    """One rank of PyTorch eager; several ranks communicate over gloo."""
+    import torch
+
+    from minidist.bench.step.peers import torch_step
+
+    torch.set_num_threads(1)
+    if size > 1:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    tiny = GPTConfig(vocabulary=16, context=8, layers=1, width=8, heads=2)
+    torch_step(tiny, ranks=size, clip=CLIP, peer=peer)(*map(torch.from_numpy, random_batch(16, 1, 8)))
+    floor = resident_peak()
+    step = torch_step(model.config(), ranks=size, clip=CLIP, peer=peer)
+    ids, targets = map(torch.from_numpy, random_batch(model.vocab, model.batch, model.context))
+    return rank, timed(lambda: step(ids, targets), floor)
+
+
+def random_batch(vocabulary: int, sequences: int, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and targets, each (sequences, context) int64."""
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, vocabulary, (sequences, context + 1))
+    return np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
+
+
+def timed(step: Callable[[], Any], floor: int = 0) -> Callable[[int], dict[str, Any]]:
+    """A function that runs `steps` steps (the first time after two to warm up) and returns seconds, peak bytes, losses.
+
+    The losses are those of all steps so far, as `step` returned them.
+    """
+    losses: list[Any] = []
+
+    def measure(steps: int) -> dict[str, Any]:
+        while len(losses) < 2:
+            losses.append(step())
+        seconds = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            losses.append(step())
+            seconds.append(time.perf_counter() - start)
+        return {"seconds": seconds, "peak_bytes": resident_peak() - floor, "losses": losses}
+
+    return measure
+
+
+def main() -> None:
+    """Run as one rank of a contender."""
+    parser = worker_arguments()
+    parser.add_argument("--transport")
+    parser.add_argument("--zero", type=int)
+    for name, value in vars(Model()).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = parser.parse_args()
+    model = Model(**{name: getattr(options, name) for name in vars(Model())})
+    if options.contender in (OURS, SEPARATE):
+        rank, measure = our_rank(model, options.transport, options.zero)
+    else:
+        peer = "DDP" if options.contender == PEER else options.contender
+        rank, measure = torch_rank(model, options.meet, options.rank, options.size, peer)
+    answer(options.meet, max(rank, options.rank), measure)
+
+
+if __name__ == "__main__":
+    main()

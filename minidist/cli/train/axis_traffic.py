@@ -1,0 +1,93 @@
+"""Traffic of a composed plan: bytes sent along each axis of the mesh, beside the formula."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from minidist.console import exactly
+from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.hybrid.hybrid_costs import elements_sent, wide_elements
+from minidist.parallel.hybrid.hybrid_pipeline import gathers
+from minidist.parallel.memory.activations import chosen
+from minidist.parallel.step.strategy import Collective
+
+WIDE = 4
+"""Bytes of a number that travels as float32 in low precision too."""
+
+
+def formula(trainer: Trainer, strategy: Any, data: dict[str, Any], batch: Any) -> dict[str, Any]:
+    """Bytes of all ranks and steps by axis, and the number of this rank's parameters. Every rank calls it.
+
+    Args:    data: the formula of this rank's group of the data axis. batch: one batch of the run.
+    Cost:    two all-gathers of one or two integers a rank, under `control`.
+    """
+    plan, itemsize = trainer.plan, next(trainer.model.parameters()).dtype.itemsize
+    config, sequences = replace(trainer.config, context=batch[0].shape[1]), len(batch[0])
+    again = chosen(plan.checkpoint_blocks, config.layers)
+    elements = elements_sent(config, plan, sequences, recomputed=len(again))
+    wide = wide_elements(config, plan, sequences, recomputed=len(again)) if itemsize < WIDE else {}
+    axes = {axis: (count * itemsize + wide.get(axis, 0) * (WIDE - itemsize)) * trainer.steps_done
+            for axis, count in elements.items()}
+    with trainer.world.ledger.control():
+        shared = dict.fromkeys((strategy.data.group.axis, *([trainer.mesh.experts.axis] if plan.ep > 1 else [])))
+        own = np.array([data["axes"].get(axis, 0) for axis in shared], np.int64)
+        each = strategy.cut.all_gather(own).reshape(-1, len(own))
+        rows = trainer.world.all_gather(np.array([passes * trainer.loads.sent_by(layer) for layer, passes in (
+            (layer, 6 if layer in again else 4) for layer in range(config.layers))], np.int64))
+    axes = {**dict(zip(shared, map(int, each.sum(axis=0)), strict=True)), **axes}
+    if plan.ep > 1:
+        axes["ep"] = int(rows.sum()) * config.width * itemsize
+    axes = {axis: nbytes for axis, nbytes in axes.items() if math.prod(plan.axes[name] for name in axis.split(",")) > 1}
+    return {"sent_bytes": sum(axes.values()), "messages": None, "buckets": data["buckets"], "axes": axes,
+            "held": sum(p.size for p in strategy.model.parameters()),
+            "held_experts": sum(p.size for p in strategy.model.parameters() if p.shared_by is not None)}
+
+
+def stage_layers(trainer: Trainer) -> list[int] | None:
+    """Layers of each stage of the pipeline; None without a pipeline."""
+    strategy: Any = trainer.strategy
+    return strategy.pipeline.layers if trainer.plan.pp > 1 else None
+
+
+def collectives(strategy: Any, accumulate: int) -> list[Collective] | None:
+    """The collectives of ZeRO-2 and 3 under a pipeline, where each microbatch is a pass; None in other cases."""
+    pipeline, data, plan = strategy.pipeline, strategy.data, strategy.plan
+    if pipeline is None or not data.reduces_each_pass:
+        return None
+    passes = accumulate * plan.pieces
+    if plan.zero == 2:
+        return data.traffic(passes)     # type: ignore[no-any-return]
+    fetches = [accumulate * gathers(pipeline.schedule, strategy.pp.rank, stage, keep=plan.keep_gathered)
+               for stage in pipeline.stages.layers]
+    return data.traffic(passes, fetches)        # type: ignore[no-any-return]
+
+
+def measured(metrics: dict[str, Any]) -> dict[str, int]:
+    """Bytes of all ranks and steps by axis; the parts of dp under hybrid sharding count as dp."""
+    sent = dict.fromkeys(metrics["formula"]["axes"], 0)
+    for rank in metrics["ranks"]:
+        for axis, verbs in rank["sent_bytes"].items():
+            if axis != "control":
+                name = axis.split(".")[0]
+                sent[name] = sent.get(name, 0) + sum(verbs.values())
+    return sent
+
+
+def traffic_table(metrics: dict[str, Any]) -> Table:
+    """All ranks' bytes in a step along each axis, without scalars."""
+    steps, by_formula = len(metrics["losses"]), metrics["formula"]["axes"]
+    table = Table(header_style="bold")
+    table.add_column("axis")
+    for column in ("ranks", "bytes", "formula"):
+        table.add_column(column, justify="right")
+    for axis, sent in measured(metrics).items():
+        if not sent and axis not in by_formula:
+            continue
+        expected = by_formula.get(axis)
+        ranks = math.prod(metrics["plan"].get(name, 1) for name in axis.split(","))
+        table.add_row(axis, str(ranks), exactly(sent / steps),
+                      "" if expected is None else exactly(expected / steps))
+    return table

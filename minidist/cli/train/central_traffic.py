@@ -1,0 +1,89 @@
+"""Traffic of the strategies with a centre, data-parallel and parameter-server.
+
+On a ring all ranks send the same; here device 0 and the servers send other bytes than the rest.
+"""
+
+from typing import Any
+
+from rich.table import Table
+
+from minidist.console import exactly
+from minidist.parallel.data.bounded_staleness import key_shards
+from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.step.step import Part, micro_parts, part_of
+
+Counts = list[list[int]]
+"""[bytes, messages] of each rank, or device."""
+
+
+def device_records(strategy: Any) -> list[dict[str, Any]]:
+    """metrics.rank_record for each device of the one process."""
+    return [{"rank": device.rank, "coordinates": {"dp": device.rank}, "sent_bytes": device.group.ledger.sent_bytes(),
+             "messages": device.group.ledger.messages(), "memory": device.account.snapshot()}
+            for device in strategy.devices]
+
+
+def formula(trainer: Trainer, strategy: Any, batch: Any) -> dict[str, Any]:
+    """Bytes and messages of a run by rank or device, if no worker is lost. Args: batch: one batch of the run."""
+    counts = (_by_device(trainer, strategy, batch) if trainer.plan.strategy == "data-parallel" else
+              _by_role(trainer, strategy))
+    return {"sent_bytes": sum(nbytes for nbytes, _ in counts), "messages": sum(messages for _, messages in counts),
+            "buckets": 0, "by_rank": counts, "lost": sorted(getattr(strategy, "gone", ()))}
+
+
+def _by_role(trainer: Trainer, strategy: Any) -> Counts:
+    """A worker pushes all gradients; a server sends its keys to each worker, asynchronously once more at the end."""
+    keys = [sum(p.data.nbytes for p in share) for share in key_shards(trainer.model, strategy.servers)]
+    steps, workers = trainer.steps_done, strategy.workers
+    pulls = steps + strategy.asynchronous
+    return ([[steps * sum(keys), steps * strategy.servers]] * workers
+            + [[pulls * workers * nbytes, pulls * workers] for nbytes in keys])
+
+
+def _by_device(trainer: Trainer, strategy: Any, batch: Any) -> Counts:
+    """Device 0 sends models, inputs and gradients of outputs; the others send gradients and outputs."""
+    inputs, size = batch[0], len(strategy.devices)
+    model = sum(p.data.nbytes for p in trainer.model.parameters())
+    per_row = trainer.config.vocabulary * inputs.shape[1] * next(trainer.model.parameters()).data.itemsize
+    counts = [[(size - 1) * model, size - 1], *([model, 1] for _ in range(size - 1))]
+    for micro in micro_parts(Part(batch[0], batch[1], 0), trainer.plan.accumulate):
+        rows = [len(part_of((micro.inputs, micro.targets), size=size, rank=rank).inputs) for rank in range(size)]
+        if not rows[0]:
+            continue
+        counts[0][0] += sum(rows[1:]) * (per_row + inputs[0].nbytes)
+        counts[0][1] += (size - 1) * (2 + (rows[-1] == 0))
+        for rank in range(1, size):
+            counts[rank][0] += rows[rank] * per_row
+            counts[rank][1] += 1
+    return [[trainer.steps_done * nbytes, trainer.steps_done * messages] for nbytes, messages in counts]
+
+
+def optimizer_share(plan: dict[str, Any]) -> float:
+    """The share of the optimizer's state on rank 0: none if rank 0 is a worker."""
+    return 0.0 if plan["strategy"] == "parameter-server" else 1.0
+
+
+def traffic_table(metrics: dict[str, Any]) -> Table:
+    """Bytes and messages of each device, worker or server in a step, without scalars, beside the formula."""
+    steps, plan = len(metrics["losses"]), Plan(**metrics["plan"])
+    table = Table(header_style="bold")
+    table.add_column("who")
+    for column in ("bytes", "formula", "messages", "formula"):
+        table.add_column(column, justify="right")
+    totals = [0, 0, 0, 0]
+    for record in metrics["ranks"]:
+        by_formula = metrics["formula"]["by_rank"][record["rank"]]
+        row = [value for kind, expected in zip(("sent_bytes", "messages"), by_formula, strict=True)
+               for value in (sum(record[kind].get("dp", {}).values()), expected)]
+        totals = [total + value for total, value in zip(totals, row, strict=True)]
+        table.add_row(_name(plan, record["rank"]), *(exactly(value / steps) for value in row),
+                      end_section=record is metrics["ranks"][-1])
+    table.add_row("all", *(exactly(value / steps) for value in totals))
+    return table
+
+
+def _name(plan: Plan, rank: int) -> str:
+    if plan.strategy == "data-parallel":
+        return f"device {rank}"
+    return f"worker {rank}" if rank < plan.workers else f"server {rank - plan.workers}"

@@ -1,0 +1,72 @@
+"""metrics.json of `minidist train`: everything that a run measured, beside its formulas."""
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from minidist.cli.train.axis_traffic import stage_layers
+from minidist.cli.train.central_traffic import device_records
+from minidist.cli.train.expert_table import expert_record
+from minidist.cli.train.offload_table import offload_record
+from minidist.cli.train.report import gradient_formula
+from minidist.cli.train.settings import Settings
+from minidist.comm.group import Group
+from minidist.nn import GPT
+from minidist.observe.records import gather_records
+from minidist.parallel.hybrid.hybrid import Trainer
+
+Metrics = dict[str, Any]
+
+
+def run_metrics(trainer: Trainer, world: Group, settings: Settings, *, threads: int, losses: Sequence[float],
+                seconds: Sequence[float], validation_loss: float) -> Metrics:
+    """Everything but the digest of the weights. Every rank calls it; "ranks" is filled on rank 0.
+
+    Args:    world: the ranks that are left. losses, seconds: of each step. threads: BLAS threads a rank.
+    Cost:    gathers of small records, counted under `control`.
+    """
+    args, config = settings.args, settings.config
+    ranks = rank_records(trainer, world)        # first: what follows takes memory of its own
+    median = statistics.median(seconds)
+    return {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name, "threads": threads,
+            "device": args.device, **parameter_counts(trainer),
+            "formula": gradient_formula(trainer, settings.training_batch(0)),
+            **expert_record(trainer), "stage_layers": stage_layers(trainer),
+            "optimizer_moments": len(trainer.optimizer.state_names), "skipped_steps": trainer.precision.skipped,
+            "losses": losses, "validation_loss": validation_loss, "step_seconds": median,
+            "tokens_per_second": args.batch * args.context / median, "config": asdict(config),
+            "options": {name: value for name, value in vars(args).items()
+                        if value is None or isinstance(value, (str, int, float))},
+            "versions": versions(), "ranks": ranks}
+
+
+def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
+    """Every rank's record on rank 0; of one process that drives several devices, every device's."""
+    if trainer.plan.strategy == "data-parallel":
+        return device_records(trainer.strategy)
+    return gather_records(world, rank_record(trainer, world))
+
+
+def rank_record(trainer: Trainer, world: Group) -> dict[str, Any]:
+    """One rank's coordinates, bytes and messages sent in training steps, and memory by category."""
+    return {"rank": world.world_rank, "coordinates": {axis: place for axis, place in trainer.mesh.coordinates.items()
+                                                if axis == "dp" or trainer.mesh.shape[axis] > 1},
+            "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
+            "memory": trainer.account.snapshot(), "shared_bytes": world.transport.shared_bytes,
+            **offload_record(trainer)}
+
+
+def parameter_counts(trainer: Trainer) -> dict[str, int]:
+    """Numbers and bytes of the whole model's parameters."""
+    itemsize = next(trainer.model.parameters()).dtype.itemsize
+    count = sum(p.size for p in GPT(trainer.config).parameters())
+    return {"parameters": count, "parameter_bytes": count * itemsize}
+
+
+def versions() -> dict[str, str]:
+    """Versions that a run's numbers may depend on."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    return {"python": python, **{name: version(name) for name in ("minidist", "numpy", "mpi4py")}}

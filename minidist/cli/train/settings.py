@@ -1,0 +1,146 @@
+"""The options of `minidist train` (arguments.py), checked and turned into plan, model and data."""
+
+import argparse
+import os
+import time
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from minidist.console import fail
+from minidist.data import text
+from minidist.device.backend import module_for
+from minidist.nn import GPTConfig, MixtureConfig
+from minidist.parallel.hybrid.hybrid import Plan
+from minidist.parallel.memory.activations import chosen
+from minidist.parallel.memory.disk import writable
+from minidist.parallel.precision.mixed_precision import check_dtype
+from minidist.parallel.step.step import Batch
+
+VALIDATION_ROWS = 512
+"""The most sequences of held-out text for the validation loss."""
+
+MIXTURE_OPTIONS = {
+    "top_k": "top_k",
+    "capacity": "capacity",
+    "gate_noise": "noise",
+    "balance": "balance",
+    "balance_weight": "balance_weight",
+    "bias_rate": "bias_rate",
+    "shared_experts": "shared",
+    "expert_width": "hidden",
+}
+"""Options that are fields of MixtureConfig, besides --experts."""
+
+STALENESS = 2
+"""Default of --staleness."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Checked options, with the text and the model's sizes. Equal on all ranks."""
+
+    args: argparse.Namespace
+    text: text.Text
+    config: GPTConfig
+    out: Path
+
+    def training_batch(self, step: int) -> Batch:
+        """The global batch of step `step`, which depends on seed and step alone."""
+        args = self.args
+        return text.batch(self.text.train, step, batch=args.batch, context=args.context, seed=args.seed)
+
+    def validation_batches(self) -> list[Batch]:
+        """Held-out text in order, in global batches."""
+        inputs, targets = (rows[:VALIDATION_ROWS] for rows in
+                           text.windows(self.text.validation, context=self.args.context))
+        size = self.args.batch
+        return [(inputs[at:at + size], targets[at:at + size]) for at in range(0, len(inputs), size)]
+
+    def plan(self, size: int) -> Plan:
+        """The plan for a job of `size` ranks: options named like a field of Plan, over the axes of --plan."""
+        plan = Plan.parse(self.args.plan) if self.args.plan else Plan(dp=size)
+        args = self.args
+        given = {field.name: getattr(args, field.name) for field in fields(Plan) if hasattr(args, field.name)}
+        if args.zero is None:
+            given["zero"] = 3 if args.offload == "all" else 0
+        ahead = STALENESS if args.staleness is None else args.staleness
+        given["staleness"] = None if ahead < 0 else ahead
+        given["replicas"] = args.replicas or 1 + (args.strategy == "data-parallel")
+        return replace(plan, **given)
+
+    def trainer_options(self) -> dict[str, Any]:
+        """Trainer's keyword arguments, but for the recorder."""
+        args = self.args
+        return {"seed": args.seed, "optimizer": args.optimizer, "lr": args.lr, "lr_schedule": args.lr_schedule,
+                "warmup": -(-args.steps // 20), "steps": args.steps, "clip": args.clip or None,
+                "device": args.device, "offload_dir": args.offload_dir}
+
+
+def check(args: argparse.Namespace) -> Settings:
+    """Check all that can be checked before a rank starts.
+
+    Raises:  ConfigError (DataError, DeviceError, PlanError, ShardError), a message of one line.
+    """
+    if args.plan:
+        Plan.parse(args.plan)
+    if args.graph and ((args.device, args.precision) != ("cuda", "bf16") or (args.ranks or 1) > 1):
+        fail("--graph: a step is captured on a GPU, in bf16, by one process; add --device cuda --precision bf16 and "
+             "leave -n out, or leave out --graph")
+    module_for(args.device)
+    data = text.load(args.data)
+    data.check(context=args.context, vocabulary=args.vocab)
+    config = GPTConfig(vocabulary=args.vocab or len(data.symbols), context=args.context, layers=args.layers,
+                       width=args.width, heads=args.heads, positions=args.positions, tied=args.tied,
+                       dropout=args.dropout, dtype=args.dtype, mixture=mixture_of(args))
+    chosen(args.checkpoint_blocks, args.layers)
+    check_dtype(args.precision, args.dtype)
+    if args.staleness is not None and not args.asynchronous:
+        fail(f"--staleness {args.staleness}: synchronous workers are never ahead; add --asynchronous, or leave it out")
+    if args.asynchronous and args.verify:
+        fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
+    if args.offload == "all":
+        writable(args.offload_dir)
+    elif args.offload_dir:
+        fail(f"--offload-dir {args.offload_dir}: only --offload all has files; add it, or leave --offload-dir out")
+    out = Path(args.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    check_writable("--out", out / "metrics.json")
+    if args.json:
+        check_writable("--json", Path(args.json), folder_must_exist=True)
+    return Settings(args, data, config, out)
+
+
+def mixture_of(args: argparse.Namespace) -> MixtureConfig | None:
+    """The mixture of experts that the options describe, or None. Raises: ConfigError without --experts."""
+    given = {field: getattr(args, option) for option, field in MIXTURE_OPTIONS.items()
+             if getattr(args, option) is not None}
+    if args.experts is None and given:
+        option = next(option for option, field in MIXTURE_OPTIONS.items() if field in given)
+        fail(f"--{option.replace('_', '-')} is for a mixture of experts; add --experts 8, or leave it out")
+    return None if args.experts is None else MixtureConfig(experts=args.experts, **given)
+
+
+def check_writable(option: str, file: Path, *, folder_must_exist: bool = False) -> None:
+    """Raise ConfigError if `file` cannot be written, after its missing folders are made. Leaves nothing behind."""
+    if file.is_dir():
+        fail(f"{option} {file}: is a folder; name a file")
+    folder = file.parent
+    if folder_must_exist and not folder.exists():
+        fail(f"{option} {file}: there is no folder {folder}")
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        fail(f"{option} {file.parent}: {folder} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        fail(f"{option} {file.parent}: no permission to write in {folder}")
+
+
+def as_arguments(args: argparse.Namespace) -> list[str]:
+    """The command-line words that give `args` again, without the number of ranks to start."""
+    words: list[str] = []
+    for name, value in vars(args).items():
+        if name in ("ranks", "command") or value is None or value is False or callable(value):
+            continue
+        option = "--" + name.replace("_", "-")
+        words.append(option if value is True else f"{option}={value}")
+    return words

@@ -1,0 +1,174 @@
+"""A transport to read: blocking sockets, one thread a peer, nothing else. Lessons 01 and 02 walk through it.
+
+    rank 0                                                     rank 1
+    start_send: header, payload ---- one connection ----> read, a thread: header, payload --> mailbox
+                                                          wait: mailbox --> the array of the receive
+
+    connect   every rank listens and tells the others where; each rank dials the lower ranks and admits the higher ones
+    frame     a header of 28 bytes (group, sequence, length of meta, length of payload), then meta, then the payload
+    send      blocks until the kernel has taken every byte
+    receive   a thread for each peer reads frames for ever and puts them into the mailbox (mailbox.py matches them)
+
+Two ranks that send to each other at once do not deadlock: neither send waits for the other rank's program, because the
+reading thread there empties the connection. The price is memory, and a copy: every message is stored whole before the
+receive takes it. tcp/ keeps the same promises without either; it is what jobs use.
+"""
+
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+
+import numpy as np
+
+from minidist.comm import wire
+from minidist.comm.health.wait_state import Waits
+from minidist.comm.transport import Handle, Tag
+from minidist.comm.transports.progress.full_mesh import Meeting, hang_up
+from minidist.comm.transports.progress.mailbox import Mailbox, MailSend
+from minidist.errors import CommError, HandshakeError, PeerLostError, TimeoutError
+
+HEADER = struct.Struct("<QQIQ")     # group, sequence, bytes of meta, bytes of payload
+REASON_LIMIT = 2.0                  # seconds that the monitor has to say why a connection ended
+
+
+# --- connecting ------------------------------------------------------------------------------------------------------
+
+def connect(link: Meeting, token: bytes, limit: float, *, host: str, node: int = 0) -> "PlainTcp":
+    """This rank's connections to all others: dial every lower rank, admit every higher one.
+
+    A silent stranger at the listener delays the job here; full_mesh.py answers each caller in a thread of its own.
+
+    Args:    host: the address to listen at: this host's own, as the other ranks see it.
+    Raises:  HandshakeError if a rank dialled is not of this job; OSError if it cannot be reached; TimeoutError.
+    """
+    connections: dict[int, socket.socket] = {}
+    try:
+        with socket.create_server((host, 0)) as listener:
+            listener.settimeout(limit)
+            addresses = [info["address"] for info in link.meet({"address": listener.getsockname()})]
+            for rank in range(link.world_rank):
+                connections[rank] = socket.create_connection(tuple(addresses[rank]), limit)
+                wire.greet(connections[rank], token, {"world_rank": link.world_rank}, limit)
+            while len(connections) < len(addresses) - 1:
+                sock, _ = listener.accept()
+                try:
+                    connections[wire.admit(sock, token, limit)["world_rank"]] = sock
+                except HandshakeError:      # a stranger
+                    sock.close()
+    except BaseException:
+        hang_up(connections)
+        raise
+    return PlainTcp(link.world_rank, limit, connections)
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+def send_all(sock: socket.socket, header: bytes, payload: np.ndarray) -> None:
+    """Send every byte of both; returns when the kernel has taken them. Raises OSError if the connection breaks."""
+    sock.sendall(header)
+    sock.sendall(payload.view(np.uint8).data)
+
+
+def receive(sock: socket.socket, nbytes: int) -> np.ndarray:
+    """The next `nbytes` bytes, however many pieces they come in. Raises EOFError if the connection ends before."""
+    data = np.empty(nbytes, np.uint8)
+    missing = data.data
+    while missing:
+        with suppress(BlockingIOError, socket.timeout):     # noqa: UP041 - a socket's time limit is for sends
+            count = sock.recv_into(missing)
+            if count == 0:
+                raise EOFError("its connection ended: it has left the job, or its process died")
+            missing = missing[count:]
+    return data
+
+
+# --- the transport ---------------------------------------------------------------------------------------------------
+
+class PlainTcp(Mailbox):
+    """One rank's mailbox, filled from its connections."""
+
+    def __init__(self, world_rank: int, limit: float, connections: Mapping[int, socket.socket]) -> None:
+        self._connections = connections
+        self._sending = {rank: threading.Lock() for rank in connections}    # a message leaves in one piece
+        self._sent: Counter[int] = Counter()
+        self._taken: Counter[int] = Counter()
+        self._closing = False
+        waits = Waits(lambda: (dict(self._sent), dict(self._taken)), lambda: list(connections))
+        super().__init__(world_rank, {}, len(connections) + 1, limit, unbuffered=False, waits=waits)
+        self.name = "plain-tcp"
+        for sock in connections.values():
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)      # small messages leave at once
+            sock.settimeout(limit)
+        self._readers = [threading.Thread(target=self.read, args=peer, name=f"reader of rank {peer[0]}", daemon=True)
+                         for peer in connections.items()]
+        for reader in self._readers:
+            reader.start()
+
+    def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
+        """Send a message whole; the handle that returns is complete."""
+        send, sock = MailSend(self, peer, tag, view, meta), self._connections[peer]
+        header = HEADER.pack(tag.group, tag.sequence, len(meta), view.nbytes)
+        with self._sending[peer]:
+            self._sent[peer] += 1
+            try:
+                sock.settimeout(self.limit)
+                send_all(sock, header + meta, view)
+            except OSError as error:
+                self._shut(sock)                # no byte may follow half a message
+                raise self._reason(peer, error) from error
+        send.complete = True
+        return send
+
+    def read(self, peer: int, sock: socket.socket) -> None:
+        """The body of a reading thread: put every message of a peer into the mailbox, until its connection ends."""
+        try:
+            while True:
+                group, sequence, meta_bytes, nbytes = HEADER.unpack(receive(sock, HEADER.size).data)
+                meta = receive(sock, meta_bytes).tobytes()
+                message = MailSend(self, peer, Tag(group, sequence), receive(sock, nbytes), meta)
+                message.complete = True
+                self.deliver(peer, message)
+                self._taken[peer] += 1          # afterwards: until then the message counts as on its way
+        except (EOFError, OSError) as error:
+            self.ended(peer, str(error))
+
+    def ended(self, peer: int, why: str) -> None:
+        """The connection to a peer ended. The monitor mostly says why in a moment; else its waits fail for this."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self.aborted or peer in self.lost, REASON_LIMIT)
+            told = self._closing or self.aborted or peer in self.lost
+        if not told:
+            self.lose(PeerLostError(f"rank {self.world_rank} lost rank {peer}: {why}", world_rank=peer))
+
+    def abort(self, error: CommError) -> None:
+        super().abort(error)
+        for sock in self._connections.values():
+            self._shut(sock)                    # ends a send that blocks
+
+    def close(self) -> None:
+        """End the connections and the threads that read them."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for sock in self._connections.values():
+            self._shut(sock, socket.SHUT_RDWR)
+        for reader in self._readers:
+            reader.join()
+        hang_up(self._connections)
+        super().close()
+
+    def _shut(self, sock: socket.socket, how: int = socket.SHUT_WR) -> None:
+        with suppress(OSError):                 # the other side has gone
+            sock.shutdown(how)
+
+    def _reason(self, peer: int, error: OSError) -> Exception:
+        """What a send that failed raises: a TimeoutError, or why the peer is lost, as the monitor says it."""
+        if isinstance(error, socket.timeout):   # noqa: UP041
+            return TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for rank {peer} to take a message")
+        self.ended(peer, f"its connection broke ({error})")
+        reason = self.lost.get(peer) or self.aborted
+        assert reason is not None
+        return self.waits.located(reason, self.world_rank) if isinstance(reason, PeerLostError) else reason

@@ -1,0 +1,131 @@
+"""The link of TCP: one connected socket, never waited for.
+
+A message leaves in one `sendmsg` of header and payload. On the other side
+
+    small messages    come with their header in one recv, into the buffer, and are copied out of it
+    copies            are received straight into the array they are for
+    reductions        are received into the buffer, at most 256 KiB at once, and added from there while it is in the
+                      cache; nothing of the size of the message is allocated
+
+Cost of a message: one copy into the kernel and one out of it, about 3 system calls for each 128 KiB.
+"""
+
+import select
+import socket
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from minidist.comm.transports.progress.link import PolledLink
+from minidist.device import account
+
+BUFFER_BYTES = 2 << 20      # of a socket, each way, where the system grants so much: with less the sides wait more
+BUFFERED_BYTES = 256 << 10  # most that is received at once for a reduction
+READ_AHEAD = 16 << 10       # most that is received beside a header
+LOW_WATER = 256 << 10       # of a long message, a wake-up for no less: each costs as much as copying 100 KiB
+
+
+class TcpLink(PolledLink):
+    """One connected stream socket. `_buffer[_start:_stop]` has been received and not consumed."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        _send_at_once(sock)
+        self._sock = sock
+        self._buffer: np.ndarray[Any, Any] | None = None     # made when first needed: a ring uses few links
+        self._start = self._stop = 0
+        self._low_water = self._expected = 1                # as set on the socket; bytes known to come
+
+    def write(self, prefix: bytes, payload: np.ndarray) -> int:
+        try:
+            return self._sock.sendmsg([prefix, payload.data] if prefix else [payload.data])
+        except BlockingIOError:
+            return 0
+
+    def peek(self, count: int) -> bytes | None:
+        if self._stop - self._start < count:
+            self._fill(READ_AHEAD, expected=1)
+        if self._stop - self._start < count or self._buffer is None:
+            return None
+        return self._buffer[self._start:self._start + count].tobytes()
+
+    def piece(self, most: int, itemsize: int) -> np.ndarray:
+        if self._start:
+            self._to_front()  # where items are aligned
+        if self._stop < min(most, BUFFERED_BYTES):
+            self._fill(most - self._stop, expected=most - self._stop)
+        assert self._buffer is not None
+        whole = min(most, self._stop)
+        return self._buffer[:whole - whole % itemsize]
+
+    def skip(self, count: int) -> None:
+        self._start += count
+
+    def read_into(self, target: np.ndarray) -> int:
+        buffered = min(self._stop - self._start, len(target))
+        if buffered == 0 or self._buffer is None:
+            return self._receive(target, expected=len(target))
+        target[:buffered] = self._buffer[self._start:self._start + buffered]
+        self._start += buffered
+        return buffered
+
+    def _to_front(self) -> None:
+        left = self._stop - self._start
+        if left and self._buffer is not None:
+            self._buffer[:left] = self._buffer[self._start:self._stop]
+        self._start, self._stop = 0, left
+
+    def _fill(self, most: int, expected: int) -> None:
+        """Receive up to `most` bytes behind those that are buffered."""
+        if self._buffer is None:
+            self._buffer = account.current().hold(np.empty(BUFFERED_BYTES, np.uint8), "communication")
+        if self._start == self._stop or self._stop + most > BUFFERED_BYTES:
+            self._to_front()
+        self._stop += self._receive(self._buffer[self._stop:self._stop + most], expected)
+
+    def _receive(self, into: np.ndarray, expected: int) -> int:
+        """Bytes received, 0 if there are none now; then `expected` are known to come."""
+        try:
+            received = self._sock.recv_into(into.data)
+        except BlockingIOError:
+            self._expected = expected
+            return 0
+        self._expected = 1
+        if received == 0:
+            raise EOFError
+        return received
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def arm(self, reading: bool, writing: bool) -> int:
+        low_water = max(1, min(self._expected, LOW_WATER))
+        if reading and low_water != self._low_water:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
+            self._low_water = low_water
+        return (select.POLLIN if reading else 0) | (select.POLLOUT if writing else 0)
+
+    def disarm(self, events: int) -> None:
+        pass
+
+    def close(self) -> None:
+        """Read what is left: else the kernel resets the connection, and may drop the last bytes sent."""
+        scrap = np.empty(BUFFERED_BYTES, np.uint8)
+        with suppress(OSError, EOFError):
+            while self._receive(scrap, expected=1):
+                pass
+        self._sock.close()
+
+
+def _send_at_once(sock: socket.socket) -> None:
+    """Small messages are not held back; and on loopback, which is never congested, the plainest congestion control.
+
+    BBR, the default of some systems, measures and paces; over loopback that costs a quarter of the bandwidth.
+    """
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_CONGESTION") and sock.getpeername()[0] in ("127.0.0.1", "::1"):
+        with suppress(OSError):  # not among those this user may choose
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")

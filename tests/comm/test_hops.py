@@ -1,0 +1,51 @@
+"""How far it is from a verb to the system call: the functions and files of minidist on the stack at sendmsg."""
+
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from linked import KINDS, linked
+
+import minidist
+from minidist.comm.group import Group
+from minidist.comm.ledger import Ledger
+
+FUNCTIONS, FILES = 8, 6
+PACKAGE = str(Path(minidist.__file__).parent)
+
+
+def stack_of(frame):
+    """(file, function) of minidist's frames, the verb first."""
+    found = []
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            found.append((Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix(), frame.f_code.co_name))
+        frame = frame.f_back
+    return found[::-1]
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "tree"])
+def test_a_reader_walks_few_functions_to_the_wire(algorithm, monkeypatch):
+    stacks, send = [], socket.socket.sendmsg
+
+    def sendmsg(sock, *arguments):
+        stacks.append(stack_of(sys._getframe(1)))
+        return send(sock, *arguments)
+
+    with linked(KINDS[0]) as transports:
+        groups = [Group(transport, Ledger(rank), range(2)) for rank, transport in enumerate(transports)]
+        monkeypatch.setattr(socket.socket, "sendmsg", sendmsg)
+        with ThreadPoolExecutor(2) as pool:
+            totals = list(pool.map(lambda group: group.all_reduce(np.arange(64.0), algorithm=algorithm), groups))
+        monkeypatch.undo()
+        for group in groups:
+            group.close()
+    assert all((total == 2 * np.arange(64.0)).all() for total in totals)
+    assert len(stacks) >= 2, "the patch sees what is sent"
+    for stack in stacks:
+        assert stack[0] == ("comm/group.py", "all_reduce"), stack
+        assert len(stack) <= FUNCTIONS, stack
+        assert len({file for file, _ in stack}) <= FILES, stack

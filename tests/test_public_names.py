@@ -1,0 +1,52 @@
+"""The public names: `dir(md)` lists them, each has a docstring, and `import minidist` loads none of them."""
+
+import pydoc
+import subprocess
+import sys
+
+import pytest
+
+import minidist as md
+
+PUBLIC = ["Mesh", "Plan", "Trainer", "__version__", "errors", "init", "run"]
+HEAVY = {"numpy", "mpi4py", "cupy", "rich", "matplotlib", "psutil", "msgpack", "safetensors", "threadpoolctl"}
+
+
+def test_dir_lists_the_public_names_and_nothing_else() -> None:
+    assert dir(md) == PUBLIC
+    assert sorted([*md.__all__, "__version__"]) == PUBLIC
+
+
+def test_dir_stays_the_same_after_use() -> None:
+    code = "import minidist as md, minidist.nn; md.Trainer; print(dir(md))"
+    assert _output(code) == str(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_name_is_there(name: str) -> None:
+    assert pydoc.getdoc(getattr(md, name)) or name == "__version__"
+
+
+def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Tensor'; it offers Mesh, Plan, Trainer, errors, init, run"):
+        md.Tensor  # noqa: B018
+
+
+def test_help_shows_the_public_names_and_no_machinery() -> None:
+    text = pydoc.plain(pydoc.render_doc(md))
+    assert "class Plan(" in text and "class Trainer(" in text and "class Mesh(" in text
+    assert "run(fn: " in text and "init(" in text
+    assert "__getattr__(name" not in text and "importlib" not in text
+
+
+def test_import_loads_no_library() -> None:
+    """Under 0.3 s: nothing but this package's own few lines and importlib is read."""
+    code = "import sys; before = set(sys.modules); import minidist; print(sorted(set(sys.modules) - before))"
+    loaded = _output(code, "-S", "-E")
+    assert "'minidist'" in loaded and "'minidist.launch'" not in loaded
+    assert not [name for name in HEAVY if f"'{name}'" in loaded]
+
+
+def _output(code: str, *flags: str) -> str:
+    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
