@@ -18,7 +18,8 @@ def peaceful():
 
 
 def test_groups_keep_apart(peaceful):
-    assert [groups for groups, _ in peaceful] == [[[3], [3, 2, 1, 0], [3.0 if rank < 2 else 7.0] * 8] for rank in range(4)]
+    results = [groups for groups, _ in peaceful]
+    assert results == [[[3], [3, 2, 1, 0], [3.0 if rank < 2 else 7.0] * 8] for rank in range(4)]
 
 
 def test_what_mpi_does_not_know_is_refused(peaceful):
