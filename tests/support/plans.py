@@ -17,7 +17,7 @@ def train(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[
     """What a rank holds after some steps. `options`: plan (its fields), steps, sequences, and the Trainer's."""
     config, options = tiny(**changes), {"optimizer": "adamw", "lr": 1e-2, "clip": 0.5, "seed": 3, **options}
     plan = Plan(**{"bucket_bytes": 2048, **options.pop("plan", {})})
-    steps, sequences = options.pop("steps", 3), options.pop("sequences", 5)
+    steps, sequences = options.pop("steps", 2), options.pop("sequences", 5)
     trainer = Trainer(plan, config, world, **options)
     losses = [trainer.step(global_batch(step, sequences, config)) for step in range(steps)]
     trainer.check_replicas()
