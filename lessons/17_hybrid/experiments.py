@@ -114,7 +114,8 @@ def train(world: Group, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig 
         calls.clear()
         losses = [trainer.step(global_batch(step, config)) for step in range(steps)]
         if plan.zero in (1, 2):
-            trainer.strategy.data.arrivals.settle()     # the new weights travel on after the step
+            data: Any = trainer.strategy.data
+            data.arrivals.settle()                      # the new weights travel on after the step
         made, held = len(calls), memory.snapshot()
         rows = int(trainer.loads.sent.sum())
         trainer.check_replicas()
