@@ -98,10 +98,10 @@ def _formulas(exercise: ModuleType) -> Iterator[Result]:
         yield expect(f"bytes of {ranks} ranks", target, measured, known.get(measured, "another number"),
                      "2 B T h (p-1) elements: section 4 (hole 6)")
     for times in ([1.0, 1.0, 1.0, 1.0], [1.0, 3.0], [2.0]):
-        idle, measured = 1 - 1 / len(times), exercise.idle(times)
+        share, measured = 1 - 1 / len(times), exercise.idle(times)
         mistake = ("that is how long the slowest waits" if abs(measured - (1 - max(times) / sum(times))) < 1e-9
                    else "another number")
-        yield Result(f"idle, {times}", abs(measured - idle) < 1e-9, f"{idle:.3f}", f"{measured:.3f}", mistake,
+        yield Result(f"idle, {times}", abs(measured - share) < 1e-9, f"{share:.3f}", f"{measured:.3f}", mistake,
                      "computing sum(times), of p × sum(times): section 3 (hole 7)")
 
 

@@ -217,7 +217,7 @@ def off_by(what: str, change: Any) -> None:
         for step in range(STEPS):
             strategy.step(lab.global_batch(config, step), optimizer, clip=0.5)
         scale = max(np.abs(array).max() for array in target.values())
-        return max(np.abs(array - target[key]).max() for key, array in strategy.state_dict().items()) / scale
+        return float(max(np.abs(array - target[key]).max() for key, array in strategy.state_dict().items()) / scale)
 
     print(f"{what}: off one process by {max(md.run(job, size=2)):.0e} of the largest weight after {STEPS} steps")
 

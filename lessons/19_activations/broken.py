@@ -38,8 +38,8 @@ def changed_input() -> None:
     y = recompute(lambda h: ops.linear(h, weight), x)
     x.data[...] = 100.0
     y.sum().backward()
-    print(f"the weight's gradient should be 2 everywhere, it is {np.asarray(weight.grad)[0, 0]:g}: "
-          f"the input was not a copy")
+    print(f"the weight's gradient should be 2 everywhere, it is "
+          f"{np.asarray(weight.grad)[0, 0]:g}: the input was not a copy")
 
 
 def other_weights() -> None:

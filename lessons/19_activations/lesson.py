@@ -150,7 +150,7 @@ def traffic(group: Group, page: Page) -> None:
         rows.append([which, sent.get("all_gather", 0), sent.get("reduce_scatter", 0), f"{losses[-1]:.6f}",
                      size_text(trainer.account.peak["activations"])])
         trainer.close()
-    rows[1].insert(3, verdict(sum(rows[1][1:3]), sum(rows[0][1:3])))
+    rows[1].insert(3, verdict(sum(map(int, rows[1][1:3])), sum(map(int, rows[0][1:3]))))
     rows[0].insert(3, "")
     page.table(f"Two steps of ZeRO-3 on {group.size} ranks, rank 0", ["kept", "all_gather", "reduce_scatter", "",
                                                                       "loss", "peak of activations"], rows,

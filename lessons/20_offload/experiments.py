@@ -68,12 +68,17 @@ class Moments:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.on = trainer, False
-        self.seen: list[Any] = []
+        self.seen: list[dict[str, Any]] = []
         for module in trainer.model.modules():
             module.register_forward_hook(lambda module, *rest: self.look("forward"))
             module.register_backward_hook(lambda module: self.look("backward"))
         walk = trainer.optimizer.update
-        trainer.optimizer.update = lambda *args: (walk(*args), self.look("optimizer"))[0]  # type: ignore[method-assign]
+
+        def update(*args: Any) -> None:
+            walk(*args)
+            self.look("optimizer")
+
+        trainer.optimizer.update = update       # type: ignore[method-assign, assignment]
 
     def look(self, phase: str) -> None:
         """One sample."""

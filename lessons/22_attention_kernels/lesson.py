@@ -76,11 +76,10 @@ def online(page: Page) -> None:
     page.table("One query, four tiles of 32 keys", ["", "largest here", "top", "shrink", "total"], rows,
                note=f"the whole row at once: top {scores.max():.3f}, total {np.exp(scores - scores.max()).sum():.3f}")
     right = attention_reference(q[None, None], k[None, None], v[None, None])[0][0, 0]
-    tiles: list[list[Any]] = [
-        [tile, f"{abs(plain_tiled(q, k, v, tile) - right).max():.0e}", size_text(8 * LONG * tile)]
-        for tile in (1, 32, LONG)]
+    rows = [[str(tile), f"{abs(plain_tiled(q, k, v, tile) - right).max():.0e}", size_text(8 * LONG * tile)]
+            for tile in (1, 32, LONG)]
     page.table(f"The loop of section 1 on {LONG} queries and keys, float64", ["keys a tile", "off by at most",
-                                                                             "scores alive"], tiles)
+                                                                             "scores alive"], rows)
 
 
 # ------------------------------------------------------------------------------------------------------ 2 hierarchy
