@@ -5,8 +5,9 @@
     the group's side                       e0 awaited | work | e1                        the host does not wait
 
 Without one, arrays cross to the host and back (buffers.py), whatever the transport. A call goes to the device if its
-arrays are on the GPU, its algorithm is `auto` or `native`, and Device.refusal() has nothing against it. All ranks of
-a group must bring arrays of the same kind: one that brings a host array calls another algorithm: a MismatchError.
+arrays are on the GPU, its algorithm is `auto` or `native`, and DeviceTransport.refusal() has no reason against it. All
+ranks of a group must bring arrays of the same kind: one that brings a host array calls another algorithm, and raises
+MismatchError.
 
 A call that has no side (it is staged, or its group is one rank alone) works in the program's stream, also where a
 worker carries it out (Program).
@@ -69,7 +70,7 @@ def program() -> AbstractContextManager[None]:
     return nullcontext() if cupy is None or not cupy.is_available() else Program(cupy)
 
 
-class Side(ABC):
+class SideStream(ABC):
     """A group's own stream. Calls of the group are carried out on it, one after the other, in any thread of the rank.
 
     Memory: CuPy's pool hands a freed block out again at once to the stream it was allocated for. So what the program
@@ -96,7 +97,7 @@ class Side(ABC):
         """Order the current stream behind the mark. Raises: what the transport was aborted with."""
 
 
-class Lane(ABC):
+class DeviceLane(ABC):
     """Messages one way between two ranks, from GPU to GPU. Each has a header that travels by the host transport, which
     says so by VIA_LANE in place of a device; headers and messages have the same order."""
 
@@ -119,7 +120,7 @@ class Lane(ABC):
 VIA_LANE = "lane"
 
 
-class Device(ABC):
+class DeviceTransport(ABC):
     """Collectives and messages between the GPUs of ranks."""
 
     @abstractmethod
@@ -131,7 +132,7 @@ class Device(ABC):
         """The collectives among `world_ranks`, the ranks of the group with that id; called inside a side's work."""
 
     @abstractmethod
-    def lane(self, group: int, src: int, dst: int) -> Lane | None:
+    def lane(self, group: int, src: int, dst: int) -> DeviceLane | None:
         """The lane between two world ranks for a group's messages; None where they go by way of the host."""
 
     @abstractmethod
@@ -147,5 +148,5 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def side(self, group: int) -> Side:
+    def side(self, group: int) -> SideStream:
         """The side of the group with that id."""

@@ -31,7 +31,7 @@ from typing import Any
 
 from minidist.comm import subgroups, verbs
 from minidist.comm.call_site import entries
-from minidist.comm.calls.async_call import Pending, Worker
+from minidist.comm.calls.async_call import CallWorker, Pending
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.members import WORLD, Members
 from minidist.comm.ledger import Ledger
@@ -50,7 +50,7 @@ class Group(Members):
                  id: int = WORLD, nodes: Sequence[int] | None = None, places: Sequence[int] | None = None) -> None:
         super().__init__(transport, ledger, world_ranks, axis=axis, id=id, nodes=nodes, places=places)
         self._messages = PointToPoint(self)
-        self._worker: Worker | None = None
+        self._worker: CallWorker | None = None
         self._splits = 0
         self._children: list[Group] = []
 
@@ -286,5 +286,5 @@ class Group(Members):
         """Hand the call to the worker, which is made when it is first needed."""
         self.guard.check_alone()
         if self._worker is None:
-            self._worker = Worker(f"rank {self.world_rank} {self.axis}", self.transport)
+            self._worker = CallWorker(f"rank {self.world_rank} {self.axis}", self.transport)
         return self._worker.submit(call)

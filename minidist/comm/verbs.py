@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.calls.buffers import (
+    OutputArray,
     Place,
-    Result,
     Rows,
     apart,
     argument,
@@ -27,7 +27,7 @@ from minidist.comm.calls.members import Members
 from minidist.comm.calls.reduction import UFUNCS, Reduction, reduction
 from minidist.comm.chunks import bounds
 from minidist.comm.collectives.select import ALGORITHMS, choose
-from minidist.comm.device_lane import Side
+from minidist.comm.device_lane import SideStream
 from minidist.device.backend import is_array
 from minidist.errors import ConfigError, DtypeError, ShapeError
 
@@ -63,7 +63,7 @@ def reduce(group: Members, x: Any, op: str, root: int, out: Any, algorithm: str)
     """
     root, where = group.rank_in("root", root), _where(group, algorithm, x, op=op)
     at_root = group.rank == root
-    result = Result("reduce", out if at_root else None, where)
+    result = OutputArray("reduce", out if at_root else None, where)
     array = apart(argument("reduce", x, where), result.out)
     how, name = _reduction("reduce", op, array, group), _choose(group, "reduce", algorithm, where, array, op)
     total = result.array(array.shape, array.dtype).reshape(-1) if at_root else None
@@ -80,7 +80,7 @@ def all_reduce(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Cal
     Raises:  as reduce.
     """
     where = _where(group, algorithm, x, op=op)
-    array, result = apart(argument("all_reduce", x, where), out), Result("all_reduce", out, where)
+    array, result = apart(argument("all_reduce", x, where), out), OutputArray("all_reduce", out, where)
     how, name = _reduction("all_reduce", op, array, group), _choose(group, "all_reduce", algorithm, where, array, op)
     total = result.array(array.shape, array.dtype).reshape(-1)
     work = partial(ALGORITHMS["all_reduce"][name], x=array.reshape(-1), out=total, op=how)
@@ -97,7 +97,7 @@ def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) ->
     Raises:  as reduce.
     """
     where = _where(group, algorithm, x, op=op)
-    array, result = argument("reduce_scatter", x, where), Result("reduce_scatter", out, where)
+    array, result = argument("reduce_scatter", x, where), OutputArray("reduce_scatter", out, where)
     how = _reduction("reduce_scatter", op, array, group)
     name = _choose(group, "reduce_scatter", algorithm, where, array, op)
     flat = array.reshape(-1)
@@ -147,7 +147,7 @@ def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algo
     check_lists("all_to_all", x, out, group.size)
     where = _where(group, algorithm, *x)
     name, parts = _choose(group, "all_to_all", algorithm, where), list_argument("all_to_all", x, out, where)
-    results = [Result("all_to_all", None if out is None else out[rank], where) for rank in range(group.size)]
+    results = [OutputArray("all_to_all", None if out is None else out[rank], where) for rank in range(group.size)]
 
     def work(call: Call) -> Any:
         for result in results:
@@ -175,7 +175,7 @@ def barrier(group: Members, algorithm: str) -> Call:
 def _from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm: str, model: Any) -> Call:
     """broadcast and scatter; `model` has the dtype and shape of the root's array, as far as this rank knows them."""
     root, where = group.rank_in("root", root), _where(group, algorithm, x)
-    result, side = Result(verb, out, where), _side_for_root(group, algorithm)
+    result, side = OutputArray(verb, out, where), _side_for_root(group, algorithm)
     name = _choose(group, verb, algorithm, where if side is None else "cuda")
     array = _at_root(group, verb, x, root, where)
     if verb == "scatter" and array is not None and array.ndim == 0:
@@ -198,7 +198,7 @@ def _from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm
 def _gathered(group: Members, verb: str, x: Any, out: Any, algorithm: str, root: int | None = None) -> Call:
     """gather at its root, and all_gather."""
     where = _where(group, algorithm, x)
-    own, result = _rows_of(argument(verb, x, where)), Result(verb, out, where)
+    own, result = _rows_of(argument(verb, x, where)), OutputArray(verb, out, where)
     name = _choose(group, verb, algorithm, where)
     to_root = {} if root is None else {"root": root}
 
@@ -211,7 +211,7 @@ def _gathered(group: Members, verb: str, x: Any, out: Any, algorithm: str, root:
                 device=device_of(x), side=_side(group, where))
 
 
-def _delivered(result: Result) -> Callable[[Call, Any], Any]:
+def _delivered(result: OutputArray) -> Callable[[Call, Any], Any]:
     """Call.deliver of a call whose algorithm has filled the result."""
     return lambda call, _: result.deliver(call.device)
 
@@ -238,7 +238,7 @@ def _refusal(group: Members, op: str | None = None, dtype: np.dtype | None = Non
     return "no device" if device is None else device.refusal(group.world_ranks, op, dtype)
 
 
-def _side(group: Members, where: str) -> Side | None:
+def _side(group: Members, where: str) -> SideStream | None:
     """What carries the call out on the GPU."""
     if where == "cpu" or group.size == 1:
         return None
@@ -246,14 +246,14 @@ def _side(group: Members, where: str) -> Side | None:
     return None if device is None else device.side(group.id)
 
 
-def _side_for_root(group: Members, algorithm: str) -> Side | None:
+def _side_for_root(group: Members, algorithm: str) -> SideStream | None:
     """The same where only the root knows whether its array is on the GPU: all ranks prepare for it."""
     if algorithm not in ("auto", "native") or _refusal(group) is not None:
         return None
     return _side(group, "cuda")
 
 
-def _where_told(result: Result, call: Call) -> Place:
+def _where_told(result: OutputArray, call: Call) -> Place:
     """Where the root's array goes: on whatever device the root has it."""
     def place(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         if call.side is not None:

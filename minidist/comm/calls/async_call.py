@@ -37,7 +37,7 @@ class Pending(ABC):
 class PendingCall(Pending, RunningCall):
     """A collective in a worker's queue; on a GPU it works where the thread does that started it."""
 
-    def __init__(self, call: Call, worker: "Worker") -> None:
+    def __init__(self, call: Call, worker: "CallWorker") -> None:
         self.call, self.worker, self.program = call, worker, program()
         self.signature, self.world_ranks = call.signature, call.world_ranks
         self.finished = threading.Event()
@@ -86,7 +86,7 @@ class PendingMessage(Pending, RunningCall):
         return all(handle.done() for handle in self.handles)
 
 
-class Worker:
+class CallWorker:
     """The thread that carries out a group's started calls, one after the other, in the order they were started.
 
     It uses the memory account of the thread that made it. An error is raised by the call's wait(), and aborts the

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.device_lane import Side
+from minidist.comm.device_lane import SideStream
 from minidist.comm.signature import dtype_code
 from minidist.device import account, backend
 from minidist.errors import DtypeError, ShapeError
@@ -144,10 +144,10 @@ def device_of(*arrays: Any) -> str | None:
     return None
 
 
-class Result:
+class OutputArray:
     """Where a verb's result goes: into `out` if the caller gave one, else into a new array.
 
-        result = Result("all_reduce", out)
+        result = OutputArray("all_reduce", out)
         array = result.array(shape, dtype)      # contiguous, on `device`: for the algorithm to fill
         return result.deliver("cpu")            # out, or the new array, on the device asked for
 
@@ -158,7 +158,7 @@ class Result:
 
     def __init__(self, verb: str, out: Any = None, device: str = "cpu") -> None:
         self.verb, self.out, self.device = verb, out, device
-        self.side: Side | None = None
+        self.side: SideStream | None = None
         self._array: np.ndarray | None = None
         self.target: Any = out
         if out is None or (type(out) is np.ndarray and out.flags.c_contiguous and out.flags.writeable):
@@ -217,7 +217,7 @@ class Rows:
                         None, if `out` says that they are not
     """
 
-    def __init__(self, result: Result, own: np.ndarray, size: int) -> None:
+    def __init__(self, result: OutputArray, own: np.ndarray, size: int) -> None:
         self._result, self._own = result, own
         self.whole: np.ndarray | None = None
         shape = (size * len(own), *own.shape[1:])

@@ -21,7 +21,7 @@ import numpy as np
 from minidist.comm import call_site
 from minidist.comm.calls.buffers import Place, address_of
 from minidist.comm.calls.members import Members
-from minidist.comm.device_lane import Side
+from minidist.comm.device_lane import SideStream
 from minidist.comm.handle import Handle
 from minidist.comm.health.running_call import RunningCall
 from minidist.comm.ledger import Event
@@ -71,7 +71,7 @@ class Call(RunningCall):
     def __init__(self, group: Members, verb: str, algorithm: str, work: Callable[["Call"], Any],
                  deliver: Callable[["Call", Any], Any] = _as_returned, *, op: str | None = None,
                  root: int | None = None, dtype: np.dtype | None = None, shape: Shape | None = None,
-                 device: str | None = "cpu", side: Side | None = None) -> None:
+                 device: str | None = "cpu", side: SideStream | None = None) -> None:
         self.rank, self.size, self.nodes, self.world_ranks = group.rank, group.size, group.nodes, group.world_ranks
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.verb, self.algorithm, self.work, self.deliver = verb, algorithm, work, deliver

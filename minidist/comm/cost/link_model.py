@@ -28,7 +28,7 @@ NETWORK = "network"
 """The link class of a group whose ranks are on several hosts, whatever the transport is called."""
 
 
-class Work(NamedTuple):
+class LinkWork(NamedTuple):
     """What one rank does in a call, one thing after the other, on the path that takes longest.
 
     Attributes: waits     messages that each wait for the one before
@@ -48,7 +48,7 @@ class Work(NamedTuple):
 class Sample(NamedTuple):
     """A measurement: this work took so many seconds."""
 
-    work: Work
+    work: LinkWork
     seconds: float
 
 
@@ -70,7 +70,7 @@ class LinkCost:
     misfit: float
     crowd: float = 0.0
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: LinkWork) -> float:
         """What the model says that this work takes."""
         return (work.waits * self.alpha + (work.messages - work.waits) * self.overhead
                 + work.moved * self.beta + work.added * self.gamma + work.crowded * self.crowd)

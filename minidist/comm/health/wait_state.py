@@ -33,8 +33,8 @@ from minidist.errors import CommError, PeerLostError
 QUIET = 0.1     # seconds that a wait may last before anybody is told
 
 
-class Worker(Protocol):
-    """What Waits needs of pending's Worker."""
+class RunsCalls(Protocol):
+    """What Waits needs of a CallWorker."""
 
     unfinished: int
 
@@ -156,7 +156,7 @@ class Waits:
         self.step: int | None = None
         self.held: list[Callable[[], list[int]]] = []
         self.ends: list[Callable[[CommError], None]] = []
-        self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+        self.workers: weakref.WeakSet[RunsCalls] = weakref.WeakSet()
         self._lasting: dict[int, _Lasting] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
