@@ -17,10 +17,9 @@ import numpy as np
 from minidist.comm import call_site
 from minidist.comm.calls.async_call import PendingMessage
 from minidist.comm.calls.buffers import OutputArray, argument, device_of
-from minidist.comm.calls.call import ReportedSend
 from minidist.comm.calls.members import Members
 from minidist.comm.device_lane import VIA_LANE, DeviceLane
-from minidist.comm.handle import Handle
+from minidist.comm.handle import Handle, ReportedSend
 from minidist.comm.ledger import Event
 from minidist.comm.signature import BlockHeader, Signature, dtype_code, pack_block, unpack
 from minidist.comm.transport import Tag, Transport

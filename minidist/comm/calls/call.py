@@ -22,7 +22,7 @@ from minidist.comm import call_site
 from minidist.comm.calls.buffers import Place, address_of
 from minidist.comm.calls.members import Members
 from minidist.comm.device_lane import SideStream
-from minidist.comm.handle import Handle
+from minidist.comm.handle import Handle, ReportedSend
 from minidist.comm.health.running_call import RunningCall
 from minidist.comm.ledger import Event
 from minidist.comm.native import Native
@@ -312,18 +312,3 @@ def _on_side(call: Call, begun: Any, work: Callable[[Call], Any], deliver: Calla
     assert call.side is not None, "a call with a side"
     result, call._done = call.side.carry_out(begun, lambda: deliver(call, work(call)), call)
     return result
-
-
-class ReportedSend(Handle):
-    """A send that the ledger's subscribers see: `report()` is called once, when it is complete."""
-
-    def __init__(self, handle: Handle, report: Callable[[], None]) -> None:
-        self._handle, self._report = handle, report
-
-    def wait(self) -> None:
-        self._handle.wait()
-        report, self._report = self._report, lambda: None
-        report()
-
-    def done(self) -> bool:
-        return self._handle.done()
