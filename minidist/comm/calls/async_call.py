@@ -17,7 +17,7 @@ from minidist.comm.transport import Transport
 from minidist.device import account
 from minidist.errors import CommError
 
-_LOOK = 1.0  # seconds between looks at whether the worker still lives
+_LOOK = 1.0  # seconds between checks that the worker still lives
 
 
 @entries
@@ -35,7 +35,7 @@ class Pending(ABC):
 
 @entries
 class PendingCall(Pending, RunningCall):
-    """A collective in a worker's queue; on a GPU it works where the thread does that started it."""
+    """A collective in a worker's queue; on a GPU the worker takes the stream of the thread that started it."""
 
     def __init__(self, call: Call, worker: "CallWorker") -> None:
         self.call, self.worker, self.program = call, worker, program()

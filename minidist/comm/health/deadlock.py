@@ -4,13 +4,13 @@
     rank 1   all_reduce  at a.py:20      1 ---> 0          0 waits for 2 at a.py:14, 2 waits for 0 at a.py:9
     rank 2   recv(src=0) at a.py:9       2 ---> 0
 
-A wait is hopeless if some peer of it will never do what it waits for: the peer has ended; or it is itself, in the call
-that matters, in a hopeless wait; or every thread of its program is. A message in flight
-unblocks its receiver, and its sender if the receiver reads from it. So all waits are taken for hopeless at first; then
-waits with hope are struck out, until none is left to strike. What remains is the largest set of waits that only wait
-for each other, or for ranks that have ended.
+A wait is hopeless if some peer will never do what the wait needs: the peer has ended; or it is itself in a hopeless
+wait, in the call that matters; or every thread of its program is. A message in flight unblocks its receiver, and its
+sender if the receiver reads from it. All waits are taken for hopeless at first; then waits with hope are struck out
+until none is left to strike. What remains is the largest set of waits that only wait for each other, or for ranks that
+have ended.
 
-Ranks that wait in the same call of the same group under different signatures disagree, whatever else happens.
+Ranks that wait in the same call of the same group under different signatures disagree: that needs no other proof.
 """
 
 from collections.abc import Iterator, Mapping

@@ -223,7 +223,7 @@ class MonitorClient:
                     self._changed.notify_all()
 
     def _tell(self, number: int = 0) -> None:
-        """What this rank waits for: of its own accord, or in answer to the monitor's question `number`.
+        """Report what this rank waits for: unasked (0), or in answer to the monitor's question `number`.
 
         Two threads that tell at once do so one after the other, so that the newest state arrives last.
         """
