@@ -15,7 +15,7 @@ from minidist.comm.group import Group
 from minidist.device import account
 from minidist.grading import arguments, run_lesson
 from minidist.observe.page import Page, size_text, verdict
-from minidist.parallel.zero.gradient_shards import Scattered
+from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, in_flight, state_bytes
 from minidist.parallel.zero.zero2 import Zero2, plain_zero2
 
@@ -159,7 +159,7 @@ def average_twice() -> None:
         from minidist.optim import SGD
 
         strategy = Zero2(lab.new_model(lab.SMALL), group)
-        add, optimizer, loss = Scattered.finish, SGD(strategy.parameters, 0.5), 0.0
+        add, optimizer, loss = GradientShards.finish, SGD(strategy.parameters, 0.5), 0.0
 
         def finish() -> None:
             add(strategy.gradients)

@@ -234,9 +234,14 @@ class Parameter(Tensor):
                          contribution to its gradient has arrived (a tied weight gets several)
                 arrival  arrival(), if set, is called before `data` is read; it waits for numbers from other ranks
                 lender   lender(parameter), if set, gives the view to bind when a gradient comes and none is bound
+
+    Set by a strategy that cuts a model, and read by the one that trains its replicas:
+                shared_by    the ranks that hold the parameter, if not all of the data axis (experts, chapter 18)
+                layout       a sort key: buckets and vectors hold parameters of one layout only (chapter 17)
+                stays_whole  ZeRO-3 leaves the parameter whole on each rank, because no gradient moves it
     """
 
-    __slots__ = ("name", "hooks", "arrival", "lender", "_grad", "_view", "_fresh")
+    __slots__ = ("name", "hooks", "arrival", "lender", "shared_by", "layout", "stays_whole", "_grad", "_view", "_fresh")
 
     def __init__(self, data: Array, *, name: str = "", requires_grad: bool = True) -> None:
         self._view: Array | None = None
@@ -246,6 +251,9 @@ class Parameter(Tensor):
         self.name = name
         self.hooks: list[Callable[[Parameter], None]] = []
         self.lender: Callable[[Parameter], Array] | None = None
+        self.shared_by: Any = None
+        self.layout: tuple[int, ...] = ()
+        self.stays_whole = False
 
     @property
     def data(self) -> Array:

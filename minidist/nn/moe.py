@@ -118,7 +118,7 @@ class Mixture(Module):
         if config.balance == "bias":
             low = backend.dtype(dtype) in LOW_PRECISION
             self.bias = Weight((config.experts,), ZEROS, dtype="float32" if low else dtype)
-            self.bias.requires_grad = False         # `rebalance` moves it
+            self.bias.requires_grad, self.bias.stays_whole = False, True        # `rebalance` moves it
         self.sequences = Sequences()
         self.routing: Routing | None = None
         self.balance: Array | None = None

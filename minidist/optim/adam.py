@@ -41,7 +41,7 @@ class Adam(Optimizer):
         Raises:  as Optimizer.step; ConfigError if lr is on a GPU and the kernel does not run.
         """
         roundings = list(roundings)
-        if self._home is not None or not self._fused.step(self.slots, self.lr if lr is None else lr, scale,
+        if self._store is not None or not self._fused.step(self.slots, self.lr if lr is None else lr, scale,
                                                          self.weight_decay, roundings):
             if is_array(lr):
                 raise ConfigError(f"{type(self).__name__}: only the kernel reads its rate on a GPU, and it takes "

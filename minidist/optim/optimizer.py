@@ -34,7 +34,7 @@ DEVICE_BLOCK = 1 << 22  # larger on a GPU, where a launch costs more than readin
 
 
 class Optimizable(Protocol):
-    """Weights and their gradient. An attribute `home`, if set, is the StateStore of all tensors of an optimizer."""
+    """Weights and their gradient. An attribute `store`, if set, is the StateStore of all tensors of an optimizer."""
 
     @property
     def data(self) -> Array:
@@ -122,7 +122,7 @@ class Optimizer(ABC):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"{type(self).__name__}: two tensors are called {twice!r}; each needs a name of its own")
-        self._home: StateStore | None = getattr(self.slots[0].weights, "home", None)
+        self._store: StateStore | None = getattr(self.slots[0].weights, "store", None)
         self._scratch: dict[tuple[str, np.dtype], Array] = {}
 
     def _slot(self, index: int, weights: Optimizable, decay: Callable[[Optimizable], bool]) -> Slot:
@@ -132,16 +132,16 @@ class Optimizer(ABC):
         if data.dtype in LOW_PRECISION or data.dtype.kind != "f":
             raise DtypeError(f"{type(self).__name__}: {name} is {dtype_name(data.dtype)}; "
                              f"optimize float32 or float64 master weights instead")
-        home: StateStore | None = getattr(weights, "home", None)
-        if home is not None:
-            return Slot(weights, name, bool(decay(weights)), home.make_state(weights, self.state_names))
+        store: StateStore | None = getattr(weights, "store", None)
+        if store is not None:
+            return Slot(weights, name, bool(decay(weights)), store.make_state(weights, self.state_names))
         xp, memory = array_module(data), account.current()
         state = {key: memory.hold(xp.zeros(data.shape, data.dtype), "optimizer") for key in self.state_names}
         return Slot(weights, name, bool(decay(weights)), state)
 
     def _walk(self, *, changes: bool = True) -> Iterator[Slot]:
         """The slots, each with its arrays in memory."""
-        return iter(self.slots) if self._home is None else self._home.walk(self.slots, changes=changes)
+        return iter(self.slots) if self._store is None else self._store.walk(self.slots, changes=changes)
 
     # ------------------------------------------------------------------------------------------------ the update
 

@@ -9,8 +9,6 @@ from rich.table import Table
 
 from minidist.console import exactly
 from minidist.parallel.data.bounded_staleness import key_shards
-from minidist.parallel.data.data_parallel import DataParallel
-from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.step.step import Part, micro_parts, part_of
@@ -19,22 +17,22 @@ Counts = list[list[int]]
 """[bytes, messages] of each rank, or device."""
 
 
-def device_records(strategy: DataParallel) -> list[dict[str, Any]]:
+def device_records(strategy: Any) -> list[dict[str, Any]]:
     """metrics.rank_record for each device of the one process."""
     return [{"rank": device.rank, "coordinates": {"dp": device.rank}, "sent_bytes": device.group.ledger.sent_bytes(),
              "messages": device.group.ledger.messages(), "memory": device.account.snapshot()}
             for device in strategy.devices]
 
 
-def formula(trainer: Trainer, strategy: DataParallel | ParameterServer, batch: Any) -> dict[str, Any]:
+def formula(trainer: Trainer, strategy: Any, batch: Any) -> dict[str, Any]:
     """Bytes and messages of a run by rank or device, if no worker is lost. Args: batch: one batch of the run."""
-    counts = (_by_device(trainer, strategy, batch) if isinstance(strategy, DataParallel) else
+    counts = (_by_device(trainer, strategy, batch) if trainer.plan.strategy == "data-parallel" else
               _by_role(trainer, strategy))
     return {"sent_bytes": sum(nbytes for nbytes, _ in counts), "messages": sum(messages for _, messages in counts),
             "buckets": 0, "by_rank": counts, "lost": sorted(getattr(strategy, "gone", ()))}
 
 
-def _by_role(trainer: Trainer, strategy: ParameterServer) -> Counts:
+def _by_role(trainer: Trainer, strategy: Any) -> Counts:
     """A worker pushes all gradients; a server sends its keys to each worker, asynchronously once more at the end."""
     keys = [sum(p.data.nbytes for p in share) for share in key_shards(trainer.model, strategy.servers)]
     steps, workers = trainer.steps_done, strategy.workers
@@ -43,7 +41,7 @@ def _by_role(trainer: Trainer, strategy: ParameterServer) -> Counts:
             + [[pulls * workers * nbytes, pulls * workers] for nbytes in keys])
 
 
-def _by_device(trainer: Trainer, strategy: DataParallel, batch: Any) -> Counts:
+def _by_device(trainer: Trainer, strategy: Any, batch: Any) -> Counts:
     """Device 0 sends models, inputs and gradients of outputs; the others send gradients and outputs."""
     inputs, size = batch[0], len(strategy.devices)
     model = sum(p.data.nbytes for p in trainer.model.parameters())

@@ -8,30 +8,23 @@ from rich.table import Table
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
 from minidist.parallel.zero.memory_formula import Each
-from minidist.parallel.zero.zero1 import Zero1
-from minidist.parallel.zero.zero2 import Zero2
-from minidist.parallel.zero.zero3 import Zero3
 
 
 def offload_record(trainer: Trainer) -> dict[str, Any]:
     """One rank's host memory, disk bytes and moves in training steps; empty if the plan offloads nothing."""
     if trainer.plan.offload == "none":
         return {}
-    return {"host_memory": trainer.home.host.snapshot(), "disk_bytes": trainer.home.disk_bytes(),
-            "moved_bytes": dict(trainer.home.traffic.step),
+    return {"host_memory": trainer.store.host.snapshot(), "disk_bytes": trainer.store.disk_bytes(),
+            "moved_bytes": dict(trainer.store.traffic.step),
             "moved_formula": {way: trainer.steps_done * nbytes for way, nbytes in moved_formula(trainer).items()}}
 
 
 def moved_formula(trainer: Trainer) -> dict[str, int]:
     """Bytes that this rank should move in a step, by way."""
-    strategy, plan = trainer.strategy, trainer.plan
-    assert isinstance(strategy, (Zero1, Zero2, Zero3))
-    each = bytes_each(trainer)
-    flats = strategy.gradients.flats if isinstance(strategy, Zero3) else strategy.flats
-    learning = sum(flat.owned for flat in flats)
+    plan, strategy = trainer.plan, trainer.strategy.data        # type: Any, Any
+    each, learning = bytes_each(trainer), sum(piece.data.size for _, piece in strategy.owned())
     if plan.offload == "optimizer":
-        return moved_to_host(learning, each, passes=1 if isinstance(strategy, Zero1) else plan.accumulate)
-    assert isinstance(strategy, Zero3)
+        return moved_to_host(learning, each, passes=plan.accumulate if strategy.reduces_each_pass else 1)
     units = sum(flat.owned for unit in strategy.units for flat in unit.flats)
     return moved_to_disk(units, sum(flat.owned for flat in strategy.root.flats), learning, each,
                          masters=plan.precision != "fp32", passes=plan.accumulate, keeps=plan.keep_gathered)

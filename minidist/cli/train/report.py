@@ -1,6 +1,6 @@
 """The report of `minidist train`: tables that hold measured beside formula, and the formulas of what is sent."""
 
-from itertools import pairwise
+from collections.abc import Sequence
 from math import log
 from pathlib import Path
 from statistics import fmean
@@ -12,26 +12,14 @@ from rich.table import Table
 from minidist.cli.train import axis_traffic, central_traffic
 from minidist.cli.train.expert_table import expert_table
 from minidist.cli.train.offload_table import on_device, print_offload
-from minidist.comm.chunks import bounds
 from minidist.comm.cost.volume import FORMULAS, Case
-from minidist.comm.group import Group
 from minidist.console import exactly, plural
-from minidist.parallel.data.data_parallel import DataParallel
-from minidist.parallel.data.ddp import DDP
-from minidist.parallel.data.parameter_server import ParameterServer
-from minidist.parallel.data.replica_groups import owners
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.parallel.hybrid.hybrid_step import Hybrid
-from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Batch
+from minidist.parallel.step.strategy import Collective, Strategy
 from minidist.parallel.zero.memory_formula import STATE, Each, state_bytes
-from minidist.parallel.zero.zero1 import Zero1
-from minidist.parallel.zero.zero2 import Zero2
-from minidist.parallel.zero.zero3 import Zero3
 
 Metrics = dict[str, Any]
-Call = tuple[str, int, Group]
-"""A collective: its verb, the bytes of the whole array, and its group."""
 
 
 def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
@@ -39,70 +27,31 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
 
     Args:    batch: one batch of the run.
     """
-    strategy = trainer.strategy
-    if isinstance(strategy, (DataParallel, ParameterServer)):
+    plan, strategy = trainer.plan, trainer.strategy
+    if plan.strategy != "ddp":
         return central_traffic.formula(trainer, strategy, batch)
-    if isinstance(strategy, Single):
-        return {"sent_bytes": 0, "messages": 0, "buckets": 0}
-    if isinstance(strategy, Hybrid):
-        calls = axis_traffic.collectives(strategy, trainer.plan.accumulate)
+    calls = strategy.data.traffic(plan.accumulate)
+    if plan.composed:
+        calls = axis_traffic.collectives(strategy, plan.accumulate) or calls
         return axis_traffic.formula(trainer, strategy, data_formula(trainer, strategy.data, calls), batch)
-    return {key: value for key, value in data_formula(trainer, strategy).items() if key != "axes"}
+    return {key: value for key, value in data_formula(trainer, strategy, calls).items() if key != "axes"}
 
 
-def data_formula(trainer: Trainer, strategy: DDP | Zero1 | Zero2 | Zero3,
-                 calls: list[Call] | None = None) -> dict[str, Any]:
+def data_formula(trainer: Trainer, strategy: Strategy, calls: Sequence[Collective]) -> dict[str, Any]:
     """Bytes and messages of all ranks of one group of the data axis in all steps; bytes also by axis.
 
-    Args:    calls: the collectives of one step (default: those of the strategy alone).
+    Args:    calls: the collectives of one step.
     """
-    plan, ranks, steps = trainer.plan, trainer.plan.copies, trainer.steps_done
-    calls = collectives(strategy, plan.accumulate) if calls is None else calls
-    runs = [(FORMULAS[verb, plan.algorithm],    # the sum over ranks does not depend on the sizes of their shards
-             Case(size=group.size, nbytes=nbytes, blocks=[nbytes] + [0] * (group.size - 1)), ranks // group.size, group)
-            for verb, nbytes, group in calls]
-    size = plan.shard or ranks          # ranks that share a copy; there are ranks / size copies
-    runs += [(FORMULAS["all_reduce", plan.algorithm], Case(size=ranks // size, nbytes=nbytes), 1, strategy.group)
-             for nbytes in shards(strategy) if size < ranks]
-    axes: dict[str, int] = {}
-    for formula, case, times, group in runs:
-        axis = group.axis.split(".")[0]
+    plan, steps, axes, messages = trainer.plan, trainer.steps_done, dict[str, int](), 0
+    for call in calls:      # the sum over ranks does not depend on the sizes of their shards
+        size, times = call.group.size, 1 if call.once else plan.copies // call.group.size
+        case = Case(size=size, nbytes=call.nbytes, blocks=[call.nbytes] + [0] * (size - 1))
+        formula, axis = FORMULAS[call.verb, plan.algorithm], call.group.axis.split(".")[0]
         axes[axis] = axes.get(axis, 0) + steps * times * formula.bytes_of(case)
-    return {"sent_bytes": sum(axes.values()), "axes": axes,
-            "messages": steps * sum(times * formula.messages_of(case) for formula, case, times, _ in runs),
-            "buckets": len(calls if isinstance(strategy, (Zero2, Zero3)) else buckets_of(strategy))}
-
-
-def collectives(strategy: DDP | Zero1 | Zero2 | Zero3, accumulate: int) -> list[Call]:
-    """The collectives in a step of `accumulate` passes, within one copy of the state, without scalars."""
-    if isinstance(strategy, Zero3):
-        times = 2 if strategy.free_after_forward else 1
-        gathered = [(flat, times * accumulate) for unit in strategy.units for flat in unit.flats]
-        gathered += [(flat, 1) for flat in strategy.root.flats]         # held all step
-        return ([("all_gather", flat.nbytes, flat.group) for flat, times in gathered for _ in range(times)]
-                + [("reduce_scatter", flat.nbytes, flat.group) for flat in strategy.gradients.flats
-                   for _ in range(accumulate)])
-    verbs = ["all_reduce"] if isinstance(strategy, DDP) else ["reduce_scatter", "all_gather"]
-    if isinstance(strategy, Zero2):
-        verbs = ["reduce_scatter"] * accumulate + ["all_gather"]
-    return [(verb, nbytes, group) for verb in verbs for nbytes, group in buckets_of(strategy)]
-
-
-def shards(strategy: DDP | Zero1 | Zero2 | Zero3) -> list[int]:
-    """Bytes of every shard of one copy; each is summed over the copies once a step."""
-    if isinstance(strategy, DDP):
-        return []
-    flats = strategy.gradients.flats if isinstance(strategy, Zero3) else strategy.flats
-    return [(stop - start) * flat.dtype.itemsize for flat in flats if flat.group is strategy.sharing.shard
-            for start, stop in pairwise(bounds(flat.size, strategy.sharing.shard.size))]
-
-
-def buckets_of(strategy: DDP | Zero1 | Zero2) -> list[tuple[int, Group]]:
-    """The bytes of each bucket, and the group that sums it."""
-    if isinstance(strategy, DDP):
-        return [(bucket.data.nbytes, owners(bucket.parameters, strategy.group, strategy.others))
-                for bucket in strategy.buckets]
-    return [(flat.nbytes, flat.group) for flat in strategy.flats]
+        messages += steps * times * formula.messages_of(case)
+    kinds = ("reduce_scatter", "all_gather") if plan.zero >= 2 else ("all_reduce", "reduce_scatter")
+    return {"sent_bytes": sum(axes.values()), "axes": axes, "messages": messages,
+            "buckets": sum(call.verb in kinds and not call.once for call in calls)}
 
 
 # --------------------------------------------------------------------------------------------------------- the screen

@@ -4,7 +4,7 @@
     thread of worker 1          recv     | update | copy | send     recv | ...
                                          one update at a time: its place in the record
 
-A worker that is lost leaves: its thread ends, and nobody waits for it any more.
+A worker that is lost leaves: its thread ends, and no other thread waits for it any more.
 """
 
 import threading
@@ -81,7 +81,7 @@ class Service:
         room = self.rooms[worker]
         with self.group.ledger.control():
             step, lr, scale, *versions = self.group.recv(worker).tolist()
-        comes_again = step >= 0
+        comes_again = bool(step >= 0)
         if comes_again:
             for vector in room:
                 self.group.recv(worker, out=vector)

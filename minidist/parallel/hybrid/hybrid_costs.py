@@ -12,8 +12,8 @@ from minidist.parallel.tensor.split_gpt import shared_numbers
 
 
 def elements_sent(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0) -> dict[str, int]:
-    """Numbers that all ranks together send in a step along tp, cp and pp, scalars apart; those of the data axis depend
-    on who holds what, and are each chapter's formula of that.
+    """Numbers that all ranks together send in a step along tp, cp and pp, scalars apart; the data axis has the
+    formulas of its own chapters.
 
     Args:    sequences: of the global batch, of config.context tokens; recomputed: how many blocks are computed again
              in backward.

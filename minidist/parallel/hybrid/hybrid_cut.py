@@ -11,47 +11,42 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module, device_of, to_device
 from minidist.nn import GPT, DropoutKey
 from minidist.nn.moe import Sequences, mixtures
-from minidist.parallel.context import ring_attention, ulysses
-from minidist.parallel.context.sequence_parallel import sequence_parallel
 from minidist.parallel.context.token_shard import TOKENS, OwnTokens, TokenShardPositions, own_key, pick
-from minidist.parallel.experts.expert_parallel import expert_parallel
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.hybrid.strategies import load
 from minidist.parallel.pipeline.stages import Stages
-from minidist.parallel.tensor.tensor_parallel import tensor_parallel
 
 
 class Cut(NamedTuple):
-    """What else must be known of a model that was cut.
+    """The tokens of a sequence that a rank works on, and those whose activations it hands on between layers.
 
-    Attributes: tokens   which of a sequence's tokens this rank works on, along cp
-                carried  those whose activations it hands on between layers: with sequence parallelism its part of them
-                others   who shares a weight, by id, where it is not all ranks of dp, ep and cp: experts
+    They differ with sequence parallelism alone, where a rank hands on its part of its tokens.
     """
 
     tokens: OwnTokens
     carried: OwnTokens
-    others: dict[int, Group]
 
 
 def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> Cut:
-    """Cut a GPT, its weights not yet drawn, along tp, ep and cp, in place: each strategy as it does alone."""
-    tp, others = mesh["tp"], dict[int, Group]()
+    """Cut a GPT, its weights not yet drawn, along tp, ep and cp, in place: each strategy as it does alone.
+
+    Experts are told the ranks that share them, where these are not all ranks of dp, ep and cp.
+    """
+    tp = mesh["tp"]
     if plan.tp > 1:
-        (sequence_parallel if plan.sequence_parallel else tensor_parallel)(model, tp)
+        load("sequence" if plan.sequence_parallel else "tensor")(model, tp)
     if plan.ep > 1:
-        expert_parallel(model, mesh["ep"], parts=mesh["ep", "tp"])
-        weights = [p for layer in mixtures(model) for p in layer.experts.parameters()]
-        others = dict.fromkeys(map(id, weights), mesh.experts)
+        load("experts")(model, mesh["ep"], parts=mesh["ep", "tp"])
+        for parameter in (p for layer in mixtures(model) for p in layer.experts.parameters()):
+            parameter.shared_by = mesh.experts
     tokens: OwnTokens = _divide_tokens(model, mesh["cp"], plan.attention) if plan.cp > 1 else all_tokens
-    carried = within(tokens, partial(shard_of, group=tp)) if plan.sequence_parallel else tokens
-    return Cut(tokens, carried, others)
+    return Cut(tokens, within(tokens, partial(shard_of, group=tp)) if plan.sequence_parallel else tokens)
 
 
 def _divide_tokens(model: GPT, cp: Group, attention: str) -> OwnTokens:
-    """Let attention and positions see to it that this rank has some tokens alone; returns which."""
-    attend = ring_attention.attend_by_ring if attention == "ring" else ulysses.attend_by_heads
-    own = attend(model, cp)
+    """Divide each sequence between the ranks of cp, in attention and positions; returns this rank's tokens."""
+    own: OwnTokens = load(attention)(model, cp)
     divide_positions(model, cp, own)
     model.assign_names()
     return own

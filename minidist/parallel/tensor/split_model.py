@@ -15,7 +15,7 @@ import numpy as np
 from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
 from minidist.device import account
-from minidist.device.backend import Array, array_module
+from minidist.device.backend import array_module
 from minidist.errors import GradientError
 from minidist.nn import GPT
 from minidist.nn.weight_shard import WeightShard, assemble, cut
@@ -72,9 +72,7 @@ class SplitModel:
              accumulate: int = 1) -> float:
         """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
 
-        Args:    lr: this step's learning rate (None: the optimizer's own).
-                 clip: bound of the norm of the whole gradient, in which each weight counts once; None: no clipping.
-                 accumulate: number of passes in which the rows are taken.
+        Args:    as Single.step; clip bounds the norm of the whole gradient, in which each weight counts once.
         """
         optimizer.zero_grad()
         total = 0.0
@@ -152,11 +150,11 @@ def squares_once(parameters: Iterable[Parameter], group: Group) -> float:
     Cost:    one all-gather of a float64 a rank, counted under `control`.
     """
     with group.ledger.control():
-        each = group.all_gather(np.array([sum_of_squares(counted_at(parameters, group.rank))]))
+        own = sum_of_squares(p.grad for p in parameters if counts_at(p, group.rank))
+        each = group.all_gather(np.array([own]))
     return float(math.fsum(each)) if np.isfinite(each).all() else float(np.sum(each))
 
 
-def counted_at(parameters: Iterable[Parameter], rank: int) -> list[Array | None]:
-    """The gradients that this rank counts in the norm, so that every number counts on one rank."""
-    return [parameter.grad for parameter in parameters
-            if (parameter.first_sharer() if isinstance(parameter, WeightShard) else rank == 0)]
+def counts_at(parameter: Parameter, rank: int) -> bool:
+    """Whether this rank counts a parameter in the norm, so that every number counts on one rank."""
+    return parameter.first_sharer() if isinstance(parameter, WeightShard) else rank == 0

@@ -112,7 +112,7 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(DDP, "backward", lambda self, share, last: backward(self, share, last=last) if last
                             else None)
     else:
-        monkeypatch.setattr("minidist.parallel.data.ddp.micro_parts", lambda part, count: [part] * count)
+        monkeypatch.setattr("minidist.parallel.step.strategy.micro_parts", lambda part, count: [part] * count)
     with pytest.raises(AssertionError):
         check_equal(2, **options)
 

@@ -12,9 +12,10 @@ from training import CHOICES, SMALL_BUCKETS, Chooser, difference, global_batch, 
 import minidist as md
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
+from minidist.comm.collectives.ring import STRETCH_BYTES
 from minidist.errors import ConfigError, GradientError, MismatchError
 from minidist.nn import GPT, Module
-from minidist.optim import AdamW
+from minidist.optim import SGD, AdamW
 from minidist.parallel.data import ddp as ddp_module
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step import step as update
@@ -333,6 +334,36 @@ def test_bytes_and_messages_are_the_formula(size: int) -> None:
         assert rank["messages"]["dp"]["all_reduce"] == steps * 2 * (size - 1) * buckets
         assert abs(rank["sent"]["dp"]["all_reduce"] - steps * 2 * (size - 1) / size * nbytes) <= steps * buckets * 2 * 8
         assert sum(rank["sent"]["control"].values()) <= steps * 8 * (size - 1)     # one float64, the loss
+
+
+class Wide(Module):
+    """One weight of more than two stretches of a ring (collectives/ring.py), and a small one."""
+
+    def __init__(self) -> None:
+        self.weights = [Parameter(np.ones(2 * STRETCH_BYTES // 8 + 1)), Parameter(np.ones(3))]
+        self.assign_names()
+
+    def forward(self, inputs: np.ndarray) -> Any:
+        return (ops.sum(self.weights[0]) + ops.sum(self.weights[1])) * float(inputs.sum())
+
+    def loss(self, inputs: np.ndarray, targets: np.ndarray, divisor: int) -> Any:
+        return self(inputs) * (1.0 / divisor)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_large_bucket_goes_round_in_stretches(size: int) -> None:
+    """2(P-1) messages for each 4 MiB of a bucket: 3 stretches and 1 here; bytes as for small buckets."""
+    def job(world: Any) -> tuple[int, int, int]:
+        strategy = DDP(Wide(), world)
+        ids = np.ones((size, 1), np.int64)
+        strategy.step((ids, ids), SGD(strategy.parameters, 0.1))
+        rows = [row for row in world.ledger.rows() if row["verb"] == "all_reduce"]
+        return (sum(row["messages"] for row in rows), sum(row["nbytes"] for row in rows),
+                sum(bucket.data.nbytes for bucket in strategy.buckets))
+
+    ranks = md.run(job, size=size)
+    assert [messages for messages, _, _ in ranks] == [2 * (size - 1) * (3 + 1)] * size
+    assert sum(sent for _, sent, _ in ranks) == 2 * (size - 1) * ranks[0][2]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 1), ("float32", 3), ("float64", 2)])

@@ -19,8 +19,8 @@ from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Mesh, Plan
 from minidist.parallel.hybrid.hybrid_pipeline import DataPipeline
 from minidist.parallel.pipeline.schedules import ORDERS
-from minidist.parallel.zero.gradient_shards import Scattered
-from minidist.parallel.zero.hybrid_sharding import divisors
+from minidist.parallel.step.step import divisors
+from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3
 
@@ -184,9 +184,9 @@ def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.Monkey
         "second halves not reduced": (DataPipeline, "go_back_weights",
                                       lambda self, stage, put_off: self.of.backward_weights(put_off)),
         "a stage's gradients not reduced": (
-            Zero2, "reach", lambda self, parameters: self._order.arrange([])),
-        "table not reduced": (Zero3, "finish_chains", lambda self: self.gradients.sum_copies()),
-        "copies not summed": (Scattered, "sum_copies", lambda self: None)}
+            Zero2, "set_segments", lambda self, segments: self.__dict__.update(_segments=[[] for _ in segments])),
+        "table not reduced": (Zero3, "finish_step", lambda self: self.gradients.sum_copies()),
+        "copies not summed": (GradientShards, "sum_copies", lambda self: None)}
     monkeypatch.setattr(*planted[bug])
     with pytest.raises((AssertionError, MinidistError)):
         check({**MOST, "positions": "learned"}, plan, optimizer="sgd", clip=None, steps=2)

@@ -120,10 +120,10 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
     elif bug == "norm too large":
         monkeypatch.setattr(hybrid_step, "sum_of_squares", lambda arrays: 2 * clip.sum_of_squares(arrays))
     elif bug == "norms counted on every tensor rank":
-        counted = hybrid_step.counted_at
-        monkeypatch.setattr(hybrid_step, "counted_at", lambda parameters, rank: counted(parameters, 0))
+        counts = hybrid_step.counts_at
+        monkeypatch.setattr(hybrid_step, "counts_at", lambda parameter, rank: counts(parameter, 0))
     elif bug == "table counted twice":
-        squares = Hybrid._squares
+        squares = Hybrid.squares
 
         def twice(self: Hybrid) -> float:
             table, self._twice = self._twice, lambda: []        # type: ignore[method-assign]
@@ -132,7 +132,7 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
             finally:
                 self._twice = table                             # type: ignore[method-assign]
 
-        monkeypatch.setattr(Hybrid, "_squares", twice)
+        monkeypatch.setattr(Hybrid, "squares", twice)
     elif bug == "own dropout rows":
         key = Trainer._key
         monkeypatch.setattr(Trainer, "_key", lambda self, inputs, first: key(self, inputs, 0))
