@@ -13,7 +13,7 @@ import pytest
 from training import global_batch, tiny
 
 import minidist as md
-from minidist.comm.calls.async_call import PendingCall, CallWorker
+from minidist.comm.calls.async_call import CallWorker, PendingCall
 from minidist.comm.transports.throttled import delayed
 from minidist.nn import GPT
 from minidist.observe.overlap import measure
