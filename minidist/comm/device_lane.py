@@ -1,4 +1,4 @@
-"""What a transport has for arrays on a GPU: collectives that leave them there, on a stream of the group's own.
+"""A transport's part for arrays on a GPU: collectives that leave them there, on a stream of the group's own.
 
     program's stream   ... x is written | e0             | e1 awaited | the result is read ...
                                           \\              /
@@ -32,10 +32,9 @@ _PER_THREAD = 2             # cudaStreamPerThread
 
 
 class Program(AbstractContextManager[None]):
-    """The GPU and the stream that the thread which makes this works on; `with` another thread does, too.
+    """The GPU and the stream of the thread that makes this; inside `with`, another thread works there, too.
 
-    A thread begins on the first GPU, in a default stream: what it puts there on behalf of the program is in no order
-    with the program's own work.
+    A thread begins on the first GPU, in a default stream, where its work has no order with the program's own.
     """
 
     def __init__(self, cupy: Any) -> None:
@@ -52,9 +51,9 @@ class Program(AbstractContextManager[None]):
 
 
 def current_stream(cupy: Any) -> Any:
-    """The calling thread's stream, for other threads to work on, too.
+    """The calling thread's stream, which other threads may use, too.
 
-    Raises: DeviceError for CuPy's per-thread default stream: under that name, each thread finds another one.
+    Raises: DeviceError for CuPy's per-thread default stream: its name means another stream in each thread.
     """
     stream = cupy.cuda.get_current_stream()
     if stream.ptr == _PER_THREAD:
@@ -65,7 +64,7 @@ def current_stream(cupy: Any) -> Any:
 
 
 def program() -> AbstractContextManager[None]:
-    """The calling thread's Program, for another thread to work on; a block like any other where there is no GPU."""
+    """The calling thread's Program; without a GPU a block that does nothing."""
     cupy = imported_cupy()
     return nullcontext() if cupy is None or not cupy.is_available() else Program(cupy)
 

@@ -160,7 +160,7 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self, error: CommError) -> None:
-        """Make every wait of this rank that is not yet satisfied, now or later, raise `error`. From any thread."""
+        """Make every unfinished wait of this rank, now or later, raise `error`. From any thread."""
 
     def lose(self, error: PeerLostError) -> None:
         """One rank is lost and the job goes on: waits for it, now or later, raise `error`. From any thread.

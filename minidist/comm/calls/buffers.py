@@ -1,10 +1,11 @@
 """The arrays of a call: the caller's argument made ready to send, and where its result goes.
 
-The one place where arrays cross between device and host: algorithms see contiguous NumPy arrays only, but for calls
-that a transport carries out on the GPU (device_lane.py), whose arrays stay there.
-Copies: an argument that is contiguous and where the call works is sent as it is; a result is received into `out`, or
-into the new array that is returned. What is not contiguous, or elsewhere, is copied once on its way in or out; between
-GPU and host that goes through pinned memory (backend.to_host), and the host waits for it.
+Arrays cross between device and host only here: algorithms see contiguous NumPy arrays, except in calls that a device
+transport carries out on the GPU (device_lane.py).
+
+Copies: a contiguous argument on the call's device is sent as it is, and a result is received into `out` or into the new
+array. Any other array is copied once on its way in or out; between GPU and host that goes through pinned memory
+(backend.to_host), and the host waits for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,9 +45,9 @@ def argument(verb: str, x: Any, device: str = "cpu") -> np.ndarray:
 
 
 def as_array(verb: str, x: Any) -> np.ndarray:
-    """`x` as NumPy makes an array of it.
+    """`x`, converted by NumPy.
 
-    Raises: ShapeError, DtypeError that say what NumPy says; DtypeError for a masked array.
+    Raises: ShapeError, DtypeError with NumPy's reason; DtypeError for a masked array.
     """
     if isinstance(x, np.ma.MaskedArray):
         raise DtypeError(f"{verb}: x is a masked array, whose mask would be lost; pass x.filled(value), or x.data")
@@ -145,7 +146,7 @@ def device_of(*arrays: Any) -> str | None:
 
 
 class OutputArray:
-    """Where a verb's result goes: into `out` if the caller gave one, else into a new array.
+    """The array of a verb's result: the caller's `out`, else a new array.
 
         result = OutputArray("all_reduce", out)
         array = result.array(shape, dtype)      # contiguous, on `device`: for the algorithm to fill

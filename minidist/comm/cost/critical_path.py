@@ -1,13 +1,12 @@
-"""What an algorithm does one thing after the other, on the rank that takes longest: from it `auto` tells the time.
+"""The critical path of each algorithm: its steps on the slowest rank, from which `auto` predicts the time.
 
     path = PATHS["all_reduce", "ring"](4)             # for P = 4
     path.work(n)                                      # LinkWork(waits=6, messages=6, moved=1.5 n, added=0.75 n)
     cost.seconds(path.work(n))                        # with the α, o, β, γ, κ of a profile's link
 
-These are the formulas of volume.py, seen from one rank: there all ranks' messages and bytes are summed, here only those
-count that nothing else hides. P ranks; L = ceil(log2 P); Q the largest power of two in P. Hierarchical ones have a path
-in each of two link classes (Tiers). Algorithms that are not here depend on more than that (on what the hardware does),
-and `auto` does not take them from a profile.
+volume.py sums all ranks' messages and bytes; here only those count that no other hides. P ranks; L = ceil(log2 P); Q
+the largest power of two up to P. Hierarchical algorithms have a path in each of two link classes (Tiers). The time of
+the algorithms that are missing here depends on more than that, and `auto` does not take them from a profile.
 """
 
 from collections import Counter
