@@ -36,12 +36,9 @@ from minidist.comm.signature import (
     pack_block,
     unpack,
 )
-from minidist.comm.transport import Reduce, Tag
+from minidist.comm.transport import Reduce
 from minidist.device import account
 from minidist.errors import MismatchError
-
-COLLECTIVE = 0
-"""The sequence of the tag that a group's collectives share; point-to-point messages have one with the high bit set."""
 
 Arrays = Sequence[np.ndarray]
 _NOTHING = np.empty(0, np.uint8)
@@ -82,7 +79,7 @@ class Call(RunningCall):
                                    None if dtype is None else dtype_code(dtype), shape,
                                    call_site.caller(sys._getframe(1)))
         self._transport, self.board = group.transport, group.board
-        self._tag = Tag(group.id, COLLECTIVE)
+        self._tag = group.tag
         self._key, where = self.signature.pack()
         self._meta = self._key + where
         self._nbytes = self._messages = 0
