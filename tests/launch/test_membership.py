@@ -16,7 +16,7 @@ from jobs import JOB, by_hand, by_mpirun, finish, free_port, met, slurm, start, 
 from leftovers import nothing_left
 
 import minidist as md
-from minidist.comm.health.monitor_client import Failure
+from minidist.comm.health.failure import Failure
 from minidist.errors import LaunchError, PeerLostError
 from minidist.launch import membership
 from minidist.launch.mpirun import find_mpirun
