@@ -257,10 +257,8 @@ class DataParallel(Strategy):
              accumulate: int = 1) -> float:
         """One step on the whole batch; returns its mean loss.
 
-        Args:    optimizer: made of `self.parameters`; lr: this step's learning rate (None: the optimizer's own).
-                 clip: bound of the gradients' common norm; accumulate: in how many passes the rows are taken; the
-                 model is copied before the first, the gradients are summed after the last.
-        Raises:  what a replica raised, naming it; ConfigError for a batch without a row.
+        Args:    as Strategy.step. The model is copied before the first pass, gradients are summed after the last.
+        Raises:  the error of a replica, naming it; ConfigError for a batch without a row.
         """
         micros = [micro for micro in micro_parts(Part(*batch, first=0), accumulate) if len(micro.inputs)]
         if not micros:

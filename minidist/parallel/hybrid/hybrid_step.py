@@ -172,11 +172,7 @@ class Hybrid(Strategy):
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
-        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
-
-        Args:    lr: this step's learning rate (None: the optimizer's own); clip: bound of the whole gradient's norm.
-                 accumulate: in how many passes a data rank takes its rows; with a pipeline, each in microbatches.
-        """
+        """One step on the *global* batch; with a pipeline each pass in microbatches. Args, Returns: as Strategy.step."""
         self.data.begin_step()
         share = 0.0
         for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
