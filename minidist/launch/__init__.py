@@ -1,6 +1,6 @@
 """How a job starts: which launcher started us (init), and starting processes ourselves (run, spawn).
 
-    world = md.init()                                            # a rank of somebody's job, or alone
+    world = md.init()                                            # a rank of a job, or alone
     results = md.run(fn, *args, size=4, transport="auto")        # a job for the length of one function
     status = spawn([sys.executable, "script.py"], 4)             # a job for the length of one program
 """
@@ -35,12 +35,12 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
                                                     arguments, too, are what wire.pack carries
     nccl         the same, each with a GPU          the same; needs CuPy (not yet measured on a GPU)
 
-    Returns: what each rank returned, in rank order.
+    Returns: the results of all ranks, in rank order.
     Raises:  the first failure, with its rank and its own type (an exception class that is neither Python's nor
-             minidist's comes from another process as RuntimeError), and the rank's own traceback as its cause;
-             PeerLostError, saying how it went, if the rank was killed or exited; TimeoutError naming the ranks that had
-             not ended after `limit` seconds, which also limits every wait inside; LaunchError if such ranks cannot be
-             started here; ConfigError if this user's communication profile cannot be read.
+             minidist's comes from another process as RuntimeError), and the rank's traceback as its cause;
+             PeerLostError if the rank was killed or exited; TimeoutError naming the ranks that had not ended after
+             `limit` seconds, which also limits every wait inside; LaunchError if such ranks cannot be started here;
+             ConfigError if this user's communication profile cannot be read.
     """
     transport = transports.current_name(transport)
     transports.check_name(transport, (*transports.THREADS, *transports.PROCESSES, *transports.PLAIN))

@@ -72,7 +72,7 @@ class Children:
         self.processes = processes
 
     def how(self, seat: Seat) -> str | None:
-        """How the process at this monitor's seat ended, for a connection that ended just now."""
+        """How the process at this monitor's seat ended; its connection ended just now."""
         return self.how_rank(seat.world_rank)
 
     def how_rank(self, world_rank: int) -> str | None:

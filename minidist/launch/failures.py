@@ -2,12 +2,13 @@
 
 import builtins
 import traceback
+from collections.abc import Collection
 from typing import Any
 
 from minidist import errors
 from minidist.comm import wire
 from minidist.comm.health.monitor_client import Failure
-from minidist.errors import CommError, DtypeError
+from minidist.errors import CommError, DtypeError, TimeoutError
 
 
 def encode(error: BaseException) -> dict[str, Any]:
@@ -36,6 +37,12 @@ def first_failure(loss: Failure, outcome: dict[str, Any] | None) -> Exception:
     if outcome is not None and "error" in outcome:
         return rebuild(outcome["error"], loss.world_rank)
     return loss.error()
+
+
+def late(ranks: Collection[int], size: int, limit: float, table: str) -> TimeoutError:
+    """What md.run raises when `ranks` have not ended in time; `table`: what all ranks wait for."""
+    return TimeoutError(f"{len(ranks)} of {size} ranks had not ended after {limit:g} s: rank "
+                        f"{', '.join(map(str, sorted(ranks)))}\n{table}")
 
 
 def _of_its_own_type(coded: dict[str, Any]) -> Exception | None:

@@ -25,7 +25,6 @@ from minidist.comm.health.monitor_client import Failure, MonitorClient, how_it_e
 from minidist.comm.ledger import Ledger
 from minidist.comm.transport import Transport
 from minidist.device import account
-from minidist.errors import TimeoutError
 from minidist.launch import failures, transports
 from minidist.launch.children import Children, Forked
 from minidist.launch.membership import limit_blas_threads
@@ -41,27 +40,26 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
     Args:    nodes: a number for each rank, equal on those that act as ranks of one node (left out: all are).
     Returns: what each rank returned, in rank order: numbers, strings, NumPy arrays, and lists, tuples, dicts of them;
              None of a rank that was lost and expendable.
-    Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming who had not ended in `limit` s.
+    Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming ranks not ended in `limit` s.
     """
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()              # or each child would print again what is still buffered here
         sys.stderr.flush()
-    job = _Job(size, transport, limit, nodes or [0] * size)
+    job = ForkedJob(size, transport, limit, nodes or [0] * size)
     try:
         job.start(fn, args)
         outcomes = job.collect(time.monotonic() + limit)
         if job.monitor.loss is not None:
             raise failures.first_failure(job.monitor.loss, outcomes.get(job.monitor.loss.world_rank))
-        late = sorted(set(range(size)) - set(outcomes) - set(job.monitor.spared))
+        late = set(range(size)) - set(outcomes) - set(job.monitor.spared)
         if late:
-            raise TimeoutError(f"{len(late)} of {size} ranks had not ended after {limit:g} s: rank "
-                               f"{', '.join(map(str, late))}\n{job.monitor.table()}")
+            raise failures.late(late, size, limit, job.monitor.table())
         return [outcomes.get(rank, {}).get("result") for rank in range(size)]
     finally:
         job.end()
 
 
-class _Job:
+class ForkedJob:
     """The parent's side: the monitor, the children, and the pipes their results come through."""
 
     def __init__(self, size: int, transport: str, limit: float, nodes: Sequence[int]) -> None:
@@ -86,7 +84,7 @@ class _Job:
                 for inherited in self.pipes:
                     inherited.close()
                 self.monitor.close_in_child()
-                return _Rank(rank, self, theirs).run(fn, args)
+                return ForkedRank(rank, self, theirs).run(fn, args)
 
             with theirs:
                 self.processes[rank] = Forked(body)
@@ -115,7 +113,7 @@ class _Job:
         return outcomes
 
     def _note(self, rank: int, data: bytes, outcomes: dict[int, dict[str, Any]]) -> None:
-        """A rank's pipe has ended: with its outcome, or because the rank has died."""
+        """A rank's pipe has ended: with its outcome, or because the rank died."""
         pid = self.processes[rank].pid
         if len(data) >= _LENGTH.size and len(data) == _LENGTH.size + _LENGTH.unpack_from(data)[0]:
             outcomes[rank] = wire.unpack(data[_LENGTH.size:])
@@ -138,7 +136,7 @@ class _Job:
 
 @contextlib.contextmanager
 def _only_this_process() -> Iterator[None]:
-    """A child that is forked in the block ends where it would leave it: it must not speak in its parent's name."""
+    """A child that the block forks ends where it would leave the block: it is not the rank."""
     process, status = os.getpid(), 0
     try:
         yield
@@ -155,10 +153,10 @@ def _only_this_process() -> Iterator[None]:
         os._exit(status)
 
 
-class _Rank:
+class ForkedRank:
     """The child's side."""
 
-    def __init__(self, rank: int, job: _Job, pipe: socket.socket) -> None:
+    def __init__(self, rank: int, job: ForkedJob, pipe: socket.socket) -> None:
         self.rank, self.job, self.pipe = rank, job, pipe
         self.link: MonitorClient | None = None
         self.transport: Transport | None = None
@@ -176,7 +174,7 @@ class _Rank:
                 self.link.report(error)
             outcome = wire.pack({"error": failures.encode(error)})
         if self.link is not None:
-            self.link.goodbye()                             # before the transport: nobody aborts a closed one
+            self.link.goodbye()                             # before the transport, so that no abort meets a closed one
         if self.transport is not None:
             self.transport.close()
         with contextlib.suppress(OSError, ValueError):

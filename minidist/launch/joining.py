@@ -1,4 +1,4 @@
-"""From a launcher's variables to a link to the job's monitor; health/rendezvous.py has the table of who does what."""
+"""From a launcher's variables to a link to the job's monitor; health/rendezvous.py has the table."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ class Joined:
     agent: NodeAgentProcess | None = None
 
     def forget_file(self) -> None:
-        """Every rank has met: nobody will read the token again."""
+        """All ranks have met: the token is not read again."""
         if self.file is not None:
             self.file.remove()
 

@@ -1,6 +1,6 @@
 """Which launcher started this process, and what it says: rank, size, node.        notes: 启动方式, 变量解释 (lesson 01)
 
-Every launcher starts the same program several times and tells each copy who it is by environment variables. They differ
+Every launcher starts the same program several times and tells each copy its rank by environment variables. They differ
 in the names only, so the table LAUNCHERS holds the names and one function reads them.
 
     variable of torchrun and ours     MPICH             Open MPI                      srun
@@ -22,14 +22,14 @@ from minidist.errors import LaunchError
 
 @dataclass(frozen=True)
 class Launcher:
-    """The names one launcher uses; an empty name says that it does not tell.
+    """The names one launcher uses; an empty name: it has no such variable.
 
     Every field from `rank` on is the name of an environment variable; `marker` shows that this launcher is at work.
     """
 
     name: str
     command: str
-    transport: str                      # what md.init takes unless told otherwise
+    transport: str                      # the default of md.init
     marker: str
     rank: str
     size: str
@@ -38,7 +38,7 @@ class Launcher:
     node_rank: str = ""
     master_addr: str = ""
     master_port: str = ""
-    job: str = ""                       # what tells two jobs of one user on one machine apart
+    job: str = ""                       # tells two jobs of one user on one machine apart
 
     def variables(self) -> tuple[str, ...]:
         """Every variable this launcher sets that we read."""
@@ -59,12 +59,12 @@ LAUNCHERS = (
              "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_JOB_NODELIST", "MASTER_PORT",
              "SLURM_JOB_ID"),
 )
-"""In this order a process asks who started it: mpirun inside a Slurm allocation is mpirun."""
+"""The order in which a process looks for its launcher: mpirun inside a Slurm allocation is mpirun."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Who this process is in its job, as the launcher says; alone, it is rank 0 of 1."""
+    """The place of this process in its job, as the launcher says; alone, it is rank 0 of 1."""
 
     launcher: str = "alone"
     transport: str = "threads"
@@ -79,7 +79,7 @@ class Launch:
 
     @property
     def alone(self) -> bool:
-        """Whether nobody started us, or somebody started a single rank."""
+        """Whether no launcher started this process, or it is the only rank."""
         return self.world_size == 1
 
     @property
@@ -144,7 +144,7 @@ def _read(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
 
 
 def _slurm(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
-    """srun does not tell MASTER_ADDR, MASTER_PORT or the ranks a node: they follow from what it does tell."""
+    """srun does not tell MASTER_ADDR, MASTER_PORT or the ranks a node: they follow from its other variables."""
     node_rank = _number(launcher, variables, launcher.node_rank)
     size = _number(launcher, variables, launcher.size)
     nodes = variables.get("SLURM_STEP_NODELIST") or _text(launcher, variables, launcher.master_addr)

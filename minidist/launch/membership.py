@@ -1,7 +1,7 @@
 """This process's place in the job its launcher started: md.init joins, the end of the process leaves.
 
-A process belongs to one launcher's job, as it belongs to one MPI_COMM_WORLD: the module keeps that one membership, so
-that calling md.init twice gives the same world. Groups for everything else are passed as arguments.
+A process belongs to one launcher's job, as it belongs to one MPI_COMM_WORLD. The module keeps that one membership, so
+calling md.init twice gives the same world. All other groups are passed as arguments.
 
 How a rank ends, and what the others see:
 
@@ -9,7 +9,7 @@ How a rank ends, and what the others see:
     an uncaught exception         its traceback with the rank's name, once; every other rank's wait raises
                                   PeerLostError, which it says in one line
     ConfigError                   one line in the whole job, exit status 2
-    sys.exit(3), os._exit, kill   the monitor says which rank it was and how it went
+    sys.exit(3), os._exit, kill   the monitor says which rank ended, and how
     its launcher is told to stop  nothing; the launcher says it
 
 Under mpirun a process that fails must not reach MPI_Finalize, which waits for all: it calls MPI_Abort.
@@ -43,23 +43,23 @@ REPORT_LIMIT = 30.0 # seconds a rank that fails before md.init tries to say so
 
 
 class Membership:
-    """What joins this process to its job. `world` is the group of all ranks, once they have met."""
+    """This process as a rank of its job. `world` is the group of all ranks, once they have met."""
 
     def __init__(self, launch: Launch, transport: str = "") -> None:
         self.launch, self.transport = launch, transport
         self.joined: Joined | None = None
         self.world: Group | None = None
-        self.status = 0             # what the process is about to end with, as far as we know
+        self.status = 0             # the exit status, as far as it is known
         self.failed = False
-        self.quiet = False          # somebody else speaks for this rank
+        self.quiet = False          # another process prints its failure
         self.importing = ""         # the script that a rank of run(transport="mpi") is importing for its function
         self._process, self._left = os.getpid(), False
 
     def join(self, name: str, limit: float) -> Group:
-        """Find the monitor, meet everybody, connect the transport."""
+        """Find the monitor, meet all ranks, connect the transport."""
         launch = self.launch
         joined = self.find_monitor(limit)
-        profile = load_profile() if launch.world_rank == 0 else None        # rank 0's, for all must choose alike
+        profile = load_profile() if launch.world_rank == 0 else None        # rank 0's: all must choose alike
         infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
                                   "profile": profile and profile.as_json()})
         joined.forget_file()
@@ -83,14 +83,14 @@ class Membership:
         return os.getpid() == self._process
 
     def find_monitor(self, limit: float) -> Joined:
-        """Connect to the job's monitor, from which moment on the others hear of our end."""
+        """Connect to the job's monitor; from then on the others hear of our end."""
         if self.launch.by_mpirun:
             transports.mpi_world(self.launch, limit)
         self.joined = find_monitor(self.launch, limit)
         return self.joined
 
     def fail(self, error: BaseException) -> bool:
-        """Tell the job that this process fails with `error`; returns whether nobody failed before."""
+        """Tell the job that this process fails with `error`; returns whether it is the first failure."""
         self.failed, self.status = True, Failure.by_exception(error, self.launch.world_rank).status
         if self.joined is None:
             return self.launch.world_rank == 0              # not met yet: every rank sees the same mistake
@@ -100,7 +100,7 @@ class Membership:
         return first
 
     def say(self, error: BaseException, first: bool) -> None:
-        """What this rank prints about its end: all of it if it is the cause, else one line, or nothing."""
+        """Print this rank's end: the traceback if it is the cause, else one line, or nothing."""
         rank, size = self.launch.world_rank, self.launch.world_size
         if self.quiet or isinstance(error, KeyboardInterrupt):
             return
@@ -122,7 +122,7 @@ class Membership:
     def leave(self) -> None:
         """At the end of the process: release everything, and say goodbye, or end a failed job.
 
-        A child that this rank has forked says nothing when it ends: it is not the rank.
+        A child that this rank has forked is not the rank: it says nothing.
         """
         if not self.is_this_process() and self.launch.by_mpirun:
             _flush()
@@ -138,10 +138,10 @@ class Membership:
         if self.joined is not None:
             self._hang_up(self.joined, victim)
         if self.world is not None:
-            self.world.transport.close()                    # after the link: nobody aborts a closed transport
+            self.world.transport.close()                    # after the link, so that no abort meets a closed transport
         if (self.failed or victim) and self.launch.by_mpirun:
             if victim:
-                time.sleep(4 * FAREWELL)                    # the one who is the cause ends us all, when it has spoken
+                time.sleep(4 * FAREWELL)                    # the rank that is the cause prints, then ends all
             _abort_mpi(self.status or 1)
         if self.joined is not None and self.joined.monitor is not None:
             self.joined.monitor.close()
@@ -171,7 +171,7 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
     Raises:
         LaunchError if the launcher's variables or the ranks' choices contradict each other, if mpirun is another MPI's,
         or if the job's port is taken; ConfigError if rank 0's communication profile cannot be read; HandshakeError,
-        TimeoutError (naming who did not come) if joining fails.
+        TimeoutError (naming the missing ranks) if joining fails.
     """
     global _membership
     if transport is not None:
@@ -204,8 +204,8 @@ def current() -> Membership | None:
 def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
     """Report `error` as the end of this rank; whether it is this rank that should print it.
 
-    The monitor decides: the first to report speaks. A rank that fails before md.init joins for just that, lest the
-    others wait for it in vain (MPI_Init would for ever), unless the error happens `everywhere`: then rank 0 speaks.
+    The monitor decides: the first rank to report speaks. A rank that fails before md.init joins to report, because the
+    others would wait for it (MPI_Init for ever). An error that happens `everywhere` is rank 0's to print.
     """
     global _membership
     try:
@@ -222,7 +222,7 @@ def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
 
 
 def _said_by_launcher(error: BaseException, launch: Launch) -> bool:
-    """Ctrl-C reaches our launcher, too, and it is one line in the whole job."""
+    """Ctrl-C reaches our launcher too, which prints the one line of the job."""
     return isinstance(error, KeyboardInterrupt) and launch.launcher == "minidist"
 
 
@@ -271,7 +271,7 @@ def _abort_mpi(status: int) -> NoReturn:
 
 
 def _up_to(cause: Failure, error: BaseException) -> str:
-    """What the job ended of, and before it what the error calls it: "parameter server 0 of 1 is lost: rank 3 …"."""
+    """The cause, after the name that the error has for it: "parameter server 0 of 1 is lost: rank 3 …"."""
     before, found, _ = str(error).partition(str(cause))
     return f"{before if found and len(before.splitlines()) < 2 else ''}{cause}"
 

@@ -21,7 +21,7 @@ from minidist.comm import wire
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.process_state import exit_of
 from minidist.comm.health.rendezvous import MonitorAddress
-from minidist.errors import LaunchError, TimeoutError
+from minidist.errors import LaunchError
 from minidist.launch import failures
 from minidist.launch.launchers import clean_environment
 
@@ -40,8 +40,8 @@ class Mpirun:
     def command(self, size: int, *, patient: bool = False) -> list[str]:
         """Start `size` ranks here, also where that is more than cores.
 
-        `patient`: who calls ends the job. Else MPICH's mpirun kills every rank moments after one has ended without
-        MPI_Finalize, before they can say what they heard of it. It does so in any case (5.0) where a signal ended one.
+        `patient`: the caller ends the job. Else MPICH's mpirun kills every rank moments after one has ended without
+        MPI_Finalize, before the others can report it; after a signal it does so in any case (5.0).
         """
         options = {"openmpi": ["--oversubscribe"], "mpich": ["-disable-auto-cleanup"] if patient else []}
         return [self.path, *options.get(self.flavour, []), "-n", str(size)]
@@ -94,8 +94,7 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
                 raise failures.first_failure(monitor.loss, outcomes.get(monitor.loss.world_rank))
             late = sorted(set(range(size)) - set(outcomes))
             if late and not in_time:
-                raise TimeoutError(f"{len(late)} of {size} ranks had not ended after {limit:g} s: rank "
-                                   f"{', '.join(map(str, late))}\n{monitor.table()}")
+                raise failures.late(late, size, limit, monitor.table())
             said.seek(0)
             text = said.read().decode(errors="replace").strip()
             if late:
@@ -176,7 +175,7 @@ def _rank_main(folder: Path) -> None:
     world = membership.init(transport=task["transport"], limit=task["limit"])
     member = membership.current()
     assert member is not None
-    member.quiet = True                                     # the caller raises what we would print
+    member.quiet = True                                     # the caller raises our errors
     try:
         member.importing = task["file"]
         function = _load(task["module"], task["name"], task["file"])

@@ -6,9 +6,8 @@
     namespace 0                        namespace 1
     10.213.0.1  [ tc: 200 Mbit/s ] ==== [ tc: 200 Mbit/s ]  10.213.0.2
 
-Each has a network of its own, where only the other answers, a name of its own, and for each command a table of
-processes of its own, in which the other's have no number. Memory and files they share. Nothing of this is left when the
-block ends.
+Each has its own network, where only the other answers, its own host name, and for each command its own table of
+processes. They share memory and files. All of this is removed when the block ends.
 """
 
 import contextlib

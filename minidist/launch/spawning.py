@@ -56,10 +56,10 @@ def spawn(command: Sequence[str], size: int, *, nodes: Nodes | None = None, toke
     if nodes.count > 1 and (token is None or nodes.master_port == 0):
         raise LaunchError("a job on several nodes needs --master-addr, --master-port and one secret for all nodes: set "
                           "MINIDIST_TOKEN, or give --token-file, on each of them")
-    return _Job(list(command), size, nodes, token or wire.new_token()).run()
+    return SpawnedJob(list(command), size, nodes, token or wire.new_token()).run()
 
 
-class _Job:
+class SpawnedJob:
     """The ranks of one node, and on node 0 the job's monitor; on others the node's agent."""
 
     def __init__(self, command: list[str], size: int, nodes: Nodes, token: bytes) -> None:
@@ -76,6 +76,8 @@ class _Job:
             port = self.monitor.address[1]
         self.place = MonitorAddress(host, port, token)
         self.agent = NodeAgent(range(nodes.rank * size, (nodes.rank + 1) * size), self.children.how_rank)
+        self.watch = self.monitor or self.agent           # knows the job's loss
+        self.tell = self.agent.tell if self.monitor is None else self.monitor.lose
 
     def run(self) -> int:
         """Start, wait, clean up; the exit status."""
@@ -123,7 +125,7 @@ class _Job:
                     if status is not None:
                         return status
                     self.missed.add(rank)
-            loss = (self.monitor or self.agent).loss
+            loss = self.watch.loss
             if loss is not None:
                 return self._lost(loss)
             if not running and (self.monitor is None or self.monitor.deserted()):
@@ -133,10 +135,7 @@ class _Job:
 
     def _stop(self, loss: Failure) -> int:
         """The ranks hear of it where they wait for each other, and unwind."""
-        if self.monitor is None:
-            self.agent.tell(loss)
-        else:
-            self.monitor.lose(loss)
+        self.tell(loss)
         self.children.end(STOP, hurry=lambda: len(self.told) > 1)
         ranks = f"{len(self.processes)} ranks were" if len(self.processes) != 1 else "1 rank was"
         say_line(f"minidist: {loss}; its {ranks} ended")
@@ -145,12 +144,8 @@ class _Job:
     def _failed(self, rank: int, code: int) -> int | None:
         """A rank here ended with `code`, perhaps because another failed first; None if it was expendable."""
         loss = Failure(rank, self.processes[rank].pid, os.uname().nodename, how_it_ended(code))
-        if self.monitor is None:
-            self.agent.tell(loss)
-        else:
-            self.monitor.lose(loss)
-        told = self.monitor or self.agent
-        if told.loss is None and rank in told.spared:
+        self.tell(loss)
+        if self.watch.loss is None and rank in self.watch.spared:
             say_line(f"minidist: {loss}; the job goes on without it")
             return None
         if self.monitor is not None and self.monitor.loss is not None:
@@ -168,7 +163,7 @@ class _Job:
         return _status(code) if code else loss.status
 
     def _end(self) -> None:
-        loss = (self.monitor or self.agent).loss
+        loss = self.watch.loss
         told_to_stop = loss is not None and loss.world_rank == LAUNCHER     # perhaps another node's
         self.children.end(STOP if told_to_stop else GRACE, hurry=lambda: bool(self.told))
         if self.monitor is not None:

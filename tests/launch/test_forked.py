@@ -138,8 +138,8 @@ def test_the_limit_names_who_had_not_ended(monkeypatch):
             time.sleep(60)
         return world.rank
 
-    came, note = [], forked._Job._note
-    monkeypatch.setattr(forked._Job, "_note", lambda job, *result: (note(job, *result), came.append(result)))
+    came, note = [], forked.ForkedJob._note
+    monkeypatch.setattr(forked.ForkedJob, "_note", lambda job, *result: (note(job, *result), came.append(result)))
     monkeypatch.setattr(forked, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 20 * (len(came) > 1)))
     with pytest.raises(TimeoutError, match=r"2 of 4 ranks had not ended after 20 s: rank 1, 3"):
         md.run(work, size=4, transport="tcp", limit=20)

@@ -2,6 +2,7 @@
 
     mpirun -n 4 minidist train                # the ranks mpirun started
     minidist train -n 4                       # four ranks, started here
+    minidist train -n 4 --transport threads   # four ranks as threads of this process, for a debugger
     minidist train                            # one process
 """
 
@@ -26,7 +27,9 @@ from minidist.comm.group import Group
 from minidist.console import fail, plural, write_json
 from minidist.device import account
 from minidist.launch import detect, init, spawn
+from minidist.launch import run as run_function
 from minidist.launch.membership import limit_blas_threads
+from minidist.launch.transports import THREADS
 from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.parallel.hybrid.cuda_graph import CapturedStep
@@ -39,6 +42,9 @@ __all__ = ["add_arguments", "run"]
 TRACE_SPANS = 5000
 """Spans of a rank that trace.json keeps: about the first 150 steps, and a few megabytes for four ranks."""
 
+WAIT_LIMIT, THREADS_LIMIT = 120.0, 1e7
+"""Seconds that a wait of a rank that is a thread may last, as in md.init; and the whole run, which has no limit."""
+
 
 def run(args: argparse.Namespace) -> int:
     """Train; with `-n` and no launcher, start the ranks first. Returns the exit status.
@@ -46,16 +52,25 @@ def run(args: argparse.Namespace) -> int:
     Raises:  ConfigError for what the options or the data make impossible.
     """
     launch = detect()
-    starts_ranks = launch.launcher == "alone" and (args.ranks or 1) > 1
+    as_threads = args.transport in THREADS
+    starts_ranks = launch.launcher == "alone" and ((args.ranks or 1) > 1 or as_threads)
     if args.ranks and args.ranks != launch.world_size and not starts_ranks:
         fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
+    if as_threads and not starts_ranks:
+        fail(f"--transport {args.transport}: its ranks are threads of one process, and {launch.launcher} started "
+             f"several; run: minidist train -n {launch.world_size} --transport {args.transport}")
     settings = check(args)
-    size = args.ranks if starts_ranks else launch.world_size
+    size = (args.ranks or 1) if starts_ranks else launch.world_size
     plan = settings.plan(size)
     plan.require(size, settings.config)
     plan.require_model(settings.config)
     if starts_ranks and args.transport == "mpi":
         fail(f"--transport mpi: its ranks are mpirun's to start: mpirun -n {size} minidist train")
+    if as_threads:
+        threads = limit_blas_threads(args.threads, size * plan.replicas)
+        with run_folder(settings.out):
+            return max(run_function(_train_in_thread, settings, threads, size=size, transport=args.transport,
+                                    limit=THREADS_LIMIT))
     if starts_ranks:
         args.out = str(settings.out)                        # its default is the time of day
         with run_folder(settings.out):
@@ -64,6 +79,12 @@ def run(args: argparse.Namespace) -> int:
     world = init(transport=args.transport, threads=threads)
     with run_folder(settings.out) if world.rank == 0 else nullcontext():
         return train(settings, world, threads)
+
+
+def _train_in_thread(world: Group, settings: Settings, threads: int) -> int:
+    """A rank of `--transport threads`: all of them in this process, for debuggers."""
+    world.transport.limit = WAIT_LIMIT
+    return train(settings, world, threads)
 
 
 def train(settings: Settings, world: Group, threads: int) -> int:

@@ -131,6 +131,11 @@ def address_of(array: Any) -> int:
     return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
 
 
+def bytes_view(array: np.ndarray) -> np.ndarray:
+    """The bytes of a contiguous array, as a uint8 array of one dim."""
+    return array.reshape(-1).view(np.uint8)
+
+
 def device_of(*arrays: Any) -> str | None:
     """Where the first of these that is an array lives; "cpu" for other values; None if all are None."""
     for array in arrays:

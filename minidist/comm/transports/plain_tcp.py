@@ -54,8 +54,10 @@ def connect(link: Meeting, token: bytes, limit: float, *, host: str, node: int =
                 wire.greet(connections[rank], token, {"world_rank": link.world_rank}, limit)
             while len(connections) < len(addresses) - 1:
                 sock, _ = listener.accept()
-                with suppress(HandshakeError):      # a stranger
+                try:
                     connections[wire.admit(sock, token, limit)["world_rank"]] = sock
+                except HandshakeError:      # a stranger
+                    sock.close()
     except BaseException:
         hang_up(connections)
         raise
@@ -107,13 +109,13 @@ class PlainTcp(Mailbox):
 
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
         """Send a message whole; the handle that returns is complete."""
-        send = MailSend(self, peer, tag, view, meta)
-        sock = self._connections[peer]
+        send, sock = MailSend(self, peer, tag, view, meta), self._connections[peer]
+        header = HEADER.pack(tag.group, tag.sequence, len(meta), view.nbytes)
         with self._sending[peer]:
             self._sent[peer] += 1
             try:
                 sock.settimeout(self.limit)
-                send_all(sock, HEADER.pack(tag.group, tag.sequence, len(meta), view.nbytes) + meta, view)
+                send_all(sock, header + meta, view)
             except OSError as error:
                 self._shut(sock)                # no byte may follow half a message
                 raise self._reason(peer, error) from error

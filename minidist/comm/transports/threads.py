@@ -38,13 +38,13 @@ def name_rank(error: BaseException, world_rank: int) -> BaseException:
         if not error.args[0].startswith(name):
             error.args = (f"{name}: {error.args[0]}", *error.args[1:])
         return error
-    who = CommError(f"rank {world_rank} failed at {call_site.raised_at(error)}")
-    who.__cause__, error.__cause__ = error.__cause__, who
+    named = CommError(f"rank {world_rank} failed at {call_site.raised_at(error)}")
+    named.__cause__, error.__cause__ = error.__cause__, named
     return error
 
 
-class _Job:
-    """What the ranks of one run share: results, and the first failure."""
+class ThreadJob:
+    """One run: its ranks, their results, and the first failure."""
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any], size: int, limit: float, unbuffered: bool,
                  profile: Profile | None) -> None:
@@ -61,12 +61,12 @@ class _Job:
         self.threads = [threading.Thread(target=self.run_rank, args=(rank,), name=f"rank {rank}", daemon=True)
                         for rank in range(size)]
         self.arbiter = Arbiter(self.ask, self.tell)
-        self.news: set[int] = set()             # ranks of which the arbiter has not heard what they said
+        self.news: set[int] = set()             # ranks with a new state that the arbiter has not heard
         for rank, transport in enumerate(self.transports):
             self.listen(rank, transport.waits)
 
     def listen(self, rank: int, waits: Waits) -> None:
-        """Hear of a rank's lasting waits; the program of a rank is its thread."""
+        """Have a rank's lasting waits told to the arbiter; the program of a rank is its thread."""
         waits.tell = lambda: self.note(rank)
         waits.table = lambda state: self.table({rank: state})
         waits.program = lambda: {self.threads[rank].ident}
@@ -124,7 +124,7 @@ class _Job:
         return False
 
     def note(self, rank: int) -> None:
-        """A rank has begun, or ended, to wait for long, or has ended."""
+        """A lasting wait of a rank has begun or ended, or the rank has ended."""
         with self.changed:
             self.news.add(rank)
             self.changed.notify_all()
@@ -150,7 +150,7 @@ class _Job:
             transport.close()
 
     def table(self, said: Mapping[int, State] | None = None) -> str:
-        """What each rank is in the middle of, a line each, and who keeps the others waiting."""
+        """What each rank does, a line each, and which rank the others wait for."""
         with self.changed:
             running = set(self.running)
         states = {rank: transport.waits.state() for rank, transport in enumerate(self.transports)} | dict(said or {})
@@ -167,9 +167,9 @@ def run_threads(fn: Callable[..., Any], args: Sequence[Any] = (), size: int = 1,
     Raises:  the first failure of any rank, of its own type and with its own traceback, naming the rank (see name_rank);
              the other ranks are ended by PeerLostError, which is raised too where a rank left by sys.exit(0).
              TimeoutError if a rank has not ended after `limit` seconds (also the limit of every wait inside), naming
-             who hangs and in which call.
+             the ranks that hang, and their calls.
     """
-    job = _Job(fn, args, size, limit, unbuffered, profile)
+    job = ThreadJob(fn, args, size, limit, unbuffered, profile)
     for thread in job.threads:
         thread.start()
     try:

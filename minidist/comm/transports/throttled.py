@@ -3,12 +3,12 @@
     with delayed(world, alpha=50e-6, beta=8e-9) as slow:        # a gigabit network: 50 µs, 125 MB/s
         slow.all_reduce(x)
 
-On one host a transfer costs the processor the time it takes, so two cores cannot show communication hidden behind
-computation, nor what an algorithm's steps cost on a network. Here they can: the time of a transfer is spent asleep.
+On one host a transfer keeps the processor busy, so two cores cannot show communication hidden behind computation, nor
+the cost of an algorithm's steps on a network. Here they can: the time of a transfer is spent asleep.
 
-Each rank has one port, as a machine has one network card: what it sends leaves one message after the other, n·β seconds
-each, and arrives α seconds after its last byte has left. A thread of the rank waits for that moment and hands the
-message to the transport below; the receiver's side is not slowed.
+Each rank has one port, as a machine has one network card: its messages leave one after the other, n·β seconds each, and
+arrive α seconds after the last byte has left. A thread of the rank waits for that moment and gives the message to the
+transport below; the receiver's side is not slowed.
 
 notes: N4 §1.
 """
@@ -111,7 +111,7 @@ class Delayed(Transport):
         self.inner.lose(error)
 
     def close(self) -> None:
-        """Hand on what is still held, and end the port's thread; the transport below stays open, for others use it."""
+        """Hand on the messages still held, and end the port's thread; the transport below stays open."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -120,13 +120,13 @@ class Delayed(Transport):
         self.waits.ends.remove(self._drop)
 
     def _drop(self, error: CommError) -> None:
-        """Hold nothing any longer: what is held, and what may come, raises `error`."""
+        """Hold no message any longer: present and later ones raise `error`."""
         with self._changed:
             self._aborted = self._aborted or error
             self._changed.notify()
 
     def _held(self) -> list[int]:
-        """For whom messages are held back, one entry each: they are on their way, and no wait for them is in vain."""
+        """The receivers of held messages, one entry a message: no wait for them is in vain."""
         with self._changed:
             return [held.peer for held in self._queue]
 

@@ -11,7 +11,7 @@ autograd/ops/online_attention.py. While a rank computes with one part, the next 
     hop 1    kv2        kv0        kv1            each rank sends what it had at hop 0
     hop 2    kv1        kv2        kv0            nothing
 
-N2:315 draws two ranks with L/2 × L/2 scores each: half of the scores are lost. Each rank needs L/2 × L, in two parts.
+(N2:315 draws two ranks with L/2 × L/2 scores each, so half of the scores are lost: each rank needs L/2 × L.)
 
 Who holds what. A causal query sees only the keys before it, so with consecutive tokens the ranks' work would differ
 from 1 to 2P - 1. The sequence is cut in 2P blocks instead, and rank r holds blocks r and 2P-1-r (zigzag):
@@ -19,9 +19,8 @@ from 1 to 2P - 1. The sequence is cut in 2P blocks instead, and rank r holds blo
     P=3      block 0    1      2      3      4      5
     rank     0          1      2      2      1      0
 
-At each later hop every rank multiplies two pairs of blocks without a mask: with keys of an earlier rank, both query
-blocks see the first key block; with keys of a later rank, the last query block sees both. At hop 0 there are three
-pairs, two of them half masked. Blocks are cut as numpy.array_split does; any length will do.
+After hop 0 every rank multiplies two pairs of blocks a hop, without a mask: both query blocks with the first key block
+of an earlier rank, or the last query block with both key blocks of a later rank.
 
     weights      whole on all ranks; gradients, each of the own tokens, are all-reduced
     positions    of the own tokens, in the whole sequence: rotary angles, learned positions
@@ -169,7 +168,8 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
     return y, saved(q=q, k=k, v=v, y=y, log_total=log_total)
 
 
-def _gradients(node: Node, dy: Array) -> dict[str, Array]:
+@ring_attention.gradient("q", "k", "v")
+def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
     """Once more round the ring; the gradients of keys and values follow them."""
     group, length = node.options["group"], node.options["length"]
     backward = OnlineGradients.of(_scaled(node.q), widen(node.y), node.log_total, widen(dy))
@@ -187,7 +187,7 @@ def _gradients(node: Node, dy: Array) -> dict[str, Array]:
             after = (source - 1) % group.size   # the rank whose gradients the previous rank sends meanwhile
             coming = pass_on(group, gradients, len(zigzag(length, after, group.size)))
     dk, dv = gradients if coming is None else coming.wait()         # those of the own tokens
-    return {"q": narrow(backward.finish(), dy.dtype), "k": narrow(dk, dy.dtype), "v": narrow(dv, dy.dtype)}
+    return narrow(backward.finish(), dy.dtype), narrow(dk, dy.dtype), narrow(dv, dy.dtype)
 
 
 def _scaled(q: Array) -> Array:
@@ -199,21 +199,6 @@ def _scaled(q: Array) -> Array:
 def _packed(k: Array, v: Array) -> Array:
     """Keys and values as one message: (2, B, H_kv, own, D)."""
     return account.current().hold(array_module(k).stack([k, v]), "communication")
-
-
-@ring_attention.gradient("q")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gradients, dy)["q"]
-
-
-@ring_attention.gradient("k")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gradients, dy)["k"]
-
-
-@ring_attention.gradient("v")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gradients, dy)["v"]
 
 
 # ------------------------------------------------------------------------------------------------------------- GPT

@@ -1,9 +1,8 @@
 """Chapter 13 · All-to-all attention (DeepSpeed-Ulysses): the sequence is cut, but in attention the heads are.
 
 The idea. Everything but attention works token by token; attention works head by head. So each rank holds some of the
-tokens, and where attention begins the ranks swap: each rank sends every other rank its tokens of that rank's heads.
-Then each rank has all tokens of its own heads, computes plain causal attention, and swaps back. A swap is one
-all-to-all.
+tokens, and where attention begins an all-to-all swaps: each rank sends every other rank its tokens of that rank's
+heads. Then each rank has all tokens of its own heads, computes plain causal attention, and swaps back.
 
     P=2, 4 tokens, heads a b        before     rank 0: a0 a1 b0 b1        rank 1: a2 a3 b2 b3
                                     inside     rank 0: a0 a1 a2 a3        rank 1: b0 b1 b2 b3
@@ -11,10 +10,8 @@ all-to-all.
 Who holds what:
 
     weights      whole on all ranks; gradients, each of the own tokens, are all-reduced
-    tokens       consecutive, cut as numpy.array_split does; inside attention each rank has all tokens, so the work is
-                 even without a zigzag
-    heads        inside, cut likewise; with fewer key heads than ranks, a key head goes to all ranks whose queries look
-                 at it
+    tokens       consecutive, cut as numpy.array_split does: the work in attention is even without a zigzag
+    heads        inside, cut likewise; with fewer key heads than ranks, each goes to all ranks whose queries need it
 
 Beside the ring (ring_attention.py): fewer bytes, because a swap does not grow with P, while the ring sends all keys and
 values to all P ranks. But there can be no more ranks than heads, and nothing is computed during a swap. Memory is

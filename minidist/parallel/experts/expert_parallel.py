@@ -31,9 +31,6 @@ Cost, a step, all ranks together, in numbers; R = tokens whose expert is on anot
 
 Routing decides R: with even loads it is (P-1)/P of k B T; if one expert is hot, its rank computes for all the others.
 
-Beside other axes (chapter 17): tensor parallelism also cuts the matrices of each expert, and each of its ranks then
-sends all R rows; ZeRO divides experts over the ranks that share them, dp and cp, and other weights over ep too.
-
 notes:   N1 (专家混合), N2 §10.3 MoE专用并行优化
 Source:  Lepikhin et al. 2020, "GShard" (2006.16668); Fedus et al. 2021, "Switch Transformers" (2101.03961).
 """
@@ -110,8 +107,7 @@ class SplitExperts(Experts):
         self.sent = np.zeros(self.group.size, np.int64)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """This rank's rows, sorted by expert (R, width), and the number for each of all experts -> results (R, width).
-        """
+        """Own rows (R, width), sorted by expert, and the number for each of all experts -> results (R, width)."""
         leaving = [sum(counts[part]) for part in self.own]
         if self.training and not computed_again():
             self.sent += leaving

@@ -9,6 +9,7 @@ needs arrives during the present compute, and results leave during the next one:
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from minidist.comm.calls.async_call import Pending
@@ -38,23 +39,18 @@ class StageWork(Protocol):
 
     def skips(self, microbatch: int) -> bool:
         """Whether a microbatch has nothing to compute on any rank; then its instructions are left out."""
-        ...
 
     def room(self, receive: Instruction) -> Array | None:
         """The array that takes the message of a receive; None: a new one."""
-        ...
 
     def forward(self, stage: int, microbatch: int, x: Array | None) -> Array | None:
         """From the activation of the previous stage (None on the first) to that of this one (None on the last)."""
-        ...
 
     def backward(self, stage: int, microbatch: int, dy: Array | None, *, whole: bool) -> Array | None:
         """From the gradient of the stage's output to that of its input; if `whole`, the weights' gradients too."""
-        ...
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
         """The gradients of weights that an earlier backward deferred."""
-        ...
 
 
 class Executor:
@@ -82,8 +78,7 @@ class Executor:
         self._run(work, self.schedule.lists[self.group.rank])
 
     def run_forwards(self, work: StageWork) -> None:
-        """Run only the forwards of the list and their messages, to evaluate. They are a right schedule by themselves.
-        """
+        """Run only the forwards of the list and their messages, to evaluate: a right schedule, too."""
         self._run(work, [instruction for instruction in self.schedule.lists[self.group.rank]
                          if isinstance(instruction, (Forward, SendActivation, RecvActivation))])
 
@@ -128,9 +123,7 @@ class Executor:
 
     def _start_receives(self, work: StageWork, following: Sequence[Instruction]) -> None:
         """Start the receives before the next compute."""
-        for instruction in following:
-            if isinstance(instruction, COMPUTES):
-                return
+        for instruction in takewhile(lambda other: not isinstance(other, COMPUTES), following):
             if isinstance(instruction, RECEIVES):
                 self._start_receive(work, instruction)
 

@@ -1,4 +1,4 @@
-"""Chapter 11 · Instructions: what a rank of a pipeline can be told to do, and a schedule, which is lists of them.
+"""Chapter 11 · Instructions: what a rank of a pipeline can be told to do. A schedule is a list of them for each rank.
 
     rank 0   Forward(0, 0)  SendActivation(0, 0)  …  RecvGradient(0, 0)  Backward(0, 0)
     rank 1   RecvActivation(1, 0)  Forward(1, 0)  Backward(1, 0)  SendGradient(1, 0)  …         (stage, microbatch)

@@ -30,19 +30,16 @@ is the reason why the pipeline (chapter 11) also cuts the batch.
 notes:   N0 Model Parallelism; N1 §2.2 says "model parallel" and means tensor parallelism (chapter 12)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from minidist.autograd.tensor import Tensor, tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
-from minidist.nn import GPT
 from minidist.optim import Optimizer
 from minidist.parallel.pipeline.stage_model import StageModel
 from minidist.parallel.pipeline.stages import ArrivedActivation
-from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Batch, Key, Part, micro_parts
+from minidist.parallel.step.step import Batch, Part, micro_parts
 
 
 def plain_model_parallel(layers: Callable[[Any, Array, int], Tensor], group: Group, inputs: Array, targets: Array,
@@ -64,26 +61,16 @@ def plain_model_parallel(layers: Callable[[Any, Array, int], Tensor], group: Gro
 
 
 class ModelParallel(StageModel):
-    """The layers of a GPT that this rank of a group has; rank r has stage r.
+    """The layers of a GPT that this rank of a group has: rank r has stage r.
 
-    Args:    model: weights not yet drawn; the layers of other ranks are taken out of it, the rest drawn from `seed`.
-             layers: of each rank (default: as even as possible); key: for dropout.
-             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
-    Attributes: parameters: what the optimizer is made of, those of this rank's layers.
-    Raises:  ShardError if the layers do not fit the ranks.
+        strategy = ModelParallel(GPT(config), group, seed=0)
+        loss = strategy.step(batch, AdamW(strategy.parameters, lr))
+
+    Args:    as StageModel, without `stages`.
     """
 
-    def __init__(self, model: GPT, group: Group, *, seed: int, layers: Sequence[int] | None = None,
-                 device: str = "cpu", key: Key | None = None, precision: Precision | None = None,
-                 recorder: Recorder | None = None) -> None:
-        super().__init__(model, group, group.size, seed=seed, layers=layers, device=device, precision=precision,
-                         recorder=recorder)
-        self.key: Key = key or (lambda part: None)
-        self.first, self.last = group.rank == 0, group.rank == group.size - 1
-
     def forward(self, part: Part, *, divisor: int) -> tuple[ArrivedActivation | None, Tensor]:
-        """Returns (the activation from the previous rank, None on the first; this rank's output, the loss on the last).
-        """
+        """Returns (what came from the previous rank, None on the first; this rank's output, on the last the loss)."""
         x = None
         if not self.first:
             with self.recorder.span("wait for the activation"):
@@ -110,9 +97,7 @@ class ModelParallel(StageModel):
              accumulate: int = 1) -> float:
         """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
 
-        Args:    lr: this step's learning rate (None: the optimizer's own).
-                 clip: bound of the norm of the gradient of all ranks together; None: no clipping.
-                 accumulate: number of passes in which the rows are taken, one after the other.
+        Args:    as Single.step; clip bounds the norm of the gradient of all ranks together.
         """
         optimizer.zero_grad()
         share = 0.0

@@ -81,13 +81,11 @@ def plain_gpipe(stage: Callable[[Any, Array, int], Tensor], group: Group, micros
 class Pipeline(StageModel):
     """The stages of a GPT that this rank of a group has, and the executor that trains them.
 
-    Args:    model: weights not yet drawn; the layers of other ranks are taken out of it, the rest drawn from `seed`.
-             group: its rank r has stages r, r + p, …; schedule: for as many ranks (make_schedule).
-             layers: of each stage (default: as even as possible); key: for dropout.
-             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
-    Attributes: parameters: what the optimizer is made of, those of this rank's stages.
-    Raises:  ScheduleError if the schedule is not checked or for another number of ranks; ShardError if the layers do
-             not fit its stages.
+        strategy = Pipeline(GPT(config), group, make_schedule("1f1b", group.size, 8), seed=0)
+        loss = strategy.step(batch, AdamW(strategy.parameters, lr))
+
+    Args:    as StageModel; schedule: checked, for as many ranks as the group has, says how many stages there are.
+    Raises:  ScheduleError if the schedule is another; ShardError if the layers do not fit its stages.
     """
 
     always = False      # whether a microbatch without rows runs too: some strategies of chapter 17 need it
@@ -96,9 +94,8 @@ class Pipeline(StageModel):
                  layers: Sequence[int] | None = None, device: str = "cpu", key: Key | None = None,
                  precision: Precision | None = None, recorder: Recorder | None = None) -> None:
         self.schedule, self.executor = schedule, Executor(schedule, group, recorder=recorder)
-        super().__init__(model, group, schedule.stages, seed=seed, layers=layers, device=device, precision=precision,
-                         recorder=recorder)
-        self.key: Key = key or (lambda part: None)
+        super().__init__(model, group, seed=seed, stages=schedule.stages, layers=layers, device=device, key=key,
+                         precision=precision, recorder=recorder)
 
     @property
     def loss_scale(self) -> float:
@@ -125,9 +122,8 @@ class Pipeline(StageModel):
         return work.total
 
     def go_back(self, stage: int, y: Tensor, dy: Array | None, *, whole: bool) -> list[WeightGradient]:
-        """Backward of a stage's output y from its gradient dy (None: y is the loss).
-
-        Returns: the gradients of weights that are deferred; none if `whole`.
+        """Backward of a stage's output y from its gradient dy (None: y is the loss); unless `whole`, returns deferred
+        gradients of weights.
         """
         return self.precision.backward(y, dy, defer_weights=not whole)
 
@@ -139,8 +135,7 @@ class Pipeline(StageModel):
              accumulate: int = 1) -> float:
         """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
 
-        Args:    lr: this step's learning rate (None: the optimizer's own).
-                 clip: bound of the norm of the gradient of all stages together; None: no clipping.
+        Args:    as Single.step; clip bounds the norm of the gradient of all stages together.
                  accumulate: how often the schedule runs, each time on as many microbatches.
         """
         optimizer.zero_grad()

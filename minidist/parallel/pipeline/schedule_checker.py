@@ -13,7 +13,7 @@ each rank goes on while it can, until all have ended or none can go on.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,9 +48,7 @@ def check(schedule: Schedule) -> Schedule:
         _check_list(schedule, rank)
     _check_complete(schedule)
     _check_links(schedule)
-    stuck = _Play(schedule).run()
-    if stuck:
-        raise ScheduleError(_deadlock(schedule, stuck))
+    _Play(schedule).run()
     return replace(schedule, checked=True)
 
 
@@ -59,20 +57,29 @@ def check(schedule: Schedule) -> Schedule:
 def needs(instruction: Instruction, schedule: Schedule) -> Iterator[Instruction]:
     """The instructions that the same rank must run before `instruction`."""
     stage, microbatch = instruction.stage, instruction.microbatch
-    alone = schedule.ranks == 1         # the neighbouring stages are this rank's own: no message
-    if isinstance(instruction, Forward) and stage > 0:
-        yield Forward(stage - 1, microbatch) if alone else RecvActivation(stage, microbatch)
-    elif isinstance(instruction, (Backward, BackwardInput)):
-        yield Forward(stage, microbatch)
-        if stage < schedule.stages - 1:
-            yield type(instruction)(stage + 1, microbatch) if alone else RecvGradient(stage, microbatch)
-    elif isinstance(instruction, BackwardWeights):
-        yield BackwardInput(stage, microbatch)
-    elif isinstance(instruction, SendActivation):
+    if isinstance(instruction, SendActivation):
         yield Forward(stage, microbatch)
     elif isinstance(instruction, SendGradient):
         whole = Backward(stage, microbatch)
         yield whole if whole in schedule.lists[schedule.rank_of(stage)] else BackwardInput(stage, microbatch)
+    for compute in _computes_before(instruction, schedule.stages - 1):
+        if schedule.rank_of(compute.stage) == schedule.rank_of(stage):
+            yield compute
+        else:
+            yield RecvActivation(stage, microbatch) if compute.stage < stage else RecvGradient(stage, microbatch)
+
+
+def _computes_before(instruction: Instruction, last: int) -> Iterator[Instruction]:
+    """The computes, of any rank, whose results a compute needs; `last`: the last stage."""
+    stage, microbatch = instruction.stage, instruction.microbatch
+    if isinstance(instruction, Forward) and stage > 0:
+        yield Forward(stage - 1, microbatch)
+    elif isinstance(instruction, (Backward, BackwardInput)):
+        yield Forward(stage, microbatch)
+        if stage < last:
+            yield type(instruction)(stage + 1, microbatch)
+    elif isinstance(instruction, BackwardWeights):
+        yield BackwardInput(stage, microbatch)
 
 
 def _check_list(schedule: Schedule, rank: int) -> None:
@@ -94,18 +101,16 @@ def _check_list(schedule: Schedule, rank: int) -> None:
 
 def _check_complete(schedule: Schedule) -> None:
     """Each microbatch goes forward and backward through each stage; backward is whole or in two halves."""
-    for stage in range(schedule.stages):
+    lists = [set(instructions) for instructions in schedule.lists]
+    for stage, microbatch in itertools.product(range(schedule.stages), range(schedule.microbatches)):
         rank = schedule.rank_of(stage)
-        done = set(schedule.lists[rank])
-        for microbatch in range(schedule.microbatches):
-            parts = [kind(stage, microbatch) for kind in (Forward, Backward, BackwardInput, BackwardWeights)]
-            forward, backward, *halves = (part in done for part in parts)
-            if backward and any(halves):
-                raise ScheduleError(f"{schedule.name}: rank {rank} does the {parts[1]} whole and in parts")
-            lacking = [part for part in parts[2:] if part not in done] if any(halves) else parts[1:2]
-            if not forward or not (backward or all(halves)):
-                raise ScheduleError(f"{schedule.name}: rank {rank} never does the "
-                                    f"{parts[0] if not forward else lacking[0]}")
+        forward, whole, *halves = (kind(stage, microbatch) for kind in COMPUTES)
+        in_parts = any(half in lists[rank] for half in halves)
+        if in_parts and whole in lists[rank]:
+            raise ScheduleError(f"{schedule.name}: rank {rank} does the {whole} whole and in parts")
+        for instruction in (forward, *(halves if in_parts else [whole])):
+            if instruction not in lists[rank]:
+                raise ScheduleError(f"{schedule.name}: rank {rank} never does the {instruction}")
 
 
 def _check_links(schedule: Schedule) -> None:
@@ -186,9 +191,7 @@ def clock_of(schedule: Schedule, times: Times | None = None) -> Clock:
     Raises:  ScheduleError in a deadlock.
     """
     play = _Play(schedule, times or Times())
-    stuck = play.run()
-    if stuck:
-        raise ScheduleError(_deadlock(schedule, stuck))
+    play.run()
     return Clock(schedule.ranks, tuple(play.spans))
 
 
@@ -202,12 +205,14 @@ class _Play:
         self._now = [0.0] * schedule.ranks
         self._arrives: dict[Instruction, float] = {}    # send -> when its message arrives
 
-    def run(self) -> list[tuple[int, Instruction]]:
-        """Play to the end; returns the ranks that are stuck, and the receives that they wait at."""
+    def run(self) -> None:
+        """Play to the end. Raises ScheduleError if ranks are stuck, with the receives that they wait at."""
         while sum(self._go_on(rank) for rank in range(self.schedule.ranks)):
             pass
-        return [(rank, instructions[place]) for rank, (instructions, place) in
-                enumerate(zip(self.schedule.lists, self._next, strict=True)) if place < len(instructions)]
+        stuck = {rank: instructions[place] for rank, (instructions, place) in
+                 enumerate(zip(self.schedule.lists, self._next, strict=True)) if place < len(instructions)}
+        if stuck:
+            raise ScheduleError(_deadlock(self.schedule, stuck))
 
     def _go_on(self, rank: int) -> bool:
         """Run this rank as far as possible; returns whether it moved."""
@@ -227,9 +232,9 @@ class _Play:
         return self._next[rank] > before
 
 
-def _deadlock(schedule: Schedule, stuck: list[tuple[int, Instruction]]) -> str:
+def _deadlock(schedule: Schedule, at: dict[int, Instruction]) -> str:
     """Text: the ring of ranks that wait for each other, or the rank whose list has ended."""
-    at, path, rank = dict(stuck), [], stuck[0][0]
+    path, rank = list[int](), min(at)
     while rank in at and rank not in path:
         path.append(rank)
         rank = schedule.rank_of(sent_as(at[rank]).stage)
@@ -262,27 +267,14 @@ def peak_held(schedule: Schedule) -> list[int]:
 def broken(spans: Sequence[ComputeSpan]) -> list[tuple[ComputeSpan, ComputeSpan]]:
     """The broken dependencies of spans from any source, in order of start: (the early span, the one it needed)."""
     by_instruction = {span.instruction: span for span in spans}
-    last = max(span.instruction.stage for span in spans)
-    pairs = []
+    last, pairs = max(span.instruction.stage for span in spans), []
     for span in sorted(spans, key=lambda span: (span.start, span.rank)):
-        for needed in _dependencies(span.instruction, last, by_instruction.__contains__):
-            if needed in by_instruction and span.start < by_instruction[needed].stop:
-                pairs.append((span, by_instruction[needed]))
+        for needed in _computes_before(span.instruction, last):
+            for kind in (Forward,) if isinstance(needed, Forward) else (Backward, BackwardInput):
+                other = by_instruction.get(kind(needed.stage, needed.microbatch))
+                if other is not None and span.start < other.stop:
+                    pairs.append((span, other))
     return pairs
-
-
-def _dependencies(instruction: Instruction, last: int, known: Callable[[Instruction], bool]) -> Iterator[Instruction]:
-    """The computes, of any rank, that must stop before this one starts."""
-    stage, microbatch = instruction.stage, instruction.microbatch
-    if isinstance(instruction, Forward) and stage > 0:
-        yield Forward(stage - 1, microbatch)
-    elif isinstance(instruction, (Backward, BackwardInput)):
-        yield Forward(stage, microbatch)
-        if stage < last:
-            whole = Backward(stage + 1, microbatch)
-            yield whole if known(whole) else BackwardInput(stage + 1, microbatch)
-    elif isinstance(instruction, BackwardWeights):
-        yield BackwardInput(stage, microbatch)
 
 
 def check_spans(spans: Sequence[ComputeSpan]) -> None:

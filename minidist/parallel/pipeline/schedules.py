@@ -13,8 +13,8 @@ and the same list is drawn. Three stages, four microbatches, time to the right, 
               .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .. .. .. ..
 
 Both take the same time. But what a forward keeps for its backward is held for all microbatches at once in GPipe, and in
-1F1B for no more than the stages from here to the last. The bubble is the share of time in which a rank is idle. For p
-ranks, m microbatches, equal stages, backward twice as long as forward:
+1F1B for as many as there are stages from here to the last. The bubble is the share of idle time. For p ranks, m
+microbatches, equal stages, backward twice as long as forward:
 
     schedule       bubble              microbatches held     a rank's list
     naive          (p-1)/p             1                     F0 B0 F1 B1 …: one rank works at a time (chapter 10)
@@ -128,14 +128,12 @@ def make_schedule(name: str, ranks: int, microbatches: int, *, chunks: int | Non
         raise ScheduleError(f"no pipeline schedule {name!r}; choose one of {', '.join(ORDERS)}")
     if ranks < 1 or microbatches < 1:
         raise ScheduleError(f"schedule {name} with {ranks} ranks and {microbatches} microbatches: both are at least 1")
-    if name == "interleaved":
-        chunks = 2 if chunks is None else chunks
-        if chunks < 1:
-            raise ScheduleError(f"schedule interleaved with {chunks} stages a rank: it is at least 1")
-        return check(of_orders(name, [interleaved(rank, ranks, microbatches, chunks) for rank in range(ranks)]))
-    if chunks not in (None, 1):
+    if name != "interleaved" and chunks not in (None, 1):
         raise ScheduleError(f"schedule {name} has one stage a rank, not {chunks}; take interleaved for several")
-    return check(of_orders(name, [ORDERS[name](rank, ranks, microbatches) for rank in range(ranks)]))
+    if chunks is not None and chunks < 1:
+        raise ScheduleError(f"schedule interleaved with {chunks} stages a rank: it is at least 1")
+    options = {"chunks": chunks or 2} if name == "interleaved" else {}
+    return check(of_orders(name, [ORDERS[name](rank, ranks, microbatches, **options) for rank in range(ranks)]))
 
 
 def of_orders(name: str, orders: Sequence[Iterable[Instruction]]) -> Schedule:

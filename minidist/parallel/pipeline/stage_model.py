@@ -15,34 +15,38 @@ from minidist.parallel.pipeline.stages import Stages, balanced_layers
 from minidist.parallel.step.flat import sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import zero_unused
+from minidist.parallel.step.step import Key, zero_unused
 
 
 class StageModel:
     """The stages of a GPT that this rank of a group has: rank r of p has stages r, r + p, …
 
     Args:    model: weights not yet drawn; the layers of other ranks are taken out of it.
-             stages: how many there are in all; layers: of each stage (default: as even as possible).
-             seed: of the weights; None: the caller draws them.
+             seed: of the weights; None: the caller draws them. stages: how many there are in all (default: one a rank).
+             layers: of each stage (default: as even as possible); key: for dropout.
              precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
     Attributes: model: what is left of it; parameters: what the optimizer is made of, those of this rank's stages.
+                first, last: whether this rank has an end of the model.
     Raises:  ShardError if the layers do not fit the stages.
     """
 
-    def __init__(self, model: GPT, group: Group, stages: int, *, seed: int | None, layers: Sequence[int] | None = None,
-                 device: str = "cpu", precision: Precision | None = None, recorder: Recorder | None = None) -> None:
+    def __init__(self, model: GPT, group: Group, *, seed: int | None, stages: int | None = None,
+                 layers: Sequence[int] | None = None, device: str = "cpu", key: Key | None = None,
+                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
         self.config, self.group = model.config, group
         self.precision, self.recorder = precision or Precision(), recorder or Silent()
-        self.layers = list(layers or balanced_layers([1.0] * self.config.layers, stages))
+        self.key: Key = key or (lambda part: None)
+        self.layers = list(layers or balanced_layers([1.0] * self.config.layers, stages or group.size))
         self.stages = self.cut(model, group.rank)
         self.model = self.stages.model
         if seed is not None:
             self.model.initialize(seed, device=device)
         self.weights = trainable(self.model.parameters())
         self.parameters = self.precision.masters(self.weights)
-        both_ends = self.config.tied and group.size > 1
-        at_an_end = both_ends and group.rank in (0, group.size - 1)
-        self.ends = group.split(0 if at_an_end else None, axis=group.axis) if both_ends else None
+        self.first, self.last = group.rank == 0, group.rank == group.size - 1
+        self.ends = None                                # the two ends, if both have a tied token table
+        if self.config.tied and group.size > 1:
+            self.ends = group.split(0 if self.first or self.last else None, axis=group.axis)
 
     def cut(self, model: GPT, rank: int) -> Stages:
         """Cut `model`, in place, to the stages of a rank."""

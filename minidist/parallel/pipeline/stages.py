@@ -51,8 +51,7 @@ class Stages:
 
     def mixtures(self, stage: int) -> list[Mixture]:
         """The mixtures of a stage's blocks."""
-        mlps = [self.model.blocks[layer].mlp for layer in self.layers[stage]]
-        return [mlp for mlp in mlps if isinstance(mlp, Mixture)]
+        return [mlp for layer in self.layers[stage] if isinstance(mlp := self.model.blocks[layer].mlp, Mixture)]
 
     def between(self, rows: int, length: int) -> tuple[int, int, int]:
         """The shape of what is sent between stages, for `rows` sequences of `length` tokens: (rows, length, width)."""
@@ -94,8 +93,7 @@ class ArrivedActivation(Tensor):
 
 
 def hollow(y: Tensor) -> Tensor:
-    """`y` for its backward, without its numbers: they were sent to another rank, and backward needs only their shape.
-    """
+    """`y` for its backward, without its numbers: they were sent to another rank, and backward needs only the shape."""
     if y.node is None:
         return y
     xp = array_module(y.data)

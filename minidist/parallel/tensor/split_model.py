@@ -72,9 +72,7 @@ class SplitModel:
              accumulate: int = 1) -> float:
         """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
 
-        Args:    lr: this step's learning rate (None: the optimizer's own).
-                 clip: bound of the norm of the whole gradient, in which each weight counts once; None: no clipping.
-                 accumulate: number of passes in which the rows are taken.
+        Args:    as Single.step; clip bounds the norm of the whole gradient, in which each weight counts once.
         """
         optimizer.zero_grad()
         total = 0.0

@@ -152,8 +152,7 @@ class SplitMixture(Mixture):
 
 
 class SplitEmbedding(Embedding):
-    """An embedding whose rows are divided: each rank looks up its own ids, with zeros for the others; then all add up.
-    """
+    """An embedding whose rows are divided: each rank looks up its own ids, zeros for the others; then all add up."""
 
     def __init__(self, embedding: Embedding, region: TensorRegion) -> None:
         self.region, self.count = region, embedding.weight.shape[0]

@@ -107,6 +107,19 @@ def test_json_holds_what_the_design_says(runs: dict[str, Any]) -> None:
             assert metrics["formula"][kind] == total
 
 
+def test_ranks_as_threads_of_one_process(runs: dict[str, Any], book: Path, tmp_path: Path,
+                                         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--transport threads`, for debugging: the run that two processes make."""
+    monkeypatch.setattr(train, "spawn", None)       # no process is started
+    assert main(["train", *TINY, "--data", str(book), "-n", "2", "--transport", "threads", "--out",
+                 str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().err == ""
+    metrics, there = json.loads((tmp_path / "run" / "metrics.json").read_text()), runs["ours"][0]
+    assert (metrics["transport"], metrics["size"], len(metrics["ranks"])) == ("threads", 2, 2)
+    for key in ("losses", "weights_sha256", "formula"):
+        assert metrics[key] == there[key], key
+
+
 def test_every_way_to_start_trains_the_same(runs: dict[str, Any]) -> None:
     alone, ours, mpirun = (runs[name][0] for name in ("alone", "ours", "mpirun"))
     np.testing.assert_allclose(ours["losses"], alone["losses"], rtol=1e-12)

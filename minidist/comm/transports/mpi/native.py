@@ -1,7 +1,7 @@
-"""MPI's own collectives, as `algorithm="native"`: the other side of every comparison, and a second opinion.
+"""MPI's own collectives, as `algorithm="native"`: to compare ours with, in speed and in results.
 
-Each is started without blocking (MPI_Iallreduce, …) and tested, as messages are in mpi.py: MPI's blocking calls burn
-their core, know no time limit, and hear of no death.
+Each is started without blocking (MPI_Iallreduce, …) and tested, as messages are in transport.py: MPI's blocking calls
+burn their core, know no time limit, and do not notice a dead rank.
 
 A group that is not the world needs a communicator of its own. It is made by the group's first native call, after all
 its ranks have agreed on that call; there alone MPI waits in its own way.
@@ -86,7 +86,7 @@ class MpiNative(Native):
                                                       [out, list(coming), MPI.BYTE]), octets, out)
 
     def _carry_out(self, start: Callable[[], MPI.Request], *arrays: np.ndarray | None) -> None:
-        """Start a collective, and test until it is complete: yielding the core, hearing of deaths, within the limit."""
+        """Start a collective, and test until it is complete or the limit is reached; between tests yield the core."""
         engine, begun = self._engine, time.monotonic()
         try:
             with self._mpi:
@@ -122,10 +122,10 @@ class MpiNative(Native):
 
 
 def _kind(dtype: np.dtype) -> str:
-    """ "f4"; what MPI knows nothing of has a byte order or a name in front."""
+    """ "f4"; a dtype that MPI does not know has a byte order or a name in front."""
     return dtype.str[1:] if dtype.isnative and dtype.isbuiltin == 1 else dtype.str
 
 
 def _typed(x: np.ndarray, out: np.ndarray | None) -> object:
-    """x as MPI takes it: by itself, or as what stands in `out` already."""
+    """x as MPI takes it: the array, or IN_PLACE where `out` holds it already."""
     return MPI.IN_PLACE if out is not None and np.may_share_memory(x, out) else [x, _KINDS[_kind(x.dtype)]]

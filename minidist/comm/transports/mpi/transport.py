@@ -4,14 +4,14 @@
     header and up to 16 KiB of payload    one:   header + payload
     header and more payload               many:  header | 1 MiB of payload | 1 MiB | ... | the rest
 
-MPI keeps the order of messages between two ranks, so the receiver knows of each what it is. Payload goes from the
-sender's array straight into the receiver's, two pieces under way at a time; for a reduction into two stages, from which
-it is added. Pieces also keep every message under MPI's limit of 2^31 - 1 bytes.
+MPI keeps the order of messages between two ranks, so the receiver knows the kind of each. Payload goes from the
+sender's array straight into the receiver's, two pieces under way at a time; for a reduction into two buffers, from
+which it is added. Pieces also keep every message under MPI's limit of 2^31 - 1 bytes.
 
 A blocking MPI call burns its core (MPICH and Open MPI poll), which ranks that share cores cannot afford. So everything
 is started without blocking and tested; between tests we yield the core, then sleep, 1 µs at first and 500 µs at most.
 
-The messages travel in a duplicate of MPI_COMM_WORLD, apart from anybody else's.
+The messages travel in a duplicate of MPI_COMM_WORLD, apart from those of other code.
 """
 
 import threading
@@ -83,16 +83,16 @@ def _buffer(nbytes: int) -> np.ndarray:
 
 
 class MpiLink(ByteLink):
-    """One peer's messages, as two streams of bytes. `_stage[_start:]` has been received and not consumed."""
+    """One peer's messages, as two streams of bytes. `_buffer[_start:]` has been received and not consumed."""
 
-    parting = False     # mpirun and the monitor tell of an end; a message that nobody receives must not be left behind
+    parting = False     # mpirun and the monitor tell of an end, and no message may be left without a receive
 
     def __init__(self, comm: MPI.Comm, peer: int, one_at_a_time: threading.Lock) -> None:
         self._out = _UnderWay(lambda buffer: comm.Isend([buffer, len(buffer), MPI.BYTE], peer), one_at_a_time, True)
         self._in = _UnderWay(lambda buffer: comm.Irecv([buffer, len(buffer), MPI.BYTE], peer), one_at_a_time, False)
         self._header = _buffer(HEADER_BYTES + META_LIMIT + SMALL_BYTES)
-        self._stage, self._start = self._header[:0], 0
-        self._spare = [np.empty(0, np.uint8)] * _DEPTH      # stages for payload to be reduced, made when needed
+        self._buffer, self._start = self._header[:0], 0
+        self._spare = [np.empty(0, np.uint8)] * _DEPTH      # buffers for payload to be reduced, made when needed
 
     def write(self, prefix: bytes, payload: np.ndarray) -> int:
         if prefix and not self._out:
@@ -103,47 +103,47 @@ class MpiLink(ByteLink):
         return 0 if sent is None else sent[1]
 
     def peek(self, count: int) -> bytes | None:
-        if self._start == len(self._stage):
+        if self._start == len(self._buffer):
             if not self._in:
                 self._in.post(self._header)
             self._take()
-        if len(self._stage) - self._start < count:
+        if len(self._buffer) - self._start < count:
             return None
-        return self._stage[self._start:self._start + count].tobytes()
+        return self._buffer[self._start:self._start + count].tobytes()
 
     def piece(self, most: int, itemsize: int) -> np.ndarray:
-        if self._start == len(self._stage):
+        if self._start == len(self._buffer):
             while self._spare and self._in.nbytes < most:
-                stage = self._spare.pop()
-                stage = stage if len(stage) else _buffer(PIECE_BYTES)
-                self._in.post(stage[:most - self._in.nbytes])
+                spare = self._spare.pop()
+                spare = spare if len(spare) else _buffer(PIECE_BYTES)
+                self._in.post(spare[:most - self._in.nbytes])
             self._take()
-        staged = self._stage[self._start:self._start + most]
-        return staged.copy() if self._stage.base is self._header else staged  # where items are aligned
+        received = self._buffer[self._start:self._start + most]
+        return received.copy() if self._buffer.base is self._header else received  # where items are aligned
 
     def skip(self, count: int) -> None:
         self._start += count
-        stage = self._stage.base
-        if count and self._start == len(self._stage) and stage is not None and stage is not self._header:
-            self._spare.append(stage)
+        base = self._buffer.base
+        if count and self._start == len(self._buffer) and base is not None and base is not self._header:
+            self._spare.append(base)
 
     def read_into(self, target: np.ndarray) -> int:
-        if self._start < len(self._stage):
-            staged = self._stage[self._start:self._start + len(target)]
-            target[:len(staged)] = staged
-            self._start += len(staged)
-            return len(staged)
+        if self._start < len(self._buffer):
+            received = self._buffer[self._start:self._start + len(target)]
+            target[:len(received)] = received
+            self._start += len(received)
+            return len(received)
         while len(self._in) < _DEPTH and self._in.nbytes < len(target):
             self._in.post(target[self._in.nbytes:self._in.nbytes + PIECE_BYTES])
         received = self._in.oldest()
         return 0 if received is None else received[1]
 
     def _take(self) -> None:
-        """The oldest message that has come, if any, becomes the stage."""
+        """The oldest message that has come, if any, becomes the buffer."""
         received = self._in.oldest()
         if received is not None:
             buffer, count = received
-            self._stage, self._start = buffer[:count], 0
+            self._buffer, self._start = buffer[:count], 0
 
     def close(self) -> None:
         self._in.cancel()
@@ -184,7 +184,7 @@ class _UnderWay:
         return buffer, count
 
     def cancel(self) -> None:
-        """Withdraw what is under way."""
+        """Cancel the messages under way."""
         with self._mpi:
             while self._posted:
                 request, _ = self._posted.popleft()

@@ -1,15 +1,15 @@
-"""Who moves the bytes: a thread that waits leads, and drives the transfers of all; the others follow.
+"""Which thread moves the bytes: one thread that waits leads and drives the transfers of all; the others follow.
 
     thread A        wait() -> leads:  pass  pass  spin  sleep  pass   its transfer is complete: steps down
     thread B            wait() -> follows: asleep on a condition ...........................  -> leads, or is done
-    nobody waits    the helper thread takes a pass now and then, so that what was started still moves
+    no wait         the helper thread takes a pass now and then, so that transfers that were started still move
 
-A pass moves what can be moved without blocking. One thread at a time leads; so the receiving side of a link needs no
-lock, and waiting for one transfer moves every other one too: `start_send; start_recv; wait both` cannot deadlock. A
-leader with nothing to move gives up its core `spins` times (a reply is often microseconds away), then sleeps in the
-kernel until a link is ready, another thread starts a transfer, or somebody calls abort().
+A pass moves the bytes that can be moved without blocking. One thread at a time leads. So the receiving side of a link
+needs no lock, and waiting for one transfer moves every other one too: `start_send; start_recv; wait both` cannot
+deadlock. A leader with nothing to move gives up its core `spins` times (a reply is often microseconds away), then
+sleeps in the kernel until a link is ready, another thread starts a transfer, or a thread calls abort().
 
-Used by transport.py, transport.py and transport.py; stream.py supplies the pass.
+tcp, shm and mpi use it; stream.py supplies the pass.
 """
 
 import os
@@ -24,9 +24,9 @@ from minidist.comm.transports.progress.mailbox import loopback
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 _QUICK, _SLOW = 0.0002, 0.005   # seconds between the helper's passes: while bytes move, while none do
-_HEARSAY = 2.0                  # seconds that a rank waits to hear why it lost a peer: milliseconds, if none is busy
-_LOOK = 0.02                    # seconds between its looks at whether it was told that the job goes on without that one
-_PATIENCE = 20                  # slow passes without new transfers after which the helper goes to sleep
+_HEARSAY = 2.0                  # most seconds to wait for the reason of a lost peer; milliseconds mostly
+_LOOK = 0.02                    # seconds between looks at whether the job goes on without that peer
+_PATIENCE = 20                  # slow passes without new transfers, after which the helper sleeps
 
 yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -51,7 +51,7 @@ class Operation(Handle):
         return self.finished or self.engine.error is not None
 
     def peers(self) -> tuple[int, ...]:
-        """World ranks that this waits for, each of whom can keep it waiting."""
+        """World ranks that this waits for; each of them can keep it waiting."""
         return () if self.finished else (self.peer,)
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Operation(Handle):
 class Engine(Transport):
     """A transport whose waiting threads do the work.
 
-    `lock` guards the tables of transfers. It is not held while a thread sleeps, nor in a caller's `accept` or `reduce`.
+    `lock` guards the tables of transfers. No thread holds it while it sleeps, or in `accept` or `reduce`.
     """
 
     def __init__(self, name: str, world_rank: int, world_size: int, limit: float, spins: int) -> None:
@@ -69,7 +69,7 @@ class Engine(Transport):
         self.lock = threading.Lock()
         self.error: CommError | None = None         # what abort() was given
         self._aborted = threading.Event()
-        self.lost: dict[int, PeerLostError] = {}    # peers without whom the job goes on
+        self.lost: dict[int, PeerLostError] = {}    # peers that the job goes on without
         self.spins = spins
         self.waits = Waits(self.counts, self.reads)
         self._turn = threading.Condition(self.lock)
@@ -98,12 +98,11 @@ class Engine(Transport):
         """End the leader's sleep, the present one or else the next. From any thread."""
 
     def counts(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """Messages begun to each other rank, and messages taken whole from each: equal at the two ends of a link on
-        which none is in flight."""
+        """Messages begun to each rank, and messages taken whole from each; the difference is in flight."""
         return {}, {}
 
     def reads(self) -> list[int]:
-        """Ranks whose messages are taken off the link as they come, while this one waits for anything."""
+        """Ranks whose messages are read as they come, while this rank waits for anything."""
         return []
 
     # --- waiting -----------------------------------------------------------------------------------------------------
@@ -170,7 +169,7 @@ class Engine(Transport):
 
     def _rest(self, operation: Operation, deadline: float) -> None:
         with self.lock:
-            self._asleep = not operation.finished   # from here on whoever starts or finishes a transfer calls _wake()
+            self._asleep = not operation.finished   # from here on, starting or finishing a transfer calls _wake()
         if self._asleep:
             self._sleep(max(0.0, deadline - time.monotonic()))
             self._asleep = False
@@ -183,10 +182,9 @@ class Engine(Transport):
                 self._followers -= 1
 
     def explained(self, error: Exception, what: str) -> Exception:
-        """`error`, or, if it says that a peer is lost, what the job's monitor then says of it to abort().
+        """The error to raise: for a lost peer the one that the monitor gave to abort(), with this rank's call.
 
-        A connection ends a moment before the monitor tells everybody who died, in which process, and how; or that who
-        closed it has ended well, and this rank waits in vain. A lost peer's error names this rank's call.
+        A connection ends a moment before the monitor tells which rank ended, and how.
         """
         if not isinstance(error, PeerLostError):
             return error
@@ -206,13 +204,13 @@ class Engine(Transport):
         self._unfinished += 1
 
     def attend(self) -> None:
-        """A transfer was begun that could not be finished at once: see that somebody moves it."""
+        """A transfer was begun and could not be finished at once: a thread must move it."""
         self._started += 1
         if not self._helper_awake:
             self._call_helper()
 
     def finish(self, operation: Operation, error: Exception | None = None) -> None:
-        """Mark a begun transfer complete, or failed with `error`; who follows looks again."""
+        """Mark a begun transfer complete, or failed with `error`; the followers look again."""
         operation.error = error
         operation.finished = True
         self._unfinished -= 1
@@ -235,7 +233,7 @@ class Engine(Transport):
             self._helper_call.set()
 
     def _help(self) -> None:
-        """Take passes while nobody leads; asleep when there is nothing to move, at no cost."""
+        """Take passes while no thread leads; sleep while there is nothing to move."""
         pause, quiet, started, led = _SLOW, 0, -1, -1
         while not self._closing:
             self._helper_call.wait(pause)
@@ -270,12 +268,12 @@ class Engine(Transport):
     def abort(self, error: CommError) -> None:
         self.error = self.error or error
         self._aborted.set()
-        self._wake()  # the leader raises, and wakes who follows as it steps down
+        self._wake()  # the leader raises, and wakes the followers as it steps down
         for end in self.waits.ends:
             end(error)
 
     def stop(self) -> None:
-        """End the helper, and whoever still waits, with a CommError; afterwards no thread is at work here."""
+        """End the helper, and every wait, with a CommError; afterwards no thread is at work here."""
         self._closing = True
         self.abort(CommError(f"rank {self.world_rank} has closed its {self.name} transport"))
         self._helper_call.set()

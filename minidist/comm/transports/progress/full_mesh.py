@@ -1,13 +1,13 @@
-"""A connection between every two ranks: who dials whom, and who is let in.
+"""A connection between every two ranks: which side dials, and which caller is admitted.
 
     rank 0    listens ............ admits 1, 2, 3
     rank 1    dials 0, then        admits 2, 3
     rank 2    dials 0, 1, then     admits 3
     rank 3    dials 0, 1, 2
 
-Every rank listens before any address is told, so no dial is refused; a rank waits only for lower ones to answer, so
-nobody waits in a circle. Each connection goes through wire's mutual handshake on the job's token. Each caller is
-answered in a thread of its own: a stranger who says nothing, or nonsense, keeps no rank waiting.
+Every rank listens before any address is told, so no dial is refused. A rank waits only for lower ones to answer, so no
+ranks wait in a circle. Each connection goes through wire's mutual handshake on the job's token. Each caller is answered
+in a thread of its own: a stranger that sends nothing, or nonsense, delays no rank.
 """
 
 import logging
@@ -25,14 +25,14 @@ from typing import Any, Protocol
 from minidist.comm import wire
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
-_CALLERS = 64                   # strangers and ranks that are answered at a time
-_ANSWER = 10.0                  # seconds that a caller has to prove who it is
+_CALLERS = 64                   # callers that are answered at a time
+_ANSWER = 10.0                  # seconds that a caller has to prove that it belongs to the job
 
 log = logging.getLogger("minidist.comm")
 
 
 class Meeting(Protocol):
-    """What connecting needs of control's MonitorClient."""
+    """The part of MonitorClient (health/monitor_client.py) that connecting needs."""
 
     world_rank: int
 
@@ -70,7 +70,7 @@ def connect(link: Meeting, ranks: Iterable[int], listener: socket.socket, dial: 
             wire.greet(connections[rank], token, {"world_rank": world_rank}, max(0.0, deadline - time.monotonic()))
             connections[rank].settimeout(None)
         missing = {rank for rank in ranks if rank > world_rank}
-        callers = _Doorkeeper(listener, token, set(missing))
+        callers = Admission(listener, token, set(missing))
         link.on_loss(callers.tell)
         while missing:
             rank, sock = callers.next(max(0.0, deadline - time.monotonic()),
@@ -84,20 +84,20 @@ def connect(link: Meeting, ranks: Iterable[int], listener: socket.socket, dial: 
 
 
 def hang_up(connections: Mapping[int, socket.socket]) -> None:
-    """Close them all: this rank could not connect to everybody."""
+    """Close them all."""
     for sock in connections.values():
         sock.close()
 
 
-class _Doorkeeper:
-    """Answers who calls at a listener; those who prove that they are an expected rank come out of next()."""
+class Admission:
+    """Answers the callers of a listener; next() gives those that prove to be an expected rank."""
 
     def __init__(self, listener: socket.socket, token: bytes, expected: set[int]) -> None:
         self.listener, self.token, self.expected = listener, token, expected
         self.news: queue.SimpleQueue[tuple[int, socket.socket] | PeerLostError] = queue.SimpleQueue()
         self.lock, self.seats = threading.Lock(), threading.BoundedSemaphore(_CALLERS)
         if expected:
-            threading.Thread(target=self.open, name="mesh doorkeeper", daemon=True).start()
+            threading.Thread(target=self.open, name="admission", daemon=True).start()
 
     def next(self, seconds: float, late: str) -> tuple[int, socket.socket]:
         """The next rank admitted, and its connection. Raises TimeoutError saying `late` after `seconds`."""
@@ -110,18 +110,18 @@ class _Doorkeeper:
         return news
 
     def tell(self, error: PeerLostError) -> None:
-        """A rank was lost: who waits in next() hears of it."""
+        """A rank was lost: next() raises the error."""
         self.news.put(error)
 
     def open(self) -> None:
-        """Take calls until the listener is shut down or everybody is here."""
+        """Take calls until the listener is shut down or all expected ranks are here."""
         while self.expected:
             self.seats.acquire()
             try:
                 sock, _ = self.listener.accept()
             except OSError:  # shut down
                 return
-            threading.Thread(target=self.answer, args=(sock,), name="mesh admission", daemon=True).start()
+            threading.Thread(target=self.answer, args=(sock,), name="answering a caller", daemon=True).start()
 
     def answer(self, sock: socket.socket) -> None:
         """Admit one caller, or log why not."""
@@ -199,7 +199,7 @@ def listening(*listeners: socket.socket) -> Iterator[None]:
 def _close(listener: socket.socket) -> None:
     address = listener.getsockname()
     with suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)  # wakes the doorkeeper; close alone would not
+        listener.shutdown(socket.SHUT_RDWR)  # wakes accept(); close alone would not
     listener.close()
     if isinstance(address, str) and address:  # listen_unix made a file, in a folder of its own
         Path(address).unlink()

@@ -25,9 +25,9 @@ class ByteLink(ABC):
 
     @abstractmethod
     def piece(self, most: int, itemsize: int) -> np.ndarray:
-        """Whole items that are there, in one stretch of at most `most` bytes, perhaps none; not consumed.
+        """Whole items that are there, as uint8, aligned: at most `most` bytes, perhaps none; not consumed.
 
-        As uint8, aligned for their type, and perhaps the very memory that the peer wrote to.
+        They may lie in memory that the peer wrote to.
         """
 
     @abstractmethod
@@ -44,11 +44,11 @@ class ByteLink(ABC):
 
 
 class PolledLink(ByteLink):
-    """A link of which the kernel has news: poll_loop.py sleeps on it."""
+    """A link that the kernel can watch: poll_loop.py sleeps on it."""
 
     @abstractmethod
     def fileno(self) -> int:
-        """What to poll for news of this link."""
+        """The file to poll."""
 
     @abstractmethod
     def arm(self, reading: bool, writing: bool) -> int:

@@ -38,13 +38,13 @@ class Receive(Operation):
 class Frame:
     """A message on its way in: copied or reduced into an array, buffered, or dropped."""
 
-    receive: Receive | None = None              # None while nobody has asked for it
+    receive: Receive | None = None              # None until a receive asks for it
     filled = 0                                  # bytes of payload that have come
-    buffer: np.ndarray | None = None            # holds them while nobody has asked for them
-    settled = False                             # it is complete, and the leader has seen to its receive
-    failure: Exception | None = None            # what `accept` or `reduce` raised; the rest is dropped
-    _octets: np.ndarray | None = None           # what is filled, as uint8
-    _total: np.ndarray | None = None            # what is reduced into
+    buffer: np.ndarray | None = None            # holds them until then
+    settled = False                             # it is complete, and the leader has finished its receive
+    failure: Exception | None = None            # the error of `accept` or `reduce`; the rest is dropped
+    _into: np.ndarray | None = None             # the array to fill, as uint8
+    _total: np.ndarray | None = None            # the array to reduce into
 
     def __init__(self, header: frames.Header) -> None:
         self.header, self.nbytes = header, header.nbytes
@@ -54,18 +54,19 @@ class Frame:
         return self.filled == self.nbytes
 
     def keep(self) -> None:
-        """Nobody has asked for this message yet: buffer its payload."""
-        self.buffer = self._octets = np.empty(self.nbytes, np.uint8)
+        """No receive asks for this message yet: buffer its payload."""
+        self.buffer = self._into = np.empty(self.nbytes, np.uint8)
 
     def open(self, receive: Receive) -> None:
-        """Have `receive` say where the payload goes: the bytes to come, or those buffered already."""
+        """The receive of this message is known: it says where the payload goes, buffered or still to come."""
         self.receive = receive
         try:
             target = self._target_of(receive)
             if self.buffer is not None:
-                self._empty_buffer(self.buffer.view(target.dtype), target, receive.reduce)
+                values = self.buffer.view(target.dtype)
+                receive.reduce(target, 0, values) if receive.reduce else np.copyto(target, values)
             elif receive.reduce is None:
-                self._octets = target.view(np.uint8)
+                self._into = target.view(np.uint8)
             else:
                 self._total = target
         except Exception as error:  # the receive raises it
@@ -76,8 +77,8 @@ class Frame:
         left = self.nbytes - self.filled
         if not left:
             return 0
-        if self._octets is not None:
-            moved = link.read_into(self._octets[self.filled:] if self.filled else self._octets)
+        if self._into is not None:
+            moved = link.read_into(self._into[self.filled:] if self.filled else self._into)
         else:
             piece = link.piece(left, 1 if self._total is None else self._total.itemsize)
             moved = len(piece)
@@ -95,12 +96,6 @@ class Frame:
         if receive.reduce is None and not target.flags.writeable:
             raise CommError(f"{receive} was to fill an array that is read-only")
         return target
-
-    def _empty_buffer(self, values: np.ndarray, target: np.ndarray, reduce: Reduce | None) -> None:
-        if reduce is None:
-            target[...] = values
-        else:
-            reduce(target, 0, values)
 
     def _reduce(self, piece: np.ndarray) -> None:
         """Combine a piece where it lies; without a total, drop it."""

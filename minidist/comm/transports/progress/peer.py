@@ -1,4 +1,4 @@
-"""What a rank knows of one other: the link to it, and the messages on their way there and back."""
+"""One peer of a rank: the link to it, and the messages on their way there and back."""
 
 from collections import deque
 from typing import TypeVar
@@ -28,18 +28,18 @@ class ByTag(dict[Tag, "deque[Item]"]):
 
 
 class Peer:
-    """One peer's link, and the messages to and from it. Guarded by the engine's lock, but for `frame`: the leader's."""
+    """The link, and the messages each way. The engine's lock guards them, except `frame`, which is the leader's."""
 
     def __init__(self, rank: int, link: ByteLink) -> None:
         self.rank, self.link = rank, link
         self.outgoing: deque[Send] = deque()
-        self.sent = self.taken = 0                  # messages begun to be sent, and messages taken whole
+        self.sent = self.taken = 0                  # messages begun, and messages taken whole
         self.posted: ByTag[Receive] = ByTag()
         self.unexpected: ByTag[Frame] = ByTag()
         self.unexpected_bytes = 0
         self.receives: set[Receive] = set()         # asked for and not finished
         self.frame: Frame | None = None             # whose payload is being read
-        self.awaited = 0                            # waits for it that no message ends: see exchange_board.py
+        self.awaited = 0                            # waits for it at a board (shm/exchange_board.py)
         self.deaf: str | None = None                # why nothing more can be sent to it
         self.mute: str | None = None                # why nothing more will come from it
 

@@ -1,6 +1,6 @@
-"""How a leader sleeps whose links the kernel can watch: until poll() has news of one, or a bell is rung.
+"""How a leader sleeps on links that the kernel can watch: until poll() reports one of them, or the bell.
 
-    leader   arms every link it waits for, one look more, poll(links, bell) ............ disarms them, takes a pass
+    leader   arms every link it waits for, looks once more, poll(links, bell) .......... disarms them, takes a pass
     others   start or finish a transfer, or abort: one byte into the bell ........^
 """
 
@@ -15,7 +15,7 @@ from minidist.comm.transports.progress.stream import StreamTransport
 
 
 class PolledTransport(StreamTransport):
-    """A StreamTransport over PolledLinks: transport.py, transport.py."""
+    """A StreamTransport over PolledLinks: tcp and shm."""
 
     def __init__(self, name: str, world_rank: int, limit: float, links: Mapping[int, PolledLink], spins: int) -> None:
         super().__init__(name, world_rank, limit, links, spins)
@@ -49,5 +49,5 @@ class PolledTransport(StreamTransport):
             link.disarm(reported.get(fileno, 0))
 
     def _wake(self) -> None:
-        with suppress(OSError):  # full: it is ringing already; closed: there is nobody to wake
+        with suppress(OSError):  # full: it rings already; closed: no thread is left to wake
             self._ringer.send(b"!")

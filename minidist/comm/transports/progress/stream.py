@@ -1,17 +1,17 @@
-"""Messages over byte streams: what transport.py, transport.py and transport.py share.
+"""Messages over byte streams: what tcp, shm and mpi share.
 
 A ByteLink moves bytes to and from one peer, in order, and never blocks. Here messages become frames on it, and frames
-find the receive they belong to:
+are matched with receives:
 
     start_send --> outgoing --+                                    +--> posted[tag]      a receive waits: to its array,
-                              |  header|payload|header|payload ... |                     or reduced there by pieces
+                              |  header|payload|header|payload ... |                     or reduced there in pieces
                               +--------------> link ---------------+
-                                                                   +--> unexpected[tag]  nobody asked for it: buffered
+                                                                   +--> unexpected[tag]  no receive yet: buffered
 
-A header is read only while this rank waits for something from that peer. So a message that comes early stays in the
-link (in the kernel's buffers, in the ring), and a sender that is far ahead is held back; only a message that stands in
-front of one that is asked for is buffered, within UNEXPECTED_LIMIT. How the leader sleeps is left to poll_loop.py and
-transport.py.
+A header is read only while this rank waits for a message of that peer. So a message that comes early stays in the link
+(in the kernel's buffers, in the ring), and a sender that is far ahead is held back. A message is buffered only if it
+stands before one that a receive asks for, within UNEXPECTED_LIMIT. poll_loop.py and mpi/transport.py say how the leader
+sleeps.
 """
 
 import threading
@@ -28,9 +28,9 @@ from minidist.comm.transports.progress.message import Frame, Receive, Send
 from minidist.comm.transports.progress.peer import Peer
 from minidist.errors import CommError, PeerLostError
 
-UNEXPECTED_LIMIT = 256 << 20    # bytes of messages from one peer that may wait here unasked for
+UNEXPECTED_LIMIT = 256 << 20    # most bytes of buffered messages from one peer
 _NOTHING = np.empty(0, np.uint8)
-_LAST_WORDS = 0.5               # seconds to wait for a lost peer's messages; if its link ends, that ends the wait
+_LAST_WORDS = 0.5               # seconds to wait for a lost peer's messages, unless its link ends before
 
 
 class StreamTransport(Engine):
@@ -39,7 +39,7 @@ class StreamTransport(Engine):
     def __init__(self, name: str, world_rank: int, limit: float, links: Mapping[int, ByteLink], spins: int) -> None:
         super().__init__(name, world_rank, len(links) + 1, limit, spins)
         self._peers = {rank: Peer(rank, link) for rank, link in links.items()}
-        self._active: dict[int, Peer] = {}         # where something was started since the leader last slept, or waits
+        self._active: dict[int, Peer] = {}         # peers with a transfer that is new or unfinished
 
     # --- starting ----------------------------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class StreamTransport(Engine):
             early = source.unexpected.take(tag)
             if early is not None:
                 source.unexpected_bytes -= early.header.nbytes
-                early.receive = receive  # unless the frame is settled, the leader will deliver it
+                early.receive = receive  # the leader delivers it, unless the frame is settled
             elif source.mute is not None:
                 self._end(source, receive, self._lost(source, source.mute))
             else:
@@ -97,7 +97,7 @@ class StreamTransport(Engine):
         return peer
 
     def _attend(self, peer: Peer) -> None:
-        """Have the leader, or the helper, look after `peer`. Under the lock."""
+        """Have the leader, or the helper, serve this peer. Under the lock."""
         self._active[peer.rank] = peer
         self.attend()
         if self._asleep:
@@ -124,7 +124,7 @@ class StreamTransport(Engine):
         return moved
 
     def _push(self, peer: Peer) -> bool:
-        """Give the link what it takes of the first message in the queue; whether it took any. Under the lock."""
+        """Write the first message of the queue as far as the link takes it; whether it took any. Under the lock."""
         send = peer.outgoing[0]
         begun = send.sent - len(send.prefix)
         try:
@@ -144,7 +144,7 @@ class StreamTransport(Engine):
         return taken > 0
 
     def _pull(self, peer: Peer) -> bool:
-        """Take what the link has of the message at its front; whether there was any. Only the leader reads links."""
+        """Read what the link has of the message at its front; whether there was any. Only the leader reads links."""
         try:
             fresh = peer.frame is None
             frame = peer.frame or self._next_frame(peer)
@@ -184,7 +184,7 @@ class StreamTransport(Engine):
         return frame
 
     def _keep(self, peer: Peer, frame: Frame) -> None:
-        """Buffer a message that nobody has asked for, because one behind it is asked for. Under the lock."""
+        """Buffer a message without a receive, because a receive asks for one behind it. Under the lock."""
         tag, nbytes = frame.header.tag, frame.header.nbytes
         if peer.unexpected_bytes + nbytes > UNEXPECTED_LIMIT:
             raise CommError(f"a message of {nbytes} bytes (tag {tag.group:x}/{tag.sequence}) that no receive asks for "
@@ -246,7 +246,7 @@ class StreamTransport(Engine):
         self._await_last_words(self._peer(error.world_rank))
 
     def _await_last_words(self, peer: Peer) -> None:
-        """`peer` is lost: what it had sent is still read; who waits for more is told when no more has come."""
+        """`peer` is lost: messages that it had sent are still read; receives that wait for more then fail."""
         def give_up() -> None:
             if peer.mute is None and peer.receives:
                 self._lose(peer, str(self.lost[peer.rank]))
@@ -258,7 +258,7 @@ class StreamTransport(Engine):
     # --- ending ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Say goodbye and release the links. A send that nobody waited for may be cut off."""
+        """Say goodbye and release the links. A send that was not waited for may be cut off."""
         if self._closing:
             return
         self.stop()

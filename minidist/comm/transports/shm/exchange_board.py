@@ -1,25 +1,24 @@
-"""A board: memory in which every rank of a group shows what it has, and all the others look at it there.
+"""A board: memory in which every rank of a group shows arrays to all the others.
 
     rank 0's part    posted | asleep | headers of turns 0, 1 | bytes      only rank 0 writes here
     rank 1's part    posted | asleep | headers of turns 0, 1 | bytes      only rank 1 writes here
     ...
 
 One `show` is all there is: a rank copies its arrays into its part, moves `posted`, waits until the others have posted
-as often, and looks at their bytes where they lie. So what a message would carry to P-1 ranks is written once, and
-nobody waits for one rank after the other.
+as often, and reads their bytes where they lie. So bytes for P-1 ranks are written once, and all ranks wait for each
+other at once instead of one after the other.
 
-Parts have two turns, used alternately; a header says where the turn's bytes lie (write_placement.py). What was shown
-may be read until the reader's next `show`: a rank overwrites a turn only at its second `show` after, and before that it
-saw everybody post the first.
+Parts have two turns, used alternately. The bytes of a `show` may be read until the reader's next one: a rank overwrites
+a turn only at its second `show` after, and before that all others have posted the first.
 
-Long arrays need not be copied here, where the ranks may read each other's memory: a rank lends them, that is, shows
-where they lie, the others read() them there, and all meet once more before anybody's may change.
+Where the ranks may read each other's memory, long arrays need not be copied: a rank lends them. It shows their address,
+the others read() them there, and all meet once more before the lender may change them.
 
-A rank closes its board when it needs it no more, and the others may still be looking at what it showed last. So its
-part serves another board only after they have closed theirs: each part counts how often its rank has.
+A rank closes its board while others may still read its last bytes. So its part serves another board only after they
+have closed theirs too: each part counts how often its rank has.
 
-The fences are those of ring_buffer.py, for the same reasons: bytes before `posted`; `posted` before `asleep`, and
-`asleep` before the look at `posted`, so that whichever comes second sees the other, and no wake-up is lost.
+The fences have the reasons of ring_buffer.py: bytes before `posted`; `posted` before `asleep`, and `asleep` before the
+look at `posted`, so that the later one sees the other, and no wake-up is lost.
 """
 
 import struct
@@ -28,22 +27,22 @@ from typing import Protocol
 
 import numpy as np
 
-from minidist.comm.transport import META_LIMIT, Board, Tag
+from minidist.comm.transport import META_LIMIT, SHOWN_BYTES, Board, Tag
 from minidist.comm.transports.progress.engine import Engine, Operation, yield_core
 from minidist.comm.transports.shm import process_vm_read
 from minidist.comm.transports.shm.ring_buffer import LINE, Fence
-from minidist.comm.transports.shm.write_placement import FAR_BYTES, NEAR_BYTES, TURNS, Writer
 
 _PAGE = 4096
-_HEADER = struct.Struct("3Q")   # the length of meta, where the bytes begin, how many they are
+TURNS = 2
+_HEADER = struct.Struct("2Q")   # how many bytes of meta, and of arrays
 _HEADER_BYTES = 2 * _PAGE   # these words, and meta
 _BYTES = _PAGE + TURNS * _HEADER_BYTES      # where those of all turns begin in a part
-PART_BYTES = _BYTES + NEAR_BYTES + FAR_BYTES
+PART_BYTES = _BYTES + TURNS * SHOWN_BYTES
 
 _POSTED, _ASLEEP, _CLOSED = 0, LINE // 8, 2 * LINE // 8
 
 
-class Part:
+class BoardPart:
     """One rank's part of a board, seen by that rank or by another."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -51,8 +50,7 @@ class Part:
         starts = [_PAGE + turn * _HEADER_BYTES for turn in range(TURNS)]
         self._headers = [memory[start:start + LINE] for start in starts]
         self._metas = [memory[start + LINE:start + LINE + META_LIMIT] for start in starts]
-        self._octets = np.frombuffer(memory[_BYTES:PART_BYTES], np.uint8)
-        self._writer = Writer(self._octets)
+        self._shown = np.frombuffer(memory[_BYTES:PART_BYTES], np.uint8).reshape(TURNS, SHOWN_BYTES)
 
     def clear(self) -> None:
         """Begin anew: nothing was posted."""
@@ -63,25 +61,24 @@ class Part:
         """How often its rank has closed a board here."""
         return self.words[_CLOSED]
 
-    @property
-    def bytes_used(self) -> int:
-        """Of the memory here, what was written to or soon may be."""
-        return PART_BYTES - FAR_BYTES + self._writer.reached
-
     def close(self) -> None:
-        """Its rank looks at nobody's part of this board any more."""
+        """Its rank reads no part of this board any more."""
         self.words[_CLOSED] += 1
 
     def write(self, turn: int, meta: bytes, arrays: Sequence[np.ndarray]) -> None:
         """Put arrays here, one after the other."""
         if meta:
             self._metas[turn][:len(meta)] = meta
-        _HEADER.pack_into(self._headers[turn], 0, len(meta), *self._writer.write(turn, arrays))
+        stop = 0
+        for array in arrays:
+            start, stop = stop, stop + array.nbytes
+            np.positive(array.view(np.uint8), out=self._shown[turn, start:stop])    # a copy: see ring_buffer.copy
+        _HEADER.pack_into(self._headers[turn], 0, len(meta), stop)
 
     def read(self, turn: int) -> tuple[bytes, np.ndarray]:
         """Meta, and the bytes where they lie."""
-        told, start, length = _HEADER.unpack_from(self._headers[turn])
-        return self._metas[turn][:told].tobytes(), self._octets[start:start + length]
+        meta_length, length = _HEADER.unpack_from(self._headers[turn])
+        return self._metas[turn][:meta_length].tobytes(), self._shown[turn, :length]
 
 
 class BoardKeeper(Protocol):
@@ -99,7 +96,7 @@ class BoardKeeper(Protocol):
     def read(self, rank: int, address: int, target: np.ndarray) -> None:
         """Fill `target` (uint8) with the bytes at `address` of another rank's memory."""
 
-    def close_board(self, board: "SharedBoard", others: list[tuple[Part, int]]) -> None:
+    def close_board(self, board: "SharedBoard", others: list[tuple[BoardPart, int]]) -> None:
         """The board is closed; `others`: the parts of the others, and how often boards there were closed before."""
 
 
@@ -110,7 +107,7 @@ class SharedBoard(Board):
           lends: whether the ranks may read each other's memory.
     """
 
-    def __init__(self, transport: BoardKeeper, world_ranks: Sequence[int], parts: Sequence[Part], *,
+    def __init__(self, transport: BoardKeeper, world_ranks: Sequence[int], parts: Sequence[BoardPart], *,
                  closed: Sequence[int], lends: bool = False) -> None:
         self._transport, self._world_ranks, self._parts = transport, tuple(world_ranks), list(parts)
         self._closed, self.lends = list(closed), lends
@@ -135,11 +132,6 @@ class SharedBoard(Board):
         fence()  # their `posted` before the bytes
         return [part.read(turn) for part in self._parts]
 
-    @property
-    def bytes_used(self) -> int:
-        """Of this rank's part."""
-        return self._own.bytes_used
-
     def lendable(self, array: np.ndarray) -> bool:
         return self.lends and process_vm_read.readable(array)
 
@@ -148,7 +140,7 @@ class SharedBoard(Board):
 
     def close(self) -> None:
         if self._parts:
-            self._fence()  # the looks at theirs before `closed`
+            self._fence()  # our reads before `closed`
             self._own.close()
             self._transport.close_board(self, [pair for pair in zip(self._parts, self._closed, strict=True)
                                                if pair[0] is not self._own])
@@ -156,7 +148,7 @@ class SharedBoard(Board):
             self._parts, self._others = [], []  # the memory goes when nothing points into it
 
     def missing(self) -> list[int]:
-        """World ranks that have not posted what this rank did last."""
+        """World ranks that have not posted as often as this rank."""
         return [rank for rank, words in self._others if words[_POSTED] < self._shown]
 
     def sleeps(self, asleep: bool) -> None:
@@ -165,14 +157,14 @@ class SharedBoard(Board):
         self._fence()  # our `asleep` before the look at their `posted`
 
     def _wake(self) -> None:
-        """Who comes last wakes those who fell asleep."""
+        """The last rank to arrive wakes the sleepers."""
         for rank, words in self._others:
             if words[_ASLEEP]:
                 words[_ASLEEP] = 0
                 self._transport.ring(rank)
 
     def _wait(self) -> None:
-        """Look a while, as a leader of the engine does, then wait in the engine."""
+        """Spin, as a leader of the engine does, then wait in the engine."""
         for _ in range(self._transport.spins):
             yield_core()
             if not self.missing():
@@ -180,7 +172,7 @@ class SharedBoard(Board):
         self._transport.await_board(self)
 
 
-class Turn(Operation):
+class BoardWait(Operation):
     """A wait for the others to post."""
 
     def __init__(self, transport: Engine, board: SharedBoard, peer: int) -> None:

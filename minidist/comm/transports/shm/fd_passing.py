@@ -1,11 +1,11 @@
-"""What ranks of one host hand each other when they have connected: memory for rings and boards, and leave to read.
+"""The memory that ranks of one host give each other when they have connected, as open files.
 
-    every two   the lower rank makes the memory of their two rings
-    everybody   its arena, in which it alone places boards; and where in its memory a trial lies (process_vm_read.py)
-    then        each says whether it could read the trials of all others
+    every two ranks   the lower one makes the memory of their two rings
+    every rank        its arena, in which it alone places boards; and the address of a trial (process_vm_read.py)
+    then              each says whether it could read the trials of all others
 
-The memory has no name: it is a file without a directory entry, handed over through the connected socket. So nothing of
-it can be left behind, and no other user can open it.
+The memory has no name: it is a file without a directory entry, passed through the connected socket. So nothing of it
+can be left behind, and no other user can open it.
 """
 
 import mmap
@@ -23,11 +23,11 @@ from minidist.errors import CommError
 _YES, _NO = b"y", b"n"
 
 
-class Handed(NamedTuple):
-    """What one rank has then.
+class SharedFiles(NamedTuple):
+    """The memory that one rank has then.
 
     Attributes: rings      the memory shared with each other rank, by world rank
-                arenas     every rank's, this one's among them
+                arenas     every rank's, this one's included
                 processes  of every rank; None unless each of them may read the memory of all others
     """
 
@@ -37,7 +37,7 @@ class Handed(NamedTuple):
 
 
 def hand_over(world_rank: int, connections: Mapping[int, socket.socket], ring_bytes: int, arena_bytes: int,
-              limit: float) -> Handed:
+              limit: float) -> SharedFiles:
     """Give and take with every rank connected; the sockets are in blocking mode then.
 
     Raises: CommError naming a rank that ended meanwhile.
@@ -64,12 +64,12 @@ def hand_over(world_rank: int, connections: Mapping[int, socket.socket], ring_by
             arenas[rank] = _map(files[0], arena_bytes)
             if rank < world_rank:
                 rings[rank] = _map(files[1], ring_bytes)
-    return Handed(rings, arenas, _agreed(world_rank, connections, processes))
+    return SharedFiles(rings, arenas, _agreed(world_rank, connections, processes))
 
 
 def _agreed(world_rank: int, connections: Mapping[int, socket.socket], processes: Mapping[int, int | None],
             ) -> dict[int, int] | None:
-    """The processes, if every rank has those of all; which everybody then knows."""
+    """The processes, if every rank can read those of all; all ranks get the same answer."""
     readable = {rank: process for rank, process in processes.items() if process is not None}
     for sock in connections.values():
         sock.sendall(_YES if len(readable) == len(processes) else _NO)
@@ -81,7 +81,7 @@ def _agreed(world_rank: int, connections: Mapping[int, socket.socket], processes
 
 
 def nameless_file(nbytes: int) -> int:
-    """A file of zeros in memory (a temporary one, where the system has none such), which no directory lists."""
+    """A file of zeros in memory (a temporary one on systems without), which no directory lists."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("minidist")
     else:
@@ -92,7 +92,7 @@ def nameless_file(nbytes: int) -> int:
 
 
 def _opened(files: ExitStack, file: int) -> int:
-    """A file that is closed with `files`: what is mapped of it stays."""
+    """A file that is closed with `files`; its mappings stay."""
     files.callback(os.close, file)
     return file
 

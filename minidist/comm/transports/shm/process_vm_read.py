@@ -1,14 +1,14 @@
-"""Reading what another process of this host has in its memory: one copy, made by the kernel, with nothing between.
+"""Reading the memory of another process of this host: one copy, made by the kernel.
 
     rank 1's array ----- process_vm_readv(process of rank 1, address, nbytes) -----> rank 0's array
 
-Linux calls it cross-memory attach, and allows it to those it would let debug the other process: of the same user, and
-where nothing hardens the system against it (Yama, or what a container forbids). So ranks try it when they meet: each
-tells the others where in its memory some random bytes lie, and reads theirs. What comes must be the bytes that were
-told: containers may number processes apart, and then a number would lead to a stranger.
+Linux calls it cross-memory attach, and allows it to processes that may debug the other one: of the same user, unless
+Yama or a container forbids it. So ranks try it when they meet: each tells the others where in its memory some random
+bytes lie, and reads theirs. They must be equal: containers may number processes differently, and then the same number
+is another process.
 
-Yama (kernel.yama.ptrace_scope = 1) lets a process be read by its ancestors only, unless it names others. It can name
-one process, or all of its user. A rank has many readers, so it names all: that is how things are without Yama.
+Yama (kernel.yama.ptrace_scope = 1) lets only ancestors read a process, unless it names others. It can name one process,
+or all of its user. A rank has many readers, so it names all, as without Yama.
 """
 
 import ctypes
@@ -56,7 +56,7 @@ def read(process: int, address: int, target: np.ndarray) -> None:
 
 
 def readable(array: np.ndarray) -> bool:
-    """Whether others can read this array, as far as the memory goes: what a device's driver maps, they cannot."""
+    """Whether others can read this array; memory that a device's driver has mapped, they cannot."""
     try:
         read(os.getpid(), address_of(array), np.empty(min(1, array.nbytes), np.uint8))
     except OSError:
@@ -67,12 +67,12 @@ def readable(array: np.ndarray) -> bool:
 class Exhibit:
     """Random bytes in this process's memory, as long as this object lives, for others to read.
 
-    Attributes: told    what they must know to find them: EXHIBIT_BYTES bytes
+    Attributes: told    where they are, in EXHIBIT_BYTES bytes
     """
 
     def __init__(self) -> None:
-        self._octets = np.frombuffer(secrets.token_bytes(16), np.uint8)
-        self.told = _EXHIBIT.pack(os.getpid(), address_of(self._octets), self._octets.tobytes())
+        self._bytes = np.frombuffer(secrets.token_bytes(16), np.uint8)
+        self.told = _EXHIBIT.pack(os.getpid(), address_of(self._bytes), self._bytes.tobytes())
         _let_in()
 
 
@@ -86,7 +86,7 @@ def process_of(told: bytes) -> int | None:
 
 
 def _let_in() -> None:
-    """Where Yama keeps processes of one user apart, say that this one may be read."""
+    """Where Yama keeps processes of one user apart, allow all of them to read this one."""
     try:
         restricted = _YAMA.read_text().strip() == "1"
     except OSError:     # there is no Yama

@@ -9,16 +9,15 @@
 The writer copies bytes in, then moves `head`; the reader copies them out, or adds them to an array where they lie, then
 moves `tail`. A side moves only what the other's word says is there.
 
-The ring is larger than it would have to be, for the sake of the caches. To write to a cache line that the reader's core
-still holds, the writer must first take it away from there, and waits for that: a ring of half a megabyte takes 55 us
-where one of two or more takes 15 (512 KiB written, measured on an AMD EPYC). The reader's second-level cache forgets a
-megabyte or two; by the time the writer comes round again the lines are nobody's.
+The ring is larger than a core's second-level cache. To write a cache line that the reader's core still holds, the
+writer waits until it is taken away there: 512 KiB take 55 µs in a ring of half a megabyte, and 15 in one of two or more
+(AMD EPYC). In a larger ring the reader's cache has dropped a line before the writer comes round again.
 
-Order matters twice, and a processor keeps it only if told (ARM reorders stores; x86 reads ahead of its own stores):
+Order matters twice, and a processor keeps it only at a fence (ARM reorders stores; x86 reads ahead of its own stores):
 
     bytes before head     else the reader takes bytes that are not there yet
     head before reader    the writer moves `head`, then looks whether the reader sleeps; the reader says that it sleeps,
-                          then looks at `head` once more. Whichever comes second sees the other: no wake-up is lost.
+                          then looks at `head` once more. The later one sees the other: no wake-up is lost.
 
 Python has no fence, but to release a lock and take it again is one: nothing before the release may come after it,
 nothing after the acquire may come before it, and the two keep their order (ARMv8; on x86 each is a fence by itself).
@@ -31,8 +30,8 @@ import numpy as np
 from minidist.comm.calls.buffers import address_of
 
 CAPACITY = 4 << 20          # bytes of a ring: more than a core's second-level cache
-PIECE_BYTES = 512 << 10     # most that is copied before it is shown to the other side, so that both work at once
-LINE = 64                   # bytes of a cache line; what is written at once begins at a multiple of it
+PIECE_BYTES = 512 << 10     # most that is copied before the other side sees it, so that both work at once
+LINE = 64                   # bytes of a cache line; each write begins at a multiple
 _PAGE = 4096
 RING_BYTES = _PAGE + CAPACITY
 
@@ -53,7 +52,7 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 class Fence:
-    """Calling it keeps what was done to memory before ahead of what is done after, for every process to see."""
+    """A call orders memory: writes and reads before it come before those after it, for every process."""
 
     def __init__(self) -> None:
         lock = threading.Lock()
@@ -66,12 +65,12 @@ class Fence:
 
 
 class _End:
-    """What both ends of a ring share: its words and its data, in memory that the other process sees too."""
+    """The part that both ends of a ring have: its words and its data, in memory that the other process sees too."""
 
     def __init__(self, memory: memoryview) -> None:
         self._words = memory[:_PAGE].cast("Q")
-        self._octets = memory[_PAGE:RING_BYTES]
-        self._data = np.frombuffer(self._octets, np.uint8)
+        self._bytes = memory[_PAGE:RING_BYTES]
+        self._data = np.frombuffer(self._bytes, np.uint8)
         self.fence = Fence()
 
 
@@ -117,9 +116,9 @@ class RingWriter(_End):
     def _put(self, prefix: bytes) -> None:
         begin = self._head % CAPACITY
         first = min(len(prefix), CAPACITY - begin)
-        self._octets[begin:begin + first] = prefix[:first]
+        self._bytes[begin:begin + first] = prefix[:first]
         if first < len(prefix):
-            self._octets[:len(prefix) - first] = prefix[first:]
+            self._bytes[:len(prefix) - first] = prefix[first:]
         self._head += len(prefix)
 
     def reader_sleeps(self) -> bool:
@@ -159,8 +158,8 @@ class RingReader(_End):
         if self._head - self._tail < count and self.unread() < count:
             return None
         begin = self._tail % CAPACITY
-        data = self._octets[begin:begin + count].tobytes()
-        return data if len(data) == count else data + self._octets[:count - len(data)].tobytes()
+        data = self._bytes[begin:begin + count].tobytes()
+        return data if len(data) == count else data + self._bytes[:count - len(data)].tobytes()
 
     def piece(self, most: int) -> np.ndarray:
         """The bytes that are there, in one stretch, where they lie; not consumed.

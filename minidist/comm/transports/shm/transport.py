@@ -27,7 +27,7 @@ from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.progress.link import PolledLink
 from minidist.comm.transports.progress.poll_loop import PolledTransport
 from minidist.comm.transports.shm import process_vm_read
-from minidist.comm.transports.shm.exchange_board import PART_BYTES, Part, SharedBoard, Turn
+from minidist.comm.transports.shm.exchange_board import PART_BYTES, BoardPart, BoardWait, SharedBoard
 from minidist.comm.transports.shm.fd_passing import hand_over
 from minidist.comm.transports.shm.link import ShmLink
 from minidist.comm.transports.shm.ring_buffer import RING_BYTES
@@ -83,8 +83,8 @@ class ShmTransport(PolledTransport):
         self._links, self._arenas, self._processes = links, arenas, processes
         self._free = list(range(BOARDS - 1, -1, -1))
         self._boards: dict[SharedBoard, int] = {}   # and their places
-        self._left: list[tuple[int, list[tuple[Part, int]]]] = []   # places of boards closed here, maybe not by others
-        self._turns: list[Turn] = []                # waits on boards
+        self._left: list[tuple[int, list[tuple[BoardPart, int]]]] = []   # places whose boards others may still read
+        self._waits: list[BoardWait] = []
 
     @property
     def inside(self) -> str:
@@ -93,10 +93,10 @@ class ShmTransport(PolledTransport):
     @property
     def shared_bytes(self) -> int:
         """A ring to each rank, and the places of the groups' boards. Pages never written take no room."""
-        return RING_BYTES * len(self._links) + sum(board.bytes_used for board in self._boards)
+        return RING_BYTES * len(self._links) + PART_BYTES * len(self._boards)
 
     def reserve_board(self) -> int:
-        """A place, and BOARDS times how often a board there was closed: so others can tell when this one is."""
+        """A place, plus BOARDS times the boards closed there before: so others can tell when this one is."""
         self._take_back()
         if not self._free:
             return -1
@@ -116,15 +116,12 @@ class ShmTransport(PolledTransport):
         self._boards[board] = own % BOARDS
         return board
 
-    def close_board(self, board: SharedBoard, others: list[tuple[Part, int]]) -> None:
-        """Its place is free again as soon as all others have closed theirs: until then they may be looking at it.
-
-        Args: others: their parts, and how often boards there were closed before this one.
-        """
+    def close_board(self, board: SharedBoard, others: list[tuple[BoardPart, int]]) -> None:
+        """Its place is free again when all others have closed theirs: until then they may read it."""
         self._left.append((self._boards.pop(board), others))
 
     def _take_back(self) -> None:
-        """Places of boards that everybody has closed are free."""
+        """The places of boards that all ranks have closed are free."""
         waiting = []
         for place, others in self._left:
             if all(part.closed > before for part, before in others):
@@ -134,7 +131,7 @@ class ShmTransport(PolledTransport):
         self._left = waiting
 
     def read(self, rank: int, address: int, target: np.ndarray) -> None:
-        """Fill `target` (uint8) with what another rank of this host has at `address`.
+        """Fill `target` (uint8) with the bytes at `address` of another rank of this host.
 
         Raises: PeerLostError if that rank is gone, what abort() was given; CommError if the system now forbids it.
         """
@@ -163,46 +160,46 @@ class ShmTransport(PolledTransport):
         self._left.clear()
         self._arenas.clear()
 
-    def _part(self, rank: int, place: int) -> Part:
-        return Part(self._arenas[rank][place * PART_BYTES:(place + 1) * PART_BYTES])
+    def _part(self, rank: int, place: int) -> BoardPart:
+        return BoardPart(self._arenas[rank][place * PART_BYTES:(place + 1) * PART_BYTES])
 
     def await_board(self, board: SharedBoard) -> None:
-        """Wait in the engine until everybody has posted."""
+        """Wait in the engine until all ranks have posted."""
         missing = board.missing()
-        turn = Turn(self, board, missing[0] if missing else self.world_rank)
+        wait = BoardWait(self, board, missing[0] if missing else self.world_rank)
         peers = [self._peers[rank] for rank in missing]
         with self.lock:
-            self.begin(turn)
-            self._turns.append(turn)
+            self.begin(wait)
+            self._waits.append(wait)
             for peer in peers:
                 peer.awaited += 1
                 self._active[peer.rank] = peer
             if self._asleep:
                 self._wake()
         try:
-            turn.wait()
+            wait.wait()
         finally:
             with self.lock:
-                self._turns.remove(turn)
+                self._waits.remove(wait)
                 for peer in peers:
                     peer.awaited -= 1
-                if not turn.finished:
-                    self.finish(turn)
+                if not wait.finished:
+                    self.finish(wait)
 
     def _pass(self) -> bool:
         moved = super()._pass()
-        for turn in list(self._turns):
-            gone = [rank for rank in turn.board.missing() if self._links[rank].ended]
-            missing = turn.board.missing()  # after the look at who is gone: it may have posted before it went
+        for wait in list(self._waits):
+            gone = [rank for rank in wait.board.missing() if self._links[rank].ended]
+            missing = wait.board.missing()  # once more: a rank may have posted before it ended
             lost = [rank for rank in gone if rank in missing]
             with self.lock:
-                if not turn.finished and (lost or not missing):
-                    self.finish(turn, self._lost(self._peers[lost[0]], "its process ended") if lost else None)
+                if not wait.finished and (lost or not missing):
+                    self.finish(wait, self._lost(self._peers[lost[0]], "its process ended") if lost else None)
                     moved = True
         return moved
 
     def _sleep(self, seconds: float) -> None:
-        boards = [turn.board for turn in list(self._turns) if not turn.finished]
+        boards = [wait.board for wait in list(self._waits) if not wait.finished]
         for board in boards:
             board.sleeps(True)
         if all(board.missing() for board in boards):

@@ -2,9 +2,9 @@
 
 A message leaves in one `sendmsg` of header and payload. On the other side
 
-    small messages    come with their header in one recv, into the stage, and are copied out of it
+    small messages    come with their header in one recv, into the buffer, and are copied out of it
     copies            are received straight into the array they are for
-    reductions        are received into the stage, at most 256 KiB at once, and added from there while it is in the
+    reductions        are received into the buffer, at most 256 KiB at once, and added from there while it is in the
                       cache; nothing of the size of the message is allocated
 
 Cost of a message: one copy into the kernel and one out of it, about 3 system calls for each 128 KiB.
@@ -21,21 +21,21 @@ from minidist.comm.transports.progress.link import PolledLink
 from minidist.device import account
 
 BUFFER_BYTES = 2 << 20      # of a socket, each way, where the system grants so much: with less the sides wait more
-STAGE_BYTES = 256 << 10     # most that is received at once for a reduction
+BUFFERED_BYTES = 256 << 10  # most that is received at once for a reduction
 READ_AHEAD = 16 << 10       # most that is received beside a header
 LOW_WATER = 256 << 10       # of a long message, a wake-up for no less: each costs as much as copying 100 KiB
 
 
 class TcpLink(PolledLink):
-    """One connected stream socket. `_stage[_start:_stop]` has been received and not consumed."""
+    """One connected stream socket. `_buffer[_start:_stop]` has been received and not consumed."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         _send_at_once(sock)
         self._sock = sock
-        self._stage: np.ndarray[Any, Any] | None = None     # made when first needed: a ring uses few links
+        self._buffer: np.ndarray[Any, Any] | None = None     # made when first needed: a ring uses few links
         self._start = self._stop = 0
-        self._low_water = self._expected = 1                # what the socket was told; bytes known to come
+        self._low_water = self._expected = 1                # as set on the socket; bytes known to come
 
     def write(self, prefix: bytes, payload: np.ndarray) -> int:
         try:
@@ -45,44 +45,44 @@ class TcpLink(PolledLink):
 
     def peek(self, count: int) -> bytes | None:
         if self._stop - self._start < count:
-            self._stage_more(READ_AHEAD, expected=1)
-        if self._stop - self._start < count or self._stage is None:
+            self._fill(READ_AHEAD, expected=1)
+        if self._stop - self._start < count or self._buffer is None:
             return None
-        return self._stage[self._start:self._start + count].tobytes()
+        return self._buffer[self._start:self._start + count].tobytes()
 
     def piece(self, most: int, itemsize: int) -> np.ndarray:
         if self._start:
             self._to_front()  # where items are aligned
-        if self._stop < min(most, STAGE_BYTES):
-            self._stage_more(most - self._stop, expected=most - self._stop)
-        assert self._stage is not None
+        if self._stop < min(most, BUFFERED_BYTES):
+            self._fill(most - self._stop, expected=most - self._stop)
+        assert self._buffer is not None
         whole = min(most, self._stop)
-        return self._stage[:whole - whole % itemsize]
+        return self._buffer[:whole - whole % itemsize]
 
     def skip(self, count: int) -> None:
         self._start += count
 
     def read_into(self, target: np.ndarray) -> int:
-        staged = min(self._stop - self._start, len(target))
-        if staged == 0 or self._stage is None:
+        buffered = min(self._stop - self._start, len(target))
+        if buffered == 0 or self._buffer is None:
             return self._receive(target, expected=len(target))
-        target[:staged] = self._stage[self._start:self._start + staged]
-        self._start += staged
-        return staged
+        target[:buffered] = self._buffer[self._start:self._start + buffered]
+        self._start += buffered
+        return buffered
 
     def _to_front(self) -> None:
         left = self._stop - self._start
-        if left and self._stage is not None:
-            self._stage[:left] = self._stage[self._start:self._stop]
+        if left and self._buffer is not None:
+            self._buffer[:left] = self._buffer[self._start:self._stop]
         self._start, self._stop = 0, left
 
-    def _stage_more(self, most: int, expected: int) -> None:
-        """Receive up to `most` bytes behind those that are staged."""
-        if self._stage is None:
-            self._stage = account.current().hold(np.empty(STAGE_BYTES, np.uint8), "communication")
-        if self._start == self._stop or self._stop + most > STAGE_BYTES:
+    def _fill(self, most: int, expected: int) -> None:
+        """Receive up to `most` bytes behind those that are buffered."""
+        if self._buffer is None:
+            self._buffer = account.current().hold(np.empty(BUFFERED_BYTES, np.uint8), "communication")
+        if self._start == self._stop or self._stop + most > BUFFERED_BYTES:
             self._to_front()
-        self._stop += self._receive(self._stage[self._stop:self._stop + most], expected)
+        self._stop += self._receive(self._buffer[self._stop:self._stop + most], expected)
 
     def _receive(self, into: np.ndarray, expected: int) -> int:
         """Bytes received, 0 if there are none now; then `expected` are known to come."""
@@ -111,7 +111,7 @@ class TcpLink(PolledLink):
 
     def close(self) -> None:
         """Read what is left: else the kernel resets the connection, and may drop the last bytes sent."""
-        scrap = np.empty(STAGE_BYTES, np.uint8)
+        scrap = np.empty(BUFFERED_BYTES, np.uint8)
         with suppress(OSError, EOFError):
             while self._receive(scrap, expected=1):
                 pass

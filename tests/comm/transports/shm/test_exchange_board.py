@@ -11,11 +11,10 @@ from linked import nobody_tells, shm_transports
 
 import minidist as md
 from minidist.comm.group import Group
-from minidist.comm.transport import Board
-from minidist.comm.transports.shm.exchange_board import _ASLEEP, _POSTED, PART_BYTES, SharedBoard
+from minidist.comm.transport import SHOWN_BYTES, Board
+from minidist.comm.transports.shm.exchange_board import _ASLEEP, _POSTED, PART_BYTES, TURNS, BoardPart, SharedBoard
 from minidist.comm.transports.shm.ring_buffer import RING_BYTES
 from minidist.comm.transports.shm.transport import BOARDS, ShmTransport
-from minidist.comm.transports.shm.write_placement import FAR_BYTES, LONG_BYTES, TRIAL
 from minidist.errors import CommError, PeerLostError, TimeoutError
 
 
@@ -50,22 +49,37 @@ def close(transports: list[ShmTransport]) -> None:
 
 
 def test_what_is_shared_is_known():
-    """A ring to each other rank, and a place a board, of whose far memory what was used; a place given back counts no
-    more."""
+    """A ring to each other rank, and a place a board; a place given back counts no more."""
     transports = shm_transports(3)
     assert [transport.shared_bytes for transport in transports] == [2 * RING_BYTES] * 3
     boards = opened(transports)
-    near = 2 * RING_BYTES + PART_BYTES - FAR_BYTES
-    assert [transport.shared_bytes for transport in transports] == [near] * 3
-    threads = [in_thread(lambda board=board: [board.show(b"", [np.ones(LONG_BYTES, np.uint8)]) for _ in TRIAL[:-1]])[0]
-               for board in boards]
-    for thread in threads:
-        thread.join()
-    assert [transport.shared_bytes for transport in transports] == [near + sum(TRIAL[:-1]) * LONG_BYTES] * 3
+    assert [transport.shared_bytes for transport in transports] == [2 * RING_BYTES + PART_BYTES] * 3
     for board in boards:
         board.close()
     assert transports[0].shared_bytes == 2 * RING_BYTES
     close(transports)
+
+
+@pytest.mark.parametrize("lengths", [[0], [1, 0, 63], [4096, 4097], [3, 2 * 65536 + 5, 0, 4099, 64],
+                                     [SHOWN_BYTES - 1, 1]])
+def test_the_bytes_are_those_of_the_sources_and_those_shown_before_stay(lengths: list[int]):
+    rng, part = np.random.default_rng(0), BoardPart(memoryview(bytearray(PART_BYTES)))
+    before, last = np.empty(0, np.uint8), np.empty(0, np.uint8)
+    for number in range(4):
+        arrays = [rng.integers(0, 255, length, np.uint8) for length in lengths]
+        part.write(number % TURNS, b"meta", arrays)
+        meta, shown = part.read(number % TURNS)
+        assert meta == b"meta"
+        np.testing.assert_array_equal(shown, np.concatenate(arrays))
+        np.testing.assert_array_equal(last, before)
+        before, last = np.concatenate(arrays), shown
+
+
+def test_other_dtypes_are_shown_byte_for_byte():
+    values = np.array([np.nan, -0.0, 1e300] * 65536)[:SHOWN_BYTES // 8]
+    part = BoardPart(memoryview(bytearray(PART_BYTES)))
+    part.write(1, b"", [values[:5], values[5:]])
+    assert part.read(1)[1].tobytes() == values.tobytes()
 
 
 def test_ranks_that_come_late_wake_those_who_sleep():
