@@ -172,7 +172,7 @@ class Hybrid(Strategy):
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
-        """One step on the *global* batch; with a pipeline each pass in microbatches. Args, Returns: as Strategy.step."""
+        """One step on the *global* batch; in a pipeline each pass has microbatches. Args, Returns: as Strategy.step."""
         self.data.begin_step()
         share = 0.0
         for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
