@@ -66,7 +66,7 @@ from minidist.errors import CommError, ConfigError, PeerLostError
 from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.data.buckets import cut, make_buckets
-from minidist.parallel.step.flat import Flat, empty_like
+from minidist.parallel.step.flat import Flat, empty_like, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Part, clip_and_update, micro_parts, rows_of, zero_unused
@@ -108,7 +108,7 @@ OutputLoss = Callable[[Tensor, Array, int], Tensor]
 """`loss(outputs, targets, divisor)`: the sum of the losses over `divisor`, one number."""
 
 
-def plain_forward(replica: Module, inputs: Array, first: int) -> Tensor:
+def call_replica(replica: Module, inputs: Array, first: int) -> Tensor:
     """The model called with its inputs."""
     return replica(inputs)
 
@@ -167,16 +167,13 @@ class DataParallel(Strategy):
     Raises:  ConfigError if there is no replica, or nothing to train.
     """
 
-    def __init__(self, model: Module, replicas: int, *, forward: Forward = plain_forward,
+    def __init__(self, model: Module, replicas: int, *, forward: Forward = call_replica,
                  loss: OutputLoss = cross_entropy, recorders: Sequence[Recorder] = (), limit: float = 60.0) -> None:
         if replicas < 1 or len(recorders) not in (0, replicas):
             raise ConfigError(f"DataParallel: {replicas} replicas and {len(recorders)} recorders; take at least one "
                               f"replica, and a recorder for each or none")
         self.model, self.forward, self.loss, self.precision = model, forward, loss, Precision()
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        if not self.parameters:
-            raise ConfigError("DataParallel: no parameter asks for a gradient, so there is nothing to train; leave "
-                              "some requires_grad on")
+        self.parameters = trainable(model.parameters())
         self.devices: list[ReplicaDevice] = []
         self._failure: tuple[int, BaseException] | None = None
         self._transports = connect(replicas, limit, unbuffered=False)
@@ -185,7 +182,7 @@ class DataParallel(Strategy):
             memory = MemoryAccount() if rank else account.current()
             with account.use(memory):
                 self.devices.append(ReplicaDevice(replicate(model) if rank else model, group, memory,
-                                           recorders[rank] if recorders else Silent()))
+                                                  recorders[rank] if recorders else Silent()))
 
     # ------------------------------------------------------------------------------------------------- partition
 
