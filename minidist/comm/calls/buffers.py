@@ -250,7 +250,7 @@ class Rows:
             edges = start + np.cumsum([0, *map(len, blocks)])
             if all(_same_elements(self.whole[edges[i]:edges[i + 1]], block) for i, block in enumerate(blocks)):
                 return self.whole[start:edges[-1]]
-        return account.current().hold(np.concatenate(blocks), "communication")  # type: ignore[no-any-return]
+        return account.current().hold(np.concatenate(blocks), "communication")
 
     def place_whole(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Where all blocks at once are received."""
