@@ -66,7 +66,7 @@ from minidist.errors import CommError, ConfigError, PeerLostError
 from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.data.buckets import cut, make_buckets
-from minidist.parallel.step.flat import Flat, empty_like, trainable
+from minidist.parallel.step.flat import Flat, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Part, clip_and_update, micro_parts, rows_of, zero_unused
@@ -134,7 +134,7 @@ class ReplicaDevice:
         self.flats = [Flat(run, group) for kind in (learning, [p for p in parameters if not p.requires_grad])
                       for run in cut(kind, EVERYTHING)]
         self.buckets = make_buckets(learning, EVERYTHING)
-        self.weights = [flat.join() if self.rank == 0 else _room(flat) for flat in self.flats]
+        self.weights = [flat.join(copy=self.rank == 0) for flat in self.flats]
 
 
 def replicate(model: Module) -> Module:
@@ -145,14 +145,6 @@ def replicate(model: Module) -> Module:
         nothing = xp.broadcast_to(xp.zeros((), parameter.dtype), parameter.shape)
         memo[id(parameter)] = Parameter(nothing, name=parameter.name, requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, memo)
-
-
-def _room(flat: Flat) -> Array:
-    """A vector for the weights that will come, its views the parameters' data."""
-    vector = empty_like(flat.parameters[0].data, flat.size, "parameters")
-    for parameter, view in flat.views(vector):
-        parameter.data = view
-    return vector
 
 
 class DataParallel(Strategy):

@@ -71,7 +71,7 @@ class Record:
 
     @property
     def needed(self) -> list[str]:
-        """What an update reads: all, but weights that are a rounding of their masters."""
+        """The regions that an update reads: all, but weights that are a rounding of their masters."""
         return [key for key in self.regions if key != "weights" or self.master == "weights"]
 
 
