@@ -39,7 +39,8 @@ from minidist.kernels.loader import HERE, KernelParameter, Source, Table, addres
 from minidist.errors import KernelError
 
 HEADERS = HERE / "cuda_on_cpu"
-_RUNTIME_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden")
+# No fortified longjmp: it refuses to jump from one fibre's stack to another's.
+_RUNTIME_FLAGS = ("-std=c++20", "-O2", "-U_FORTIFY_SOURCE", "-fPIC", "-fvisibility=hidden")
 # No SRA: a float4 stays one access. No loop patterns: a loop does not become a memset, which nobody would check.
 _KERNEL_FLAGS = ("-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-fsanitize=thread", "-fno-tree-sra",
                  "-fno-tree-loop-distribute-patterns", "-ffp-contract=off", "-Wno-unknown-pragmas")

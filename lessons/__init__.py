@@ -22,7 +22,7 @@ PARTS = ("README.md", "lesson.py", "figure.py", "exercise.py", "check.py")
 
 @dataclass(frozen=True)
 class Lesson:
-    """One lesson's folder and what its README says of it on its first lines."""
+    """One lesson: its folder, and the fields from the first lines of its README."""
 
     number: str  # "03"
     folder: Path
@@ -36,15 +36,15 @@ class Lesson:
 
 
 def every_lesson() -> list[Lesson]:
-    """All lessons there are, in order."""
+    """All lessons in order of their numbers."""
     folders = sorted(path for path in FOLDER.iterdir() if re.fullmatch(r"\d\d_\w+", path.name))
     return [_read(folder) for folder in folders if all((folder / part).is_file() for part in PARTS)]
 
 
 def find(number: str) -> Lesson:
-    """The lesson called `number` ("03", "3" or "03_ring").
+    """The lesson with this number ("03", "3") or folder name ("03_ring").
 
-    Raises: ConfigError listing the lessons there are.
+    Raises: ConfigError, which lists all lessons.
     """
     wanted = number.split("_")[0].zfill(2)
     lessons = every_lesson()

@@ -15,9 +15,9 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with one line for a mistake instead of a page, and the nearest option or value that exists.
+    """An argument parser that answers a mistake with one line, which names the nearest option or value.
 
-    Raises: ConfigError where argparse would print its usage and exit; `minidist` turns it into a line and status 2.
+    Raises: ConfigError where argparse would print its usage and exit; `minidist` prints it and exits with status 2.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{told}{'' if told.endswith('?') else ';'} see `{self.prog} --help`")
 
     def _with_nearest(self, message: str) -> str:
-        """'invalid choice' and 'unrecognized arguments', with what was probably meant."""
+        """The message, with the nearest value or option if it complains of an unknown one."""
         choice = re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message)
         if choice:
             return message + meant(choice[1], [name.strip(" '") for name in choice[2].split(",")])
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         return message
 
     def _every_option(self) -> list[str]:
-        """Option strings of this parser and of its commands: argparse reports leftovers at the top."""
+        """Option strings of this parser and of all its commands: the top parser reports unknown options of each."""
         names: list[str] = []
         parsers: list[argparse.ArgumentParser] = [self]
         while parsers:
@@ -51,13 +51,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """'; did you mean X?' for the nearest of `known`, or nothing."""
+    """'; did you mean X?' for the nearest of `known`, or the empty string."""
     nearest = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def fail(message: str) -> NoReturn:
-    """A user's mistake: one line on stderr and exit status 2."""
+    """Report a user's mistake: one line on stderr and exit status 2. Raises: ConfigError, always."""
     raise ConfigError(message)
 
 
@@ -116,7 +116,7 @@ def exactly(number: float) -> str:
 
 
 def write_json(file: str | Path, value: Any) -> None:
-    """Write what --json asked for. Raises ConfigError if the file cannot be written."""
+    """Write `value` to the file of --json. Raises: ConfigError if the file cannot be written."""
     try:
         Path(file).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:

@@ -1,7 +1,7 @@
 """Every error minidist raises, as one tree.
 
     MinidistError
-    ├── ConfigError (ValueError)      a value somebody chose does not work; the command line exits with status 2
+    ├── ConfigError (ValueError)      a chosen value does not work; the command line exits with status 2
     │   ├── DataError                 a text or file is missing, too short or malformed
     │   ├── DeviceError               the device asked for is not on this machine
     │   ├── DiskError                 a folder for offloading is missing, cannot be written or is full
@@ -12,16 +12,16 @@
     │   └── ShardError                a size that does not divide as the strategy needs
     ├── ShapeError (ValueError)       arrays whose shapes do not fit an operation
     ├── DtypeError (TypeError)        arrays whose dtypes do not fit an operation
-    ├── GradientError (RuntimeError)  the tape cannot do what backward asks
+    ├── GradientError (RuntimeError)  a backward that the tape cannot run
     ├── KernelError (RuntimeError)    a CUDA kernel that does not compile, or breaks a rule of CUDA
     └── CommError (RuntimeError)      something between ranks
         ├── PeerLostError             a rank died, or its connection did
-        ├── MismatchError             ranks called different things
-        ├── DeadlockError             everybody waits for somebody
+        ├── MismatchError             ranks made calls that do not fit together
+        ├── DeadlockError             ranks wait for each other in a circle
         ├── HandshakeError            a connection that does not prove it belongs to this job
         └── TimeoutError (TimeoutError)   a wait reached its limit
 
-Every message says who (rank and call), what was expected, what came, and what to do.
+Every message names the rank and the call, the expected and the actual value, and a remedy.
 """
 
 import builtins
@@ -32,7 +32,7 @@ class MinidistError(Exception):
 
 
 class ConfigError(MinidistError, ValueError):
-    """A value somebody chose does not work; the command line prints it as one line and exits with status 2."""
+    """A chosen value does not work; the command line prints the message as one line and exits with status 2."""
 
 
 class DataError(ConfigError):
@@ -76,7 +76,7 @@ class DtypeError(MinidistError, TypeError):
 
 
 class GradientError(MinidistError, RuntimeError):
-    """The tape cannot do what backward asks: a second backward, a loss that is not a scalar."""
+    """A backward that the tape cannot run: a second one, or one of a loss that is not a scalar."""
 
 
 class KernelError(MinidistError, RuntimeError):
@@ -88,7 +88,7 @@ class CommError(MinidistError, RuntimeError):
 
 
 class PeerLostError(CommError):
-    """A rank died, or its connection did; `world_rank` is that rank, or None where it is not known."""
+    """A rank died, or its connection did. Args: world_rank: that rank, or None if it is not known."""
 
     def __init__(self, message: str, world_rank: int | None = None) -> None:
         super().__init__(message)
@@ -96,11 +96,11 @@ class PeerLostError(CommError):
 
 
 class MismatchError(CommError):
-    """Ranks called different things: verb, shape, dtype, op, root, algorithm or order."""
+    """Ranks made calls that do not fit together: verb, shape, dtype, op, root, algorithm or order."""
 
 
 class DeadlockError(CommError):
-    """Everybody waits for somebody."""
+    """Ranks wait for each other in a circle, so that no wait can end."""
 
 
 class HandshakeError(CommError):

@@ -4,9 +4,9 @@
     check.py      `grade(exercise)` runs the student's functions and yields one Result a task: target beside measured
     the library   is the answer key: check.py asks it for the right values, so that answers cannot drift
 
-A check stops at the first task that fails: what comes after it would only repeat the same mistake in other words.
-Whatever the student's code does (raise, hang, return nonsense) ends as a Result that says what happened and what to
-read again, never as a traceback of ours.
+A check stops at the first task that fails, because later tasks would only repeat the same mistake. Every outcome of the
+student's code (an exception, a hang, a wrong value) ends as a Result that says what happened and what to read again,
+never as a traceback of ours.
 """
 
 import argparse
@@ -26,24 +26,25 @@ from threadpoolctl import threadpool_limits
 from minidist.errors import ConfigError, MinidistError, TimeoutError
 from minidist.observe.page import Page
 
-LIMIT = 600.0       # seconds for a lesson or the recording of a figure: of a busy machine
+LIMIT = 600.0       # seconds for a lesson or the recording of a figure, on a busy machine
 
 
 class HoleError(MinidistError):
-    """A hole of an exercise that nobody has filled yet."""
+    """A hole of an exercise that is not filled yet."""
 
 
 def hole(number: int, task: str, *given: Any) -> Any:
-    """Stand where a student's code belongs: `task` says what is missing, `given` shows what the code will need.
+    """Mark the place of a student's code, which replaces the whole call.
 
-    Raises: HoleError, always. Replace the whole call by your own code.
+    Args:    task: what is missing. given: the values that the code needs.
+    Raises:  HoleError, always.
     """
     raise HoleError(f"fill hole {number}: {task}")
 
 
 @dataclass(frozen=True)
 class Result:
-    """One graded task: what was asked, what came, and where it fails the mistake's name and what to read again."""
+    """One graded task: target and measured; if it failed, the name of the mistake and what to read again."""
 
     task: str
     passed: bool
@@ -70,29 +71,30 @@ class Grade:
 
     @property
     def passed(self) -> bool:
-        """Every task passed, and there was one."""
+        """Whether there was a task and every task passed."""
         return bool(self.results) and all(result.passed for result in self.results)
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The grade for `--json`."""
         return {"lesson": self.lesson, "file": self.file, "passed": self.passed,
                 "results": [asdict(result) for result in self.results]}
 
 
 def expect(task: str, target: Any, measured: Any, mistake: str = "", advice: str = "") -> Result:
-    """A Result that passes where `measured` equals `target`."""
+    """A Result that passes if `measured` equals `target`; `mistake` and `advice` are for the other case."""
     return Result(task, bool(measured == target), str(target), str(measured), mistake, advice)
 
 
 def counted(number: int, noun: str) -> str:
-    """ "1 rank", "4 ranks"."""
+    """(1, "rank") -> "1 rank", (4, "rank") -> "4 ranks"."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def load_module(path: Path, name: str) -> ModuleType:
-    """Run the Python file at `path` as a module of its own; nothing is added to sys.modules' lasting names.
+    """Run the Python file at `path` as a module of its own, which no import statement finds.
 
-    Raises: ConfigError if there is no such file; whatever the file itself raises.
+    Args:    name: the lesson's number or folder.
+    Raises:  ConfigError if there is no such file; any error that the file itself raises.
     """
     if not path.is_file():
         raise ConfigError(f"there is no file {path}; copy the exercise first: minidist lesson {name[:2]} --copy DIR")
@@ -107,9 +109,10 @@ def load_module(path: Path, name: str) -> ModuleType:
 
 
 def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
-    """Grade `exercise_file` by `grade(exercise)` of `check_file`, stopping at the first task that fails.
+    """Grade `exercise_file` by `grade(exercise)` of `check_file`, up to the first task that fails.
 
-    Raises: ConfigError if a file is missing. Errors of the student's own code become a failed Result.
+    Args:    number: the lesson's number, "03".
+    Raises:  ConfigError if a file is missing. Errors of the student's own code become a failed Result.
     """
     check = load_module(check_file, number)
     if not exercise_file.is_file():
@@ -121,13 +124,13 @@ def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
             results.append(result)
             if not result.passed:
                 break
-    except Exception as error:  # the student's code may raise anything; it becomes part of the grade
+    except Exception as error:  # the student's code may raise anything, which becomes part of the grade
         results.append(explain(error, exercise_file))
     return Grade(number, str(exercise_file), tuple(results))
 
 
 def explain(error: BaseException, exercise_file: Path) -> Result:
-    """An error out of a student's code, as a failed Result that names the line it came from."""
+    """An error of a student's code as a failed Result that names its line."""
     chain = list(_causes(error))
     for cause in chain:
         if isinstance(cause, HoleError):
@@ -145,7 +148,7 @@ def explain(error: BaseException, exercise_file: Path) -> Result:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and what caused it, outermost first."""
+    """The error and its causes, outermost first."""
     current: BaseException | None = error
     while current is not None:
         yield current
@@ -153,8 +156,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _at(error: BaseException, file: Path) -> str:
-    """` (exercise.py line 31)`: the last line of `file` that `error` passed through; empty if there is none."""
-    whole = file.absolute()     # as frames have it
+    """` (exercise.py line 31)`: the last line of `file` in the traceback of `error`; empty if there is none."""
+    whole = file.absolute()     # as in tracebacks
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == whole]
     return f" ({file.name} line {lines[-1]})" if lines else ""
 
@@ -162,7 +165,10 @@ def _at(error: BaseException, file: Path) -> str:
 # ----------------------------------------------------------------------------------------------- running a lesson
 
 def arguments(description: str | None, breaks: Mapping[str, Callable[[], None]]) -> argparse.ArgumentParser:
-    """A lesson's command line; a lesson may add its own options."""
+    """The command line of a lesson, which may add its own options.
+
+    Args:    description: the lesson's docstring; its first line is shown. breaks: the README's experiments by name.
+    """
     first = (description or "").strip().splitlines()
     parser = argparse.ArgumentParser(description=first[0] if first else None)
     parser.add_argument("--json", metavar="FILE", help="write the tables as JSON")
@@ -172,9 +178,9 @@ def arguments(description: str | None, breaks: Mapping[str, Callable[[], None]])
 
 def run_lesson(options: argparse.Namespace, tour: Callable[[Any, Page], None], breaks: Mapping[str, Callable[[], None]],
                *, alone: int = 4) -> None:
-    """Run `tour(group, page)` on the ranks that were launched, or on `alone` threads if nobody launched any.
+    """Run `tour(group, page)` on the ranks that a launcher started, or else on `alone` threads.
 
-    With `--break NAME` it is that experiment instead; the error it ends in is its result, printed as one line.
+    With `--break NAME` run that experiment instead; its result is the error in which it ends, printed as one line.
     """
     from minidist.launch import init, run
 
@@ -194,13 +200,16 @@ def run_lesson(options: argparse.Namespace, tour: Callable[[Any, Page], None], b
     if world.size > 1:
         body(world)
     else:
-        with threadpool_limits(1, user_api="blas"):  # the ranks share this process's BLAS threads: one each
+        with threadpool_limits(1, user_api="blas"):  # all ranks use this process's BLAS threads
             run(body, size=alone, transport="threads", limit=LIMIT)
 
 
 def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None], home: Path, *, size: int,
                 transport: str = "threads") -> None:
-    """`python lessons/NN_name/figure.py [--out DIR]`: record a run on `size` ranks, then draw what was recorded."""
+    """`python lessons/NN_name/figure.py [--out DIR]`: record a run on `size` ranks, then draw it.
+
+    Args:    record: record(world) -> what rank 0 recorded. draw: draw(recorded, folder). home: the lesson's folder.
+    """
     from minidist.launch import run
 
     parser = argparse.ArgumentParser(description="Record a run and draw this lesson's figure from it.")
@@ -217,7 +226,7 @@ def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None],
 
 
 def folder_to_write(text: str) -> Path:
-    """An option's value: a folder that exists and may be written to."""
+    """The value of an option: a folder that exists and can be written to. Raises: ArgumentTypeError."""
     folder = Path(text)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} is not a folder that can be written to")
@@ -225,7 +234,7 @@ def folder_to_write(text: str) -> Path:
 
 
 def insert_mermaid(readme: Path, diagram: str) -> None:
-    """Put a diagram in place of the README's Mermaid block."""
+    """Replace the README's Mermaid block by `diagram`."""
     text = readme.read_text(encoding="utf-8")
     fresh = re.sub(r"```mermaid\n.*?```", lambda _: f"```mermaid\n{diagram}```", text, count=1, flags=re.DOTALL)
     if fresh != text:
@@ -233,12 +242,12 @@ def insert_mermaid(readme: Path, diagram: str) -> None:
 
 
 def totals(ledger: Any) -> tuple[int, int]:
-    """Messages and bytes sent so far on all axes but `control`."""
+    """(messages, bytes) that `ledger` has counted on all axes but `control`."""
     rows = [row for row in ledger.rows() if row["axis"] != "control"]
     return sum(row["messages"] for row in rows), sum(row["nbytes"] for row in rows)
 
 
 def sent_since(ledger: Any, before: tuple[int, int]) -> tuple[int, int]:
-    """Messages and bytes sent since `totals` gave `before`."""
+    """(messages, bytes) sent since `totals` returned `before`."""
     messages, nbytes = totals(ledger)
     return messages - before[0], nbytes - before[1]

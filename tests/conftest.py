@@ -1,5 +1,6 @@
 """Settings every test shares: the Hypothesis profile of the CI sample, one BLAS thread, and how many workers."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -23,6 +24,9 @@ sys.dont_write_bytecode = False
 # What is printed into a pipe is looked at, so nobody's taste in colours, nor the width of a terminal, may be in it.
 for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
     os.environ.pop(_name, None)
+
+# OpenBLAS starts its threads as it is loaded: 30 ms of each Python that a test starts, and its ranks share two cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # On a cluster's node a test is no rank of the job in which pytest was started.
 for _name in set(os.environ) - set(clean_environment(os.environ)):
@@ -69,7 +73,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 SAMPLED = {
     # lessons
     "test_a_wrong_filling_fails_under_its_name": 4, "test_break_it": 3, "test_break_it_in_processes": 3,
-    "test_the_figure_is_drawn_from_a_run": 2, "test_under_mpirun": 5,
+    "test_the_figure_is_drawn_from_a_run": 2, "test_under_mpirun": 11,
     # launchers and transports
     "test_a_child_that_a_rank_forks_ends_without_a_word": 2,
     "test_a_death_under_mpirun_ends_the_job_and_is_named": 2, "test_a_killed_rank_is_named_everywhere_at_once": 2,
@@ -125,7 +129,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Workers build all kernels before a test's time runs, each from another one on, if any test asks for them.
 
     Else a job of ranks, whose time is limited, might wait for g++ on a machine whose cache is empty and that is busy.
+    What was collected lives to the end: the garbage collector need not look at it again, nor copy it in forked ranks.
     """
+    gc.collect()
+    gc.freeze()
     worker = getattr(session.config, "workerinput", {}).get("workerid")
     if worker is not None and "kernel_checks" in sys.modules:
         sys.modules["kernel_checks"].build_all(6 * int(worker.removeprefix("gw")))

@@ -49,9 +49,7 @@ FLOORS = [
 NO_ROOM = ("minidist.comm", "minidist.parallel")        # only a docstring
 
 
-KNOWN: set[tuple[str, str]] = {
-    ("minidist.parallel.zero.shard_store", "minidist.parallel.memory.transfer_lanes"),
-}
+KNOWN: set[tuple[str, str]] = set()
 """Arrows that still run upwards. The list may only get shorter."""
 
 

@@ -1,6 +1,6 @@
 // What runtime.cpp (threads, barriers, warps) and memory.cpp (loads and stores) know of each other and of Python.
 #pragma once
-#include <ucontext.h>
+#include <setjmp.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -60,7 +60,8 @@ struct Copy {                           // asynchronous: issued and not arrived
 };
 
 struct Thread {
-    ucontext_t context;
+    jmp_buf place;                      // where it goes on at its next turn, once begun
+    bool begun;
     char* stack;
     uint3 index;
     uint32_t number;                    // within the block

@@ -28,7 +28,7 @@ def broken_broadcast(group: Group, x: np.ndarray, root: int) -> np.ndarray:
 
 
 def root_ignored() -> None:
-    """Broadcast 30, which rank 2 has, to everybody."""
+    """Broadcast 30, which rank 2 has, to all ranks."""
     for root in (0, 2):
         print(f"broadcast from rank {root}:")
         work = partial(_broadcast_own, root=root)
@@ -40,7 +40,7 @@ def _broadcast_own(group: Group, root: int) -> np.ndarray:
 
 
 def broken_all_reduce(group: Group, x: np.ndarray) -> np.ndarray:
-    """Everybody tells everybody, everybody adds."""
+    """Every rank sends to every other, and every rank adds."""
     total = x.copy()
     for step in range(1, group.size):
         total += group.exchange(x, dst=(group.rank + step) % group.size, src=(group.rank - step) % group.size)
@@ -67,7 +67,7 @@ def broken_barrier(group: Group) -> None:
 
 
 def deaf_barrier() -> None:
-    """Rank 0 comes 0.2 s late; nobody may leave before."""
+    """Rank 0 comes 0.2 s late; no rank may leave before."""
     def late(group: Group) -> str:
         begin = time.perf_counter()
         if group.rank == 0:
@@ -80,7 +80,7 @@ def deaf_barrier() -> None:
 
 
 def broken_all_to_all(group: Group, parts: list[np.ndarray]) -> list[np.ndarray]:
-    """Everybody gets what everybody had for it."""
+    """Every rank gets what every other had for it."""
     everything = group.all_gather(np.concatenate(parts), algorithm="ring")
     return [row.reshape(group.size, -1)[group.rank] for row in everything.reshape(group.size, -1)]
 

@@ -1,4 +1,4 @@
-"""Grades exercise 02: values, messages and who heard of whom, held against the library's algorithms and formulas."""
+"""Grades exercise 02: values, messages, and which rank heard of which, beside the library's algorithms and formulas."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -93,23 +93,23 @@ def _broadcast(exercise: ModuleType, size: int, root: int) -> Iterator[Result]:
     twice = sorted({rank for rank in told if told.count(rank) > 1 or rank == root})
     if root in twice:
         yield Result(task, False, "nobody tells the root", f"somebody sends to rank {root}", "the root is told",
-                     _advice_root(root) if root else "the last places have nobody further on: section 2.2 (hole 2)")
+                     _advice_root(root) if root else "the last places have no place further on: section 2.2 (hole 2)")
     if twice:
         yield Result(task, False, "each rank is told once", f"rank {twice[0]} is told {told.count(twice[0])} times",
-                     "told twice", "who would be past the last place is nobody: section 2.2 (hole 2)")
+                     "told twice", "past the last place there is no rank: section 2.2 (hole 2)")
     if got is None:
         deaf = [f"rank {link.rank} waits for rank {link.hears[-1]}" for link in links
                 if link.hears and link.rank not in links_of(links, link.hears[-1])]
         yield Result(task, False, "every rank returns", ", ".join(deaf) or error, "waits for somebody who never sends",
-                     "the one who tells is `distance` places back, counted from the root: section 2.2 (holes 1, 3, 4)")
+                     "the sender is `distance` places back, counted from the root: section 2.2 (holes 1, 3, 4)")
         return
     target = FORMULAS["broadcast", "tree"].messages_of(Case(size))
     yield Result(task, len(told) == target, f"{target} messages", f"{len(told)} messages", "wrong number of messages",
-                 "everybody but the root is told, once: section 2.2")
+                 "every rank but the root is told, once: section 2.2")
 
 
 def links_of(links: list[Link], rank: int) -> list[int]:
-    """To whom a rank sent; nobody where it never came so far."""
+    """The ranks that a rank sent to; none where it never came so far."""
     return next((link.sends for link in links if link.rank == rank), [])
 
 
@@ -135,7 +135,7 @@ def _all_to_all(exercise: ModuleType, size: int) -> Iterator[Result]:
             yield Result(task, False, "every rank returns",
                          f"rank {pairs[0].rank} sends to rank {pairs[0].sends[-1]} and waits for the same",
                          "sends to whom it hears from",
-                         "who sends `step` places on hears from `step` places back: section 2.5 (hole 6)")
+                         "a rank that sends `step` places on receives from `step` places back: section 2.5 (hole 6)")
         yield Result(task, False, "every rank returns", error, "partners do not match",
                      "if r sends to r + s, then r + s must expect it from r: section 2.5 (holes 5 and 6)")
         return
@@ -153,7 +153,7 @@ def _all_to_all(exercise: ModuleType, size: int) -> Iterator[Result]:
 # ---------------------------------------------------------------------------------------------------------- barrier
 
 def _barrier(exercise: ModuleType, size: int) -> Iterator[Result]:
-    """Nobody may leave before it has heard of all; in as few steps as the library."""
+    """No rank may leave before it has heard of all; in as few steps as the library."""
     task = f"barrier, P={size}"
     got, links, error = _on_ranks(size, lambda link: exercise.barrier(link))
     if got is None:

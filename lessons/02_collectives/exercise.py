@@ -3,7 +3,7 @@
 Copy this file (`minidist lesson 02 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
 `minidist check 02 DIR/exercise_02.py`. Each rank runs these functions with a `link` of its own:
 
-    link.rank, link.size                            who I am, how many we are
+    link.rank, link.size                            this rank's number, and how many ranks there are
     link.send(outgoing, dst=)                       return when dst has taken it
     link.recv(src=) -> array                        return when src has sent it
     link.exchange(outgoing, dst=, src=) -> array    send to dst and receive from src, both at once
@@ -19,12 +19,12 @@ from minidist.grading import hole
 def broadcast(link, x, root):
     """Every rank returns the root's array, which travels along a binomial tree.
 
-    Places count from the root: the root has place 0, the rank after it place 1, ... In each step everybody who has the
+    Places count from the root: the root has place 0, the rank after it place 1, ... In each step each rank that has the
     array tells the place `distance` further on, so that twice as many have it.
 
     P=5, root 0   distance 1: r0 -> r1      distance 2: r0 -> r2, r1 -> r3      distance 4: r0 -> r4
 
-    Args:    x: of which the root's counts; what the others bring does not matter.
+    Args:    x: the root's counts; that of the others is not used.
     Cost:    size - 1 messages in all, ceil(log2 size) one after the other.
     """
     place = hole(1, "this rank's place, counted from the root (section 2.2)")
@@ -58,7 +58,7 @@ def all_to_all(link, parts):
 
 
 def barrier(link):
-    """Return when every rank has called it. Dissemination: tell somebody, hear from somebody, at growing distance.
+    """Return when every rank has called it. Dissemination: tell one rank, hear from another, at growing distance.
 
     P=4      r0 sends    r1 sends    r2 sends    r3 sends
     step 0   -> r1       -> r2       -> r3       -> r0
@@ -67,7 +67,7 @@ def barrier(link):
     Cost:    ceil(log2 size) messages a rank, without payload.
     """
     nothing, distance = np.empty(0), 1
-    while hole(7, "until when may somebody be missing of whom this rank has not heard? (section 2.6)", distance):
+    while hole(7, "while may there be a rank that this one has not heard of? (section 2.6)", distance):
         link.exchange(nothing, dst=(link.rank + distance) % link.size, src=(link.rank - distance) % link.size)
         distance = hole(8, "how far does the next message go? (section 2.6)", distance)
 

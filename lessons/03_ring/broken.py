@@ -1,4 +1,4 @@
-"""Three broken rings of lesson 03, without their names: each runs, and prints who is in each chunk, and the ledger.
+"""Three broken rings of lesson 03, without their names: each runs, and prints what is in each chunk, and the ledger.
 
 Find the fault first, then read the answer in README.md, section 5.
 """
@@ -13,7 +13,7 @@ from minidist.comm.group import Group
 from minidist.grading import sent_since, totals
 
 RANKS, ELEMENTS = 4, 400
-BASE = 16       # rank r brings BASE**r, so the digits of a sum tell who is in it, and how often
+BASE = 16       # rank r brings BASE**r, so the digits of a sum tell whose parts are in it, and how often
 
 AllReduce = Callable[[Any, np.ndarray], np.ndarray]
 
@@ -55,7 +55,7 @@ def _pass(group: Group, chunk: np.ndarray) -> np.ndarray:
 
 
 def examine(all_reduce: AllReduce) -> None:
-    """Run it beside the library's ring: who is in which chunk on each rank, messages and bytes of both."""
+    """Run it beside the library's ring: whose parts are in which chunk on each rank, messages and bytes of both."""
     def ranks(group: Group) -> tuple[list[str], list[tuple[int, int]]]:
         x, costs = np.full(ELEMENTS, BASE**group.rank, np.int64), []
         for work in (all_reduce, lambda group, x: group.all_reduce(x, algorithm="ring")):

@@ -14,7 +14,7 @@ from minidist.launch import run
 from minidist.observe.page import size_text
 
 LIMIT = 60.0  # seconds for the ranks to return: of a busy machine; a deadlock is found at once
-BASE = 16  # rank r contributes BASE**r, so the digits of a sum tell who is in it, and how often
+BASE = 16  # rank r contributes BASE**r, so the digits of a sum tell whose parts are in it, and how often
 SIZES = ((4, 4096), (1, 5), (2, 6), (3, 10), (4, 3), (5, 0))  # (ranks, elements), also P = 1, n < P, n = 0
 
 
@@ -164,14 +164,14 @@ def _cost(size: int, elements: int, measured: list[dict[str, Any]]) -> Result:
 
 
 def _stuck(task: str, links: dict[int, Link]) -> Result:
-    """Nobody moves: say who was doing what."""
+    """No rank goes on: say what each was doing."""
     doing = ", ".join(f"rank {rank}: {links[rank].doing}" for rank in sorted(links))
     if links and all(link.doing == "send" for link in links.values()):
         return Result(task, False, "every rank returns", doing, "deadlock: everybody sends first",
-                      "each send waits for a receive that nobody has reached; send and receive at once with "
+                      "each send waits for a receive that no rank has reached; send and receive at once with "
                       "link.exchange: read section 3.4 again (hole 3)")
     return Result(task, False, "every rank returns", doing, "deadlock",
-                  "a rank waits for a message that nobody sends: count the steps, section 3.3")
+                  "a rank waits for a message that no rank sends: count the steps, section 3.3")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 Copy this file (`minidist lesson 03 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
 `minidist check 03 DIR/exercise_03.py`. Each rank runs these functions with a `link` of its own:
 
-    link.rank, link.size                            who I am, how many we are
-    link.next_rank, link.prev_rank                  my neighbours on the ring
+    link.rank, link.size                            this rank's number, and how many ranks there are
+    link.next_rank, link.prev_rank                  this rank's neighbours on the ring
     link.exchange(outgoing, dst=, src=) -> array    send to dst and receive from src, both at once
     link.send(outgoing, dst=)                       return when dst has taken it
     link.recv(src=) -> array                        return when src has sent it

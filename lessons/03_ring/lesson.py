@@ -76,7 +76,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def messages_of_one_ring(group: Group, page: Page) -> None:
-    """Every message, recorded: who sends which chunk to whom, and whose contributions are in it."""
+    """Every message, recorded: sender, receiver, chunk, and the ranks whose contributions are in it."""
     ring = group.split(0 if group.rank < 4 else 1)
     recorded = record_messages(ring) if group.rank < 4 else []
     if not recorded:
@@ -173,7 +173,7 @@ def broadcast_then_add(group: Group, page: Page) -> None:
 
 
 def literally(group: Group, x: np.ndarray) -> np.ndarray:
-    """Broadcast everybody's whole tensor, then add, then keep one's own chunk."""
+    """Broadcast all ranks' whole tensors, then add, then keep the own chunk."""
     whole = group.all_gather(x, algorithm="ring").reshape(group.size, -1)
     return np.array_split(whole.sum(axis=0), group.size)[group.rank]
 
@@ -224,7 +224,7 @@ def median_seconds(group: Group, work: Any) -> float:
 # ------------------------------------------------------------------------------------------------------- Break it
 
 def send_first() -> None:
-    """Four ranks on links without buffer, everybody sends first: a deadlock, ended by the limit."""
+    """Four ranks on links without buffer, all send first: a deadlock, ended by the limit."""
 
     def everybody_sends_first(group: Group) -> None:
         group.send(np.ones(1000), dst=(group.rank + 1) % group.size)
@@ -271,7 +271,7 @@ def stop_early() -> None:
 
 
 def odd_one_out() -> None:
-    """Rank 1 brings one element more: everybody says so."""
+    """Rank 1 brings one element more: all ranks say so."""
     md.run(lambda group: group.all_reduce(np.ones(1000 + (group.rank == 1)), algorithm="ring"), size=4, limit=5.0)
 
 

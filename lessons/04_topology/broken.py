@@ -21,7 +21,7 @@ def leaders_of(nodes: tuple[int, ...]) -> list[int]:
 
 
 def broken_one_leader(group: Group, x: np.ndarray) -> np.ndarray:
-    """Reduce to the leader, tell everybody."""
+    """Reduce to the leader, tell all ranks."""
     total = group.reduce(x, root=0, algorithm="naive")
     return group.broadcast(total, root=0, algorithm="naive")
 
@@ -90,7 +90,7 @@ def mean_of_means() -> None:
 
 
 def followers_asleep() -> None:
-    """Nobody dies; who waits for whom?"""
+    """No rank dies; which rank waits for which?"""
     _show(broken_followers_asleep, "36 is right")
 
 

@@ -16,7 +16,7 @@ from minidist.launch import run
 
 wiring = load_module(Path(__file__).resolve().parent / "wiring.py", "04")
 LIMIT = 60.0  # seconds for the ranks to return: of a busy machine; a deadlock is found at once
-BASE = 16    # rank r contributes BASE**r, so the digits of a sum tell who is in it, and how often
+BASE = 16    # rank r contributes BASE**r, so the digits of a sum tell whose parts are in it, and how often
 JOBS = ((0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 2), (0, 1, 2), (0, 0), (0,))
 
 
@@ -46,7 +46,7 @@ class Link:
         return self._group.recv(src=src)
 
     def ring_all_reduce(self, ranks: Any, x: np.ndarray) -> np.ndarray:
-        """The sum over `ranks`, one of which this is: whole arrays to the first, counted as the ring of lesson 03."""
+        """The sum over `ranks`, this rank among them: whole arrays to the first, counted as the ring of lesson 03."""
         ranks = list(ranks)
         self.rings.append(ranks)
         self.doing = f"all-reduces among ranks {ranks}"
@@ -90,7 +90,7 @@ def _hops(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _cuts(exercise: ModuleType) -> Iterator[Result]:
-    """Links across a cut of a torus and of everybody to everybody."""
+    """Links across a cut of a torus, and of a wiring that joins each with each."""
     for wires in (wiring.torus(16), wiring.full(6)):
         half = set(range(wires.devices // 2))
         target = sum((a in half) != (b in half) for a, b in wires.links)
@@ -167,7 +167,7 @@ def _stuck(task: str, links: dict[int, Link], nodes: tuple[int, ...], error: str
                      "each leader tells its own followers: section 4 (hole 6)")
     if foreign:
         yield Result(task, False, "every rank returns", doing, "a leader on another machine",
-                     "nodes say who shares a machine; neither rank 0 nor rank // 2 does: section 4 (hole 3)")
+                     "nodes say which ranks share a machine; neither rank 0 nor rank // 2 does: section 4 (hole 3)")
     if any(link.rings for link in links.values()):
         yield Result(task, False, "every rank returns", doing, "somebody is never told",
                      "each leader tells all its followers: section 4 (hole 6)")

@@ -3,7 +3,7 @@
 Copy this file (`minidist lesson 04 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
 `minidist check 04 DIR/exercise_04.py`. In all_reduce each rank has a `link` of its own:
 
-    link.rank, link.size                     who I am, how many we are
+    link.rank, link.size                     this rank's number, and how many ranks there are
     link.nodes                               the machine of each rank, a number each: equal where they share one
     link.send(outgoing, dst=)                return when dst has taken it
     link.recv(src=) -> array                 return when src has sent it

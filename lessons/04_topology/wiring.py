@@ -1,4 +1,4 @@
-"""Wirings of lesson 04: which devices a link joins, how far it is, how much passes when everybody talks across.
+"""Wirings of lesson 04: which devices a link joins, how far it is, how much passes when all devices talk across.
 
 A wiring is a list of links (a, b). Devices are 0 .. P-1; numbers from P on are switches, which only pass things on.
 """
@@ -34,7 +34,7 @@ def torus(size: int) -> Wiring:
 
 
 def switch(size: int) -> Wiring:
-    """Everybody on one switch, by one link (NVSwitch, N4:46)."""
+    """All devices on one switch, by one link each (NVSwitch, N4:46)."""
     return Wiring("switch", size, 1, [(rank, size) for rank in range(size)])
 
 

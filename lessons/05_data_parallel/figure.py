@@ -21,7 +21,7 @@ WHAT = {"broadcast": ("the model, out", look.MEMORY["parameters"]),
 
 
 def record(group: Group) -> dict[str, Any]:
-    """On rank 0: device 0's bytes for 1 to MOST devices, both nvidia-smi tables, and who ran when."""
+    """On rank 0: device 0's bytes for 1 to MOST devices, both nvidia-smi tables, and which replica ran when."""
     found: dict[str, Any] = {}
     if group.rank == 0:
         found = {"traffic": [lab.traffic(replicas, 2 * replicas, lab.TALL) for replicas in range(1, MOST + 1)],

@@ -32,7 +32,7 @@ def tour(group: Group, page: Page) -> None:
         five_steps(page)
         page.heading("3  What passes through device 0")
         device_0(page)
-        page.heading("4  Who reads the data")
+        page.heading("4  Which process reads the data")
         readers(group.size, page)
     group.barrier()
     page.heading("5  Process, memory, busy time: DP beside DDP (N0:180)")
@@ -134,7 +134,7 @@ def smi(group: Group, page: Page) -> None:
 
 
 def lock(page: Page) -> None:
-    """Processors busy at once, for a model that is mostly Python and one that is mostly BLAS."""
+    """Processors busy at once: a model that is mostly Python, and one that is mostly BLAS."""
     rows = []
     for name, config, sequences, steps in (("Python: 12 layers of width 8", lab.PYTHON, 4, 2),
                                            ("BLAS: 1 layer of width 256", lab.BLAS, 4, 1)):
@@ -213,7 +213,7 @@ def update_the_replicas() -> None:
 
 
 def too_many_threads() -> None:
-    """Thread thrashing (N1:39): four replicas, each of which lets BLAS take more processors than there are."""
+    """Thread thrashing (N1:39): four replicas; in each BLAS takes more processors than there are."""
     for threads in (1, 4):
         with threadpool_limits(threads, user_api="blas"):
             seconds = min(lab.products(4) for _ in range(2))

@@ -1,8 +1,8 @@
-"""Exercise 06: a parameter server by hand: keys, push and pull, the sum, and who may go on.
+"""Exercise 06: a parameter server by hand: keys, push and pull, the sum, and which worker may go on.
 
 Copy this file (`minidist lesson 06 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
 `minidist check 06 DIR/exercise_06.py`. Ranks 0 to workers-1 of the group are workers, the others are servers; every
-rank has the whole model, of which a server uses its keys alone. What you may use:
+rank has the whole model; a server uses its keys alone. What you may use:
 
     group.send(x, rank), group.recv(rank)       messages from one rank to another arrive in the order they were sent
     parameter.data, parameter.grad              arrays; write to data in place: parameter.data[...] = new

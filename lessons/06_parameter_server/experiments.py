@@ -41,7 +41,7 @@ def weights(model: GPT) -> np.ndarray:
 
 
 def held_out_loss(model: GPT) -> float:
-    """Mean loss on sequences that nobody trains on."""
+    """Mean loss on sequences that are not trained on."""
     inputs, targets = batch(10_000, 64)
     with no_grad():
         return float(model.loss(inputs, targets, targets.size).item())

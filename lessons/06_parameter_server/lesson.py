@@ -105,7 +105,7 @@ def stragglers(group: Group, page: Page) -> None:
     title, note = (f"One of the ranks naps {1e3 * NAP:.0f} ms before each of {STEPS} steps",
                    "with any staleness rank 0 does not wait for it; with a bound it does, when it is so far ahead")
     if not slow:
-        title, note = f"{STEPS} steps, and nobody naps", "rank 0 is the only worker: start three ranks or more"
+        title, note = f"{STEPS} steps, and no worker naps", "rank 0 is the only worker: start three ranks or more"
     page.table(title, ["", "rank 0: a step", "rank 0: all steps"], rows, note=note)
 
 
@@ -132,7 +132,7 @@ def stale(group: Group, page: Page) -> None:
 # -------------------------------------------------------------------------------------------------------- 5 lost
 
 def lost(page: Page) -> None:
-    """Three workers of an asynchronous job, of which the second ends in step 3."""
+    """Three workers of an asynchronous job; the second ends in step 3."""
     ranks = lab.job(3, steps=STEPS, dies={1: 3}, asynchronous=True, staleness=1)
     done = [sum(update[0] == worker for update in ranks[3]["record"]) for worker in range(3)]
     rows = [[f"worker {worker}", done[worker], "lost" if ranks[worker] is None else "finished"] for worker in range(3)]
@@ -183,7 +183,7 @@ def lose_a_worker() -> None:
 
 
 def lose_a_server() -> None:
-    """The server's process is killed: nobody else has its keys."""
+    """The server's process is killed: no other rank has its keys."""
     def job(world: Group) -> None:
         model = lab.new_model()
         server = ParameterServer(model, world, servers=2)

@@ -86,7 +86,7 @@ class WatchedGroup:
         return self.handles[-1]
 
     def forgotten(self) -> int:
-        """How many all-reduces nobody waited for; waits for them, so that nothing is under way afterwards."""
+        """How many all-reduces were not waited for; waits for them, so that nothing is under way afterwards."""
         left = [handle for handle in self.handles if not handle.waited]
         for handle in left:
             handle.wait()

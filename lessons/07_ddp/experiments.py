@@ -147,7 +147,7 @@ def drift(group: Group, synchronise: str, *, epochs: int = 5, batches: int = 16,
 
 
 def held_out_loss(model: GPT) -> float:
-    """Mean loss on sequences that nobody trains on."""
+    """Mean loss on sequences that are not trained on."""
     inputs, targets = global_batch(SMALL, 10_000, sequences=32)
     with no_grad():
         return float(model.loss(inputs, targets, divisor=targets.size).item())

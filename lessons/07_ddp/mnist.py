@@ -6,9 +6,9 @@
 
 What was wrong, in the order of the notes' lines:
     rank=0, world_size=2    written into the program: it waits for ever for a rank 1 that says it is rank 0 too
-    shuffle=False           is the loader's, and right beside a sampler; but nobody called sampler.set_epoch, so every
+    shuffle=False           is the loader's, and right beside a sampler; but sampler.set_epoch was not called, so every
                             epoch had the same order
-    num_replicas=2, rank=0  every process reads the same half of the data, and nobody the other
+    num_replicas=2, rank=0  every process reads the same half of the data, and none the other
     nn.DataParallel(model)  one process with many threads; it never uses the process group opened above
 """
 

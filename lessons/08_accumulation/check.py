@@ -93,7 +93,7 @@ def _flat(model: Any) -> np.ndarray:
 # ------------------------------------------------------------------------------------------- beside the answer key
 
 def _serial(size: int, passes: int, mistake: str = "") -> np.ndarray:
-    """The weights after the same steps in one process; with a `mistake`, as whoever makes it gets them."""
+    """The weights after the same steps in one process; with a `mistake`, as that mistake makes them."""
     model = _model()
     optimizer = SGD(list(model.parameters()), lr=0.1)
     for step in range(STEPS):
@@ -171,7 +171,7 @@ def _traffic(exercise: ModuleType, stage: int, passes: int) -> Result:
     mistake = "the sum of a stage cannot wait" if stage >= 2 and measured < target else "wrong traffic"
     return Result(f"{['DDP', 'ZeRO-1', 'ZeRO-2', 'ZeRO-3'][stage]}, {passes} passes, 4 ranks, 1000 parameters",
                   measured == target, f"{target} elements", f"{measured} elements", mistake,
-                  "who has room to keep a whole gradient until the last pass? section 4 (hole 5)")
+                  "which strategy has room to keep a whole gradient until the last pass? section 4 (hole 5)")
 
 
 if __name__ == "__main__":

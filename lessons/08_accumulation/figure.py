@@ -69,7 +69,7 @@ def _traffic(ax: Any, runs: list[dict[str, Any]], size: int) -> None:
     ax.set_ylabel("elements sent in a step, in Ψ(P-1)", fontsize=10.5, color=look.SOFT)
     ax.legend([look.patch(SHADES[passes]) for passes in PASSES], [f"A = {passes}" for passes in PASSES], frameon=False,
               fontsize=10, labelcolor=look.INK, loc="upper left")
-    look.caption(ax, "Who reduces when")
+    look.caption(ax, "Which strategy reduces when")
 
 
 if __name__ == "__main__":

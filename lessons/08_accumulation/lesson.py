@@ -1,4 +1,4 @@
-"""Lesson 08: a batch in several passes: the same weights, less memory, and who reduces when.
+"""Lesson 08: a batch in several passes: the same weights, less memory, and which strategy reduces when.
 
     mpirun -n 4 python lessons/08_accumulation/lesson.py
     python lessons/08_accumulation/lesson.py                          # alone: four ranks as threads
@@ -35,7 +35,7 @@ def tour(group: Group, page: Page) -> None:
         means(page)
         page.heading("3  Memory: the activations of one pass")
         memory(page)
-    page.heading("4  Who reduces when")
+    page.heading("4  Which strategy reduces when")
     traffic(group, page)
     if group.rank == 0:
         page.heading("5  Long sequences (N2:419)")
@@ -85,7 +85,7 @@ def means(page: Page) -> None:
         sizes = "+".join(str(len(part)) for part in np.array_split(np.arange(count), passes))
         rows.append([sizes, *("ok" if error < 1e-12 else f"off {error:.0%}" for error in errors)])
     page.table("The gradient of a batch in four passes", ["rows", "sum of shares", "mean of means", "divided twice"],
-               rows, note="a mean of means is right where all passes are alike, which is why nobody notices")
+               rows, note="a mean of means is right where all passes are alike, so the mistake is easily missed")
 
 
 # -------------------------------------------------------------------------------------------------------- 3 memory

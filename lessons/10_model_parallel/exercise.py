@@ -1,4 +1,4 @@
-"""Exercise 10: a model cut by layers: who has which, one batch there and back, what it sends and who waits.
+"""Exercise 10: a model cut by layers: which rank has which, one batch there and back, messages, and waiting.
 
 Copy this file (`minidist lesson 10 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
 `minidist check 10 DIR/exercise_10.py`. What you may use:

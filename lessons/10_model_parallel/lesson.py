@@ -1,4 +1,4 @@
-"""Lesson 10: model parallel: layers over ranks; who holds what, what crosses the cuts, and who waits.
+"""Lesson 10: model parallel: layers over ranks; who holds what, what crosses the cuts, and how long ranks wait.
 
     mpirun -n 4 python lessons/10_model_parallel/lesson.py
     python lessons/10_model_parallel/lesson.py                          # alone: four ranks as threads
@@ -31,7 +31,7 @@ def tour(group: Group, page: Page) -> None:
     same(group, page)
     page.heading("2  Who holds what")
     holdings(group, page)
-    page.heading("3  Who waits")
+    page.heading("3  How long ranks wait")
     waiting(group, page)
     page.heading("4  What crosses the cuts")
     traffic(group, page)
@@ -128,7 +128,7 @@ def waiting(group: Group, page: Page) -> None:
     page.table("The share of the ranks' time in which they do not compute", ["layers", "measured", "(p-1)/p"],
                [["2 on each rank", f"{lab.idle(spans):.1%}", f"{ideal:.1%}"],
                 [f"{', '.join(map(str, last))}", f"{lab.idle(uneven):.1%}", f"{ideal:.1%}"]],
-               note="one rank works at a time, so the split of the layers changes nothing; it changes who has memory")
+               note="one rank works at a time, so the split of the layers changes memory and no time")
 
 
 # -------------------------------------------------------------------------------------------------------- 4 traffic

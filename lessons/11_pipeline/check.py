@@ -7,17 +7,16 @@ from typing import Any
 
 from minidist.errors import ScheduleError
 from minidist.grading import Result, counted, expect
-from minidist.parallel.pipeline.schedule_checker import check, clock_of, needs, peak_held
-from minidist.parallel.pipeline.schedules import (
+from minidist.parallel.pipeline.instructions import (
     RECEIVES,
     Backward,
     Forward,
     Instruction,
     RecvActivation,
     Schedule,
-    make_schedule,
-    of_orders,
 )
+from minidist.parallel.pipeline.schedule_checker import check, clock_of, needs, peak_held
+from minidist.parallel.pipeline.schedules import make_schedule, of_orders
 
 SIZES = ((1, 3), (2, 4), (4, 8), (4, 2), (3, 7))        # ranks, microbatches; also fewer microbatches than stages
 

@@ -5,7 +5,7 @@ Copy this file (`minidist lesson 11 --copy DIR`), replace each `hole(...)` by yo
 """
 
 from minidist.grading import hole
-from minidist.parallel.pipeline.schedules import (  # noqa: F401 - you will want them
+from minidist.parallel.pipeline.instructions import (  # noqa: F401 - you will want them
     Backward,
     Forward,
     RecvActivation,

@@ -13,10 +13,11 @@ from minidist.device.backend import random_bits
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD
-from minidist.parallel.pipeline.executor import Worker, computes_of
+from minidist.parallel.pipeline.executor import Executor
+from minidist.parallel.pipeline.instructions import SENDS, Backward, Forward, Schedule, received_as, sent_as
 from minidist.parallel.pipeline.pipeline import Pipeline
-from minidist.parallel.pipeline.schedule_checker import Clock, Span, Times
-from minidist.parallel.pipeline.schedules import SENDS, Backward, Forward, Schedule, make_schedule, received_as, sent_as
+from minidist.parallel.pipeline.schedule_checker import Clock, ComputeSpan, Times, computes_of
+from minidist.parallel.pipeline.schedules import make_schedule
 
 CHUNKS = 2                  # stages a rank of the interleaved schedule
 NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1")
@@ -86,14 +87,14 @@ class Sleeper:
         time.sleep(self.times.backward_weights)
 
 
-def slept(group: Group, name: str, microbatches: int, unit: float, *, rounds: int = 1) -> list[Span]:
+def slept(group: Group, name: str, microbatches: int, unit: float, *, rounds: int = 1) -> list[ComputeSpan]:
     """What the ranks did and when, by their recorded spans, in the quickest of some runs; on rank 0, else empty."""
     schedule, runs = schedule_of(name, group.size, microbatches), []
     for _ in range(rounds):
         timeline = Timeline(group.rank)
-        worker = Worker(schedule, group, recorder=timeline)
+        executor = Executor(schedule, group, recorder=timeline)
         group.barrier()
-        worker.run(Sleeper(schedule, times_of(name, unit)))
+        executor.run(Sleeper(schedule, times_of(name, unit)))
         timelines = timeline.collect(group)
         runs.append([] if timelines is None else computes_of(timelines))
     return min(runs, key=lambda spans: Clock(group.size, tuple(spans)).length if spans else 0.0)
@@ -116,7 +117,7 @@ def peak_activations(group: Group, name: str, microbatches: int) -> int:
 
 
 def run_unchecked(group: Group, lists: Sequence[Sequence[Any]]) -> None:
-    """The messages of a schedule that nobody has checked, sent and received one by one."""
+    """The messages of a schedule that was not checked, sent and received one by one."""
     for instruction in lists[group.rank]:
         if isinstance(instruction, SENDS):
             group.send(np.zeros(1), dst=received_as(instruction).stage % group.size)
@@ -187,7 +188,7 @@ NOTES_CHART = """
 """The sections of the Gantt chart of N2:201."""
 
 
-def notes_spans() -> list[Span]:
+def notes_spans() -> list[ComputeSpan]:
     """The notes' chart as spans; its microbatches 1 to 4 are 0 to 3 here."""
     spans, rank = [], -1
     for line in NOTES_CHART.strip().splitlines():
@@ -195,11 +196,11 @@ def notes_spans() -> list[Span]:
             rank = int(section[1])
         elif drawn := re.search(r"([FB])(\d) +:(\d+), (\d+)", line):
             kind = Forward if drawn[1] == "F" else Backward
-            spans.append(Span(rank, kind(rank, int(drawn[2]) - 1), float(drawn[3]), float(drawn[4])))
+            spans.append(ComputeSpan(rank, kind(rank, int(drawn[2]) - 1), float(drawn[3]), float(drawn[4])))
     return spans
 
 
-def orders_of(spans: Sequence[Span]) -> list[list[Any]]:
+def orders_of(spans: Sequence[ComputeSpan]) -> list[list[Any]]:
     """What each rank computes, in the order of a chart."""
     ranks = range(max(span.rank for span in spans) + 1)
     ordered = sorted(spans, key=lambda span: span.start)

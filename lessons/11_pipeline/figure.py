@@ -51,7 +51,7 @@ def _length(spans: list[Any]) -> float:
 
 
 def _timeline(ax: Any, name: str, spans: list[Any], shown: float) -> None:
-    """One schedule: a row for each rank, in units of a forward, of which `shown` are shown."""
+    """One schedule: a row for each rank, in units of a forward, the first `shown` of them."""
     assert not broken(spans)
     clock, begin = Clock(RANKS, tuple(spans)), min(span.start for span in spans)
     for span in spans:

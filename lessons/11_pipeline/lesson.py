@@ -20,16 +20,11 @@ from minidist.grading import arguments, load_module, run_lesson
 from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
-from minidist.parallel.pipeline.pipeline import PipeDream, Pipeline, plain_gpipe
+from minidist.parallel.pipeline.instructions import Forward, RecvActivation, RecvGradient, Schedule, SendActivation
+from minidist.parallel.pipeline.pipedream import PipeDream
+from minidist.parallel.pipeline.pipeline import Pipeline, plain_gpipe
 from minidist.parallel.pipeline.schedule_checker import Clock, broken, check, check_spans, clock_of, peak_held
-from minidist.parallel.pipeline.schedules import (
-    Forward,
-    RecvActivation,
-    RecvGradient,
-    Schedule,
-    SendActivation,
-    of_orders,
-)
+from minidist.parallel.pipeline.schedules import of_orders
 from minidist.parallel.pipeline.stages import Stages
 from minidist.parallel.step.single import Single
 
@@ -226,7 +221,7 @@ def refused(schedule: Schedule) -> None:
 
 
 def swap_order() -> None:
-    """Two stages, each of which wants to receive before it sends."""
+    """Two stages, and each receives before it sends."""
     right = lab.schedule_of("naive", 2, 2)
     turn = {SendActivation(0, 0): RecvGradient(0, 0), RecvGradient(0, 0): SendActivation(0, 0)}
     lists = (tuple(turn.get(instruction, instruction) for instruction in right.lists[0]), right.lists[1])

@@ -13,7 +13,7 @@ from minidist.nn import GPT, GPTConfig
 from minidist.observe.page import size_text
 from minidist.optim import Adam
 from minidist.parallel.tensor.split_gpt import split_gpt
-from minidist.parallel.tensor.tensor_layers import Region
+from minidist.parallel.tensor.tensor_layers import TensorRegion
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, tensor_parallel
 
 CONFIG = GPTConfig(vocabulary=23, context=8, layers=3, width=16, heads=4, dtype="float64")
@@ -25,7 +25,7 @@ def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
     return ids[:, :-1], ids[:, 1:]
 
 
-class OneWay(Region):
+class OneWay(TensorRegion):
     """A region without f: what enters is not all-reduced on its way back."""
 
     def enter(self, x: Any) -> Any:
@@ -33,7 +33,7 @@ class OneWay(Region):
         return x
 
 
-def gradients(group: Group, region: type[Region]) -> tuple[list[float], dict[str, np.ndarray]]:
+def gradients(group: Group, region: type[TensorRegion]) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses of thirty steps on one batch, without clipping, and rank 0's gradients of the first."""
     model = GPT(CONFIG)
     split_gpt(model, region(group))
@@ -48,7 +48,7 @@ def gradients(group: Group, region: type[Region]) -> tuple[list[float], dict[str
 
 def no_f() -> None:
     """The backward all-reduce of the column linears left out."""
-    right = md.run(partial(gradients, region=Region), size=2)[0]
+    right = md.run(partial(gradients, region=TensorRegion), size=2)[0]
     wrong = md.run(partial(gradients, region=OneWay), size=2)[0]
     for step in (0, 29):
         print(f"loss of step {step + 1:2}: right {right[0][step]:.6f}, without f {wrong[0][step]:.6f}")
@@ -106,7 +106,7 @@ def gather_between() -> None:
         ranks = md.run(partial(job, gathers=gathers), size=4)
         print(f"{'with' if gathers else 'without'} the gather: the sum of y is {ranks[0][0]:.6f}, all ranks sent "
               f"{size_text(sum(sent for _, sent in ranks))}")
-    print("the gather fetches what nobody uses: the rows of the second matrix want just the columns that are here")
+    print("the gather fetches unused columns: the rows of the second matrix need just the columns that are here")
 
 
 def local_softmax() -> None:

@@ -55,7 +55,7 @@ def cross_entropy(logits, targets, first, group):
     mine = (targets >= first) & (targets < first + logits.shape[1])
     target = np.zeros(len(targets))
     target[mine] = logits[mine, targets[mine] - first]
-    target = hole(9, "each token's target logit, whoever has it", target)
+    target = hole(9, "each token's target logit, from the rank that has it", target)
     return float(np.mean(np.log(total) + highest - target))
 
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.grading import draw_figure, load_module
+from minidist.nn.weight_shard import WeightShard
 from minidist.observe import lesson_figures as look
 from minidist.observe.page import size_text
 from minidist.observe.records import gather_records
 from minidist.optim import Adam
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent
-from minidist.parallel.zero.weight_shard import WeightShard
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "12")

@@ -18,15 +18,15 @@ from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.grading import arguments, load_module, run_lesson, sent_since, totals
+from minidist.nn.shares import head_shares
+from minidist.nn.weight_shard import WeightShard
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import Adam
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.step.single import Single
-from minidist.parallel.tensor.split_gpt import head_shares
 from minidist.parallel.tensor.tensor_layers import SplitOutput
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent, plain_tensor_mlp
-from minidist.parallel.zero.weight_shard import WeightShard
 
 HERE = Path(__file__).resolve()
 lab, broken = (load_module(HERE.with_name(name), "12") for name in ("experiments.py", "broken.py"))
@@ -67,13 +67,13 @@ def by_hand(group: Group, page: Page) -> None:
              "d up, own columns": (dup, x.T @ dinner[:, own]), "d down, own rows": (ddown, active[:, own].T @ dy)}
     rows = [[name, str(ours.shape), f"{np.abs(ours - target).max() / np.abs(target).max():.0e}"]
             for name, (ours, target) in whole.items()]
-    sent, formula = everybody(group, nbytes), 2 * 2 * (group.size - 1) * x.nbytes
+    sent, formula = all_ranks(group, nbytes), 2 * 2 * (group.size - 1) * x.nbytes
     rows.append(["sent by all ranks", f"{size_text(sent)} of {size_text(formula)}", verdict(sent, formula)])
     page.table(f"x (10, 8), up (8, 32), down (32, 8) on {group.size} ranks, rank 0", ["", "shape", "off by"], rows,
                note="two all-reduces of x's size; no gather between the two products (N2:156)")
 
 
-def everybody(group: Group, number: float) -> int:
+def all_ranks(group: Group, number: float) -> int:
     """The sum of a number over the ranks, counted under control."""
     with group.ledger.control():
         return int(group.all_reduce(np.array([float(number)]))[0])
@@ -151,7 +151,7 @@ def measure_step(group: Group, strategy: Any, batch: Any) -> tuple[int, list[int
     strategy.step(batch, optimizer)
     _, nbytes = sent_since(group.ledger, before)
     end()
-    return everybody(group, nbytes), calls
+    return all_ranks(group, nbytes), calls
 
 
 def traffic(group: Group, page: Page) -> None:
@@ -211,7 +211,7 @@ def loss_of_slices(group: Group, page: Page) -> None:
             x = tensor(logits[:, own].copy(), requires_grad=True)
             before = totals(group.ledger)
             loss = way(x)
-            sent = everybody(group, sent_since(group.ledger, before)[1])
+            sent = all_ranks(group, sent_since(group.ledger, before)[1])
             loss.backward()
             peak = memory.peak["total"]
         rows.append([name, f"{loss.item() - target:.0e}", size_text(sent), size_text(ITEM * formulas[name]),

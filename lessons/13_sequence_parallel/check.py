@@ -152,7 +152,7 @@ def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
     yield expect(f"blocks sent forward, {counted(ranks, 'rank')}", target[0], forward,
                  next((name for name, number in known.items() if number == forward), "another number"),
                  "section 4 (hole 8)")
-    known = {"keys and values must go round again: nobody kept them": 2 * ranks,
+    known = {"keys and values must go round again: no rank kept them": 2 * ranks,
              "the gradients have one hop more: home": 4 * (ranks - 1), "that is forward's": 2 * (ranks - 1),
              "keys and values stop one hop earlier": 4 * ranks}
     yield expect(f"blocks sent backward, {counted(ranks, 'rank')}", target[1], backward,

@@ -82,7 +82,7 @@ def _matrix(ax: Any, pairs: list[list[int]]) -> None:
     ax.set_aspect("equal")
     ax.set_xlabel("block of keys", color=look.SOFT, fontsize=10.5)
     ax.set_ylabel("block of queries", color=look.SOFT, fontsize=10.5)
-    look.caption(ax, "Who computes which scores, at which hop")
+    look.caption(ax, "Which rank computes which scores, at which hop")
 
 
 def _scores(ax: Any, scores: dict[str, list[int]]) -> None:

@@ -32,7 +32,7 @@ def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  The same as one process")
     same(group, page)
-    page.heading("2  Who has which tokens, and how much to do")
+    page.heading("2  Which rank has which tokens, and how much to do")
     balance(group, page)
     page.heading("3  Round the ring")
     hops(group, page)
@@ -153,7 +153,7 @@ def traffic(group: Group, page: Page) -> None:
         rows.append([lab.TITLES[name], *numbers, "ok" if sent == target else "off"])
     page.table(f"Bytes a step over {group.size} ranks: B = {lab.SEQUENCES}, T = {config.context}, h = {config.width}, "
                f"{config.layers} blocks", ["", "activations", "gradients", "sent", "formula", ""], rows,
-               note="gradients: as data parallel, for the weights of ring and all-to-all are whole everywhere")
+               note="gradients: as data parallel, because the weights of ring and all-to-all are whole on all ranks")
 
 
 # ------------------------------------------------------------------------------------------------------------- 5 memory
@@ -168,7 +168,7 @@ def memory(group: Group, page: Page) -> None:
     rows += [[f"{lab.TITLES[name]}, {long.context} tokens", *shown(lab.peaks(group, long, name))]
              for name in lab.NAMES]
     page.table(f"Peak bytes of rank 0, one sequence, {group.size} ranks", ["", "activations", "communication", "total"],
-               rows, note="nobody keeps probabilities (lesson 19); weights and gradients count in the total")
+               rows, note="no strategy keeps probabilities (lesson 19); weights and gradients count in the total")
     limit = one["total"] + 5 * 8 * 2 * short.context * short.width      # and five pieces on their way
     fits = lab.peaks(group, long, "ring", limit=limit)["total"]
     page.say(f"    Under a limit of {size_text(limit)} ring attention takes {long.context} tokens ({size_text(fits)});")

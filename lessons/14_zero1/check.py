@@ -88,7 +88,7 @@ def _divided(size: int, ranks: list[dict[str, Any]]) -> Result:
     mistake = "the optimizer is not divided" if given == [ranks[0]["n"]] * size else "the wrong part"
     if given == right and not all(rank["given"][2] for rank in ranks):
         return Result(f"{size} ranks, weights of each optimizer", False, "part of self.weights", "a copy",
-                      "the optimizer changes a copy", "which nobody reads: give it the slice itself: (hole 2)")
+                      "the optimizer changes a copy", "which is never read: give it the slice itself: (hole 2)")
     return Result(f"{size} ranks, weights of each optimizer", given == right, str(right), str(given), mistake,
                   "its state is what ZeRO-1 divides; give it self.weights[self.own]: section 2 (hole 2)")
 

@@ -1,4 +1,4 @@
-"""Exercise 14: ZeRO-1 without buckets: who updates what, what travels, and when.
+"""Exercise 14: ZeRO-1 without buckets: which rank updates what, what travels, and when.
 
 Copy this file (`minidist lesson 14 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
 `minidist check 14 DIR/exercise_14.py`. Every rank runs it with its own replica of the model and its own part of each

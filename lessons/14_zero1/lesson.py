@@ -17,7 +17,7 @@ from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import SGD
 from minidist.parallel.step.flat import Flat
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, saving, state_bytes
-from minidist.parallel.zero.parameter_arrival import Arrivals
+from minidist.parallel.zero.replica import ParameterArrivals
 from minidist.parallel.zero.zero1 import Zero1, plain_zero1
 
 BILLION = 10**9
@@ -159,7 +159,7 @@ def read_too_early() -> None:
                 if not wait:
                     for parameter in strategy.model.parameters():
                         parameter.arrival = None
-            Arrivals.settle(strategy.arrivals)
+            ParameterArrivals.settle(strategy.arrivals)
             return loss, lab.state_vector(strategy.state_dict())
 
     (loss, right), (early, wrong) = (md.run(train, wait, size=2)[0] for wait in (True, False))

@@ -81,7 +81,7 @@ class SlowHandle:
 
 
 class SlowGroup:
-    """A group whose sums arrive when they are waited for; it counts those that nobody has waited for."""
+    """A group whose sums arrive when they are waited for; it counts those that were not waited for."""
 
     def __init__(self, group: Group) -> None:
         self.group, self.rank, self.size, self.unwaited = group, group.rank, group.size, 0
@@ -127,7 +127,7 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
         for each, vector in zip(runs, weights, strict=True):
             with group.ledger.control():
                 group.all_gather(vector[each.flat.own].copy(), out=vector)
-    group.barrier()     # nobody's message is on its way any more
+    group.barrier()     # no message is on its way any more
     gc.collect()
     left = sum(ref() is not None for other in runs for ref in other.taken)
     return {**seen, "left": left, "runs": len(runs), "n": sum(each.flat.nbytes for each in runs),
@@ -169,7 +169,7 @@ def _alive(size: int, ranks: list[dict[str, Any]]) -> Result:
     task = f"{size} ranks, whole gradients alive after {STEPS} steps"
     if left:
         return Result(task, False, "0", f"{left}", "forgot to free",
-                      "as long as somebody names an array, it is there: take it out of self.flying: section 2 (hole 4)")
+                      "while a name refers to an array, it is there: take it out of self.flying: section 2 (hole 4)")
     task = f"{size} ranks, in flight when backward goes on"
     mistake = "too many in flight" if most else "backward stands still until each has landed"
     return Result(task, most == 1, "one", f"{most} of {runs}", mistake,

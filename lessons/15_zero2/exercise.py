@@ -15,7 +15,7 @@ from minidist.grading import hole
 
 
 class MyGradients:
-    """The gradients of all runs, of which this rank keeps its chunks.
+    """The gradients of all runs; this rank keeps its chunks.
 
     Attributes: flying: what is on its way, (run, gradient, chunk, handle) in the order of its start
     """
@@ -34,7 +34,7 @@ class MyGradients:
         """The oldest that flies: wait for its sum, add it to what earlier passes of the step left in the shard."""
         run, gradient, chunk, handle = self.flying[0]
         hole(3, "wait; what happens to run.shard? (section 4)", run, chunk, handle)
-        hole(4, "nobody may hold the gradient any longer (section 2)")
+        hole(4, "no name may refer to the gradient any longer (section 2)")
 
     def finish(self):
         """After each backward: when this returns, the shards hold the sums and the optimizer may read them."""

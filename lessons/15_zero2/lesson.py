@@ -15,7 +15,7 @@ from minidist.comm.group import Group
 from minidist.device import account
 from minidist.grading import arguments, run_lesson
 from minidist.observe.page import Page, size_text, verdict
-from minidist.parallel.zero.gradient_shards import Scattered
+from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, in_flight, state_bytes
 from minidist.parallel.zero.zero2 import Zero2, plain_zero2
 
@@ -99,7 +99,7 @@ def traffic_table(group: Group, page: Page) -> None:
                          f"{times}(P-1) n", verdict(total, formula)])
     page.table(f"One step, {group.size} ranks together, n = {size_text(nbytes)}",
                ["", "reduce-scatter", "all-gather", "together", "formula", ""], rows,
-               note="nobody can add up several passes in a buffer that nobody has: each pass must reduce")
+               note="no rank has a buffer in which several passes could add up: each pass must reduce")
 
 
 # ------------------------------------------------------------------------------------------------------------ Break it
@@ -120,7 +120,7 @@ def peaks(group: Group, keep: bool) -> tuple[int, int]:
 
 
 def forget_to_free() -> None:
-    """A bucket that somebody still names is not free."""
+    """A bucket that a name still refers to is not free."""
     _, nbytes = lab.parameter_bytes(lab.MEASURED)
     print(f"all gradients together are {size_text(nbytes)}")
     for name, keep in (("freed", False), ("kept in a list", True)):
@@ -159,7 +159,7 @@ def average_twice() -> None:
         from minidist.optim import SGD
 
         strategy = Zero2(lab.new_model(lab.SMALL), group)
-        add, optimizer, loss = Scattered.finish, SGD(strategy.parameters, 0.5), 0.0
+        add, optimizer, loss = GradientShards.finish, SGD(strategy.parameters, 0.5), 0.0
 
         def finish() -> None:
             add(strategy.gradients)

@@ -136,10 +136,10 @@ def _freed(size: int, ranks: list[dict[str, Any]]) -> Result:
     task = f"{size} ranks, whole units at once"
     if left:
         return Result(task, False, "none after backward", f"{left} of {units}", "forgot to free after backward",
-                      "and the next forward would compute with weights that nobody has updated: section 2 (hole 4)")
+                      "and the next forward would compute with weights that were not updated: section 2 (hole 4)")
     if kept:
         return Result(task, False, "none after the update", f"{kept} of {units}", "an all-gather too many at the end",
-                      "nobody needs them before the next forward, which gathers anyway: section 4 (hole 5)")
+                      "they are not needed before the next forward, which gathers anyway: section 4 (hole 5)")
     return Result(task, most == 1, "1 at most", f"{most} of {units}", "forgot to free after forward",
                   "a rank that keeps what it has used ends up with the whole model: section 2 (hole 2)")
 

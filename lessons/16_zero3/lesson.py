@@ -190,7 +190,7 @@ def forget_to_free() -> None:
     print(f"all parameters are {size_text(lab.parameter_bytes(lab.MEASURED)[1])}, a block {size_text(unit_bytes())}")
     for forgotten in (0, 2, 8):
         print(f"{forgotten} units not freed: peak of parameters {size_text(md.run(peak, forgotten, size=4)[0])}")
-    print("and their weights are the first step's for ever: nobody gathers what is there")
+    print("and their weights are the first step's for ever: weights that are there are not gathered")
 
 
 def tied_in_a_unit() -> None:

@@ -68,7 +68,7 @@ def average_twice() -> None:
 def own_norm() -> None:
     """Each tensor rank clips by the norm of what it has."""
     def spoil(trainer: Any, world: Group) -> None:
-        trainer.strategy.data.squares = lambda: sum_of_squares(p.grad for p in trainer.strategy.weights)
+        trainer.strategy.squares = lambda: sum_of_squares(p.grad for p, _ in trainer.strategy.data.owned())
 
     compare(lab.plan_of({"dp": 1, "pp": 1, "tp": 2}), spoil, "by own norms")
 
@@ -78,10 +78,10 @@ def norm_twice() -> None:
     def spoil(trainer: Any, world: Group) -> None:
         def squares() -> float:
             with world.ledger.control():
-                own = sum_of_squares(p.grad for p in trainer.strategy.weights)
+                own = sum_of_squares(p.grad for p, _ in trainer.strategy.data.owned())
                 return float(world.all_reduce(np.array([own]))[0])
 
-        trainer.strategy.data.squares = squares
+        trainer.strategy.squares = squares
 
     compare(lab.plan_of({"dp": 2, "pp": 1, "tp": 2}), spoil, "counted several times", optimizer="sgd", lr=0.5)
 
@@ -89,7 +89,7 @@ def norm_twice() -> None:
 def rows_by_rank() -> None:
     """Each rank of the job reads rows of its own: world ranks, not dp coordinates."""
     def spoil(trainer: Any, world: Group) -> None:
-        trainer.strategy.data.part_of = partial(part_of, size=world.size, rank=world.rank)
+        trainer.strategy.part_of = partial(part_of, size=world.size, rank=world.rank)
 
     compare(lab.plan_of({"dp": 1, "pp": 1, "tp": 2}), spoil, "rows by world rank")
 

@@ -144,7 +144,7 @@ def _run(world: Group, exercise: ModuleType, shape: dict[str, int]) -> dict[str,
 def _gradient(shape: dict[str, int], ranks: list[dict[str, Any]]) -> Result:
     right = all(rank["ours"][name].shape == target.shape and np.allclose(rank["ours"][name], target)
                 for rank in ranks for name, target in rank["right"].items())
-    known = {"mean": "a mean: the loss was divided by all tokens before", "local": "nobody added anything up",
+    known = {"mean": "a mean: the loss was divided by all tokens before", "local": "nothing was added up",
              "world": "over all ranks: stages and shards hold other weights"}
     mistake = next((text for name, text in known.items() if all(
         rank["ours"]["shard"].shape == sums.shape and np.allclose(rank["ours"]["shard"], sums)

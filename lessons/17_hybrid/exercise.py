@@ -1,4 +1,4 @@
-"""Exercise 17: where a rank is on the mesh, who is in its groups, what it reads, what it adds up, and one norm of all.
+"""Exercise 17: where a rank is on the mesh, its groups, what it reads, what it adds up, and one norm of all.
 
 Copy this file (`minidist lesson 17 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
 `minidist check 17 DIR/exercise_17.py`. `shape` is a dict of the mesh's axes, outermost first, with their sizes, such as
@@ -44,7 +44,7 @@ def add_gradients(gradient, mesh):
 def norm(shards, whole, mesh):
     """The norm of the whole model's gradient, the same on every rank, after add_gradients.
 
-    shards: gradients of which this rank of tp has a part (a list of arrays); whole: those that all ranks of tp hold
+    shards: gradients that are cut over tp, this rank's parts (a list of arrays); whole: those that all ranks of tp hold
     alike (norms, biases of row linears). Each stage of the pipeline has others.
     """
     squares = sum(float((grad ** 2).sum()) for grad in shards)

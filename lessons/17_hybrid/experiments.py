@@ -16,8 +16,6 @@ from minidist.optim import sum_of_squares
 from minidist.parallel.hybrid.hybrid_costs import elements_sent
 from minidist.parallel.pipeline.schedule_checker import clock_of
 from minidist.parallel.pipeline.schedules import make_schedule
-from minidist.parallel.zero.zero1 import Zero1
-from minidist.parallel.zero.zero2 import Zero2
 
 CONFIG = GPTConfig(vocabulary=32, context=16, layers=4, width=16, heads=4, tied=True, dtype="float64")
 MIXED = replace(CONFIG, mixture=MixtureConfig(experts=4))
@@ -112,9 +110,8 @@ def train(world: Group, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig 
         watch_norm(trainer, norms)
         calls.clear()
         losses = [trainer.step(global_batch(step, config)) for step in range(steps)]
-        data = getattr(trainer.strategy, "data", trainer.strategy)
-        if isinstance(data, Zero1 | Zero2):
-            data.arrivals.settle()          # the new weights travel on after the step
+        if plan.zero in (1, 2):
+            trainer.strategy.data.arrivals.settle()     # the new weights travel on after the step
         made, held = len(calls), memory.snapshot()
         rows = int(trainer.loads.sent.sum())
         trainer.check_replicas()
@@ -129,10 +126,10 @@ def train(world: Group, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig 
 
 def watch_norm(trainer: Any, norms: list[dict[str, float]]) -> None:
     """Keep the norm that each step finds, and two that are wrong: of this rank's gradients; of all ranks' added up."""
-    data = getattr(trainer.strategy, "data", trainer.strategy)
-    if trainer.plan.zero or not hasattr(data, "squares"):
+    strategy = trainer.strategy
+    if trainer.plan.zero or not hasattr(strategy, "squares"):
         return
-    find = data.squares
+    find = strategy.squares
 
     def squares() -> float:
         once, own = find(), sum_of_squares(p.grad for p in trainer.model.parameters())
@@ -141,7 +138,7 @@ def watch_norm(trainer: Any, norms: list[dict[str, float]]) -> None:
         norms.append({"once": math.sqrt(once), "own": math.sqrt(own), "all": math.sqrt(total)})
         return once
 
-    data.squares = squares
+    strategy.squares = squares
 
 
 def sent_by_axis(world: Group) -> dict[str, int]:

@@ -54,7 +54,7 @@ def five_axes(world: Group) -> dict[str, list[int]]:
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png, figure.mmd and mesh.png from what was recorded."""
-    figure = look.new_figure(13.5, 10.2, "Eight ranks, three axes: who talks to whom, how much, and when",
+    figure = look.new_figure(13.5, 10.2, "Eight ranks, three axes: which ranks talk, how much, and when",
                              f"dp=2, pp=2, tp=2. Above: one step of a GPT, {lab.CONFIG.layers} blocks of width "
                              f"{lab.CONFIG.width}, {lab.SEQUENCES * lab.CONFIG.context} tokens, from every message's "
                              "two ends. Below: stages that sleep.")
@@ -215,7 +215,7 @@ def _box(x: float, y: float, color: str, alpha: float, framed: bool) -> Any:
 
 
 def mermaid(links: list[dict[str, Any]]) -> str:
-    """N2:266's graph of 3D parallelism, of the mesh that ran: replicas, their stages, and who sent to whom."""
+    """N2:266's graph of 3D parallelism, of the mesh that ran: replicas, their stages, and which rank sent to which."""
     lines = ["graph TB"]
     for replica in range(SHAPE["dp"]):
         lines.append(f'    subgraph dp{replica}["dp={replica}: group {"AB"[replica]} of the notes"]')

@@ -28,7 +28,7 @@ def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank."""
     page.heading("1  The plain loop: three axes in one step")
     by_hand(group, page)
-    page.heading("2  The mesh: who is in which group")
+    page.heading("2  The mesh: which rank is in which group")
     mesh_table(group, page)
     page.heading("3  Equal to one process, however it is cut")
     results = equal(group, page)

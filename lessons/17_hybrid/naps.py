@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from minidist.observe.timeline import Timeline
-from minidist.parallel.pipeline.executor import Worker
+from minidist.parallel.pipeline.executor import Executor
 from minidist.parallel.pipeline.schedules import make_schedule
 
-NAPPED = 6          # steps, of which the figure shows the quickest
+NAPPED = 6          # steps; the figure shows the quickest
 
 
 class Naps:
@@ -48,12 +48,12 @@ class Naps:
 
 def napped(mesh: Any, timeline: Timeline, *, microbatches: int, unit: float, numbers: int, gradients: int) -> None:
     """Some steps: the pipeline's list with tensor shards that talk inside it, then gradients over dp."""
-    worker = Worker(make_schedule("1f1b", mesh["pp"].size, microbatches), mesh["pp"], recorder=timeline)
+    executor = Executor(make_schedule("1f1b", mesh["pp"].size, microbatches), mesh["pp"], recorder=timeline)
     work = Naps(mesh, unit, numbers)
     for step in range(NAPPED):
         mesh["dp", "pp", "tp"].barrier()
         with timeline.span("step", step=step):
-            worker.run(work)
+            executor.run(work)
             mesh["dp"].all_reduce(np.zeros(gradients), algorithm="ring")
             with timeline.span("optimizer"):
                 time.sleep(unit)

@@ -20,7 +20,7 @@ TOKENS, WIDTH, EXPERTS, K, LIMIT = 9, 8, 5, 2, 60.0
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """The gate, places, who is kept, the journey there and back, and both ways to balance."""
+    """The gate, places, which tokens are kept, the journey there and back, and both ways to balance."""
     yield _choose(exercise)
     yield _places(exercise)
     yield _keep(exercise)

@@ -1,4 +1,4 @@
-"""Exercise 18: a mixture with one expert on each rank: who goes where, there and back, and what keeps the load even.
+"""Exercise 18: a mixture with one expert on each rank: where tokens go, there and back, and what keeps the load even.
 
 Copy this file (`minidist lesson 18 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
 `minidist check 18 DIR/exercise_18.py`. What you may use:
@@ -55,4 +55,4 @@ def balance_loss(chosen, chances):
 
 def move_biases(bias, load, rate):
     """The biases after a step: (E,) numbers, (E,) tokens that chose each expert in the whole batch."""
-    return bias + hole(8, "rate up for who has less than the mean, rate down for who has more", load, rate)
+    return bias + hole(8, "rate up for an expert with less than the mean, rate down for one with more", load, rate)

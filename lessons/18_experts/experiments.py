@@ -1,4 +1,4 @@
-"""What lesson 18 and its figure run: a small mixture, tokens some of which are common, and training."""
+"""What lesson 18 and its figure run: a small mixture, tokens (some are common), and training."""
 
 from dataclasses import dataclass
 from typing import Any

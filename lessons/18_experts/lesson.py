@@ -1,4 +1,4 @@
-"""Lesson 18: mixture of experts: who goes where, balanced or not; equal weights; traffic and memory beside formulas.
+"""Lesson 18: mixture of experts: where tokens go, balanced or not; equal weights; traffic and memory beside formulas.
 
     mpirun -n 4 python lessons/18_experts/lesson.py
     python lessons/18_experts/lesson.py                       # alone: four ranks as threads
@@ -15,11 +15,11 @@ from minidist.comm.group import Group
 from minidist.grading import arguments, load_module, run_lesson
 from minidist.nn import GPT, DropoutKey, mixture
 from minidist.nn.moe import loads, rebalance
+from minidist.nn.weight_shard import WeightShard
 from minidist.observe.page import Page, size_text, verdict
 from minidist.optim import AdamW
 from minidist.parallel.experts.expert_parallel import SplitExperts, elements_sent, plain_experts
 from minidist.parallel.step.single import Single
-from minidist.parallel.zero.weight_shard import WeightShard
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "18")
 STEPS, LONG, ITEM = 3, 40, 8
@@ -184,7 +184,7 @@ def no_capacity() -> None:
 
 
 def no_balance() -> None:
-    """Who starts with all tokens keeps them."""
+    """An expert that starts with all tokens keeps them."""
     for name in ("none", "loss"):
         run = md.run(lambda group, name=name: lab.train(group, lab.moe_config(name), LONG, lopsided=True), size=1)[0]
         shares = lab.shares(run.loads)
@@ -194,7 +194,7 @@ def no_balance() -> None:
 
 
 def counts_forgotten() -> None:
-    """Who receives guesses how many of the rows are for which expert: as many for each."""
+    """The receiver guesses how many of the rows are for which expert: as many for each."""
     right = SplitExperts._exchange_counts
 
     def guess(self: SplitExperts, counts: Any) -> np.ndarray:

@@ -54,7 +54,7 @@ def _peaks(ax: Any, recorded: dict[str, Any]) -> None:
     ax.plot(blocks, peaks[0] - np.minimum(blocks, len(peaks) - 2) * gain, "_", color=look.INK, markersize=22,
             markeredgewidth=2, label="formula")
     look.caption(ax, "The peak, for so many blocks")
-    ax.set_xlabel("blocks of which the input alone is kept, from the first", fontsize=10.5, color=look.SOFT)
+    ax.set_xlabel("blocks that keep their input alone, from the first", fontsize=10.5, color=look.SOFT)
     ax.set_ylabel("MiB", fontsize=10.5, color=look.SOFT)
     ax.legend(frameon=False, fontsize=10.5)
 

@@ -119,7 +119,7 @@ def _stream(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _update(exercise: ModuleType) -> Iterator[Result]:
-    """Gradients before the update, weights after it, nobody waits for weights in between."""
+    """Gradients before the update, weights after it, no wait for weights in between."""
     events: list[tuple[str, str]] = []
 
     def start_up(run: str) -> _Move:

@@ -16,10 +16,10 @@ from minidist.observe.overlap import Overlap, measure, moves
 from minidist.observe.timeline import Timeline
 from minidist.optim import AdamW
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.parallel.memory.offload import OnDisk
+from minidist.parallel.memory.offload_disk import OnDisk
 from minidist.parallel.memory.transfer_lanes import Pace
 from minidist.parallel.step.replicas import weights_digest
-from minidist.parallel.zero.shard_store import Home
+from minidist.parallel.zero.shards import ShardStore
 from minidist.parallel.zero.zero3 import Zero3
 
 CONFIG = GPTConfig(vocabulary=64, context=8, layers=8, width=48, heads=4)
@@ -55,9 +55,9 @@ def train(group: Group, plan: dict[str, Any], *, steps: int = 3, config: GPTConf
                     memory.reset_peak()         # the first has drawn the weights
                 losses.append(trainer.step(batch_of(step, config)))
             return {"losses": losses, "digest": trainer.weights_sha256(), "weights": trainer.state_dict(),
-                    "device": memory.snapshot(), "host": trainer.home.host.snapshot(),
-                    "disk": trainer.home.disk_bytes(), "moments": moments.seen if moments else [],
-                    "moved": {way: nbytes // steps for way, nbytes in trainer.home.traffic.step.items()},
+                    "device": memory.snapshot(), "host": trainer.store.host.snapshot(),
+                    "disk": trainer.store.disk_bytes(), "moments": moments.seen if moments else [],
+                    "moved": {way: nbytes // steps for way, nbytes in trainer.store.traffic.step.items()},
                     "parameters": sum(p.size for p in trainer.model.parameters())}
         finally:
             trainer.close()
@@ -77,12 +77,12 @@ class Moments:
     def look(self, phase: str) -> None:
         """One sample."""
         if self.on:
-            home = self.trainer.home
+            home = self.trainer.store
             self.seen.append({"phase": phase, "device": self.trainer.account.now, "host": home.host.now,
                               "disk": disk_by_category(home)})
 
 
-def disk_by_category(home: Home) -> dict[str, int]:
+def disk_by_category(home: ShardStore) -> dict[str, int]:
     """Bytes on disk by what they are."""
     held = dict.fromkeys(MEMORY, 0)
     for record in home.disk.records if isinstance(home, OnDisk) else ():
@@ -133,7 +133,7 @@ def over_a_slow_disk(group: Group, home_class: type[OnDisk] = OnDisk, *, buffers
     timeline, pace = Timeline(0), Pace(latency=ACCESS)
     with account.use(account.MemoryAccount()):
         home = home_class(buffers=buffers, recorder=timeline, read=pace, write=pace)
-        strategy = Zero3(Stack(), group, home=home, seed=3, recorder=timeline)
+        strategy = Zero3(Stack(), group, store=home, seed=3, recorder=timeline)
         optimizer = AdamW(strategy.parameters, 1e-2)
         for step in range(2):
             with timeline.span("step", step=step):

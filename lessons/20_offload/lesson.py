@@ -20,8 +20,9 @@ from minidist.nn import GPT
 from minidist.observe.page import Page, size_text, verdict
 from minidist.observe.records import gather_records
 from minidist.optim import AdamW
-from minidist.parallel.memory.offload import OnDisk, OnHost, plain_offload
+from minidist.parallel.memory.offload import OnHost, plain_offload
 from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
+from minidist.parallel.memory.offload_disk import OnDisk
 from minidist.parallel.memory.transfer_lanes import Pace
 from minidist.parallel.step.flat import Flat
 from minidist.parallel.step.single import Single
@@ -214,11 +215,11 @@ def update_before_arrival() -> None:
     def work(world: Group, home: type[OnHost]) -> np.ndarray:
         model = GPT(lab.CONFIG)
         model.initialize(seed=1)
-        strategy = Zero2(model, world, home=home(down=Pace(latency=0.1)))
+        strategy = Zero2(model, world, store=home(down=Pace(latency=0.1)))
         optimizer = AdamW(strategy.parameters, 1e-3)
         for step in range(2):
             strategy.step(lab.batch_of(step), optimizer)
-        strategy.home.close()
+        strategy.store.close()
         return np.concatenate([p.data.reshape(-1) for p in model.parameters()])
 
     right, hasty = (_alone(lambda world, home=home: work(world, home)) for home in (OnHost, Hasty))
@@ -230,13 +231,13 @@ def forget_to_free() -> None:
     """Units stay on the device: under a limit that holds two of them."""
     def work(world: Group) -> None:
         with account.use(account.MemoryAccount(limit=700_000)):
-            strategy = Zero3(GPT(lab.CONFIG), world, home=OnDisk(), seed=1)
+            strategy = Zero3(GPT(lab.CONFIG), world, store=OnDisk(), seed=1)
             for unit in strategy.units:
                 unit.free = lambda: None     # type: ignore[method-assign]
             try:
                 strategy.step(lab.batch_of(0), AdamW(strategy.parameters, 1e-3))
             finally:
-                strategy.home.close()
+                strategy.store.close()
 
     _alone(work)
 

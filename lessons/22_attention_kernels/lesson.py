@@ -121,7 +121,7 @@ def tiles_not_read(page: Page) -> None:
         flags = 4 * 128 * ("blocks" in rules)                      # each thread reads the mask's byte of each tile
         rows.append([name, tiles, count.seen.loads.bytes - flags, verdict(count.seen.loads.bytes - flags, count.read)])
     page.table(f"Tiles of 64 × 64 that are visited, {LONG} tokens, version 3", ["", "tiles", "read", ""], rows,
-               note="without the mask's own bytes; a tile that nobody sees is neither read nor multiplied")
+               note="without the mask's own bytes; a tile that no query sees is neither read nor multiplied")
 
 
 # ------------------------------------------------------------------------------------------------------- 4 roofline

@@ -1,4 +1,4 @@
-"""Whether ops leave nodes on the tape: a switch of each thread, since ranks may run as threads."""
+"""Grad mode: whether ops leave nodes on the tape. Each thread has its own switch, because ranks may be threads."""
 
 import threading
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def is_grad_enabled() -> bool:
 
 @contextmanager
 def grad_mode(enabled: bool) -> Iterator[None]:
-    """Switch recording on or off inside the block, on this thread."""
+    """Context manager: switch recording on or off inside the block, on this thread."""
     before, _mode.grad = _mode.grad, enabled
     try:
         yield
@@ -28,5 +28,5 @@ def grad_mode(enabled: bool) -> Iterator[None]:
 
 
 def no_grad() -> AbstractContextManager[None]:
-    """Context manager: ops inside compute only and remember nothing."""
+    """Context manager: ops inside the block compute and leave no nodes, on this thread."""
     return grad_mode(False)

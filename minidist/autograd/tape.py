@@ -24,6 +24,7 @@ import inspect
 import itertools
 import numbers
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -34,7 +35,7 @@ from minidist.device.backend import FLOATS, Array, array_module, dtype_name, is_
 from minidist.errors import DtypeError, GradientError, MinidistError, ShapeError
 
 Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
-GradientFunction = TypeVar("GradientFunction", bound=Callable[..., Array])
+GradientFunction = TypeVar("GradientFunction", bound=Callable[..., Any])
 
 _creation = itertools.count()  # orders nodes within a thread; next() is atomic, so rank threads may share it
 
@@ -135,6 +136,11 @@ class Node:
         self.edges, self.hooks = [], {}
 
 
+def _one_of(function: Callable[[Node, Array], tuple[Array, ...]], which: int, node: Node, dy: Array) -> Array:
+    """One array of a gradient function's tuple; the function runs once a backward."""
+    return node.once(function, dy)[which]
+
+
 class Op(Generic[Result]):
     """A differentiable function of arrays, with one gradient function for each differentiable argument.
 
@@ -155,18 +161,21 @@ class Op(Generic[Result]):
     def __repr__(self) -> str:
         return f"<op {self.name}>"
 
-    def gradient(self, argument: str) -> Callable[[GradientFunction], GradientFunction]:
-        """Decorator: register the gradient function of one argument, (node, dy) -> array of the argument's shape.
+    def gradient(self, *arguments: str) -> Callable[[GradientFunction], GradientFunction]:
+        """Decorator: register the gradient function of an argument, (node, dy) -> array of the argument's shape.
 
+        For several arguments that share their work it returns a tuple with an array for each, and runs once a backward.
         With several outputs dy is a tuple, with zeros for an output without gradient. For a `*parts` argument the
         function gets a third value: the number of the part.
         Raises:  GradientError for an argument that the op does not have.
         """
-        if argument not in self.arguments and argument != self.variadic:
-            raise GradientError(f"{self.name} has no argument {argument!r}; it takes {', '.join(self.arguments)}")
+        for argument in arguments:
+            if argument not in self.arguments and argument != self.variadic:
+                raise GradientError(f"{self.name} has no argument {argument!r}; it takes {', '.join(self.arguments)}")
 
         def register(function: GradientFunction) -> GradientFunction:
-            self.gradients[argument] = function
+            for which, argument in enumerate(arguments):
+                self.gradients[argument] = function if len(arguments) == 1 else partial(_one_of, function, which)
             return function
 
         return register

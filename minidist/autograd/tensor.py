@@ -1,4 +1,4 @@
-"""Tensors: an array, and what the tape needs to know about it.
+"""Tensors: an array, and its place on the tape.
 
     x = tensor(array, requires_grad=True)
     loss = (x * x).sum()
@@ -46,7 +46,7 @@ def _operator(name: str, *, swapped: bool = False) -> Callable[["Tensor", Any], 
 
 
 class TapeNode(Protocol):
-    """What a Tensor uses of the node that made it; the class itself is tape.Node."""
+    """The part of a node that Tensor uses; the class of nodes is tape.Node."""
 
     hooks: dict[int, list[GradientHook]]
 
@@ -64,8 +64,7 @@ class Tensor:
     Raises:  DtypeError if requires_grad and the dtype is not a float.
     """
 
-    __slots__ = ("data", "grad", "requires_grad", "node", "index", "tensor_hooks", "__weakref__")
-    data: Array                # the array itself
+    __slots__ = ("_data", "grad", "requires_grad", "node", "index", "tensor_hooks", "__weakref__")
     grad: Array | None         # the gradient summed over the backwards since the last zero_grad, or None
 
     def __init__(self, data: Array, *, requires_grad: bool = False) -> None:
@@ -86,30 +85,39 @@ class Tensor:
         result.requires_grad, result.node, result.index = node is not None, node, index
         return result
 
-    # ------------------------------------------------------------------------------------------------- what it is
+    # ------------------------------------------------------------------------------------------------- properties
+
+    @property
+    def data(self) -> Array:
+        """The array itself."""
+        return self._data
+
+    @data.setter
+    def data(self, array: Array) -> None:
+        self._data: Array = array
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The sizes of the dims."""
-        shape: tuple[int, ...] = self.data.shape
+        shape: tuple[int, ...] = self._data.shape
         return shape
 
     @property
     def dtype(self) -> np.dtype:
         """The element type."""
-        dtype: np.dtype = self.data.dtype
+        dtype: np.dtype = self._data.dtype
         return dtype
 
     @property
     def ndim(self) -> int:
         """The number of dims."""
-        ndim: int = self.data.ndim
+        ndim: int = self._data.ndim
         return ndim
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        size: int = self.data.size
+        size: int = self._data.size
         return size
 
     def __repr__(self) -> str:
@@ -226,9 +234,14 @@ class Parameter(Tensor):
                          contribution to its gradient has arrived (a tied weight gets several)
                 arrival  arrival(), if set, is called before `data` is read; it waits for numbers from other ranks
                 lender   lender(parameter), if set, gives the view to bind when a gradient comes and none is bound
+
+    Set by a strategy that cuts a model, and read by the one that trains its replicas:
+                shared_by    the ranks that hold the parameter, if not all of the data axis (experts, chapter 18)
+                layout       a sort key: buckets and vectors hold parameters of one layout only (chapter 17)
+                stays_whole  ZeRO-3 leaves the parameter whole on each rank, because no gradient moves it
     """
 
-    __slots__ = ("name", "hooks", "arrival", "lender", "_data", "_grad", "_view", "_fresh")
+    __slots__ = ("name", "hooks", "arrival", "lender", "shared_by", "layout", "stays_whole", "_grad", "_view", "_fresh")
 
     def __init__(self, data: Array, *, name: str = "", requires_grad: bool = True) -> None:
         self._view: Array | None = None
@@ -238,6 +251,9 @@ class Parameter(Tensor):
         self.name = name
         self.hooks: list[Callable[[Parameter], None]] = []
         self.lender: Callable[[Parameter], Array] | None = None
+        self.shared_by: Any = None
+        self.layout: tuple[int, ...] = ()
+        self.stays_whole = False
 
     @property
     def data(self) -> Array:

@@ -95,7 +95,7 @@ def measure_all(contenders: list[str], ranks: int, nbytes: int, rounds: int, alp
 
 def slowest(job: Job, **question: int) -> float:
     """The median over repetitions of the slowest rank's seconds."""
-    return statistics.median(max(row) for row in zip(*job.ask(**question), strict=True))
+    return statistics.median(float(max(row)) for row in zip(*job.ask(**question), strict=True))
 
 
 # ---------------------------------------------------------------- the ranks' side

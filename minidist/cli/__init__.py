@@ -1,7 +1,7 @@
 """The `minidist` command: one file a command, loaded when it is asked for.
 
-A command's module offers add_arguments(parser) and run(args) -> exit status. What a user got wrong (ConfigError) is one
-line on stderr and exit status 2; an interrupt is 130; anything else is left to Python, or, on a rank of a larger job,
+The module of a command offers add_arguments(parser) and run(args) -> exit status. A user's mistake (ConfigError) is one
+line on stderr and exit status 2; an interrupt is 130. Any other error is left to Python, or, on a rank of a larger job,
 to minidist.launch, which names the rank and ends the job everywhere.
 """
 
@@ -19,12 +19,16 @@ COMMANDS = {
     "bench": "time collectives and training steps, side by side with other libraries where installed",
     "lesson": "print, run or list lessons",
     "check": "grade the exercise of a lesson",
-    "doctor": "what this machine has, what is missing, and how to get it",
+    "doctor": "show what this machine has, what is missing, and how to get it",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status (0 well, 1 failed, 2 bad input, 130 interrupted)."""
+    """Run one command.
+
+    Args:    argv: its words (default: those of this process).
+    Returns: the exit status: 0 good, 1 failed, 2 bad input, 130 interrupted.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command, prefix, understood = (arguments[0] if arguments else ""), "minidist", False
     try:
@@ -43,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 MODULES = {"train": "minidist.cli.train.command", "bench": "minidist.bench.command"}
-"""Where a command is that is more than a file minidist/cli/COMMAND.py."""
+"""Commands that are not a file minidist/cli/COMMAND.py."""
 
 
 def _module(command: str) -> ModuleType:
@@ -51,7 +55,7 @@ def _module(command: str) -> ModuleType:
 
 
 def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
-    """The parser of `minidist`; only the command that was asked for knows its options, so the others stay unloaded."""
+    """The parser of `minidist`. Only the requested command gets its options; the other modules are not loaded."""
     from minidist.console import Parser
 
     parser = Parser(prog="minidist", description="Distributed training from scratch: every chapter runs.",
@@ -67,7 +71,7 @@ def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
 
 
 def _description(module: ModuleType, what: str) -> str:
-    """The first paragraph of the command's own docstring, or the table's line."""
+    """The first paragraph of the docstring of the command's module."""
     return (module.__doc__ or what).split("\n\n")[0]
 
 
@@ -77,7 +81,7 @@ def _version() -> str:
 
 
 def _end(error: BaseException, message: str, status: int, *, everywhere: bool) -> int:
-    """One line a job, however many of its ranks came here for the same reason; a command line is wrong `everywhere`."""
+    """Print one line a job. `everywhere`: all ranks end here for the same reason, so one of them prints it."""
     from minidist import launch
     from minidist.comm.health.failure import say_line
 

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(result: Grade, title: str) -> None:
-    """The grade as a table, and below it one line a person can act on."""
+    """Print the grade as a table, and below it one line: passed, or the first mistake and what to read."""
     console = page_console()
     table = Table(title=f"Lesson {result.lesson} · {title}", title_justify="left", header_style="bold cyan")
     table.add_column("")

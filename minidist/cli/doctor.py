@@ -35,7 +35,7 @@ LENDING = "sysctl kernel.yama.ptrace_scope=1 (or 0); in Docker: --cap-add SYS_PT
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table. `state` is "ok", "optional" (missing, and not needed) or "broken"; `advice` what to do."""
+    """One line of the table. `state`: "ok", "optional" (missing, not needed) or "broken"; `advice`: how to get it."""
 
     what: str
     state: str
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, try, and print; 1 if something that every job needs does not work, else 0."""
+    """Examine this machine and print the table. Returns: 1 if a part that every job needs does not work, else 0."""
     findings = list(examine())
     table = Table(title="This machine", title_justify="left", header_style="bold cyan")
     table.add_column("")
@@ -99,7 +99,7 @@ def _hardware() -> Iterator[Finding]:
 
 
 def _mpi() -> Finding:
-    """mpirun and mpi4py, and whether they belong together: two ranks must see each other."""
+    """mpirun and mpi4py, and whether they are of one MPI: two ranks must see each other."""
     from minidist.launch.mpirun import INSTALL, find_mpirun
 
     try:
@@ -121,7 +121,7 @@ def _mpi() -> Finding:
 
 
 def _round_trip(world: Any) -> tuple[float, bool | None]:
-    """Median seconds of an all-reduce of 1 MiB; whether ranks read each other's memory, None where they share none."""
+    """Median seconds of an all-reduce of 1 MiB, and whether ranks read each other's memory (None: they share none)."""
     array, times = np.ones(TRY_BYTES // 4, np.float32), []
     for _ in range(5):
         started = time.perf_counter()
@@ -133,7 +133,7 @@ def _round_trip(world: Any) -> tuple[float, bool | None]:
 
 
 def _transport(name: str) -> Finding:
-    """Really run two ranks over it."""
+    """Run two ranks over this transport."""
     from minidist.launch import run as run_ranks
 
     try:
@@ -149,7 +149,7 @@ def _transport(name: str) -> Finding:
 
 
 def _profile() -> Finding:
-    """What algorithm="auto" goes by: this user's communication profile, or the defaults."""
+    """The profile by which algorithm="auto" chooses, or that it takes its defaults."""
     what, again = "profile for auto", "minidist bench calibrate"
     try:
         profile = load_profile()
@@ -189,7 +189,7 @@ def _cupy() -> Finding:
 
 
 def _compiler() -> Finding:
-    """g++, by which CUDA kernels run on the CPU."""
+    """g++, which builds CUDA kernels for the CPU."""
     from minidist.kernels import on_cpu
 
     path = on_cpu.compiler()
@@ -200,7 +200,7 @@ def _compiler() -> Finding:
 
 
 def _look(what: str, look: Callable[[], Finding], advice: str) -> Finding:
-    """A library that is installed may still fail to load: that is a finding, not a crash."""
+    """The finding of `look()`; an installed library that fails to load is a finding too."""
     try:
         return look()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:

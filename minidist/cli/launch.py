@@ -20,7 +20,7 @@ from minidist.launch.spawning import Nodes, spawn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist launch`; everything after the program is the program's."""
+    """The options of `minidist launch`; all words after the program are the program's."""
     parser.add_argument("-n", "--ranks", type=positive, default=1, metavar="N", help="ranks on this node (default 1)")
     parser.add_argument("--nnodes", type=positive, default=1, metavar="M", help="nodes of the job (default 1)")
     parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which node this is, 0 to M-1")
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job; its exit status is that of the first rank that failed, else 0.
+    """Run the job. Returns: the exit status of the first rank that failed, or 0.
 
     Raises: ConfigError for numbers that contradict each other, a missing program, or a port that is taken.
     """

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do the one thing asked for; the status is that of the run where there is one, else 0.
+    """Do what the options ask for. Returns: the exit status of the run, or 0.
 
     Raises: ConfigError for an unknown lesson, a rank count below 1, or a place that cannot be written.
     """
@@ -75,7 +75,7 @@ def _list(file: str | None) -> int:
 
 
 def _print(lesson: Lesson, *, answers: bool) -> int:
-    """The story, rendered; the quiz's answers only when asked for."""
+    """Print the story; with `answers`, the answers of its quiz too."""
     text = lesson.part("README.md").read_text(encoding="utf-8")
     page_console().print(Markdown(for_terminal(text, lesson, answers=answers)))
     return 0
@@ -102,12 +102,12 @@ def _run(lesson: Lesson, ranks: int, file: str | None) -> int:
 
 
 def _figure(lesson: Lesson, out: Path | None) -> int:
-    """The lesson's figure, recorded and drawn anew."""
+    """Record a run and draw the lesson's figure from it."""
     return subprocess.call([sys.executable, str(lesson.part("figure.py")), *(["--out", str(out)] if out else [])])
 
 
 def _copy(lesson: Lesson, folder: Path) -> int:
-    """An exercise to work on; a file that is already there is never written over."""
+    """Copy the exercise to `folder`; an existing file is never overwritten."""
     target = folder / f"exercise_{lesson.number}.py"
     if target.exists():
         fail(f"{target} is already there; choose another folder or move it away")

@@ -1,4 +1,4 @@
-"""Which line of whose program called: the part of an error message that sends the reader to the right place.
+"""The line of the program that made a call: the part of an error message that sends the reader to the right place.
 
 A program enters this package by an entry: a public method of Group, or of the handle of a call under way. Entries
 register their code objects here (`@entries`), so nothing depends on the names of files. A place is "file:line" of the

@@ -2,7 +2,7 @@
 
     program's stream   ... x is written | e0             | e1 awaited | the result is read ...
                                           \\              /
-    the group's side                       e0 awaited | work | e1                        nobody waits on the host
+    the group's side                       e0 awaited | work | e1                        the host does not wait
 
 Without one, arrays cross to the host and back (buffers.py), whatever the transport. A call goes to the device if its
 arrays are on the GPU, its algorithm is `auto` or `native`, and Device.refusal() has nothing against it. All ranks of
@@ -143,7 +143,7 @@ class Device(ABC):
         """Give back memory that this rank shares with others, when they have let go of it; finish() has returned.
 
         Waits for ranks that share the GPU to close, too, up to the limit; those that are lost are not waited for. After
-        abort() nobody says so any more, and a moment must do. A second call does nothing.
+        abort() it waits a moment only: the others no longer say that they have closed. A second call does nothing.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The ledger: what one rank sent, counted by phase, axis, verb and algorithm; and events for whoever subscribes.
+"""The ledger: what one rank sent, counted by phase, axis, verb and algorithm; and events for subscribers.
 
     with ledger.during("step"):          # phases: "setup" until told otherwise, then what you name
         group.all_reduce(gradients)      # counted under the group's axis and the verb the user called

@@ -3,8 +3,8 @@
     native = transport.native(group.id, group.world_ranks)      # ConfigError if the transport has none
     native.all_reduce(x, out, "sum")                            # on every rank of the group, in the same order
 
-Whoever calls has made sure that all ranks make the same call (collectives/native.py): the libraries behind do not look,
-and a disagreement there is silence or garbage. Each method returns when its part is done, and yields the core until
+The caller makes sure that all ranks make the same call (collectives/native.py): the libraries do not check, and a
+disagreement there hangs or gives garbage. Each method returns when its part is done, and yields the core until
 then. Arrays are 1-D, contiguous and on the host; sums are of their dtype, everything else moves bytes (uint8).
 A Device's (device_lane.py) take arrays on the GPU, and return when the work is in the current stream's queue.
 

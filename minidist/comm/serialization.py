@@ -29,7 +29,7 @@ def pack(obj: Any) -> bytes:
     """A value as bytes: None, bool, int, float, complex, str, bytes, list, tuple, set, dict, NumPy arrays and scalars
     of every dtype but object and structured ones, bfloat16 and its kin included; nested as one likes (tuples: 32 deep).
 
-    Cost:    an array is copied twice.
+    Cost:    an array is copied several times, once more for each tuple it is in: for control messages, not for data.
     Raises:  DtypeError naming the type that cannot travel.
     """
     return _pack(obj, 0)

@@ -8,7 +8,7 @@ A group builds everything on these two: send, recv, exchange, and every collecti
 that keeps the promises below, plus one line in tests/comm/test_conformance.py, which holds it to them.
 
 Order       Messages between two ranks with the same tag arrive in the order they were started. Tags are independent:
-            a message that nobody asks for yet never holds up one with another tag.
+            a message without a receive never holds up one with another tag.
 Progress    `wait()` drives the transfer in the calling thread, and while it waits every other handle of this rank
             moves on too. So `start_send; start_recv; wait both` never deadlocks, whatever the sizes, on any transport.
 Threads     Every method may be called from several threads of the rank at once (a group's worker beside the caller).
@@ -100,8 +100,8 @@ class Transport(ABC):
                 world_rank  this rank in the job
                 world_size  number of ranks in the job
                 limit       seconds that any one wait may last; may be changed between calls
-                waits       those that last, for whoever judges whether they can end
-                profile     what messages cost, as the job agreed when it met; None where nobody measured it
+                waits       this rank's lasting waits, for the detection of deadlocks
+                profile     what messages cost, as rank 0 told when the job met; None if it was not measured
                 device      for arrays on the GPU (device_lane.py); None where they travel by way of the host
     """
 

@@ -278,7 +278,7 @@ def _choose(group: Members, verb: str, algorithm: str, where: str, array: np.nda
 
 
 def _reduction(verb: str, op: Any, array: np.ndarray, group: Members) -> Reduction:
-    """The reduction of a call; its errors say of which."""
+    """The reduction of a call; its errors name the verb."""
     if not isinstance(op, str):
         raise ConfigError(f"{verb}: op={op!r} must be a name: {', '.join(UFUNCS)}")
     try:

@@ -1,4 +1,4 @@
-"""What every connection of a job speaks: a handshake that lets nobody else in, small frames, and values as bytes.
+"""What every connection of a job speaks: a handshake that keeps strangers out, small frames, and values as bytes.
 
     connecting side (greet)                                accepting side (admit)
                                      <---                  MAGIC, nonce A
@@ -6,8 +6,8 @@
                                      <---                  proof("accepting", B, A, hello), or zeros: refused
 
 A proof is HMAC-SHA256 under the job's token (RFC 2104). Both nonces are fresh, so an old conversation cannot be
-replayed; the role is part of the proof, so nobody's own words can be sent back to him; the accepting side shows its
-proof only to who has shown one. The token itself never travels, and no message here prints it. What follows the
+replayed; the role is part of the proof, so no proof can be sent back to its sender; the accepting side shows its
+proof only after it has seen one. The token itself never travels, and no message here prints it. What follows the
 handshake is neither encrypted nor signed: loopback or a private network is assumed, as MPI and NCCL assume it.
 
 Values travel as serialization.py packs them: never as pickle. Every read is limited in length and in time.
@@ -46,9 +46,9 @@ def new_token() -> bytes:
 # --- the handshake ---------------------------------------------------------------------------------------------------
 
 def greet(sock: socket.socket, token: bytes, hello: dict[str, Any], limit: float) -> None:
-    """Prove to the accepting side that we belong to its job, and have it prove the same; `hello` says who we are.
+    """Prove to the accepting side that we belong to its job, and have it prove the same; `hello` describes us.
 
-    Cost:    one and a half round trips, 146 bytes and the packed hello (at most 4 KiB).
+    Cost:    one and a half round trips, 138 bytes and the packed hello (at most 4 KiB).
     Raises:  HandshakeError naming the address: another token, not minidist, or a connection closed in between;
              TimeoutError after `limit` seconds.
     """
@@ -103,7 +103,7 @@ def admit(sock: socket.socket, token: bytes, limit: float) -> dict[str, Any]:
 
 
 def _proof(token: bytes, role: bytes, first: bytes, second: bytes, hello: bytes) -> bytes:
-    """HMAC-SHA256 of who speaks, both nonces and the hello; all parts but the last have a fixed length."""
+    """HMAC-SHA256 of the role, both nonces and the hello; all parts but the last have a fixed length."""
     return hmac.digest(token, role + first + second + hello, "sha256")
 
 

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: 1,797 images of 8 × 8, in 17 greys."""
+"""The handwritten digits of scikit-learn: 1,797 images of 8 × 8, in 17 levels of grey."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ _TEST = 360  # the last fifth is held out
 
 
 def load() -> ImageData:
-    """1,437 images to learn from, 360 held out.
+    """1,437 images for training, 360 for testing.
 
     Raises:  DataError without scikit-learn (extra `digits`).
     """

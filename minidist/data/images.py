@@ -10,7 +10,7 @@ from minidist.errors import DataError
 
 @dataclass(frozen=True)
 class Images:
-    """Images and what they show."""
+    """Images and their labels. Raises: DataError if the shapes do not fit."""
 
     pixels: np.ndarray           # (n, rows, columns), uint8: 0 is black, `white` is white
     labels: np.ndarray           # (n,), int64
@@ -25,8 +25,9 @@ class Images:
         return len(self.labels)
 
     def batch(self, which: Any, dtype: Any = "float32") -> tuple[np.ndarray, np.ndarray]:
-        """The images numbered `which` (an integer array or a slice) and their labels.
+        """Some images and their labels.
 
+        Args:    which: their numbers, an integer array or a slice.
         Returns: (b, rows·columns) in [0, 1], of `dtype`; (b,) int64.
         """
         chosen = self.pixels[which]
@@ -35,7 +36,7 @@ class Images:
 
 @dataclass(frozen=True)
 class ImageData:
-    """Images to learn from and images held out."""
+    """A training set and a test set of images."""
 
     train: Images
     test: Images

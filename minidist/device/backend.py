@@ -3,8 +3,8 @@
     xp = array_module(x)                                    # numpy, or cupy if x lives on a GPU
     w = random_normal("blocks.0.fc.weight", 7, range(n))    # any slice of range(n) draws the same numbers
 
-CuPy is imported only when a CUDA device is asked for. Here "low precision" means float16 and bfloat16: both are stored
-and sent as they are, computed in float32 and rounded once (a bfloat16 sum of 4,096 ones gives 256 otherwise).
+CuPy is imported only when a CUDA device is requested. "Low precision" means float16 and bfloat16: both are stored and
+sent in two bytes, but computed in float32 and rounded once (a sum of 4,096 ones in bfloat16 would give 256).
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _SIGNIFICANT_BITS = {_DTYPES["float64"]: 53, _DTYPES["float32"]: 24, _DTYPES["fl
 # ---------------------------------------------------------------------------------------------------- modules, devices
 
 def imported_cupy() -> ModuleType | None:
-    """CuPy if somebody imported it already: an array of it cannot exist otherwise."""
+    """CuPy if it is imported already, else None; then no CuPy array can exist."""
     return sys.modules.get("cupy")
 
 
@@ -44,7 +44,7 @@ def is_array(value: object) -> TypeGuard[Array]:
 
 
 def array_module(*arrays: object) -> Any:
-    """The module that computes on `arrays`: cupy if any of them lives on a GPU, else numpy. Never imports CuPy."""
+    """The module that computes on `arrays`: cupy if one of them is on a GPU, else numpy. Never imports CuPy."""
     cupy = imported_cupy()
     if cupy is not None and any(isinstance(array, cupy.ndarray) for array in arrays):
         return cupy
@@ -54,7 +54,7 @@ def array_module(*arrays: object) -> Any:
 def module_for(device: str) -> Any:
     """The array module of a device: "cpu" -> numpy, "cuda" -> cupy.
 
-    Raises: DeviceError if CuPy or its GPU is not there; ConfigError for another name.
+    Raises:  DeviceError if CuPy or a GPU is missing; ConfigError for another name.
     """
     if device == "cpu":
         return np
@@ -71,17 +71,17 @@ def module_for(device: str) -> Any:
 
 
 def device_of(array: Array) -> str:
-    """Where an array lives: "cpu" or "cuda"."""
+    """The device of an array: "cpu" or "cuda"."""
     return "cpu" if isinstance(array, np.ndarray) else "cuda"
 
 
 def empty(shape: tuple[int, ...] | int, kind: np.dtype, device: str) -> Array:
-    """A new array on `device`, not initialised. Raises: as `module_for`."""
+    """A new array on `device`, not initialized. Raises: as `module_for`."""
     return (np if device == "cpu" else module_for(device)).empty(shape, kind)
 
 
 def to_host(array: Array) -> np.ndarray:
-    """`array` itself if it is NumPy's, else a host copy in pinned memory (the GPU's copy engine writes it directly)."""
+    """`array` itself if it is NumPy's, else a copy in pinned host memory, which a GPU can write directly."""
     if isinstance(array, np.ndarray):
         return array
     import cupyx  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
@@ -95,9 +95,9 @@ _PINNED = 1         # cudaMemoryTypeHost
 
 
 def to_device(array: Array, device: str) -> Array:
-    """`array` on `device`; itself if it is there already. A host array may change when this returns.
+    """`array` on `device`; itself if it is there already. The caller may change a host array after the return.
 
-    Raises: DeviceError, ConfigError as `module_for`.
+    Raises:  DeviceError, ConfigError as `module_for`.
     """
     xp = module_for(device)
     if device_of(array) == device:
@@ -115,7 +115,7 @@ def to_device(array: Array, device: str) -> Array:
 def beside(array: Array, other: Array) -> Array:
     """`array` on the device of `other`; itself if it is there already. The host does not wait for a copy to a GPU.
 
-    What lies in pageable memory may be changed at once, what is pinned not before the GPU has read it.
+    So the caller may change an array in pageable memory at once, but one in pinned memory only after the GPU's read.
     """
     if isinstance(other, np.ndarray) or not isinstance(array, np.ndarray):
         return to_device(array, device_of(other))
@@ -127,7 +127,7 @@ def beside(array: Array, other: Array) -> Array:
 def dtype(name: Any) -> np.dtype:
     """The dtype called `name` ("float32", "bfloat16", "int64", …); a dtype passes through.
 
-    Raises: ConfigError with the names it knows.
+    Raises:  ConfigError, which lists the known names.
     """
     try:
         found = _DTYPES.get(name) if isinstance(name, str) else np.dtype(name)
@@ -139,13 +139,13 @@ def dtype(name: Any) -> np.dtype:
 
 
 def dtype_name(kind: Any) -> str:
-    """The name that `dtype` takes: "bfloat16" for ml_dtypes' type too."""
+    """The name of a dtype, as `dtype` takes it; "bfloat16" for the type of ml_dtypes."""
     name: str = np.dtype(kind).name
     return name
 
 
 def widen(array: Array) -> Array:
-    """`array` in the dtype it is computed in: float32 for low precision, else itself."""
+    """`array` in the dtype of computation: float32 for low precision, else itself."""
     if array.dtype not in LOW_PRECISION:
         return array
     if array.dtype == np.float16 and isinstance(array, np.ndarray):
@@ -154,9 +154,9 @@ def widen(array: Array) -> Array:
 
 
 def narrow(array: Array, kind: np.dtype, out: Array | None = None) -> Array:
-    """`array` rounded to `kind`; itself if it is that. What is too large becomes infinite, without a warning.
+    """`array` rounded to `kind`; itself if it has that dtype. Too large numbers become infinite, without a warning.
 
-    Args:    out: write here instead: an array of the same shape and of any dtype that `array` casts to.
+    Args:    out: the array to write instead, of the same shape and of any dtype that `array` casts to.
     """
     target = out
     if target is None:
@@ -172,7 +172,7 @@ def narrow(array: Array, kind: np.dtype, out: Array | None = None) -> Array:
 
 
 def add_into(total: Array, array: Array) -> None:
-    """total += array; where total is in low precision, in float32 and rounded once, as a GPU adds it itself."""
+    """total += array; low precision is added in float32 and rounded once, as a GPU does it."""
     alone = not isinstance(total, np.ndarray) and array.dtype == total.dtype
     if total.dtype in LOW_PRECISION and not alone:
         narrow(widen(total) + widen(array), total.dtype, total)
@@ -181,10 +181,11 @@ def add_into(total: Array, array: Array) -> None:
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """a @ b, (…, m, k) @ (…, k, n), where low precision accumulates in float32 and is rounded once.
+    """a @ b, (…, m, k) @ (…, k, n) -> (…, m, n); low precision accumulates in float32 and is rounded once.
 
-    NumPy's own float16 matmul is 420 times slower than float32's; CuPy's handles low precision itself in two dims, but
-    not in more (it upcasts float16, and knows no batched bfloat16), so those take the same way round by float32.
+    NumPy's float16 matmul is 420 times slower than its float32 matmul. CuPy's computes low precision in two dims, but
+    not in more (it upcasts float16, and has no batched bfloat16). So these cases are computed in float32.
+    Args:    out: the array to write, or None for a new one.
     """
     xp, instead = array_module(a, b), cublas.current()
     if instead is not None and xp is not np:
@@ -202,13 +203,13 @@ _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D
 
 
 def stream_key(name: str, seed: int) -> np.uint64:
-    """64 bits for the stream (name, seed): what `random_bits` hashes together with each position."""
+    """The 64-bit key of the stream (name, seed), which `random_bits` hashes together with each position."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little"))
 
 
 def _hash_into(xp: Any, bits: Array, key: np.uint64, spare: Array) -> None:
-    """Overwrite indices (uint64) by splitmix64(key ^ index). Source: Steele, Lea & Flood 2014."""
+    """Overwrite indices (uint64) with splitmix64(key ^ index). Source: Steele, Lea & Flood 2014."""
     bits ^= key
     bits += _GOLDEN
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
@@ -220,7 +221,7 @@ def _hash_into(xp: Any, bits: Array, key: np.uint64, spare: Array) -> None:
 
 
 def _draw(name: str, seed: int, index: Any, kind: np.dtype, convert: Any) -> Array:
-    """Hash `index` block by block and let `convert(xp, bits, spare)` turn each block's bits into values."""
+    """Hash `index` block by block; `convert(xp, bits, spare)` turns the bits of a block into values."""
     xp = array_module(index)
     if not isinstance(index, range):
         index = xp.asarray(index)
@@ -245,15 +246,20 @@ def _draw(name: str, seed: int, index: Any, kind: np.dtype, convert: Any) -> Arr
 def random_bits(name: str, seed: int, index: Any) -> Array:
     """64 random bits for each global position in `index` (integer array of any shape, or a range): uint64.
 
-    A counter hash of (name, seed, position): no state, so a shard that asks for its own positions gets exactly its
-    slice of the whole, in any order, and NumPy and CuPy agree to the bit.
-    Cost: 3 to 8 ns a number on one core.
+    A counter hash of (name, seed, position) without state: a shard that draws its own positions gets exactly its slice
+    of the whole, in any order. NumPy and CuPy give the same bits.
+    Args:    name, seed: the stream; index: global positions.
+    Cost:    3 to 8 ns a number on one core.
+    Raises:  ConfigError for positions that are not integers.
     """
     return _draw(name, seed, index, np.dtype(np.uint64), lambda xp, bits, spare: bits)
 
 
 def random_uniform(name: str, seed: int, index: Any, kind: Any = "float32") -> Array:
-    """Uniform numbers in [0, 1) at the global positions `index`: the hash's top bits, as many as the dtype holds."""
+    """Uniform numbers in [0, 1) at the global positions `index`: the top bits of the hash, as many as the dtype holds.
+
+    Args, Raises: as random_bits; kind: a float dtype.
+    """
     kind = dtype(kind)
     if kind not in FLOATS:
         raise ConfigError(f"random_uniform draws floats, not {dtype_name(kind)}")
@@ -273,10 +279,11 @@ _EVEN_LANES, _LOW_HALF = np.uint64(0x0000FFFF0000FFFF), np.uint64(0xFFFFFFFF)
 
 
 def random_normal(name: str, seed: int, index: Any, kind: Any = "float32") -> Array:
-    """Numbers of mean 0, standard deviation 1 and nearly normal law at the global positions `index`.
+    """Nearly normal numbers, mean 0 and standard deviation 1, at the global positions `index`.
 
-    The sum of the hash's four 16-bit integers, centred and scaled: integers up to the one rounding multiplication, so
-    NumPy and CuPy give the same bits, which their log and cos would not. Values lie within ±3.47.
+    Each is the sum of the four 16-bit integers of the hash, centred and scaled. All steps but the last multiplication
+    are in integers, so NumPy and CuPy give the same bits; their log and cos would not. Values are within ±3.47.
+    Args, Raises: as random_uniform's.
     """
     kind = dtype(kind)
     if kind not in FLOATS:

@@ -1,14 +1,14 @@
-"""Matrix products by cuBLAS itself, called through ctypes, for where CuPy's may not be: while a stream is captured.
+"""Matrix products by cuBLAS, called through ctypes, for the time in which a stream is captured.
 
-CuPy refuses its own cuBLAS calls there, for a handle of everybody's has a workspace of everybody's. Products have a
-handle and a workspace of their own, which live as long as they do, and so may become nodes of a graph (cuda_graph.py).
+CuPy refuses its own cuBLAS calls during a capture, because its handle shares one workspace. Products own a handle and a
+workspace, which live as long as they do, so their calls may become nodes of a graph (cuda_graph.py).
 
     products = Products()
     with products.instead():        # on this thread
         ...                         # backend.matmul calls products.multiply for arrays on the GPU
 
-The library is the one that CuPy has loaded: asked for a library by its name alone, the loader gives the one of that
-name which is in the process already. Not yet run on a GPU.
+The library is the one that CuPy has loaded: for a name without a path, the loader returns the library of that name that
+is in the process already. Not yet run on a GPU.
 """
 
 import ctypes
@@ -34,15 +34,15 @@ _current = _Current()
 
 
 def current() -> "Products | None":
-    """Whose products this thread takes instead of CuPy's, or None."""
+    """The Products that this thread uses instead of CuPy's, or None."""
     return _current.products
 
 
 class Products:
-    """Products of matrices on the current device, in the current stream, sums in float32.
+    """Products of matrices on the current device, in the current stream, with sums in float32.
 
-    Args:    library: cuBLAS, or a stand-in for it; None: what CuPy has loaded.
-    Raises:  DeviceError if there is none.
+    Args:    library: cuBLAS, or a stand-in for it; None: the library that CuPy has loaded.
+    Raises:  DeviceError if it cannot be loaded.
     """
 
     def __init__(self, library: Any = None) -> None:
@@ -55,7 +55,7 @@ class Products:
 
     @contextmanager
     def instead(self) -> Iterator[None]:
-        """In the block this thread's products of arrays on a GPU are these."""
+        """Context manager: this thread's products of arrays on a GPU are computed by this object."""
         before, _current.products = _current.products, self
         try:
             yield
@@ -63,10 +63,10 @@ class Products:
             _current.products = before
 
     def multiply(self, a: Any, b: Any, out: Any = None) -> Any:
-        """(m, k) @ (k, n) -> (m, n), each with contiguous rows or columns (else it is copied), of one dtype.
+        """(m, k) @ (k, n) -> (m, n), of one dtype; a matrix without contiguous rows or columns is copied.
 
-        cuBLAS counts down columns, so a matrix of rows is its transpose, and it is asked for outᵀ = bᵀ aᵀ.
-        Raises:  ShapeError for more dims: those are attention's plain path, which no graph takes.
+        cuBLAS stores matrices by columns and reads one stored by rows as its transpose, so it computes outᵀ = bᵀ aᵀ.
+        Raises:  ShapeError for more dims; only the path of attention without a kernel has those, and no graph takes it.
         """
         if a.ndim != 2 or b.ndim != 2 or a.dtype != b.dtype or str(a.dtype) not in _KINDS:
             raise ShapeError(f"a product {a.dtype} {a.shape} @ {b.dtype} {b.shape} in a captured step: it takes two "
@@ -90,8 +90,7 @@ class Products:
         return out
 
     def _laid_out(self, x: Any) -> tuple[Any, int, int]:
-        """A matrix, whether cuBLAS must turn it to have its transpose, and elements from one row (column) to the next.
-        """
+        """A matrix, whether cuBLAS must transpose it, and the elements from one row (or column) to the next."""
         rows, columns = x.shape
         down, along = (stride // x.dtype.itemsize for stride in x.strides)
         if (along == 1 or columns == 1) and (down >= columns or rows == 1):
@@ -101,19 +100,20 @@ class Products:
         return self._cupy.ascontiguousarray(x), 0, columns
 
     def _call(self, name: str, *args: Any) -> None:
+        """Call a function of the library. Raises: KernelError if it fails."""
         status = getattr(self._library, name)(*args)
         if status:
             raise KernelError(f"{name} failed with cublasStatus {status}")
 
     def close(self) -> None:
-        """Give the handle back. Graphs that these products are in may not run any more."""
+        """Destroy the handle. Graphs that contain these products must not run any more."""
         if self._handle:
             self._call("cublasDestroy_v2", self._handle)
             self._handle = ctypes.c_void_p()
 
 
 def load() -> Any:
-    """cuBLAS as CuPy uses it. Raises: DeviceError if it cannot be loaded."""
+    """The cuBLAS library that CuPy uses. Raises: DeviceError if it cannot be loaded."""
     import cupy  # noqa: PLC0415 - only where a GPU was asked for
 
     cupy.cuda.device.get_cublas_handle()                        # CuPy loads it now, if it has not

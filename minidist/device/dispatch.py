@@ -1,9 +1,9 @@
-"""What runs a CUDA kernel of ours on a GPU: this table, and nothing else decides it.
+"""The table that decides which operations run a CUDA kernel of this project.
 
-An op's forward or gradient asks `kernel("softmax", x)`. On a GPU, in a dtype that kernels take (float32, float16,
-bfloat16), it gets the launcher that the table names and calls it; else None, and it goes on with plain array
-arithmetic, NumPy's or CuPy's, which stands below in the op and is what the kernel computes, written out. So do the
-optimizer, and the sums of ranks that share a GPU.
+The forward or gradient of an op calls `kernel("softmax", x)`. For arrays on a GPU, in a dtype that kernels take
+(float32, float16, bfloat16), it returns the launcher named in the table. Otherwise it returns None, and the op goes on
+with array arithmetic of NumPy or CuPy, which computes the same as the kernel. The optimizer and the sums of ranks that
+share a GPU use the table too.
 """
 
 import importlib
@@ -48,7 +48,10 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def kernel(name: str, *arrays: Array) -> Callable[..., Any] | None:
-    """The launcher of `name` for these arrays; None where the plain path is to be taken."""
+    """The launcher of `name` for these arrays; None if no kernel takes them.
+
+    Args:    arrays: all must be on a GPU, contiguous, and of a dtype in DTYPES.
+    """
     if all(device_of(a) == "cuda" and dtype_name(a.dtype) in DTYPES and a.flags.c_contiguous for a in arrays):
         return launcher(name)
     return None
@@ -56,7 +59,7 @@ def kernel(name: str, *arrays: Array) -> Callable[..., Any] | None:
 
 @cache
 def launcher(name: str) -> Callable[..., Any]:
-    """The launcher of `name`, imported when a GPU first asks for it: on a CPU nothing of kernels/ is needed."""
+    """The launcher of `name`, imported at its first use on a GPU: a CPU needs no module of kernels/."""
     module, function = TABLE[name]
     found: Callable[..., Any] = getattr(importlib.import_module(f"minidist.kernels.{module}"), function)
     return found

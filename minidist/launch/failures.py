@@ -7,7 +7,7 @@ from typing import Any
 
 from minidist import errors
 from minidist.comm import wire
-from minidist.comm.health.monitor_client import Loss
+from minidist.comm.health.monitor_client import Failure
 from minidist.errors import CommError, DtypeError, TimeoutError
 
 
@@ -32,7 +32,7 @@ def rebuild(coded: dict[str, Any], world_rank: int) -> Exception:
     return error
 
 
-def first_failure(loss: Loss, outcome: dict[str, Any] | None) -> Exception:
+def first_failure(loss: Failure, outcome: dict[str, Any] | None) -> Exception:
     """What md.run raises: the lost rank's own exception if it handed that over, else PeerLostError: how it went."""
     if outcome is not None and "error" in outcome:
         return rebuild(outcome["error"], loss.world_rank)

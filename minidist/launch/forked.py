@@ -21,7 +21,7 @@ from minidist.comm import wire
 from minidist.comm.cost.link_model import load_profile
 from minidist.comm.group import Group
 from minidist.comm.health.monitor import Monitor
-from minidist.comm.health.monitor_client import ControlLink, Loss, how_it_ended
+from minidist.comm.health.monitor_client import Failure, MonitorClient, how_it_ended
 from minidist.comm.ledger import Ledger
 from minidist.comm.transport import Transport
 from minidist.device import account
@@ -119,11 +119,12 @@ class ForkedJob:
             outcomes[rank] = wire.unpack(data[_LENGTH.size:])
             error = outcomes[rank].get("error")
             if error is not None:       # it may have failed before it could reach the monitor
-                self.monitor.lose(Loss(rank, pid, platform.node(), f"failed with {error['name']}: {error['message']}",
-                                       error["traceback"]))
+                how = f"failed with {error['name']}: {error['message']}"
+                self.monitor.lose(Failure(rank, pid, platform.node(), how, error["traceback"]))
             return
         code = self.children.code(rank, 1.0)
-        self.monitor.lose(Loss(rank, pid, platform.node(), "closed its pipe" if code is None else how_it_ended(code)))
+        how = "closed its pipe" if code is None else how_it_ended(code)
+        self.monitor.lose(Failure(rank, pid, platform.node(), how))
 
     def end(self) -> None:
         """Nothing is left over: no process, no thread, no socket."""
@@ -142,7 +143,7 @@ def _only_this_process() -> Iterator[None]:
     except BaseException as error:
         if os.getpid() == process:
             raise
-        status = Loss.by_exception(error, 0).status
+        status = Failure.by_exception(error, 0).status
         if not isinstance(error, SystemExit):
             traceback.print_exc()
     if os.getpid() != process:
@@ -157,7 +158,7 @@ class ForkedRank:
 
     def __init__(self, rank: int, job: ForkedJob, pipe: socket.socket) -> None:
         self.rank, self.job, self.pipe = rank, job, pipe
-        self.link: ControlLink | None = None
+        self.link: MonitorClient | None = None
         self.transport: Transport | None = None
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any]) -> int:
@@ -187,7 +188,7 @@ class ForkedRank:
         job = self.job
         if job.size > 1:
             limit_blas_threads(None, job.size)
-        self.link = ControlLink.connect(job.monitor.address, job.token, self.rank, job.size, limit=job.limit)
+        self.link = MonitorClient.connect(job.monitor.address, job.token, self.rank, job.size, limit=job.limit)
         self.link.limit = job.limit
         self.transport = transports.build(job.transport, self.link, job.token, job.limit, node=job.nodes[self.rank])
         self.link.attach(self.transport)

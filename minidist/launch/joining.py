@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from minidist.comm import wire
-from minidist.comm.health.monitor_client import ControlLink
-from minidist.comm.health.node_agent import LookoutProcess
+from minidist.comm.health.monitor_client import MonitorClient
+from minidist.comm.health.node_agent import NodeAgentProcess
 from minidist.comm.health.rendezvous import (
+    MonitorAddress,
     MonitorProcess,
-    Place,
     TokenFile,
     connect_by_file,
     outward_address,
@@ -23,14 +23,14 @@ from minidist.launch.launchers import Launch
 class Joined:
     """What a rank holds of its job; `monitor` and `file` are rank 0's, where it started the monitor.
 
-    `lookout` is held by the first rank of each other host, unless a launcher of ours is there.
+    `agent` is held by the first rank of each other host, unless a launcher of ours is there.
     """
 
-    link: ControlLink
+    link: MonitorClient
     token: bytes
     monitor: MonitorProcess | None = None
     file: TokenFile | None = None
-    lookout: LookoutProcess | None = None
+    agent: NodeAgentProcess | None = None
 
     def forget_file(self) -> None:
         """All ranks have met: the token is not read again."""
@@ -48,12 +48,12 @@ def find_monitor(launch: Launch, limit: float) -> Joined:
         return _connect(launch, place, limit)
     joined = _by_mpi(launch, limit) if launch.by_mpirun else _by_address(launch, limit)
     if launch.local_rank == 0 and launch.world_rank != 0 and not launch.one_host:
-        joined.lookout = LookoutProcess(joined.link.address, joined.token)
+        joined.agent = NodeAgentProcess(joined.link.address, joined.token)
     return joined
 
 
-def _connect(launch: Launch, place: Place, limit: float) -> Joined:
-    link = ControlLink.connect(place.address, place.token, launch.world_rank, launch.world_size, limit=limit)
+def _connect(launch: Launch, place: MonitorAddress, limit: float) -> Joined:
+    link = MonitorClient.connect(place.address, place.token, launch.world_rank, launch.world_size, limit=limit)
     link.limit = limit
     return Joined(link, place.token)
 
@@ -87,7 +87,7 @@ def _by_address(launch: Launch, limit: float) -> Joined:
         joined.monitor, joined.file = monitor, file
         return joined
     if file is None:
-        return _connect(launch, Place(*address, token or b""), limit)
+        return _connect(launch, MonitorAddress(*address, token or b""), limit)
     link, token = connect_by_file(file, address, launch.world_rank, launch.world_size, limit)
     link.limit = limit
     return Joined(link, token)

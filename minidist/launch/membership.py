@@ -31,7 +31,7 @@ from threadpoolctl import threadpool_limits
 from minidist.comm.cost.link_model import Profile, load_profile
 from minidist.comm.group import Group
 from minidist.comm.health.failure import LAUNCHER, say_line
-from minidist.comm.health.monitor_client import Loss
+from minidist.comm.health.monitor_client import Failure
 from minidist.comm.ledger import Ledger
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
@@ -91,7 +91,7 @@ class Membership:
 
     def fail(self, error: BaseException) -> bool:
         """Tell the job that this process fails with `error`; returns whether it is the first failure."""
-        self.failed, self.status = True, Loss.by_exception(error, self.launch.world_rank).status
+        self.failed, self.status = True, Failure.by_exception(error, self.launch.world_rank).status
         if self.joined is None:
             return self.launch.world_rank == 0              # not met yet: every rank sees the same mistake
         first = self.joined.link.report(error)
@@ -145,8 +145,8 @@ class Membership:
             _abort_mpi(self.status or 1)
         if self.joined is not None and self.joined.monitor is not None:
             self.joined.monitor.close()
-        if self.joined is not None and self.joined.lookout is not None:
-            self.joined.lookout.close()
+        if self.joined is not None and self.joined.agent is not None:
+            self.joined.agent.close()
 
     def _hang_up(self, joined: Joined, victim: bool) -> None:
         if not self.failed and not victim:
@@ -270,7 +270,7 @@ def _abort_mpi(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _up_to(cause: Loss, error: BaseException) -> str:
+def _up_to(cause: Failure, error: BaseException) -> str:
     """The cause, after the name that the error has for it: "parameter server 0 of 1 is lost: rank 3 …"."""
     before, found, _ = str(error).partition(str(cause))
     return f"{before if found and len(before.splitlines()) < 2 else ''}{cause}"

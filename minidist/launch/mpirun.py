@@ -20,7 +20,7 @@ from typing import Any
 from minidist.comm import wire
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.process_state import exit_of
-from minidist.comm.health.rendezvous import Place
+from minidist.comm.health.rendezvous import MonitorAddress
 from minidist.errors import LaunchError
 from minidist.launch import failures
 from minidist.launch.launchers import clean_environment
@@ -85,7 +85,8 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
         monitor.start()
         process = subprocess.Popen(
             [*mpirun.command(size, patient=True), sys.executable, "-m", "minidist.launch.mpirun", folder], stderr=said,
-            stdin=subprocess.DEVNULL, env={**mpirun.environment(), **Place(*monitor.address, token).variables()})
+            stdin=subprocess.DEVNULL,
+            env={**mpirun.environment(), **MonitorAddress(*monitor.address, token).variables()})
         try:
             in_time = _wait(process, monitor, limit)
             outcomes = _outcomes(Path(folder), size)

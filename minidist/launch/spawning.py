@@ -20,9 +20,9 @@ from typing import IO, Any
 from minidist.comm import wire
 from minidist.comm.health.failure import LAUNCHER, say_line
 from minidist.comm.health.monitor import Monitor
-from minidist.comm.health.monitor_client import Loss, how_it_ended
-from minidist.comm.health.node_agent import Lookout
-from minidist.comm.health.rendezvous import Place, token_from_environment
+from minidist.comm.health.monitor_client import Failure, how_it_ended
+from minidist.comm.health.node_agent import NodeAgent
+from minidist.comm.health.rendezvous import MonitorAddress, token_from_environment
 from minidist.errors import LaunchError
 from minidist.launch.children import Children
 from minidist.launch.launchers import clean_environment
@@ -60,7 +60,7 @@ def spawn(command: Sequence[str], size: int, *, nodes: Nodes | None = None, toke
 
 
 class SpawnedJob:
-    """The ranks of one node, and on node 0 the job's monitor; on others the node's lookout."""
+    """The ranks of one node, and on node 0 the job's monitor; on others the node's agent."""
 
     def __init__(self, command: list[str], size: int, nodes: Nodes, token: bytes) -> None:
         self.command, self.size, self.nodes = command, size, nodes
@@ -74,10 +74,10 @@ class SpawnedJob:
         if nodes.rank == 0:
             self.monitor = Monitor(size * nodes.count, token, host=host, port=port, how=self.children.how)
             port = self.monitor.address[1]
-        self.place = Place(host, port, token)
-        self.lookout = Lookout(range(nodes.rank * size, (nodes.rank + 1) * size), self.children.how_rank)
-        self.watch = self.monitor or self.lookout           # knows the job's loss
-        self.tell = self.lookout.tell if self.monitor is None else self.monitor.lose
+        self.place = MonitorAddress(host, port, token)
+        self.agent = NodeAgent(range(nodes.rank * size, (nodes.rank + 1) * size), self.children.how_rank)
+        self.watch = self.monitor or self.agent           # knows the job's loss
+        self.tell = self.agent.tell if self.monitor is None else self.monitor.lose
 
     def run(self) -> int:
         """Start, wait, clean up; the exit status."""
@@ -92,7 +92,7 @@ class SpawnedJob:
         if self.monitor is not None:
             self.monitor.start()
         else:
-            self.helpers.append(_thread(self.lookout.serve, self.place.address, self.place.token))
+            self.helpers.append(_thread(self.agent.serve, self.place.address, self.place.token))
         for local_rank in range(self.size):
             if self.told:
                 return
@@ -131,9 +131,9 @@ class SpawnedJob:
             if not running and (self.monitor is None or self.monitor.deserted()):
                 return 0
             time.sleep(0.01)
-        return self._stop(Loss.by_signal(self.told[0]))
+        return self._stop(Failure.by_signal(self.told[0]))
 
-    def _stop(self, loss: Loss) -> int:
+    def _stop(self, loss: Failure) -> int:
         """The ranks hear of it where they wait for each other, and unwind."""
         self.tell(loss)
         self.children.end(STOP, hurry=lambda: len(self.told) > 1)
@@ -143,7 +143,7 @@ class SpawnedJob:
 
     def _failed(self, rank: int, code: int) -> int | None:
         """A rank here ended with `code`, perhaps because another failed first; None if it was expendable."""
-        loss = Loss(rank, self.processes[rank].pid, os.uname().nodename, how_it_ended(code))
+        loss = Failure(rank, self.processes[rank].pid, os.uname().nodename, how_it_ended(code))
         self.tell(loss)
         if self.watch.loss is None and rank in self.watch.spared:
             say_line(f"minidist: {loss}; the job goes on without it")
@@ -154,7 +154,7 @@ class SpawnedJob:
             say_line(f"minidist: {loss}; the job ends")
         return _status(code)
 
-    def _lost(self, loss: Loss) -> int:
+    def _lost(self, loss: Failure) -> int:
         if not loss.traceback:                              # it could not speak for itself
             say_line(f"minidist: {loss}; the job ends")
         if self.monitor is not None:
@@ -168,7 +168,7 @@ class SpawnedJob:
         self.children.end(STOP if told_to_stop else GRACE, hurry=lambda: bool(self.told))
         if self.monitor is not None:
             self.monitor.close()
-        self.lookout.close()
+        self.agent.close()
         deadline = time.monotonic() + LAST_LINES
         for helper in self.helpers:
             helper.join(max(0.0, deadline - time.monotonic()))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from minidist.comm.health.monitor_client import ControlLink
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transport import Transport
 from minidist.errors import LaunchError
 from minidist.launch.launchers import Launch
@@ -57,7 +57,7 @@ def load(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"minidist.comm.transports.{module}"), maker)      # type: ignore[no-any-return]
 
 
-def build(name: str, link: ControlLink, token: bytes, limit: float, *, node: int = 0) -> Transport:
+def build(name: str, link: MonitorClient, token: bytes, limit: float, *, node: int = 0) -> Transport:
     """Connect this rank with all others; every rank calls it with the same name.
 
     Args:   node: the machine this rank is on, as its launcher counts.

@@ -1,4 +1,4 @@
-"""Causal self-attention: each token gathers from itself and the tokens before it."""
+"""Causal self-attention: each token attends to itself and to the tokens before it."""
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
@@ -9,14 +9,15 @@ from minidist.nn.module import Module
 
 
 class CausalSelfAttention(Module):
-    """(B, T, width) -> (B, T, width): one linear makes queries, keys and values; a second mixes the heads' results.
+    """(B, T, width) -> (B, T, width): one linear computes queries, keys and values; a second mixes the heads' results.
 
     The last dim of qkv's output holds the queries of all heads, then the keys, then the values. With fewer key heads,
     heads / kv_heads neighbouring query heads share one.
+    Args:    config: sizes and choices; out_std: standard deviation of the second linear's initial weight.
     """
 
     keeps_scores = True         # or backward computes them again (parallel/memory/activations.py)
-    takes_packed = True         # where nothing is done to q and k; or `attend` always gets its three
+    takes_packed = True         # whether q, k and v may stay in one array; False: `attend` is always called
 
     def __init__(self, config: GPTConfig, *, out_std: float) -> None:
         self.heads, self.key_heads, self.head_width = config.heads, config.key_heads, config.head_width
@@ -26,6 +27,7 @@ class CausalSelfAttention(Module):
         self.out = Linear(config.width, config.width, std=out_std, dtype=config.dtype)
 
     def forward(self, x: Tensor, positions: Array) -> Tensor:
+        """(B, T, width), global positions (T,) -> (B, T, width)."""
         qkv = self.qkv(x)
         if self.takes_packed and self.key_heads == self.heads and not self.rotary:
             return self.out(ops.causal_attention_packed(qkv, heads=self.heads, keep=self.keeps_scores))
@@ -35,7 +37,7 @@ class CausalSelfAttention(Module):
         return self.out(y.transpose(0, 2, 1, 3).reshape(*qkv.shape[:-1], queries))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
-        """(B, H, T, D), (B, H_kv, T, D) twice, global positions (T,) -> (B, H, T, D)."""
+        """q (B, H, T, D), k and v (B, H_kv, T, D), global positions (T,) -> (B, H, T, D)."""
         if self.rotary:
             q, k = ops.rotary(q, positions), ops.rotary(k, positions)
         return ops.causal_attention(q, k, v, keep=self.keeps_scores)

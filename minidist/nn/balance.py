@@ -1,8 +1,8 @@
-"""How the balance losses of a model's mixtures (moe.py) come into its loss and its gradient.
+"""The balance losses of a model's mixtures (moe.py), in its loss and its gradient.
 
-A block may stand on a stage that never sees the model's loss, or be computed again when that is long past. So a balance
-loss does not travel to the end: its value is added there, and its gradient starts where the loss was made, once the
-gradient of what the layer made has come. An array of no elements ties the two together.
+A block may be on a pipeline stage without the model's loss, or be computed again after the loss. So a balance loss is
+not passed through the model. Its value is added at the end. Its gradient starts at its layer, when the gradient of the
+layer's output arrives; an array of no elements connects the two on the tape.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @op
 def begin_balance(chances: Array, factor: Array, *, layer: "Mixture", dtype: Any) -> tuple[Array, Saved]:
-    """No elements, of `dtype`; their gradient's coming says that the loss Σ chances · factor has one."""
+    """An array of no elements, of `dtype`. When its gradient arrives, that of the loss Σ chances · factor starts.
+
+    Args:    chances, factor: arrays of one shape; layer: gives `balance_scale`, the gradient of the loss.
+    """
     return array_module(chances).zeros(0, dtype), saved(factor=factor)
 
 
@@ -32,7 +35,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def _add_balance(loss: Array, *, layers: Sequence["Mixture"], share: float) -> tuple[Array, Saved]:
-    """The loss with the layers' balance losses added, times `share`; its gradient tells the layers their scale."""
+    """loss + share · the layers' balance losses; its gradient sets `balance_scale` of the layers."""
     balance: Any = sum(layer.balance for layer in layers)
     return loss + loss.dtype.type(share) * balance, saved()
 
@@ -45,26 +48,26 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def of_stage(layers: Sequence[Any], divisor: float) -> float:
-    """For a stage of a pipeline: the balance losses of the newest forward of its mixtures, over `divisor`."""
+    """For a pipeline stage: the sum of the balance losses of its mixtures' newest forward, divided by `divisor`."""
     return sum(float(layer.balance) for layer in layers if layer.training and layer.balance is not None) / divisor
 
 
 class BalancedOutput(Output):
-    """The loss with the layers' balance losses added; else what it was."""
+    """An Output whose loss includes the balance losses of `layers`; all else is as in `output`."""
 
     def __init__(self, output: Output, layers: Sequence["Mixture"]) -> None:
         self.output, self.layers = output, layers
 
     def last(self, x: Tensor) -> Tensor:
-        """As the output's."""
+        """As Output.last."""
         return self.output.last(x)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """As the output's."""
+        """As Output.whole."""
         return self.output.whole(logits)
 
     def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
-        """Cross-entropies and balance losses, over `divisor` (default: the number of tokens)."""
+        """Cross-entropies and balance losses, divided by `divisor` (default: the number of tokens)."""
         loss = self.output.loss(logits, targets, divisor=divisor)
         layers = [layer for layer in self.layers if layer.training and layer.balance is not None]
         if not layers:

@@ -1,4 +1,4 @@
-"""What a GPT is made of, and a mixture of experts in it."""
+"""The sizes and choices of a GPT, and of a mixture of experts in it."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from minidist.device import backend
 from minidist.errors import ConfigError
 
 STD = 0.02
-"""Of weights as they begin (gpt.py)."""
+"""The standard deviation of initial weights (gpt.py)."""
 
 _CHOICES = {"positions": ("learned", "rotary"), "norm": ("layer", "rms"), "activation": ("gelu", "silu")}
 
@@ -17,20 +17,20 @@ BALANCES = ("loss", "bias", "none")
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """How tokens find experts.
+    """How tokens are routed to experts.
 
-    Raises:  ConfigError, one line: which value does not work and what would.
+    Raises:  ConfigError, one line: the value that does not work, and values that would.
     """
 
     experts: int
     top_k: int = 2                  # experts a token
-    capacity: float | None = None   # places an expert and sequence, as a multiple of the even share; None: dropless
-    noise: float = 0.0              # deviation of what is added to the gate's scores in training
-    balance: str = "loss"           # what keeps experts evenly loaded: "loss", "bias" or "none"
+    capacity: float | None = None   # of an expert, for each sequence: a multiple of the even share; None: dropless
+    noise: float = 0.0              # standard deviation of the noise on the gate's scores in training
+    balance: str = "loss"           # the method that keeps expert loads even: "loss", "bias" or "none"
     balance_weight: float = 0.01    # of the balance loss
-    bias_rate: float = 0.001        # how far a bias moves in a step
-    shared: int = 0                 # experts that see every token, beside the others
-    hidden: int | None = None       # numbers inside an expert; None: as many as the MLP it replaces
+    bias_rate: float = 0.001        # change of a bias in a step
+    shared: int = 0                 # additional experts that get every token
+    hidden: int | None = None       # width inside an expert; None: that of the MLP it replaces
 
     def __post_init__(self) -> None:
         if self.experts < 1 or not 1 <= self.top_k <= self.experts or self.shared < 0:
@@ -45,7 +45,7 @@ class MixtureConfig:
                               f"{self.bias_rate!r} are 0 or more, hidden {self.hidden!r} is 1 or more or None")
 
     def places(self, tokens: int) -> int:
-        """How many of a sequence's tokens an expert takes."""
+        """The most tokens of a sequence of `tokens` that an expert takes."""
         if self.capacity is None:
             return tokens
         return math.ceil(self.capacity * self.top_k * tokens / self.experts)
@@ -53,15 +53,15 @@ class MixtureConfig:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes and choices of a GPT; checked when made. `GPTConfig(**config.as_dict())` is it again.
+    """Sizes and choices of a GPT, checked when made. `GPTConfig(**config.as_dict())` makes an equal one.
 
-    Raises:  ConfigError, one line: which value does not work and what would.
+    Raises:  ConfigError, one line: the value that does not work, and values that would.
     """
 
-    vocabulary: int              # different token ids
-    context: int                 # most tokens of a sequence
+    vocabulary: int              # number of token ids
+    context: int                 # most tokens in a sequence
     layers: int
-    width: int                   # numbers a token, on the residual stream
+    width: int                   # numbers per token on the residual stream
     heads: int                   # of queries
     kv_heads: int | None = None  # of keys and values; None: as many as heads. Fewer is grouped-query attention
     positions: str = "learned"   # or "rotary"
@@ -100,23 +100,24 @@ class GPTConfig:
 
     @property
     def head_width(self) -> int:
-        """Numbers a head."""
+        """Numbers per head."""
         return self.width // self.heads
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and of values."""
+        """The number of heads of keys and of values."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def hidden(self) -> int:
-        """Width inside the MLP: 4 × width; gated, 8/3 × width (as many parameters), up to the next multiple of 8."""
+        """Width inside the MLP: 4 × width; gated, 8/3 × width (as many parameters), rounded up to a multiple of 8."""
         return 4 * self.width if self.activation == "gelu" else -(-self.width // 3) * 8
 
     def as_dict(self) -> dict[str, object]:
-        """All fields, a mixture's as a dict, for a run's JSON."""
+        """All fields, for the JSON of a run; a mixture as a dict."""
         return asdict(self)
 
 
 def _divisors(n: int) -> list[int]:
+    """All divisors of n, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]

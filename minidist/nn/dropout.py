@@ -1,4 +1,4 @@
-"""Dropout that knows which token it works on, so that a split of the batch drops what the whole would."""
+"""Dropout keyed by the global token, so that a split batch drops the same elements as the whole one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from minidist.nn.module import Module
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What dropout depends on beside the layer: the run's seed, the step, and the global number of each token.
+    """The key of a dropout mask, beside the layer: the run's seed, the step, and the global number of each token.
 
-    `streams`: by layer path, uint64 (1,) on a GPU: keys that kernels read there instead of making one of seed and step.
+    Attributes: streams   by layer path, uint64 (1,) on a GPU: keys for the kernels, in place of seed and step
     """
 
     seed: int
@@ -26,15 +26,14 @@ class DropoutKey:
 
     @staticmethod
     def of_sequences(seed: int, step: int, first: int, count: int, length: int) -> "DropoutKey":
-        """The key of `count` whole sequences of `length` tokens, of which the first is number `first` of the batch."""
+        """The key of `count` whole sequences of `length` tokens; the first has number `first` in the batch."""
         return DropoutKey(seed, step, np.arange(first * length, (first + count) * length).reshape(count, length))
 
 
 class Dropout(Module):
     """In training, zero a share `rate` of x (B, T, width) and scale the rest; otherwise x itself.
 
-    With a residual, the same added to it, in one pass over all three.
-    Raises:  ConfigError if rate is not in [0, 1), or when training without a key.
+    Raises:  ConfigError if rate is not in [0, 1).
     """
 
     def __init__(self, rate: float) -> None:
@@ -43,6 +42,10 @@ class Dropout(Module):
         self.rate = rate
 
     def forward(self, x: Tensor, key: DropoutKey | None = None, *, residual: Tensor | None = None) -> Tensor:
+        """x (B, T, width) after dropout, added to `residual` in the same pass, if given.
+
+        Raises:  ConfigError in training with a rate above 0 and without a key.
+        """
         if not self.training or self.rate == 0.0:
             return x if residual is None else residual + x
         if key is None:

@@ -1,4 +1,4 @@
-"""Embedding: a row of numbers for each id."""
+"""Embedding: a table with a row of numbers for each id."""
 
 from typing import Any
 
@@ -10,14 +10,18 @@ from minidist.nn.weights import Init, Weight
 
 
 class Embedding(Module):
-    """Integers (…) in 0..count-1 -> (…, width), with weight (count, width)."""
+    """Integers (…) in 0..count-1 -> (…, width), with weight (count, width).
+
+    Args:    std: standard deviation of the initial weight.
+    """
 
     def __init__(self, count: int, width: int, *, std: float = 0.02, dtype: Any = "float32") -> None:
         self.weight = Weight((count, width), Init("normal", std), dtype=dtype)
 
     def forward(self, ids: Array) -> Tensor:
+        """ids (…) -> (…, width)."""
         return ops.embedding(self.weight, ids)
 
     def unembed(self, x: Tensor) -> Tensor:
-        """Logits by the same (tied) table: (…, width) -> (…, count)."""
+        """Logits from the same (tied) table: (…, width) -> (…, count)."""
         return ops.unembed(x, self.weight)

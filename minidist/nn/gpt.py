@@ -5,8 +5,8 @@
     model.loss(inputs, targets).backward()
     model.generate([7], 200, temperature=0.8, seed=0)
 
-Blocks are pre-norm, as GPT-2's. Weights begin normal with deviation 0.02; projections back onto the residual stream, of
-which there are 2 a layer, with 0.02 / sqrt(2·layers), so that the stream's size does not grow with depth.
+Blocks are pre-norm, as in GPT-2. Initial weights are normal with standard deviation 0.02. The 2 projections per layer
+onto the residual stream have 0.02 / sqrt(2·layers), so that the stream does not grow with depth.
 Source: Radford et al. 2019.
 """
 
@@ -31,7 +31,7 @@ from minidist.nn.output import Output
 
 
 class Block(Module):
-    """Attention, then MLP, each on a normed copy and added back: (B, T, width) -> (B, T, width)."""
+    """Attention, then MLP, each on a normed copy of the stream and added to it: (B, T, width) -> (B, T, width)."""
 
     def __init__(self, config: GPTConfig) -> None:
         norm = LayerNorm if config.norm == "layer" else RMSNorm
@@ -45,12 +45,13 @@ class Block(Module):
         self.dropout_mlp = Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Array, key: DropoutKey | None = None) -> Tensor:
+        """(B, T, width), global positions (T,), the key of dropout -> (B, T, width)."""
         x = self.dropout_attention(self.attention(self.norm_attention(x), positions), key, residual=x)
         return self.dropout_mlp(self.mlp(self.norm_mlp(x), key), key, residual=x)
 
 
 class GPT(Module):
-    """Token ids (B, T) -> logits (B, T, vocabulary), by embed, blocks and project: where a pipeline may cut."""
+    """Token ids (B, T) -> logits (B, T, vocabulary), by embed, blocks and project; a pipeline cuts between these."""
 
     def __init__(self, config: GPTConfig) -> None:
         self.config = config
@@ -68,14 +69,17 @@ class GPT(Module):
             mixture(self, config.mixture)
 
     def forward(self, ids: Array, positions: Array | None = None, key: DropoutKey | None = None) -> Tensor:
-        """Args:    ids: (B, T) integers, or SortedIds of them.
-                    positions: (T,) global positions, 0..T-1 unless a shard of the sequence says otherwise.
-                    key: which tokens of which step these are, for dropout in training.
+        """Logits (B, T, vocabulary).
+
+        Args:    ids: (B, T) integers, or SortedIds of them.
+                 positions: (T,) global positions; default: 0..T-1. A shard of the sequence passes its own.
+                 key: for dropout in training.
+        Raises:  ShapeError if ids do not fit.
         """
         return self.project(self.hidden(ids, positions, key))
 
     def hidden(self, ids: Array, positions: Array | None = None, key: DropoutKey | None = None) -> Tensor:
-        """What comes out of the last block: (B, T, width)."""
+        """The output of the last block: (B, T, width). Args, Raises: as forward's."""
         ids = np.asarray(ids) if isinstance(ids, (list, tuple)) else ids
         if ids.ndim != 2:
             raise ShapeError(f"GPT: ids have shape {ids.shape}; they need shape (sequences, tokens)")
@@ -87,7 +91,7 @@ class GPT(Module):
         return x
 
     def embed(self, ids: Array, positions: Array, key: DropoutKey | None = None) -> Tensor:
-        """Ids (B, T), positions (T,), better on the host than on a GPU (autograd/ops/gather.py) -> (B, T, width).
+        """Ids (B, T), positions (T,), both better on the host (autograd/ops/gather.py) -> (B, T, width).
 
         Raises:  ShapeError for more tokens than the context holds.
         """
@@ -100,15 +104,16 @@ class GPT(Module):
         return self.dropout(x, key)
 
     def project(self, x: Tensor) -> Tensor:
-        """(…, width) -> logits (…, vocabulary), or of a slice of it, where a strategy split the vocabulary."""
+        """(…, width) -> logits (…, vocabulary); those of a slice, if a strategy has split the vocabulary."""
         x = self.norm(x)
         return self.tokens.unembed(x) if self.head is None else self.head(x)
 
     def loss(self, inputs: Array, targets: Array, divisor: float | None = None, *, positions: Array | None = None,
              key: DropoutKey | None = None) -> Tensor:
-        """Sum of the cross-entropies of all tokens over `divisor` (default: their number), as one number.
+        """The sum of the cross-entropies of all tokens, divided by `divisor`: one number.
 
-        Args:    inputs, targets: (B, T) integers; a strategy passes the global token count as divisor.
+        Args:    inputs, targets: (B, T) integers; positions, key: as forward's.
+                 divisor: default: the number of tokens; a strategy passes the global token count.
         """
         logits = self(inputs, positions, key)
         return self.output.loss(logits, np.asarray(targets) if isinstance(targets, (list, tuple)) else targets,
@@ -116,9 +121,9 @@ class GPT(Module):
 
     def generate(self, ids: Sequence[int] | Array, count: int, *, temperature: float = 1.0,
                  seed: int = 0) -> np.ndarray:
-        """`ids` and `count` more, each drawn from softmax(logits / temperature) given those before.
+        """Append `count` tokens to `ids`, each drawn from softmax(logits / temperature) of the tokens before it.
 
-        Args:    temperature: 1 draws as the model believes, less prefers the likelier, 0 takes the likeliest.
+        Args:    temperature: 1: the model's probabilities; lower: likelier tokens more often; 0: always the likeliest.
         Returns: (len(ids) + count,) int64: the same for the same weights, arguments and machine.
         Cost:    a forward of up to `context` tokens for each new one.
         Raises:  ConfigError without a first token or with a negative temperature.
@@ -142,7 +147,7 @@ class GPT(Module):
 
 
 def pick(logits: np.ndarray, temperature: float, chance: float) -> int:
-    """The id that `chance` in [0, 1) falls on when ids divide that interval by softmax(logits / temperature)."""
+    """The id that `chance` in [0, 1) selects, if softmax(logits / temperature) divides that interval among the ids."""
     wide = logits.astype(np.float64)
     if temperature == 0.0:
         return int(wide.argmax())

@@ -1,18 +1,18 @@
-"""Hooks on a module's way forward and back; ZeRO-3 and pipelines live on them.
+"""Hooks that run around a module's forward and backward; ZeRO-3 and pipelines are built on them.
 
     handle = module.register_backward_hook(lambda module: free(module))
     ...
     handle.remove()
 
-Forward hooks run around `forward`. For backward hooks the module's call is enclosed between two nodes on the tape:
+Forward hooks run around `forward`. For backward hooks the call of the module is between two nodes on the tape:
 
     enter ── nodes of the module ── leave            the tape walks newest first: leave, nodes, enter
       └───────── marker ──────────────┘
 
-`leave` passes the module's outputs on; when it is reached a gradient has arrived and nothing inside has run yet:
-backward_pre hooks. `enter` is older than everything inside, so when the walk comes to it all of that has run: backward
-hooks. The marker, an array of no elements, ties them together, so that `enter` is reached although a module of token
-ids hands no gradient on. Each call of a module has its own pair.
+`leave` passes the module's outputs on. When backward reaches it, a gradient has arrived and no node inside has run:
+the backward_pre hooks run. `enter` is older than all nodes inside. When backward reaches it, all of them have run: the
+backward hooks run. The marker, an array of no elements, connects the two, so that backward reaches `enter` also in a
+module of token ids, which passes no gradient on. Each call of a module has its own pair.
 """
 
 from collections.abc import Callable
@@ -29,25 +29,25 @@ KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 
 
 class HookHandle:
-    """What registering a hook returns."""
+    """The result of registering a hook, by which it can be removed."""
 
     def __init__(self, hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> None:
         self._hooks, self._hook = hooks, hook
 
     def remove(self) -> None:
-        """Take the hook away; a second time does nothing."""
+        """Remove the hook; a second call has no effect."""
         if self._hook in self._hooks:
             self._hooks.remove(self._hook)
 
 
 class Hooks:
-    """The hooks of one module, by kind, in the order they were registered."""
+    """The hooks of one module, by kind, in the order of registration."""
 
     def __init__(self) -> None:
         self.by_kind: dict[str, list[Callable[..., Any]]] = {kind: [] for kind in KINDS}
 
     def add(self, kind: str, hook: Callable[..., Any]) -> HookHandle:
-        """Register one."""
+        """Register a hook. Args: kind: one of KINDS."""
         self.by_kind[kind].append(hook)
         return HookHandle(self.by_kind[kind], hook)
 
@@ -59,6 +59,7 @@ class Hooks:
 
 @op
 def _module_enter(anchor: Array) -> tuple[Array, Saved]:
+    """The node `enter`: passes the marker on."""
     return anchor, saved()
 
 
@@ -69,7 +70,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def take_along(y: Array, marker: Array) -> tuple[Array, Saved]:
-    """y; when its gradient comes, so does that of `marker`: an array of no elements, of y's dtype."""
+    """y itself. When its gradient arrives, `marker`, an array of no elements of y's dtype, gets one too."""
     return y, saved()
 
 
@@ -84,7 +85,7 @@ def _(node: Node, dy: Array) -> Array:
 
 
 class _Passage:
-    """One call of a module, between its enter and its leave."""
+    """One call of a module, from its enter node to its leave node."""
 
     def __init__(self, module: Any, hooks: Hooks) -> None:
         self.module, self.hooks = module, hooks
@@ -93,7 +94,7 @@ class _Passage:
         self.marker.register_hook(self._complete)
 
     def leave(self, result: Any) -> Any:
-        """The module's result with every Tensor that asks for a gradient sent through a leave node."""
+        """The module's result; every Tensor in it that requires a gradient goes through a leave node."""
         if isinstance(result, (tuple, list)):
             return type(result)(self.leave(part) for part in result)
         if not isinstance(result, Tensor) or not result.requires_grad:
@@ -104,7 +105,7 @@ class _Passage:
         return left
 
     def _arrive(self, dy: Array) -> None:
-        if not self.arrived:  # of several outputs the first
+        if not self.arrived:  # only for the first of several outputs
             self.arrived = True
             self.hooks.run("backward_pre", self.module)
 
@@ -113,7 +114,7 @@ class _Passage:
 
 
 def call(module: Any, hooks: Hooks, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """module.run with its hooks around it."""
+    """The result of module.run, with the hooks run around it."""
     for hook in list(hooks.by_kind["forward_pre"]):
         replaced = hook(module, args)
         if replaced is not None:

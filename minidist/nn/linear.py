@@ -12,8 +12,8 @@ from minidist.nn.weights import ZEROS, Init, Weight
 class Linear(Module):
     """(…, inputs) -> (…, outputs), with weight (inputs, outputs) and bias (outputs,).
 
-    Args:    std: deviation of the weight at the start; 1/sqrt(inputs), which keeps the size of x, unless given.
-    Attributes: product: how x, weight and bias are multiplied; a precision may put another op here.
+    Args:    std: standard deviation of the initial weight; default: 1/sqrt(inputs), which keeps the size of x.
+    Attributes: product   the op that multiplies x, weight and bias; a precision may replace it
     """
 
     product: Callable[..., Tensor] = ops.linear
@@ -24,5 +24,5 @@ class Linear(Module):
         self.bias = Weight((outputs,), ZEROS, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
-        """bias=False: x W alone, for an op behind this that adds the bias itself."""
+        """(…, inputs) -> (…, outputs); bias=False: without the bias, if the next op adds it."""
         return self.product(x, self.weight, self.bias if bias else None)

@@ -1,4 +1,4 @@
-"""The MLP of a block: each token by itself, through a wider layer."""
+"""The MLP of a block: it maps each token by itself, through a wider layer."""
 
 from typing import Any
 
@@ -11,9 +11,11 @@ from minidist.nn.module import Module
 
 
 class MLP(Module):
-    """(…, width) -> (…, width) through `hidden` numbers.
+    """(…, width) -> (…, width), with `hidden` numbers inside.
 
     "gelu": down(gelu(up(x))).  "silu", gated (SwiGLU): down(silu(gate(x)) up(x)). Source: Shazeer 2020.
+    Args:    std, out_std: standard deviations of the initial weights, of the last linear's if it differs.
+    Raises:  ConfigError for another activation.
     """
 
     def __init__(self, width: int, hidden: int, *, activation: str = "gelu", std: float = 0.02,
@@ -25,7 +27,7 @@ class MLP(Module):
         self.down = Linear(hidden, width, std=std if out_std is None else out_std, dtype=dtype)
 
     def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
-        """The key is for what may stand here instead (moe.py)."""
+        """(…, width) -> (…, width). The key is unused here; a mixture (moe.py) in place of the MLP needs it."""
         if self.gate is None:
             return self.down(ops.gelu(self.up(x, bias=False), self.up.bias))
         return self.down(ops.swiglu(self.gate(x), self.up(x)))

@@ -1,4 +1,4 @@
-"""Module: a function with parameters, made of smaller ones.
+"""Module: a function with parameters, made of smaller modules.
 
     class Twice(Module):
         def __init__(self, width):
@@ -30,16 +30,16 @@ M = TypeVar("M", bound="Module")
 
 
 class Module(ABC):
-    """Base of all modules. Subclasses assign their parts in `__init__` and compute in `forward`."""
+    """Base of all modules. A subclass assigns its parts in `__init__` and computes in `forward`."""
 
     training = True
-    path = ""                       # dotted place in the whole model, once assign_names or initialize ran on it
+    path = ""                       # dotted path in the whole model, set by assign_names or initialize
     recomputed = False              # whether backward computes the inside again (parallel/memory/activations.py)
-    _hooks: Hooks | None = None     # made when the first hook is registered: a module without hooks costs nothing
+    _hooks: Hooks | None = None     # made for the first hook, so that a module without hooks has no overhead
 
     @abstractmethod
     def forward(self, *args: Any, **options: Any) -> Any:
-        """What the module computes. Call the module itself, not this: then its hooks run."""
+        """The function of the module. Call the module itself, so that its hooks run."""
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
         """The result of forward, with the hooks run around it."""
@@ -48,19 +48,19 @@ class Module(ABC):
         return result
 
     def run(self, *args: Any, **options: Any) -> Any:
-        """forward, between the hooks."""
+        """The result of forward, without hooks; a recomputed module keeps no arrays from inside."""
         return recompute(self.forward, *args, **options) if self.recomputed else self.forward(*args, **options)
 
     # ------------------------------------------------------------------------------------------------- its parts
 
     def children(self) -> Iterator[tuple[str, "Module"]]:
-        """(name, module) of the parts directly below: "norm", "blocks.0", …; in order of assignment."""
+        """(name, module) of the direct parts: "norm", "blocks.0", …; in order of assignment."""
         for name, part in self._parts():
             if isinstance(part, Module):
                 yield name, part
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, "Module"]]:
-        """(dotted path, module) of this module (path: the prefix) and all below, each module once."""
+        """(dotted path, module) of this module (its path is the prefix) and of all below, each once."""
         seen: set[int] = set()
         for path, module in self._walk(prefix):
             if id(module) not in seen:
@@ -72,7 +72,7 @@ class Module(ABC):
         return (module for _, module in self.named_modules())
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
-        """(dotted path, parameter), each parameter once, under the first of its paths: tied weights count once."""
+        """(dotted path, parameter), each parameter once, under its first path: tied weights appear once."""
         seen: set[int] = set()
         for path, module in self.named_modules(prefix):
             for name, part in module._parts():
@@ -81,10 +81,11 @@ class Module(ABC):
                     yield _join(path, name), part
 
     def parameters(self) -> Iterator[Parameter]:
-        """Each parameter once, in the order of named_parameters: the same on every rank."""
+        """Each parameter once, in the order of named_parameters, which is the same on every rank."""
         return (parameter for _, parameter in self.named_parameters())
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
+        """(name, Module or Parameter) of the direct parts, also those in lists, tuples and dicts."""
         for name, value in vars(self).items():
             if isinstance(value, (Module, Parameter)):
                 yield name, value
@@ -93,6 +94,7 @@ class Module(ABC):
                 yield from ((f"{name}.{key}", part) for key, part in items if isinstance(part, (Module, Parameter)))
 
     def _walk(self, path: str) -> Iterator[tuple[str, "Module"]]:
+        """(dotted path, module) of this module and all below; a module with several paths comes several times."""
         yield path, self
         for name, child in self.children():
             yield from child._walk(_join(path, name))
@@ -100,16 +102,17 @@ class Module(ABC):
     # -------------------------------------------------------------------------------------------------- its state
 
     def assign_names(self, prefix: str = "") -> None:
-        """Tell parameters and modules their dotted paths in the whole model, which begin with `prefix`."""
+        """Set the dotted paths of modules and the names of parameters in the whole model; all begin with `prefix`."""
         for path, module in self.named_modules(prefix):
             module.path = path
         for name, parameter in self.named_parameters(prefix):
             parameter.name = name
 
     def initialize(self, seed: int, *, device: str = "cpu", prefix: str = "") -> None:
-        """Draw all declared weights, by name and seed alone; a part of a model draws as within the whole if `prefix` is
-        its path there.
+        """Draw all declared weights, by name and seed alone.
 
+        Args:    device: "cpu" or "cuda".
+                 prefix: the path of this module in the whole model; a part then draws the same values as in the whole.
         Raises:  DeviceError, ConfigError for a device that is not there.
         """
         self.assign_names(prefix)
@@ -122,8 +125,9 @@ class Module(ABC):
         return {name: np.array(to_host(parameter.data)) for name, parameter in self.named_parameters()}
 
     def load_state_dict(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Copy arrays into the parameters, in place where they have values. Nothing changes on error.
+        """Copy arrays into the parameters, in place if they have values. On error no parameter changes.
 
+        Args:    arrays: by dotted path, as from state_dict.
         Raises:  DataError if a name is missing or unknown, or a shape or dtype differs.
         """
         mine = dict(self.named_parameters())
@@ -136,13 +140,13 @@ class Module(ABC):
                 parameter.data[...] = to_device(arrays[name], device_of(parameter.data))
 
     def train(self: M, mode: bool = True) -> M:
-        """Training behaviour (dropout) on or off, here and below; returns self."""
+        """Switch training behaviour (dropout) on or off, here and below. Returns: self."""
         for module in self.modules():
             module.training = mode
         return self
 
     def eval(self: M) -> M:
-        """Training behaviour off; returns self."""
+        """Switch training behaviour off, here and below. Returns: self."""
         return self.train(False)
 
     def zero_grad(self) -> None:
@@ -153,50 +157,54 @@ class Module(ABC):
     # -------------------------------------------------------------------------------------------------- its hooks
 
     def register_forward_pre_hook(self, hook: Callable[["Module", tuple[Any, ...]], Any]) -> HookHandle:
-        """Call `hook(module, args)` before forward; what it returns, if not None, replaces the positional arguments."""
+        """Call `hook(module, args)` before forward. A result other than None replaces the positional arguments."""
         return self._add_hook("forward_pre", hook)
 
     def register_forward_hook(self, hook: Callable[["Module", tuple[Any, ...], Any], Any]) -> HookHandle:
-        """Call `hook(module, args, result)` after forward; what it returns, if not None, replaces the result."""
+        """Call `hook(module, args, result)` after forward. A result other than None replaces that of forward."""
         return self._add_hook("forward", hook)
 
     def register_backward_pre_hook(self, hook: Callable[["Module"], None]) -> HookHandle:
-        """Call `hook(module)` in backward, before anything of the module runs; an outer module's before an inner's.
+        """Call `hook(module)` in backward before any node of the module runs; an outer module's before an inner's.
 
-        Once for each call of the module that backward reaches, as all backward hooks. Register before the forward.
+        It runs once for each call of the module that backward reaches, as all backward hooks. Register it before the
+        forward.
         """
         return self._add_hook("backward_pre", hook)
 
     def register_backward_hook(self, hook: Callable[["Module"], None]) -> HookHandle:
-        """Call `hook(module)` in backward when all of this call of the module has run; inner modules' first.
+        """Call `hook(module)` in backward when all nodes of this call of the module have run; inner modules' first.
 
-        Gradients of weights that were put off (`defer_weights`) still come later, and those of a weight that is used
-        elsewhere too are not yet final: Parameter.hooks tell that.
+        Deferred gradients of weights (`defer_weights`) come later. The gradient of a weight that is used elsewhere too
+        may not be final; Parameter.hooks run when it is.
         """
         return self._add_hook("backward", hook)
 
     def _add_hook(self, kind: str, hook: Callable[..., Any]) -> HookHandle:
+        """Register a hook of one kind."""
         if self._hooks is None:
             self._hooks = Hooks()
         return self._hooks.add(kind, hook)
 
 
 def _join(path: str, name: str) -> str:
+    """The dotted path of the part `name` of the module at `path`."""
     return f"{path}.{name}" if path else name
 
 
-def _check_state(who: str, mine: Mapping[str, Parameter], arrays: Mapping[str, np.ndarray]) -> None:
+def _check_state(model: str, mine: Mapping[str, Parameter], arrays: Mapping[str, np.ndarray]) -> None:
+    """Raises: DataError if the arrays do not fit the parameters `mine`."""
     missing, unknown = sorted(mine.keys() - arrays.keys()), sorted(arrays.keys() - mine.keys())
     if missing or unknown:
-        raise DataError(f"{who}: the saved weights do not fit this model: missing {_some(missing)}, unknown "
+        raise DataError(f"{model}: the saved weights do not fit this model: missing {_some(missing)}, unknown "
                         f"{_some(unknown)}; load them into the model they were saved from")
     for name, parameter in mine.items():
         array = arrays[name]
         if array.shape != parameter.shape or array.dtype != parameter.dtype:
-            raise DataError(f"{who}: saved {name} is {array.dtype} {array.shape}, the model needs {parameter.dtype} "
+            raise DataError(f"{model}: saved {name} is {array.dtype} {array.shape}, the model needs {parameter.dtype} "
                             f"{parameter.shape}; cast or build the model they were saved from")
 
 
 def _some(names: list[str]) -> str:
-    """"none", or the first three names and how many more."""
+    """"none", or the first three names and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "none"

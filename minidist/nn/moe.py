@@ -1,16 +1,16 @@
-"""Mixture of experts: in place of one MLP there are many, and each token goes through a few of them.
+"""Mixture of experts: many MLPs in place of one, of which each token uses a few.
 
     model = GPT(GPTConfig(…, mixture=MixtureConfig(experts=8, top_k=2)))
     model = mixture(GPT(config), MixtureConfig(experts=8, top_k=2))         # the same
 
-A gate scores the experts for each token; the k best compute, and their results, weighted by the gate's probabilities,
-add up. So a model has many weights and uses few of them on a token.
+A gate scores the experts for each token. The k best compute, and their results are added, weighted by the gate's
+probabilities. So a model has many weights and uses few of them for a token.
 
     x (B, T, h) ── gate ── + noise ── softmax ── p (B, T, E) ── top k of p + bias ── capacity ── rows by expert
     y = Σ over the token's kept experts e of  p[e] · expert_e(x)  +  Σ of shared experts(x)
 
-Nothing depends on how the batch is cut into parts: capacity, dropping and balance loss are of one sequence, noise is
-keyed by (layer, seed, step, global token), and loads are summed over the whole step before biases move.
+The result does not depend on how the batch is cut into parts: capacity, dropping and balance loss are per sequence,
+noise is keyed by (layer, seed, step, global token), and loads are summed over the whole step before biases move.
 
 Source:  Shazeer et al. 2017 (1701.06538), noisy top-k; Fedus et al. 2021 (2101.03961), capacity and balance loss;
          Dai et al. 2024 (2401.06066), shared experts; Wang et al. 2024 (2408.15664), balance by bias alone.
@@ -43,9 +43,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where a layer's tokens went: `chosen` (B, T, k), the experts, best first; `kept` (B, T, k), False if dropped.
+    """The experts of a layer's tokens.
 
-    `sequences` (B, whole T, k) is what the whole sequences chose, where that mattered, else as `chosen`.
+    Attributes: chosen     (B, T, k) integers: the experts of each token, best first
+                kept       (B, T, k) bool: False for a dropped choice
+                sequences  (B, whole T, k): the choices of the whole sequences if they are needed, else `chosen`
     """
 
     chosen: Array
@@ -54,27 +56,27 @@ class Routing:
 
 
 class Sequences:
-    """A mixture's tokens are whole sequences; a strategy that cuts them puts its own in place."""
+    """The tokens of a mixture as whole sequences; a strategy that cuts sequences replaces this object."""
 
     def joined(self, chosen: Array) -> Array:
-        """What the whole sequences' tokens chose, in their order: (B, own, k) -> (B, T, k)."""
+        """The choices of the whole sequences, in token order: (B, own, k) -> (B, T, k)."""
         return chosen
 
     def parted(self, kept: Array) -> Array:
-        """Of what was joined what belongs to the tokens here: (B, T, k) -> (B, own, k)."""
+        """The part that belongs to the tokens here, the reverse of `joined`: (B, T, k) -> (B, own, k)."""
         return kept
 
     def keys(self, tokens: Array) -> Array:
-        """Of all tokens' keys those of the tokens that the gate sees: (B, T) -> (B, own)."""
+        """The keys of the tokens that the gate gets here: (B, T) -> (B, own)."""
         return tokens
 
     def total(self, share: Array) -> Array:
-        """Of one number, the sum over all ranks that have tokens of these sequences."""
+        """The sum of one number over all ranks that have tokens of these sequences."""
         return share
 
 
 class Experts(Module):
-    """MLPs without biases whose weights are stacked, one after the other along the first dim."""
+    """`count` MLPs without biases; their weights are stacked along the first dim. Args: as MLP's."""
 
     def __init__(self, count: int, width: int, hidden: int, *, activation: str, out_std: float, dtype: Any) -> None:
         def stack(inputs: int, outputs: int, std: float) -> Weight:
@@ -85,7 +87,7 @@ class Experts(Module):
         self.down = stack(hidden, width, out_std)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Rows sorted by expert (R, width), and how many each expert has -> (R, width)."""
+        """Rows sorted by expert (R, width), and the number of each expert's rows -> (R, width)."""
         up = ops.grouped_linear(rows, self.up, counts=counts)
         inner = ops.gelu(up) if self.gate is None else ops.swiglu(
             ops.grouped_linear(rows, self.gate, counts=counts), up)
@@ -93,14 +95,14 @@ class Experts(Module):
 
 
 class Mixture(Module):
-    """In place of a block's MLP: (B, T, width) -> (B, T, width).
+    """Experts in place of a block's MLP: (B, T, width) -> (B, T, width).
 
-    Attributes: routing   of the newest forward
-                load      (2, experts) integers: tokens that chose each expert, and that it took, since the last
-                          `clear`, in training; a block computed again counts once
-                balance   the newest forward's balance loss, a sum over tokens, one number, or None
-                balance_scale   what it counts for in what goes backward; known by then
-    Raises:  ConfigError when training with noise and without a key.
+    Args:    of_model: the sizes and choices of the model; config: those of the mixture.
+    Attributes: routing         of the newest forward
+                load            (2, experts) integers: tokens that chose each expert, and tokens that it took, in
+                                training since the last `clear`; a block computed again counts once
+                balance         the balance loss of the newest forward, a sum over tokens, one number; or None
+                balance_scale   the gradient of that loss; set before backward arrives here
     """
 
     def __init__(self, of_model: GPTConfig, config: MixtureConfig) -> None:
@@ -116,7 +118,7 @@ class Mixture(Module):
         if config.balance == "bias":
             low = backend.dtype(dtype) in LOW_PRECISION
             self.bias = Weight((config.experts,), ZEROS, dtype="float32" if low else dtype)
-            self.bias.requires_grad = False         # no gradient moves it
+            self.bias.requires_grad, self.bias.stays_whole = False, True        # `rebalance` moves it
         self.sequences = Sequences()
         self.routing: Routing | None = None
         self.balance: Array | None = None
@@ -124,10 +126,11 @@ class Mixture(Module):
         self.clear()
 
     def clear(self) -> None:
-        """Count loads from nothing."""
+        """Set the load to zero."""
         self.load = np.zeros((2, self.config.experts), np.int64)
 
     def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
+        """(B, T, width) -> (B, T, width). Raises: ConfigError in training with noise and without a key."""
         chances = ops.softmax(self._scores(x, key))
         rows, weights = self.enter(x), self.enter(chances)
         self.routing = self.route(weights.data)
@@ -137,11 +140,11 @@ class Mixture(Module):
         return self._balanced(y, chances) if self.training and self.config.balance == "loss" else y
 
     def enter(self, x: Tensor) -> Tensor:
-        """What the experts are given, of what the gate is; a strategy that cuts experts' matrices has its own."""
+        """The experts' input, made from the gate's; a strategy that cuts experts' matrices overrides it."""
         return x
 
     def leave(self, y: Tensor) -> Tensor:
-        """What becomes of the experts' results."""
+        """The mixture's output, made from the experts' results; overridden together with `enter`."""
         return y
 
     # --------------------------------------------------------------------------------------------------- the gate
@@ -164,9 +167,11 @@ class Mixture(Module):
         return noisy
 
     def route(self, chances: Array) -> Routing:
-        """Who goes where: the k likeliest, biases added; of a sequence the first tokens, as far as there are places.
+        """Route each token to its k likeliest experts, after adding biases. An expert takes the first tokens of each
+        sequence, up to its capacity.
 
-        A token's place depends on no later token, as in a causal model it must not. Outside of training nothing falls.
+        So no later token decides whether a token is dropped, as a causal model requires. Outside of training no token
+        is dropped. Args: chances: (B, T, experts), the gate's probabilities.
         """
         xp, config = array_module(chances), self.config
         chosen = top_positions(chances if self.bias is None else chances + self.bias.data, config.top_k)
@@ -182,16 +187,16 @@ class Mixture(Module):
         return Routing(chosen, kept, whole)
 
     def _runs(self, chosen: Array) -> Array:
-        """A number for each pair of sequence and expert: (B, T, k) -> (B T k,)."""
+        """The number of each choice's pair (sequence, expert): (B, T, k) -> (B·T·k,)."""
         first = array_module(chosen).arange(len(chosen)) * self.config.experts
         return (first[:, None, None] + chosen).reshape(-1)
 
     def _balanced(self, y: Tensor, chances: Tensor) -> Tensor:
-        """y, which takes the gradient of the balance loss along; the loss itself goes to `balance`.
+        """y, connected to the gradient of the balance loss; sets `balance` to the loss itself.
 
-        That is the sum over tokens of weight · E · Σ_e f_e p_e: f the share of its sequence's choices that fell on e.
-
-        Of a sequence it is T · E · Σ f_e mean(p_e), which is T where all are equal; no gradient passes through f.
+        The loss is the sum over tokens of weight · E · Σ_e f_e p_e, where f_e is the share of the choices in the
+        token's sequence that fell on e. For a sequence this is weight · T · E · Σ f_e mean(p_e), which is weight · T if
+        all are equal. No gradient passes through f.
         """
         assert self.routing is not None
         chosen, experts = self.routing.sequences, self.config.experts
@@ -206,7 +211,7 @@ class Mixture(Module):
     # ------------------------------------------------------------------------------------------------- the experts
 
     def _apply(self, x: Tensor, chances: Tensor, routing: Routing) -> Tensor:
-        """Rows to their experts, sorted by expert and then by token; results back, weighted."""
+        """The sum of the experts' results for each token, weighted by `chances`."""
         width, experts, top_k = x.shape[-1], self.config.experts, self.config.top_k
         placement = place_rows(routing.chosen.reshape(-1, top_k), routing.kept.reshape(-1, top_k), experts=experts)
         weights = ops.take(chances.reshape(chances.size), placement.tokens * experts + placement.experts)
@@ -219,8 +224,9 @@ class Mixture(Module):
 # ---------------------------------------------------------------------------------------------------------- in a model
 
 def mixture(model: "GPT", config: MixtureConfig) -> "GPT":
-    """Put a mixture in place of every block's MLP, in place; then `model.initialize(seed)` draws.
+    """Replace the MLP of every block by a mixture, in place; afterwards `model.initialize(seed)` draws the weights.
 
+    Returns: the model.
     Raises:  ConfigError if the weights are drawn already.
     """
     if any(getattr(parameter, "drawn", True) for parameter in model.parameters()):
@@ -239,21 +245,21 @@ def mixtures(model: Module) -> list[Mixture]:
 
 
 def biases(model: Module) -> list[Weight]:
-    """What balance by bias moves, by no gradient: the same on all ranks."""
+    """The biases that `rebalance` moves, the same on all ranks."""
     return [layer.bias for layer in mixtures(model) if layer.bias is not None]
 
 
 def loads(model: Module) -> np.ndarray:
-    """Tokens that chose each expert, and that it took: (layers, 2, experts) integers, of this process since `clear`."""
+    """The loads of all mixtures (see Mixture.load), in this process since `clear`: (layers, 2, experts) integers."""
     layers = mixtures(model)
     return np.stack([layer.load for layer in layers]) if layers else np.zeros((0, 2, 0), np.int64)
 
 
 def rebalance(model: Module, counted: np.ndarray) -> None:
-    """Move biases against the loads of a whole step, and count from nothing; call it once a step, after the update.
+    """Move biases against the loads of a whole step, and clear the loads. Call it once a step, after the update.
 
-    Who was chosen more often than the mean is liked less by bias_rate, the others more. No gradient is involved, and
-    the weights of the results are the gate's own.
+    The bias of an expert chosen more often than the mean falls by bias_rate, that of the others rises. No gradient is
+    involved, and biases do not enter the weights of the results.
     Args:    counted: `loads` of the step, summed over all ranks that share the batch.
     """
     for layer, (chosen, _) in zip(mixtures(model), counted, strict=True):

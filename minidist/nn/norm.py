@@ -9,7 +9,7 @@ from minidist.nn.weights import ONES, ZEROS, Weight
 
 
 class LayerNorm(Module):
-    """Each row shifted to mean 0, scaled to variance 1, then times weight plus bias: (…, width) -> (…, width)."""
+    """Scale each row to mean 0 and variance 1, then multiply by weight and add bias: (…, width) -> (…, width)."""
 
     def __init__(self, width: int, *, eps: float = 1e-5, dtype: Any = "float32") -> None:
         self.weight = Weight((width,), ONES, dtype=dtype)
@@ -17,15 +17,17 @@ class LayerNorm(Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """(…, width) -> (…, width)."""
         return ops.layer_norm(x, self.weight, self.bias, eps=self.eps)
 
 
 class RMSNorm(Module):
-    """Each row scaled to mean square 1, then times weight: (…, width) -> (…, width)."""
+    """Scale each row to mean square 1, then multiply by weight: (…, width) -> (…, width)."""
 
     def __init__(self, width: int, *, eps: float = 1e-5, dtype: Any = "float32") -> None:
         self.weight = Weight((width,), ONES, dtype=dtype)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """(…, width) -> (…, width)."""
         return ops.rms_norm(x, self.weight, eps=self.eps)

@@ -1,4 +1,4 @@
-"""What becomes of a model's last hidden states and logits."""
+"""The last steps of a model: from hidden states and logits to the loss, or to new text."""
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
@@ -6,14 +6,14 @@ from minidist.device.backend import Array
 
 
 class Output:
-    """The loss of logits, and what generating text needs; a strategy that splits them puts its own in place."""
+    """The loss of logits, and their use in generating text. A strategy that splits logits replaces this object."""
 
     def last(self, x: Tensor) -> Tensor:
-        """The last token's: (B, T, width) -> (B, 1, width)."""
+        """The hidden state of the last token: (B, T, width) -> (B, 1, width)."""
         return x[:, -1:]
 
     def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
-        """(…, vocabulary) and integers (…) -> sum of the cross-entropies over `divisor`, one number."""
+        """Logits (…, vocabulary), targets (…) -> the sum of the cross-entropies, divided by `divisor`: one number."""
         return ops.cross_entropy(logits, targets, divisor=divisor)
 
     def whole(self, logits: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Weights that are declared first and drawn later, whole or a slice at a time.
+"""Weights that are declared first and drawn later, whole or in slices.
 
-A model is built without numbers. A strategy may then cut it up; only what a rank keeps is drawn, and since every
-element is a hash of (name, seed, position in the whole tensor), any split starts with the bits of the whole.
+A model is built without values. A strategy may then cut it, and each rank draws only the slices that it keeps. Every
+element is a hash of (name, seed, position in the whole tensor), so any split starts with the same bits as the whole.
 """
 
 import math
@@ -21,22 +21,22 @@ Part = range | Sequence[Any]  # positions in the flattened tensor, or a slice or
 
 @dataclass(frozen=True)
 class Init:
-    """How the elements of a tensor begin: normal with mean 0 and deviation `std`, or all zero or one."""
+    """The initial values of a tensor: normal with mean 0 and standard deviation `std`, or all zero or one."""
 
     law: Literal["normal", "zeros", "ones"]
     std: float = 1.0
 
     def draw(self, name: str, seed: int, positions: Any, dtype: Any, *, device: str = "cpu") -> Array:
-        """The elements at integer `positions` (a range or an array of any shape) of the tensor `name`.
+        """The elements of the tensor `name` at integer `positions` (a range or an array of any shape).
 
-        Low precision is the rounding of what float32 draws.
+        In low precision they are the rounded float32 values. Raises: as backend.module_for, backend.dtype.
         """
         xp, kind = module_for(device), backend.dtype(dtype)
         if self.law != "normal":
             shape = (len(positions),) if isinstance(positions, range) else positions.shape
             return xp.full(shape, 1.0 if self.law == "ones" else 0.0, kind)
         index = positions
-        if xp is not np and isinstance(positions, range):       # an array of an empty range would be one of floats
+        if xp is not np and isinstance(positions, range):       # asarray of an empty range would be of floats
             index = xp.arange(positions.start, positions.stop, positions.step, dtype="int64")
         elif xp is not np:
             index = xp.asarray(positions)
@@ -49,9 +49,9 @@ ZEROS, ONES = Init("zeros"), Init("ones")
 
 
 class Weight(Parameter):
-    """A Parameter that knows its shape, dtype and how it begins, but holds no numbers until they are drawn or loaded.
+    """A Parameter with a shape, a dtype and an Init, which has no values until they are drawn or loaded.
 
-    Args:    shape: of the whole tensor; init: see Init; dtype: a float dtype.
+    Args:    shape: of the whole tensor; init: its initial values; dtype: a float dtype.
     """
 
     __slots__ = ("init", "drawn")
@@ -64,9 +64,9 @@ class Weight(Parameter):
 
     @property
     def data(self) -> Array:
-        """The array itself; returns when its numbers have arrived.
+        """The array itself. Waits until its numbers have arrived.
 
-        Raises: ConfigError before anything was drawn or loaded.
+        Raises:  ConfigError if no values were drawn or loaded.
         """
         if self.arrival is not None:
             self.arrival()
@@ -77,42 +77,20 @@ class Weight(Parameter):
 
     @data.setter
     def data(self, array: Array) -> None:
-        holds = array.size <= 1 or any(array.strides)   # a shape over one number, as above, is no memory to speak of
+        holds = array.size <= 1 or any(array.strides)   # strides of 0, as above: one number, not worth counting
         self._data = account.current().hold(array, "parameters") if holds else array
         self.drawn = True
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As Tensor.shape; known before there are values."""
-        shape: tuple[int, ...] = self._data.shape
-        return shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """As Tensor.dtype; known before there are values."""
-        dtype: np.dtype = self._data.dtype
-        return dtype
-
-    @property
-    def ndim(self) -> int:
-        """As Tensor.ndim; known before there are values."""
-        ndim: int = self._data.ndim
-        return ndim
-
-    @property
-    def size(self) -> int:
-        """As Tensor.size; known before there are values."""
-        size: int = self._data.size
-        return size
-
     def draw(self, seed: int, part: Part = (), *, device: str = "cpu") -> Array:
-        """The first values of `part` of this tensor; () is all of it. Nothing outside the part is computed.
+        """The initial values of `part` of this tensor; () is all of it. Only the part is computed.
 
             weight.draw(7, (slice(0, 4),))                    # rows 0 to 3
             weight.draw(7, (slice(None), [0, 1, 8, 9]))       # four columns
             weight.draw(7, range(1000, 2000))                 # a flat shard
 
-        Raises:  ConfigError without a name; ShapeError if the part does not fit.
+        Args:    part: positions in the flattened tensor (a range), or a slice or integers for each leading dim.
+        Returns: a new array of the part's shape.
+        Raises:  ConfigError if the weight has no name; ShapeError if the part does not fit.
         """
         self._require_name()
         if isinstance(part, tuple) and not part:
@@ -120,13 +98,14 @@ class Weight(Parameter):
         return self.init.draw(self.name, seed, positions_of(self.shape, part), self.dtype, device=device)
 
     def _require_name(self) -> None:
+        """Raises: ConfigError if the weight has no name."""
         if not self.name:
             raise ConfigError(f"a parameter of shape {self.shape} has no name yet, and its values depend on it; "
                               f"draw through model.initialize(seed), or call model.assign_names() first")
 
 
 def positions_of(shape: Sequence[int], part: Part) -> Any:
-    """Where the elements of `part` lie in a flattened tensor of `shape`: a range, or int64 in the part's shape."""
+    """The positions of `part` in a flattened tensor: a range, or int64 of the part's shape. Raises: ShapeError."""
     if isinstance(part, range):
         if len(part) and not (min(part[0], part[-1]) >= 0 and max(part[0], part[-1]) < math.prod(shape)):
             raise ShapeError(f"positions {part} outside a tensor of shape {tuple(shape)}, {math.prod(shape)} elements")

@@ -1,1 +1,1 @@
-"""Timelines and plots, drawn from recorded events."""
+"""Records of a run: timeline, memory over time, overlap; the pages and figures that show them."""

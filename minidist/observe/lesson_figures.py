@@ -1,6 +1,6 @@
-"""How the lessons' figures look: one palette, one frame, one way to save. What they show is recorded from real runs.
+"""The look of the lessons' figures: one palette, one frame, one way to save. Their content is recorded from real runs.
 
-Colours tell kinds apart for colour-blind readers too, and mean the same in every lesson.
+A colour means the same in every lesson; colour-blind readers can tell all of them apart.
 """
 
 from pathlib import Path
@@ -45,7 +45,7 @@ def quiet(ax: Any, *, grid: str = "") -> Any:
 
 
 def bare(ax: Any) -> Any:
-    """Axes with nothing on them: no box, no ticks."""
+    """Axes without box and ticks."""
     ax.set_axis_off()
     return ax
 
@@ -56,14 +56,15 @@ def patch(color: str) -> Patch:
 
 
 def caption(ax: Any, text: str) -> None:
-    """A panel's own title, left, above the axes."""
+    """The title of one panel, left above its axes."""
     ax.set_title(text, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=10)
 
 
 def save(figure: Figure, folder: Path | str, name: str = "figure.png") -> Path:
-    """Write the picture; no date or version goes in, so that equal pictures are equal files.
+    """Write the picture without date or version, so that equal pictures are equal files.
 
-    Raises: ConfigError if it cannot be written.
+    Returns: its path.
+    Raises:  ConfigError if it cannot be written.
     """
     path = Path(folder) / name
     try:

@@ -1,4 +1,4 @@
-"""What a measurement was taken on: date, machine, versions and command, as figures and profiles carry them."""
+"""The machine of a measurement, as figures, profiles and JSON files record it."""
 
 import platform
 import sys
@@ -11,7 +11,7 @@ import psutil
 
 
 def machine() -> dict[str, Any]:
-    """Date, machine, versions and command: what a figure needs to be worth something later."""
+    """Date, cores, processor, system, versions and command line, by name."""
     versions = {}
     for name in ("minidist", "numpy", "mpi4py", "mpich", "torch"):
         try:
@@ -24,7 +24,7 @@ def machine() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name where Linux tells it."""
+    """The processor's name from /proc/cpuinfo, or the platform's name for it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,12 +1,12 @@
-"""Overlap: how much of the time that communication takes lies under computation.
+"""Overlap: the share of communication time that is hidden by computation.
 
     communication       | all_gather 2 |   | reduce_scatter 2 |
     compute         | forward      |wait| backward        |wait|
     hidden              |==========|        |=============|            the share: ==== of all communication
 
-Computation is what runs in a step's forward, backward and optimizer but for the waits inside; communication is every
-collective from begin to end on whichever thread, scalars (the axis `control`) apart. A collective that waits for a
-slower rank counts as under way: for this rank it is.
+Computation is forward, backward and optimizer of a step without the waits inside them. Communication is every
+collective from start to end, on any thread; collectives of the axis `control` (scalars) do not count. A collective that
+waits for a slower rank counts as running.
 
     timelines = timeline.collect(world)                 # rank 0
     measure(timelines[0]).share                         # 0.93: 93 % of communication is hidden
@@ -22,12 +22,12 @@ from minidist.observe.timeline import Span, Timeline
 Interval = tuple[float, float]
 
 CONTAINERS = ("step",)
-"""Spans that only hold others."""
+"""Spans that only contain other spans."""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of one rank's time: some collective under way; computing; both at once; waiting for a collective."""
+    """Seconds of one rank: a collective is running; computing; both at once; waiting for a collective."""
 
     communication: float
     computation: float
@@ -36,16 +36,17 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """The part of communication that lies under computation; 1 where there is no communication."""
+        """The part of communication that is hidden by computation; 1 without communication."""
         return self.hidden / self.communication if self.communication else 1.0
 
 
 def measure(timeline: Timeline, *, steps: Iterable[int] | None = None,
             of: Callable[[Timeline], list[Span]] | None = None) -> Overlap:
-    """The overlap on one rank's timeline, from the begin of the first step to the end of the last.
+    """The overlap on one rank's timeline.
 
-    Args:    steps: of these steps (default: all spans there are). A collective that crosses an edge counts by its part.
-             of: which spans are to be hidden (default: collectives; moves, where a strategy offloads).
+    Args:    steps: from the start of the first of them to the end of the last (default: all spans). A collective that
+             crosses an edge counts by its part inside.
+             of: gives the spans to be hidden: `collectives` (default), or `moves` for a strategy that offloads.
     """
     window = _window(timeline, set(steps)) if steps is not None else None
     waits = union(_of(waiting(timeline), window))
@@ -56,30 +57,30 @@ def measure(timeline: Timeline, *, steps: Iterable[int] | None = None,
 
 
 def together(parts: Sequence[Overlap]) -> Overlap:
-    """The sums over ranks: their share is the whole job's."""
+    """The sums over ranks: the share of the sum is that of the whole job."""
     return Overlap(*(sum(getattr(part, name) for part in parts) for name in Overlap.__dataclass_fields__))
 
 
 # ------------------------------------------------------------------------------------------------ kinds of spans
 
 def collectives(timeline: Timeline) -> list[Span]:
-    """The calls that moved arrays, scalars apart."""
+    """Collectives that moved arrays: neither barriers nor scalars."""
     return [span for span in timeline.spans if span.row == "communication" and "verb" in span.details
             and span.details.get("axis") != "control" and span.details["verb"] != "barrier"]
 
 
 def moves(timeline: Timeline) -> list[Span]:
-    """What moved between device, host and disk."""
+    """Copies between device, host and disk."""
     return [span for span in timeline.spans if span.row == "moves"]
 
 
 def waiting(timeline: Timeline) -> list[Span]:
-    """Where the rank stood still for a collective: strategies call such spans "wait for …"."""
+    """Spans in which the rank waited for a collective; strategies name them "wait for …"."""
     return [span for span in timeline.spans if span.row == "compute" and span.name.startswith("wait")]
 
 
 def working(timeline: Timeline) -> list[Span]:
-    """Forward, backward, optimizer and the like, with the waits that lie in them."""
+    """Forward, backward, optimizer and other work, including the waits inside them."""
     return [span for span in timeline.spans if span.row == "compute" and not span.name.startswith("wait")
             and span.name not in CONTAINERS]
 
@@ -97,7 +98,7 @@ def _of(spans: Iterable[Span], window: Interval | None) -> list[Interval]:
 # ----------------------------------------------------------------------------------------------------- intervals
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points, as intervals in order that do not touch."""
+    """The same points as sorted intervals that do not touch."""
     merged: list[Interval] = []
     for start, stop in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -108,7 +109,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """The points in both; each given as `union` returns it."""
+    """The points in both; each argument as `union` returns it."""
     common, i, j = [], 0, 0
     while i < len(one) and j < len(other):
         start, stop = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
@@ -122,11 +123,11 @@ def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interv
 
 
 def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """The points of `one` that are not in `other`; each given as `union` returns it."""
+    """The points of `one` that are not in `other`; each argument as `union` returns it."""
     edges = [-float("inf"), *(edge for interval in other for edge in interval), float("inf")]
     return intersect(one, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Seconds together."""
+    """The sum of their lengths, in seconds."""
     return sum(stop - start for start, stop in intervals)

@@ -1,7 +1,4 @@
-"""A recorded step as two bars: what the rank computes and where it waits, and the collectives under way meanwhile.
-
-matplotlib is loaded by whoever passes the axes.
-"""
+"""The picture of a recorded step in two rows: computation with its waits, and the collectives that ran meanwhile."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,19 +8,21 @@ from minidist.observe.timeline import Span, Timeline
 
 COLOURS = {"forward": "#7fb0de", "backward": "#2f5d9b", "optimizer": "#5b9a68", "wait": "#f3d3a8",
            "reduce_scatter": "#c44e52", "all_reduce": "#c44e52", "all_gather": "#e08e3c"}
-"""Of spans by their name, of collectives by their verb."""
+"""Spans have the colour of their name, collectives that of their verb."""
 
 
 def spans_of(records: Sequence[dict[str, Any]]) -> list[Span]:
-    """Spans that travelled as dicts."""
+    """Spans from their dicts, as JSON carries them."""
     return [Span(**record) for record in records]
 
 
 def draw_step(ax: Any, spans: Sequence[Span], *, computing: float = 1.0, communicating: float = 0.0) -> float:
-    """Draw one rank's step, from the begin of its `step` span; returns its length in ms.
+    """Draw the last step among one rank's spans.
 
-    Args:    spans: of one step, its "step" span among them; what sticks out of it is cut off.
-             computing, communicating: the height of each bar's middle.
+    Args:    ax: matplotlib axes, from 0 ms at the start of the span "step".
+             spans: of the step, with its span "step"; parts outside that span are cut off.
+             computing, communicating: the height of each row's middle.
+    Returns: the step's length in ms.
     """
     timeline = Timeline(0)
     timeline.spans = list(spans)
@@ -49,7 +48,7 @@ def draw_step(ax: Any, spans: Sequence[Span], *, computing: float = 1.0, communi
 
 
 def legend(figure: Any, **options: Any) -> None:
-    """What the colours mean, under the figure."""
+    """Explain the colours, below the figure. `options` are those of matplotlib's legend."""
     from matplotlib.patches import Patch
 
     names = {"forward": "forward", "backward": "backward", "optimizer": "optimizer", "wait": "waiting",

@@ -1,4 +1,4 @@
-"""What a lesson prints: tables of measured beside formula, once, from rank 0, and the same numbers as JSON.
+"""The output of a lesson: tables of measured values beside formulas, printed by rank 0 alone, and the same as JSON.
 
     page = Page(world)
     page.table("Bytes a rank sends", ["P", "measured", "2(P-1)/P n"], rows)
@@ -15,16 +15,19 @@ from rich.table import Table
 
 from minidist.errors import ConfigError
 
-PLAIN_WIDTH = 110  # of what is piped or written to a file; a terminal has its own
+PLAIN_WIDTH = 110  # columns of output to a pipe or a file; a terminal has its own width
 
 
 def page_console() -> Console:
-    """Where pages are printed: as wide as the terminal, or PLAIN_WIDTH."""
+    """A console as wide as the terminal, or of PLAIN_WIDTH."""
     return Console(highlight=False, width=None if Console().is_terminal else PLAIN_WIDTH)
 
 
 class Page:
-    """Tables and sentences of one run. Every rank may write to it; only rank 0's page prints and saves."""
+    """Tables and sentences of one run. Every rank may use it; only rank 0's page prints and saves.
+
+    Args:    world: anything with a `rank`. console: where rank 0 prints (default: `page_console()`).
+    """
 
     def __init__(self, world: Any, console: Console | None = None) -> None:
         self.writes = world.rank == 0
@@ -32,21 +35,20 @@ class Page:
         self.tables: list[dict[str, Any]] = []
 
     def say(self, text: str = "") -> None:
-        """One paragraph."""
+        """Print one paragraph."""
         if self.writes:
             self.console.print(text, markup=False)
 
     def heading(self, text: str) -> None:
-        """A line of its own before a group of tables."""
+        """Print a heading above a group of tables."""
         if self.writes:
             self.console.print()
             self.console.rule(f"[bold]{text}", align="left", style="dim")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], note: str = "") -> None:
-        """A table: the first column is a name (left), the others are figures (right); `note` stands below it.
+        """Print a table: the first column is left-aligned, the others right; `note` stands below.
 
-        A cell that is "ok" is green and one that starts with "off" is red, so that a reader sees at once where
-        measured and formula part.
+        A cell "ok" is green and a cell that starts with "off" is red: there measured and formula differ.
         """
         if not self.writes:
             return
@@ -61,7 +63,7 @@ class Page:
         self.console.print(table)
 
     def save(self, file: str | None) -> None:
-        """All tables as JSON: `{"tables": [{"title": ..., "columns": [...], "rows": [[...], ...]}]}`.
+        """Write all tables to `file` as JSON: `{"tables": [{"title": ..., "columns": [...], "rows": [[...], ...]}]}`.
 
         Raises: ConfigError if the file cannot be written.
         """
@@ -91,7 +93,7 @@ def size_text(nbytes: float) -> str:
 
 
 def verdict(measured: float, formula: float, tolerance: float = 0.0) -> str:
-    """"ok" where `measured` is within `tolerance` (a fraction) of `formula`, else how far off it is."""
+    """"ok" if `measured` is within `tolerance` (a fraction) of `formula`, else the difference: "off +12.0 %"."""
     if abs(measured - formula) <= tolerance * abs(formula):
         return "ok"
     return f"off {100 * (measured / formula - 1):+.1f} %" if formula else f"off by {measured:.3g}"

@@ -9,8 +9,8 @@ import numpy as np
 def draw_loss(path: str | Path, losses: Sequence[float], *, validation: float | None = None, title: str = "") -> None:
     """Write the training loss over the steps, with its running mean, and the validation loss as a line, as a picture.
 
-    Args:    path: where to; its ending chooses the format (png, svg, pdf).
-             losses: one a step, in nats a token.
+    Args:    path: the file; its ending chooses the format (png, svg, pdf).
+             losses: one a step, in nats a token. validation: in nats a token, or None.
     Raises:  OSError if `path` cannot be written.
     """
     from matplotlib.figure import Figure  # the object interface: no window system, no global state

@@ -12,10 +12,11 @@ from minidist.device import account
 def gather_records(group: Group, record: Any) -> list[Any] | None:
     """Every rank's `record` on rank 0, in rank order; None on the others.
 
-    Records are the host's: they lie in no account, and no limit of device memory is in their way.
-    Args:    record: whatever `wire.pack` takes: dicts, lists, numbers, texts, bytes, arrays.
-    Cost:    two gathers, counted under `control`: the lengths (8 bytes), then the packed bytes.
-    Raises:  CommError if a rank is lost or ranks do not all call this.
+    The bytes are outside every memory account, so a limit of device memory does not stop them.
+
+    Args:    record: anything that `wire.pack` takes: dicts, lists, numbers, texts, bytes, arrays.
+    Cost:    two gathers, counted under `control`: the lengths (8 bytes a rank), then the packed bytes.
+    Raises:  CommError if a rank is lost or does not call this.
     """
     packed = np.frombuffer(pack(record), dtype=np.uint8)
     with group.ledger.control(), account.use(account.MemoryAccount()):

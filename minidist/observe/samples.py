@@ -1,4 +1,4 @@
-"""Memory over time: what a memory account held, and when.
+"""Memory over time: the bytes that a memory account held at each moment.
 
     with account.use(SampledAccount()) as memory:
         strategy.step(batch, optimizer)
@@ -14,7 +14,7 @@ Sample = tuple[float, dict[str, int]]
 
 
 class SampledAccount(MemoryAccount):
-    """A memory account that remembers when each buffer came and when it died."""
+    """A memory account that also records the moment at which each buffer is made and freed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -39,7 +39,11 @@ class SampledAccount(MemoryAccount):
 
 
 def stairs(samples: list[Sample], category: str, *, start: float, stop: float) -> tuple[list[float], list[int]]:
-    """(ms from `start`, bytes) of one category between two moments: a step at each change, to be drawn as steps."""
+    """One category between two moments, to be drawn as steps.
+
+    Args:    start, stop: seconds of `time.perf_counter()`.
+    Returns: the moments of change in ms from `start`, and the bytes from each moment on.
+    """
     before = [now[category] for moment, now in samples if moment <= start]
     times, values = [0.0], [before[-1] if before else 0]
     for moment, now in samples:

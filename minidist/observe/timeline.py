@@ -1,18 +1,17 @@
-"""What each rank did and when: spans, gathered to rank 0 and written for Perfetto.
+"""The timeline of a run: spans of every rank, gathered on rank 0 and written for Perfetto.
 
     timeline = Timeline(world.rank)
     timeline.follow(world.ledger)                      # collectives and messages, from the ledger's events
-    with timeline.span("forward", step=3): ...         # work, from whoever does it
+    with timeline.span("forward", step=3): ...         # work, from the code that does it
 
     timelines = timeline.collect(world)                # on rank 0: every rank's spans on rank 0's clock
     write_perfetto("trace.json", timelines)            # open it at https://ui.perfetto.dev
 
 One process of the trace is one rank. Its rows are `compute` (forward, backward, optimizer), `communication` (each
-collective as it ran, on whichever thread), `messages` (each message it sent) and `moves` (between device, host and
-disk, where a strategy offloads). Overlap is what one sees when a
-bucket's all-reduce on the second row starts before `backward` on the first row ends.
+collective, on any thread), `messages` (each message that the rank sent) and `moves` (copies between device, host and
+disk). Overlap is visible: the all-reduce of a bucket on the second row starts before `backward` on the first row ends.
 
-Times are `time.perf_counter()` seconds: one clock for all processes of a host. `clock_offset` aligns hosts.
+Times are seconds of `time.perf_counter()`, one clock for all processes of a host. `clock_offset` aligns hosts.
 """
 
 import json
@@ -35,7 +34,7 @@ ROWS = ("compute", "communication", "messages", "moves")
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of one rank's time, in seconds of `time.perf_counter()`; `row` is one of ROWS."""
+    """A named interval of one rank's time, in seconds of `time.perf_counter()`; `row` is one of ROWS."""
 
     name: str
     row: str
@@ -48,7 +47,7 @@ class Timeline:
     """The spans of one rank, in the order in which they ended.
 
     Args:    rank: this rank in the job, the process number of the trace.
-             limit: spans kept; later ones are only counted, in `dropped` (a step of DDP makes about a hundred).
+             limit: the most spans to keep; later ones are only counted, in `dropped` (a step of DDP has about 100).
     """
 
     def __init__(self, rank: int, *, limit: int = 100_000) -> None:
@@ -61,7 +60,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, category: str = "compute", **details: Any) -> Iterator[None]:
-        """Record the time spent inside; a `step` among the details also marks the collectives that run meanwhile."""
+        """Record the time of the block; a `step` among the details also marks the collectives that run meanwhile."""
         if "step" in details:
             self.step = details["step"]
         start = time.perf_counter()
@@ -71,18 +70,18 @@ class Timeline:
             self.add(Span(name, category, start, time.perf_counter(), {"step": self.step, **details}))
 
     def add(self, span: Span) -> None:
-        """Keep `span`, or count it as dropped once `limit` are kept."""
+        """Keep `span`, or only count it if `limit` spans are kept already."""
         if len(self.spans) < self.limit:
             self.spans.append(span)
         else:
             self.dropped += 1
 
     def announce(self, axis: str, name: str) -> None:
-        """The next collective along `axis` is called `name`: a group carries calls out in the order of their start."""
+        """Name the next collective along `axis`: a group runs its calls in the order in which they are started."""
         self._names.setdefault(axis, deque()).append(name)
 
     def follow(self, ledger: Ledger) -> None:
-        """From now on, record what `ledger` reports: every collective and every message of this rank."""
+        """From now on, record every collective and every message that `ledger` reports."""
         ledger.subscribe(self._on_event)
 
     def _on_event(self, event: Event) -> None:
@@ -96,7 +95,8 @@ class Timeline:
         self.add(Span(name, row, event.start, event.stop, {"step": self.step, **details}))
 
     def collect(self, group: Group) -> list["Timeline"] | None:
-        """Every rank's timeline on rank 0, in rank order and on rank 0's clock; None on the others. All ranks call it.
+        """Gather every rank's timeline on rank 0, in rank order and on rank 0's clock; None on the others. All ranks
+        call it.
 
         Cost:    counted under `control`: `clock_offset`, then one gather of the packed spans.
         """
@@ -116,10 +116,10 @@ def _restore(record: dict[str, Any]) -> Timeline:
 
 
 def clock_offset(group: Group, *, rounds: int = 5) -> float:
-    """Seconds to add to this rank's clock to get rank 0's; 0.0 where the clocks cannot be told apart.
+    """Seconds to add to this rank's clock to get rank 0's.
 
     Rank 0 asks each rank for its time and takes the middle of the round trip as the moment of the answer. The error is
-    at most half the round trip, so an offset below that (always so on one host, which has one clock) counts as none.
+    at most half a round trip, so a smaller offset counts as 0.0; on one host, which has one clock, it always is.
 
     Cost:    on rank 0, 2 * rounds + 1 messages of 8 bytes a peer, counted under `control`.
     """
@@ -147,7 +147,7 @@ def _measured_offset(group: Group, peer: int, rounds: int) -> float:
 
 
 def write_perfetto(path: str | Path, timelines: Sequence[Timeline]) -> None:
-    """Write the Chrome trace format: `ph: X` events, `ts` and `dur` in microseconds from the earliest start.
+    """Write the Chrome trace format: `ph: X` events, `ts` and `dur` in µs from the earliest start.
 
     Raises:  OSError if `path` cannot be written.
     """
@@ -161,7 +161,7 @@ def write_perfetto(path: str | Path, timelines: Sequence[Timeline]) -> None:
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """The metadata events that name a rank's process and rows, and keep ranks and rows in order."""
+    """Metadata events: names and order of a rank's process and rows."""
     def about(what: str, row: int, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "name": what, "pid": timeline.rank, "tid": row, "args": args}
 

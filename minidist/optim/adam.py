@@ -1,6 +1,6 @@
-"""Adam and AdamW: momentum, divided by how large gradients have been lately.
+"""Adam and AdamW: momentum, divided by the recent size of the gradients.
 
-On a GPU all tensors are one launch (fused_adam.py), which also rounds masters to the weights that the next step uses.
+On a GPU one launch updates all tensors (fused_adam.py) and rounds masters to the weights that the next step uses.
 """
 
 import math
@@ -15,12 +15,14 @@ from minidist.optim.optimizer import Optimizable, Optimizer, Step, add_decay, at
 class Adam(Optimizer):
     """m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g²;  p -= lr m̂ / (sqrt(v̂) + eps).
 
-    m̂ = m / (1 - b1^t) and v̂ = v / (1 - b2^t) undo the start from zero at step t. Weight decay adds weight_decay p to g.
-    Memory: two arrays, 8 bytes a parameter in float32. Source: Kingma & Ba 2015; formula as in PyTorch.
+    m̂ = m / (1 - b1^t) and v̂ = v / (1 - b2^t) correct the start from zero at step t. Weight decay adds weight_decay p to
+    g. Memory: two arrays, 8 bytes a parameter in float32. Source: Kingma & Ba 2015; formula as in PyTorch.
+
+    Args:    as Optimizer's; betas: b1 and b2, in [0, 1); eps: from 0.
     """
 
     state_names = ("m", "v")
-    apart = False               # weight decay is a part of the gradient
+    apart = False               # whether weight decay is apart from the gradient
 
     def __init__(self, parameters: Iterable[Optimizable], lr: float, *, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.0,
@@ -33,12 +35,13 @@ class Adam(Optimizer):
 
     def step(self, lr: float | Array | None = None, scale: float | Array = 1.0, *,
              roundings: Iterable[tuple[Array, Array]] = ()) -> None:
-        """As every optimizer's; on a GPU in one launch, where all tensors go the same way.
+        """As Optimizer.step; on a GPU in one launch, if the kernel takes all tensors.
 
-        Then `lr` may be there too, float64 (1,), read when the update runs. Raises: ConfigError where it may not.
+        Args:    lr: then also float64 (1,) on the GPU, read when the update runs.
+        Raises:  as Optimizer.step; ConfigError if lr is on a GPU and the kernel does not run.
         """
         roundings = list(roundings)
-        if self._home is not None or not self._fused.step(self.slots, self.lr if lr is None else lr, scale,
+        if self._store is not None or not self._fused.step(self.slots, self.lr if lr is None else lr, scale,
                                                          self.weight_decay, roundings):
             if is_array(lr):
                 raise ConfigError(f"{type(self).__name__}: only the kernel reads its rate on a GPU, and it takes "
@@ -46,10 +49,11 @@ class Adam(Optimizer):
             super().step(lr, scale, roundings=roundings)
 
     def again(self) -> None:
-        """The last update is about to run again, as it was captured (cuda_graph.py): count it."""
+        """Count an update that a captured graph runs again (cuda_graph.py)."""
         self._fused.again(self.slots)
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
+        """As Optimizer.update."""
         scale = step.scale
         if step.decay:
             scratch, decayed, spare = scratch[:1], scratch[1], scratch[2]
@@ -59,10 +63,10 @@ class Adam(Optimizer):
         self.move(p, g, scale, state, scratch[0], step)
 
     def move(self, p: Array, g: Array, scale: float | Array, state: list[Array], s: Array, step: Step) -> None:
-        """The three lines of the class's docstring, 12 passes, with scale g for g.
+        """The formulas of the class with scale · g for g, in 12 passes; s is scratch.
 
         The division is written  lr sqrt(1 - b2^t) / (1 - b1^t)  m / (sqrt(v) + eps sqrt(1 - b2^t)),  which corrects
-        both moments without a pass of its own.
+        both moments without an extra pass.
         """
         xp, c, (m, v), (b1, b2) = step.xp, step.constant, state, self.betas
         xp.multiply(g, c((1.0 - b1) * scale), s)
@@ -81,9 +85,9 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam whose weight decay shrinks the weights themselves, p *= 1 - lr weight_decay, and leaves m and v alone.
+    """Adam with weight decay on the weights themselves, p *= 1 - lr weight_decay, which does not enter m and v.
 
-    `decay` says which tensors shrink: matrices and tables, unless told otherwise. Source: Loshchilov & Hutter 2019.
+    Args:    as Adam's; decay: which tensors shrink; default: matrices and tables. Source: Loshchilov & Hutter 2019.
     """
 
     apart = True
@@ -95,6 +99,7 @@ class AdamW(Adam):
         self.scratch_blocks = 1
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
+        """As Optimizer.update."""
         if step.decay:
             step.xp.multiply(p, step.constant(1.0 - step.lr * step.decay), p)
         self.move(p, g, step.scale, state, scratch[0], step)

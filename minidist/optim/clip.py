@@ -1,11 +1,11 @@
 """The global norm of a gradient, and clipping by it.
 
-Squares are summed in float64, a block at a time through a small scratch, so that no float64 copy of a gradient exists.
-The blocks of a tensor do not depend on where it lies in memory and their sums are added exactly, so the norm has the
-same bits in whatever order and buckets the tensors come.
+Squares are summed in float64, block by block through a small scratch, so that no float64 copy of a gradient exists. The
+blocks of a tensor do not depend on its place in memory, and their sums are added exactly. So the norm has the same bits
+for any order of tensors and any buckets.
 
-On a GPU all tensors are one launch (kernels/global_norm.cu), whose bits depend on their order, and `squares_of` and
-what is made of it stay there: nobody waits, and an optimizer reads its factor on the device.
+On a GPU one launch takes all tensors (kernels/global_norm.cu); its bits depend on their order. The results of
+`squares_of`, `norm_of` and `clip_scale` stay on the GPU, where the optimizer reads them, so the host does not wait.
 """
 
 import math
@@ -22,12 +22,12 @@ _DEVICE_BLOCK = 1 << 24
 
 
 def sum_of_squares(gradients: Iterable[Array | None]) -> float:
-    """Sum of the squares of all elements, in float64. None counts as zero. A GPU is waited for."""
+    """The sum of the squares of all elements, in float64; None counts as zero. The host waits for a GPU."""
     return float(squares_of(gradients))
 
 
 def squares_of(gradients: Iterable[Array | None]) -> float | Array:
-    """The same, on a GPU as a float64 array of no dims there, for which nobody has waited."""
+    """As sum_of_squares; for gradients on a GPU a float64 array without dims there, and the host does not wait."""
     present = [gradient for gradient in gradients if gradient is not None]
     xp = array_module(*present)
     fast = kernel("sum_of_squares", *present) if len({gradient.dtype for gradient in present}) == 1 else None
@@ -38,13 +38,13 @@ def squares_of(gradients: Iterable[Array | None]) -> float | Array:
 
 
 def add_exactly(sums: Iterable[float]) -> float:
-    """Sum of the blocks' sums of squares: the same bits in whatever order they come."""
+    """The sum of the blocks' sums of squares; the order does not change its bits."""
     partial = list(sums)
     return math.fsum(partial) if np.isfinite(partial).all() else float(np.sum(partial))
 
 
 def block_sums(gradient: Array) -> Iterator[Array]:
-    """The sum of squares of each block of one tensor: float64, no dims."""
+    """The sum of squares of each block of one tensor: float64, without dims."""
     xp = array_module(gradient)
     flat, size = gradient.reshape(-1), _BLOCK if xp is np else _DEVICE_BLOCK
     scratch = xp.empty(min(size, flat.size), np.float64)
@@ -56,12 +56,13 @@ def block_sums(gradient: Array) -> Iterator[Array]:
 
 
 def global_norm(gradients: Iterable[Array | None], *, group: Any = None) -> float:
-    """Square root of the sum of squares over all tensors: one number for the whole model.
+    """The square root of the sum of squares over all tensors: one number for the whole model.
 
-    Args:    gradients: any shapes and float dtypes; group: whose ranks each hold other pieces of the gradient (ZeRO,
-             tensor parallel). Leave it out where every rank holds all of it (DDP).
+    Args:    gradients: any shapes and float dtypes.
+             group: ranks that hold different parts of the gradient (ZeRO, tensor parallel). None if every rank holds
+             all of it (DDP).
     Returns: the same bits on every rank; inf or nan if an element is.
-    Cost:    without group none; with it one all-reduce of 8 bytes, counted as control.
+    Cost:    with a group one all-reduce of 8 bytes, counted as control.
     """
     total = sum_of_squares(gradients)
     if group is not None:
@@ -71,15 +72,14 @@ def global_norm(gradients: Iterable[Array | None], *, group: Any = None) -> floa
 
 
 def norm_of(squares: float | Array) -> float | Array:
-    """The root, where the sum of squares is."""
+    """The square root of a sum of squares, on the device of the sum."""
     return array_module(squares).sqrt(squares) if is_array(squares) else math.sqrt(squares)
 
 
 def clip_scale(norm: float | Array, limit: float) -> float | Array:
-    """What to multiply gradients of this norm by so that it is at most `limit`: hand it to `optimizer.step(scale=)`.
+    """The factor for gradients of this norm so that the norm is at most `limit`; pass it to `optimizer.step(scale=)`.
 
-    1 within the limit; not finite where the norm is not (then so are the gradients). Formula as in PyTorch. Of a norm
-    on a GPU it is there too.
+    Returns: 1 within the limit; not finite if the norm is not; on the device of the norm. Formula as in PyTorch.
     """
     if is_array(norm):
         return array_module(norm).minimum(limit / (norm + 1e-6), 1.0) + (norm - norm)   # inf - inf is NaN
@@ -89,10 +89,11 @@ def clip_scale(norm: float | Array, limit: float) -> float | Array:
 
 
 def clip_by_global_norm(gradients: Iterable[Array | None], limit: float, *, group: Any = None) -> float:
-    """Scale all gradients in place so that their global norm is at most `limit`; returns the norm before.
+    """Scale all gradients in place so that their global norm is at most `limit`.
 
-    An optimizer can do the scaling on its way: `step(scale=clip_scale(global_norm(gradients), limit))` saves a pass.
+    An optimizer can scale during its update: `step(scale=clip_scale(global_norm(gradients), limit))` saves a pass.
     Args, Cost: as `global_norm`.
+    Returns: the norm before the scaling.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     norm = global_norm(present, group=group)

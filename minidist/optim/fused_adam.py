@@ -1,9 +1,9 @@
-"""Adam's update of all tensors in one launch, on a GPU: what adam.py's passes do, by kernels/adam.cu.
+"""Adam's update of all tensors in one launch on a GPU: the passes of adam.py, by kernels/adam.cu.
 
-A model has hundreds of tensors, and the passes are a dozen launches for each. The kernel takes them through a table of
-pointers: weights and moments lie where they lay the step before, gradients come anew with each backward and are not
-kept; only where they lay. How many updates there were is counted on the device too, so that nothing about a step is
-decided on the host.
+A model has hundreds of tensors, and the passes are a dozen launches for each. The kernel gets all tensors through
+tables of pointers. Weights and moments stay in place from step to step. Gradients are new arrays in each backward; the
+table is made again only if an address has changed. The device counts the updates too, so the host decides nothing in a
+step.
 
 Not yet measured on a GPU.
 """
@@ -23,23 +23,25 @@ from minidist.optim.optimizer import Slot
 class FusedAdam:
     """The tables of one optimizer, made again when a tensor has moved.
 
-    Attributes: apart: AdamW's weight decay, else Adam's.
+    Args:    betas, eps: as Adam's; apart: whether weight decay is AdamW's.
     """
 
     betas: tuple[float, float]
     eps: float
     apart: bool
-    _arrays: list[Array] = field(default_factory=list)      # that the tables point to
+    _arrays: list[Array] = field(default_factory=list)      # the tables point to these
     _tensors: Any = None
     _chunks: Any = None
-    _places: Any = None                                     # of the last step's gradients
-    _count: int = -1                                        # updates, as counted on the device
+    _places: Any = None                                     # addresses of the last step's gradients
+    _count: int = -1                                        # updates counted on the device
 
     def step(self, slots: Sequence[Slot], lr: float | Array, scale: float | Array, weight_decay: float,
              roundings: Sequence[tuple[Array, Array]]) -> bool:
-        """The update, and the roundings; False if it is not for a kernel, and then nothing was done.
+        """Run the update and the roundings, if the kernel takes all tensors.
 
-        That takes float32 weights on a GPU, each with a gradient, of one dtype, and as many updates behind it.
+        It takes float32 weights on a GPU, with gradients of one dtype and an equal number of updates.
+        Args:    as Adam.step's.
+        Returns: False if the kernel does not take them; then no array has changed.
         """
         gradients = [slot.weights.grad for slot in slots]
         data = [slot.weights.data for slot in slots]
@@ -65,19 +67,19 @@ class FusedAdam:
         return True
 
     def again(self, slots: Sequence[Slot]) -> None:
-        """The last update is about to run again, as it was captured (cuda_graph.py), on the same arrays: count it."""
+        """Count an update that a captured graph runs again on the same arrays (cuda_graph.py)."""
         self._tell_count(slots)
         self.count(slots)
 
     def count(self, slots: Sequence[Slot]) -> None:
-        """The device makes an update, and counts it: count it here too."""
+        """Count an update here, as the device does."""
         for slot in slots:
             slot.steps += 1
         self._count += 1
 
     def _place(self, slots: Sequence[Slot], data: list[Array], moments: list[list[Array]], copies: list[Array] | None,
                weight_decay: float) -> None:
-        """Tables of these arrays, where those of the last step do not do."""
+        """Make the tables of these arrays, unless those of the last step fit."""
         arrays = [*data, *moments[0], *moments[1], *(copies or ())]
         if len(arrays) != len(self._arrays) or any(a is not b for a, b in zip(arrays, self._arrays, strict=True)):
             decays = [weight_decay if slot.decays else 0.0 for slot in slots]
@@ -86,14 +88,14 @@ class FusedAdam:
         self._tell_count(slots)
 
     def _tell_count(self, slots: Sequence[Slot]) -> None:
-        """Tell the device how many updates there were, if it has counted others: a state was loaded."""
+        """Correct the device's count of updates, if a state was loaded."""
         if self._count != slots[0].steps:
             self._count = slots[0].steps
             self._tensors.count[...] = self._count
 
 
 def _copies(data: list[Array], roundings: Sequence[tuple[Array, Array]], gradient: Array) -> list[Array] | None:
-    """For each tensor the weights that are its rounding, if each has some, of the gradients' dtype; else None."""
+    """For each master its weights, if all masters have weights of the gradients' dtype; else None."""
     found = {id(master): weights for master, weights in roundings}
     copies = [found.get(id(p)) for p in data]
     fits = all(copy is not None and copy.dtype == gradient.dtype and copy.flags.c_contiguous for copy in copies)

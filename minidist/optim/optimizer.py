@@ -1,10 +1,10 @@
-"""What every optimizer shares: state beside each tensor, and an update that walks through memory once.
+"""The base of all optimizers: state for each tensor, and an update that reads memory once.
 
-An update is a dozen passes of simple arithmetic. Run over whole tensors each pass would fetch everything from main
-memory again; so an optimizer runs all of its passes on one block of BLOCK elements, which stays in the cache, before it
-takes the next. Nothing as large as a tensor is allocated in a step.
+An update is a dozen passes of simple arithmetic. Over whole tensors, each pass would read all data from main memory
+again. So an optimizer runs all passes on one block of BLOCK elements, which stays in the cache, before the next block.
+A step allocates no array as large as a tensor.
 
-What is optimized is anything with `.data` and `.grad`: a Parameter, or a flat shard of many (ZeRO).
+It optimizes objects with `.data` and `.grad`: Parameters, or flat shards of many (ZeRO).
 """
 
 from abc import ABC, abstractmethod
@@ -30,24 +30,25 @@ from minidist.device.backend import (
 from minidist.errors import ConfigError, DataError, DtypeError, ShapeError
 
 BLOCK = 65536           # elements, 256 KiB in float32: data, gradient, two states and scratch fit the outer caches
-DEVICE_BLOCK = 1 << 22  # on a GPU a launch costs more than a trip to memory
+DEVICE_BLOCK = 1 << 22  # larger on a GPU, where a launch costs more than reading memory
 
 
 class Optimizable(Protocol):
-    """Weights and their gradient: arrays of one shape, data contiguous; grad is None where there is none.
-
-    An attribute `home`, where there is one, is the StateStore of all tensors of an optimizer.
-    """
+    """Weights and their gradient. An attribute `store`, if set, is the StateStore of all tensors of an optimizer."""
 
     @property
-    def data(self) -> Array: ...
+    def data(self) -> Array:
+        """The weights, contiguous."""
+        ...
 
     @property
-    def grad(self) -> Array | None: ...
+    def grad(self) -> Array | None:
+        """The gradient, of the weights' shape; None if there is none."""
+        ...
 
 
 def at_least_two_dims(weights: Optimizable) -> bool:
-    """Which tensors GPT-2's recipe decays: matrices and tables, but not biases and norms."""
+    """Whether GPT-2's recipe decays this tensor: matrices and tables, but not biases and norms."""
     return bool(weights.data.ndim >= 2)
 
 
@@ -63,34 +64,34 @@ class Slot:
 
 
 class StateStore(Protocol):
-    """Where tensors and their state lie between updates, if not beside each other (offloading)."""
+    """The storage of tensors and their state between updates, for offloading."""
 
     def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
-        """Zero state arrays of one tensor, by name; read and written only inside walk()."""
+        """New state arrays of one tensor, zero, by name; they may be read and written only inside walk()."""
         ...
 
     def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:
-        """Each slot in turn, its arrays there from when it is yielded until the next is asked for.
+        """Each slot in turn. Its arrays are in memory until the next slot is requested.
 
-        With `changes` what is written into them lasts.
+        Args:    changes: whether values written into them are kept.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Step:
-    """The numbers of one update of one tensor; arrays multiply faster by `constant(x)` than by x."""
+    """The numbers of one update of one tensor. Arrays multiply faster by `constant(x)` than by x."""
 
-    count: int                 # how many updates this tensor has had, this one included
+    count: int                 # updates of this tensor, this one included
     lr: float
     scale: float | Array       # gradients are multiplied by it first (clipping, loss scaling)
-    decay: float               # 0 for a tensor that does not decay
+    decay: float               # weight decay; 0 for a tensor without
     xp: Any
     dtype: np.dtype
     constants: dict[float, Array] = field(default_factory=dict)
 
     def constant(self, value: float | Array) -> Array:
-        """`value` as an array of no dims: NumPy would convert a Python number anew, 0.4 µs, in thousands of calls."""
+        """`value` as an array without dims, made once; NumPy takes 0.4 µs to convert a number in each call."""
         if is_array(value):
             return value.astype(self.dtype)
         if value not in self.constants:
@@ -99,16 +100,16 @@ class Step:
 
 
 class Optimizer(ABC):
-    """Base: slots, blocks, and saving. A rule says what it keeps (`state_names`) and how a block changes (`update`).
+    """Base of all optimizers. A subclass names its state (`state_names`) and updates a block (`update`).
 
     Args:    parameters: Parameters, or flat shards with .data and .grad, in a fixed order; float64 or float32.
              lr: learning rate; `step` may give another.
-             weight_decay: strength; decay: which tensors it acts on.
+             weight_decay: strength; decay: whether it acts on a tensor.
     Raises:  ConfigError for a value out of range or no parameters; DtypeError for low precision.
     """
 
     state_names: tuple[str, ...] = ()
-    scratch_blocks = 1         # preallocated blocks handed to `update`
+    scratch_blocks = 1         # the number of preallocated blocks that `update` gets
 
     def __init__(self, parameters: Iterable[Optimizable], lr: float, *, weight_decay: float = 0.0,
                  decay: Callable[[Optimizable], bool] = at_least_two_dims) -> None:
@@ -121,25 +122,26 @@ class Optimizer(ABC):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"{type(self).__name__}: two tensors are called {twice!r}; each needs a name of its own")
-        self._home: StateStore | None = getattr(self.slots[0].weights, "home", None)
+        self._store: StateStore | None = getattr(self.slots[0].weights, "store", None)
         self._scratch: dict[tuple[str, np.dtype], Array] = {}
 
     def _slot(self, index: int, weights: Optimizable, decay: Callable[[Optimizable], bool]) -> Slot:
+        """The slot of one tensor, with zero state."""
         data = weights.data
         name = getattr(weights, "name", "") or str(index)
         if data.dtype in LOW_PRECISION or data.dtype.kind != "f":
             raise DtypeError(f"{type(self).__name__}: {name} is {dtype_name(data.dtype)}; "
                              f"optimize float32 or float64 master weights instead")
-        home: StateStore | None = getattr(weights, "home", None)
-        if home is not None:
-            return Slot(weights, name, bool(decay(weights)), home.make_state(weights, self.state_names))
+        store: StateStore | None = getattr(weights, "store", None)
+        if store is not None:
+            return Slot(weights, name, bool(decay(weights)), store.make_state(weights, self.state_names))
         xp, memory = array_module(data), account.current()
         state = {key: memory.hold(xp.zeros(data.shape, data.dtype), "optimizer") for key in self.state_names}
         return Slot(weights, name, bool(decay(weights)), state)
 
     def _walk(self, *, changes: bool = True) -> Iterator[Slot]:
-        """The slots, each with its arrays there."""
-        return iter(self.slots) if self._home is None else self._home.walk(self.slots, changes=changes)
+        """The slots, each with its arrays in memory."""
+        return iter(self.slots) if self._store is None else self._store.walk(self.slots, changes=changes)
 
     # ------------------------------------------------------------------------------------------------ the update
 
@@ -147,9 +149,10 @@ class Optimizer(ABC):
              roundings: Iterable[tuple[Array, Array]] = ()) -> None:
         """Update every tensor that has a gradient, in place.
 
-        Args:    lr: this step's learning rate, for schedules; scale: multiplies every gradient (without touching it): a
-                 number, or on a GPU an array of no dims there, which nobody has to wait for.
-                 roundings: (master, weights): then weights become the masters in their own dtype.
+        Args:    lr: the learning rate of this step; default: the optimizer's.
+                 scale: a factor for every gradient, which is not overwritten: a number, or an array without dims on a
+                 GPU, for which the host does not wait.
+                 roundings: (master, weights) pairs; after the update each master is rounded into its weights.
         Raises:  ShapeError if a gradient does not fit; ConfigError if weights are not contiguous.
         """
         self.move_all(self.lr if lr is None else lr, scale)
@@ -157,7 +160,7 @@ class Optimizer(ABC):
             narrow(master, weights.dtype, weights)
 
     def move_all(self, lr: float, scale: float | Array) -> None:
-        """The update of every tensor that has a gradient, block by block."""
+        """Update every tensor that has a gradient, block by block. Args: as step's."""
         shared: dict[Any, Step] = {}         # tensors of one kind share their constants
         for slot in self._walk():
             data, gradient = slot.weights.data, slot.weights.grad
@@ -177,6 +180,7 @@ class Optimizer(ABC):
                 self.update(p, g, state, self._scratch_like(xp, p), shared[key])
 
     def _check(self, slot: Slot, data: Array, gradient: Array) -> None:
+        """Raises: ShapeError, ConfigError as step."""
         if gradient.shape != data.shape or any(array.shape != data.shape for array in slot.state.values()):
             raise ShapeError(f"{type(self).__name__}: {slot.name} is {data.shape}, its gradient {gradient.shape} and "
                              f"its state {[array.shape for array in slot.state.values()]}; they must agree")
@@ -185,7 +189,7 @@ class Optimizer(ABC):
                               f"pass contiguous weights")
 
     def _scratch_like(self, xp: Any, p: Array) -> list[Array]:
-        """`scratch_blocks` arrays like block p, the same memory each time."""
+        """`scratch_blocks` arrays like block p, in the same memory each time."""
         key = (xp.__name__, p.dtype)
         if key not in self._scratch or self._scratch[key].shape[1] < len(p):
             room = xp.empty((self.scratch_blocks, len(p)), p.dtype)
@@ -194,7 +198,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
-        """Change block p and its state by gradient g; all (n,), one dtype. g is only read."""
+        """Update block p and its state by gradient g, in place; all (n,), one dtype. g is not written."""
 
     def zero_grad(self) -> None:
         """Forget every gradient."""
@@ -208,19 +212,19 @@ class Optimizer(ABC):
     # --------------------------------------------------------------------------------------------------- saving
 
     def state_arrays(self) -> dict[str, Array]:
-        """The live state arrays (no copies), "<tensor>/<state>" -> array; offloaded ones have no values here."""
+        """The live state arrays (no copies), "<tensor>/<state>" -> array; offloaded arrays have no values here."""
         return {f"{slot.name}/{key}": array for slot in self.slots for key, array in slot.state.items()}
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies on the host of all state arrays, and "<tensor>/steps" (int64, no dims): what a checkpoint needs."""
+        """Host copies of all state arrays, and "<tensor>/steps" (int64, without dims), for a checkpoint."""
         arrays = {f"{slot.name}/{key}": np.array(to_host(array)) for slot in self._walk(changes=False)
                   for key, array in slot.state.items()}
         return arrays | {f"{slot.name}/steps": np.asarray(slot.steps, np.int64) for slot in self.slots}
 
     def load_state_dict(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take over what `state_dict` of an optimizer of the same kind and tensors returned; nothing changes on error.
+        """Copy the state from the `state_dict` of an optimizer of the same kind and tensors. On error nothing changes.
 
-        Raises: DataError if names, shapes or dtypes differ.
+        Raises:  DataError if names, shapes or dtypes differ.
         """
         live, steps = self.state_arrays(), {f"{slot.name}/steps": slot for slot in self.slots}
         wrong = sorted(arrays.keys() ^ (live.keys() | steps.keys()))

@@ -1,4 +1,4 @@
-"""RMSProp: each weight's step divided by how large its gradients have been lately."""
+"""RMSProp: the step of each weight is divided by the recent size of its gradients."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,6 +10,7 @@ class RMSProp(Optimizer):
     """v = alpha v + (1 - alpha) g²;  p -= lr g / (sqrt(v) + eps).
 
     Weight decay adds weight_decay p to g. Memory: one array. Source: Tieleman & Hinton 2012; formula as in PyTorch.
+    Args:    as Optimizer's; alpha: in [0, 1); eps: from 0.
     """
 
     state_names = ("v",)
@@ -22,6 +23,7 @@ class RMSProp(Optimizer):
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
+        """As Optimizer.update."""
         xp, c = step.xp, step.constant
         (v,), (s, t) = state, scratch
         xp.multiply(g, c(step.scale), s)

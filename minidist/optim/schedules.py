@@ -6,18 +6,18 @@ from minidist.errors import ConfigError
 
 
 def constant(step: int, *, peak: float, warmup: int = 0) -> float:
-    """Up in a straight line to `peak` over `warmup` steps, then the same rate for ever.
+    """A learning rate that rises linearly to `peak` over `warmup` steps and then stays.
 
-    Args:    step: from 0; the first has rate peak / warmup, the one of number warmup - 1 has `peak`.
+    Args:    step: from 0; step 0 has the rate peak / warmup, step warmup - 1 has `peak`.
     """
     return peak * min(1.0, (step + 1) / max(1, warmup))
 
 
 def warmup_cosine(step: int, *, peak: float, warmup: int, total: int, floor: float = 0.0) -> float:
-    """Up in a straight line to `peak` over `warmup` steps, then down along half a cosine to `floor` at step `total`.
+    """A learning rate that rises linearly to `peak` over `warmup` steps, then falls along half a cosine to `floor`.
 
-    Args:    step: from 0; the first has rate peak / warmup, the one of number warmup - 1 has `peak`.
-             total: number of steps; later ones have rate `floor`.
+    Args:    step: from 0; step 0 has the rate peak / warmup, step warmup - 1 has `peak`.
+             total: the number of steps; later ones have the rate `floor`.
     Raises:  ConfigError if the warm-up is longer than the run.
     Source:  Loshchilov & Hutter 2017 (cosine), Goyal et al. 2017 (warm-up).
     """

@@ -7,10 +7,11 @@ from minidist.optim.optimizer import Optimizable, Optimizer, Step, add_decay, at
 
 
 class SGD(Optimizer):
-    """p -= lr u, where u remembers earlier gradients:  u = momentum u + g;  without momentum u = g.
+    """p -= lr u  with  u = momentum u + g;  without momentum u = g.
 
     The first step sets u = g. Weight decay adds weight_decay p to g. Memory: one array, none without momentum.
-    Source: Polyak 1964; formula as in PyTorch.
+    Args:    as Optimizer's; momentum: in [0, 1).
+    Source:  Polyak 1964; formula as in PyTorch.
     """
 
     scratch_blocks = 2
@@ -22,12 +23,13 @@ class SGD(Optimizer):
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
 
     def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
+        """As Optimizer.update."""
         xp, c, s = step.xp, step.constant, scratch[0]
         u = s
         xp.multiply(g, c(step.scale), s)
         add_decay(s, p, scratch[1], step)
         if state:
-            u = state[0]                     # zeros before the first step, so that sets u = g
+            u = state[0]                     # zeros before the first step, which so sets u = g
             xp.multiply(u, c(self.momentum), u)
             xp.add(u, s, u)
         xp.multiply(u, c(step.lr), s)

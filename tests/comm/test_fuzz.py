@@ -20,7 +20,7 @@ from leftovers import open_files
 
 from minidist.comm import wire
 from minidist.comm.health.monitor import Monitor
-from minidist.comm.health.monitor_client import ControlLink
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.wait_state import State
 from minidist.comm.transport import Tag
 from minidist.comm.transports.progress import frames
@@ -159,7 +159,7 @@ def siege(count, seed, caplog):
     caplog.set_level(logging.WARNING)
     draw, monitor = random.Random(seed), Monitor(2, TOKEN)
     monitor.start()
-    links, slow = [ControlLink.connect(monitor.address, TOKEN, 0, 2, limit=20)], []
+    links, slow = [MonitorClient.connect(monitor.address, TOKEN, 0, 2, limit=20)], []
     try:
         for number in range(count):
             sock = socket.create_connection(monitor.address)
@@ -174,7 +174,7 @@ def siege(count, seed, caplog):
                                                                 "host": ""}))
             if number % 50 == 49:
                 caplog.clear()
-        links.append(ControlLink.connect(monitor.address, TOKEN, 1, 2, limit=20))
+        links.append(MonitorClient.connect(monitor.address, TOKEN, 1, 2, limit=20))
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(lambda link: link.meet({}), links)) == [[{}, {}]] * 2
         assert monitor.loss is None

@@ -98,7 +98,8 @@ def test_bool_follows_numpys_ufuncs():
     ({"verb": "all_reduce", "x": "a"}, DtypeError, "all_reduce: op sum is not defined for dtype <U1.*cast to numbers"),
     ({"verb": "all_reduce", "x": "a", "op": "mean"}, DtypeError, "op mean is not defined for dtype <U1"),
     ({"verb": "reduce", "x": np.zeros(2, "m8[s]"), "op": "prod"}, DtypeError, "reduce: .*it takes sum, max, min"),
-    ({"verb": "all_gather", "x": [[1], [2, 3]]}, ShapeError, "all_gather: x is a list of which no array can be made"),
+    ({"verb": "all_gather", "x": [[1], [2, 3]]}, ShapeError,
+     "all_gather: x is a list that cannot be converted to an array"),
     ({"verb": "send", "x": None, "dst": 1}, DtypeError, "send: x is a NoneType; arrays of dtype object cannot be sent"),
     ({"verb": "all_reduce", "x": np.ma.masked_equal([1, 2], 2)}, DtypeError, "masked array.*pass x.filled"),
     ({"verb": "all_reduce", "x": np.ones(2), "out": np.ma.zeros(2)}, DtypeError, "must be an array, not MaskedArray"),
@@ -639,7 +640,7 @@ def test_one_failure_ends_every_rank_with_its_name(transport, size):
 
 @pytest.mark.parametrize(("late", "error", "names"), [
     (False, DeadlockError, r"0 waits for 2 at \S*test_group.py:\d+, rank 2 has ended\n"),
-    (True, TimeoutError, r"rank 2 waits for nobody, at \S*test_group.py:\d+; late by \d\.\d s")])
+    (True, TimeoutError, r"rank 2 waits for no rank, at \S*test_group.py:\d+; late by \d\.\d s")])
 def test_a_rank_that_never_calls_is_named(late, error, names, monkeypatch):
     """It ends, or the limit comes, when both others wait for long."""
     together, waits, over = threading.Barrier(2), [], []

@@ -52,6 +52,20 @@ def test_both_sides_agree_and_the_hello_arrives():
     assert admission == {"world_rank": 2, "host": "näme"}
 
 
+def test_a_handshake_costs_what_its_docstring_says(monkeypatch):
+    sent, write = [], wire._write
+
+    def count(sock, data, *rest):
+        sent.append(len(data))
+        write(sock, data, *rest)
+
+    monkeypatch.setattr(wire, "_write", count)
+    hello = {"rank": 3}
+    meet(TOKEN, TOKEN, hello)
+    assert len(sent) == 3 and sum(sent) == 138 + len(wire.pack(hello))
+    assert "138 bytes and the packed hello" in wire.greet.__doc__
+
+
 def test_a_wrong_token_is_refused_on_both_sides_with_the_address_and_without_the_token():
     other = wire.new_token()
     for error in meet(other, TOKEN):

@@ -16,7 +16,7 @@ from jobs import JOB, by_hand, by_mpirun, finish, free_port, met, slurm, start, 
 from leftovers import nothing_left
 
 import minidist as md
-from minidist.comm.health.monitor_client import Loss
+from minidist.comm.health.monitor_client import Failure
 from minidist.errors import LaunchError, PeerLostError
 from minidist.launch import membership
 from minidist.launch.mpirun import find_mpirun
@@ -161,7 +161,7 @@ def test_behind_a_shell_the_survivors_of_a_kill_speak_under_mpirun(transport):
 
 def test_what_a_stopping_rank_says_of_the_lost_one():
     """Who it was and how, and before it what the strategy calls it."""
-    loss = Loss(3, 77, "host", "was killed by SIGKILL", "Traceback", 1)
+    loss = Failure(3, 77, "host", "was killed by SIGKILL", "Traceback", 1)
     named = PeerLostError(f"parameter server 0 of 1 is lost: {loss}; rank 0 was in recv()\nmore", 3)
     for error, before in ((loss.error(), ""), (ArithmeticError("x"), ""), (named, "parameter server 0 of 1 is lost: ")):
         assert membership._up_to(loss, error) == f"{before}rank 3 (process 77 on host) was killed by SIGKILL"
@@ -180,7 +180,7 @@ if "minidist.comm.health.rendezvous" in sys.orig_argv:
     from minidist.comm.health.monitor import Monitor as where
     name, seconds = "_admit", 0.3
 else:
-    from minidist.comm.health.monitor_client import ControlLink as where
+    from minidist.comm.health.monitor_client import MonitorClient as where
     name, seconds = "_take", 0.1
 at_once = getattr(where, name)
 def late(self, *arguments):

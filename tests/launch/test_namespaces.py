@@ -78,7 +78,7 @@ def test_a_rank_of_the_other_host_that_dies_is_named_on_both(hosts, mode, how):
 
 
 @pytest.mark.soak
-def test_under_torchrun_the_first_rank_of_a_host_starts_its_lookout(hosts):
+def test_under_torchrun_the_first_rank_of_a_host_starts_its_agent(hosts):
     """Ranks 0 and 1 on the first host, rank 2 alone on the second, where it stops."""
     with nothing_left() as environment:
         ranks = [start([*hosts[rank // 2].enter, "sh", "-c", '"$0" "$@"; exit $?', sys.executable, JOB, "stop"],
@@ -116,7 +116,8 @@ def test_a_host_that_is_lost_is_named_with_its_ranks(hosts, what):
         finally:
             hosts[1].mend()
     assert time.monotonic() - started < (8 if what == "link" else 3)    # 5 s of silence, and the time to end
-    how = {"link": r"nothing was heard of it for 5 s", "launcher": r"its lookout \(process \d+\) is gone \(.*\)"}[what]
+    how = {"link": r"nothing was heard of it for 5 s",
+           "launcher": r"its node agent \(process \d+\) is gone \(.*\)"}[what]
     for rank in (0, 1):
         line = rf"rank {rank} stops: PeerLostError: {WHO} is out of reach with its whole host \(ranks 2, 3\): {how}"
         assert re.search(line, done[0].stderr), done[0].stderr

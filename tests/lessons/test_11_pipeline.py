@@ -12,8 +12,9 @@ from minidist.errors import ScheduleError
 from minidist.grading import load_module
 from minidist.launch import run
 from minidist.observe.page import Page
+from minidist.parallel.pipeline.instructions import Backward
 from minidist.parallel.pipeline.schedule_checker import Clock, Times, broken, check_spans, clock_of
-from minidist.parallel.pipeline.schedules import Backward, of_orders
+from minidist.parallel.pipeline.schedules import of_orders
 
 RIGHT = {
     1: "min(ranks - 1 - rank, microbatches)",

@@ -47,7 +47,7 @@ WRONG = {
     "it has only its own tokens": {7: "np.arange(length)"},
     "one hop less": {8: "2 * ranks"},
     "keys and values are two": {8: "ranks - 1"},
-    "nobody kept them": {9: "2 * ranks"},
+    "no rank kept them": {9: "2 * ranks"},
     "the gradients have one hop more": {9: "4 * (ranks - 1)"},
 }
 

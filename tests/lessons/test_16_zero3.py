@@ -15,7 +15,7 @@ WRONG = {
     "forgot to free after backward": {4: REDUCE},
     "averaged twice": {4: RIGHT[4] + "\nunit.mine /= self.group.size"},
     "an all-gather too many at the end": {5: "self.group.all_gather(unit.shard)"},
-    "nobody needs them before the next forward": {5: GATHER},
+    "not needed before the next forward": {5: GATHER},
 }
 
 

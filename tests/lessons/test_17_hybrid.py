@@ -34,7 +34,7 @@ WRONG = {
     "every rank reads all": {4: "1", 5: "0"},
     "a mean": {6: 'mesh["dp"].all_reduce(gradient) / mesh["dp"].size'},
     "over all ranks": {6: 'mesh["dp", "pp", "tp"].all_reduce(gradient)'},
-    "nobody added anything up": {6: "gradient"},
+    "nothing was added up": {6: "gradient"},
     "alike counts several times": {7: "sum(float((grad ** 2).sum()) for grad in whole)"},
     "hold alike is missing": {7: "0.0"},
     "each number counts dp times": {8: 'mesh["dp", "pp", "tp"].all_reduce(np.array([squares]))'},

@@ -113,7 +113,7 @@ def test_break_it_in_processes(number: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["2", pytest.param("4", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("numbers", [NUMBERS[turn::5] for turn in range(5)], ids=" ".join)
+@pytest.mark.parametrize("numbers", [NUMBERS[turn::11] for turn in range(11)], ids=" ".join)
 def test_under_mpirun(numbers: list[str], ranks: str, tmp_path: Path) -> None:
     """As `mpirun -n P python lesson.py` does, several lessons a start."""
     output = run(["mpirun", "-n", ranks, sys.executable, IN_TURN, str(tmp_path), *numbers])

@@ -20,8 +20,8 @@ from minidist.observe.overlap import measure
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD
 from minidist.parallel.data.ddp import DDP
-from minidist.parallel.zero.gradient_shards import Scattered
-from minidist.parallel.zero.parameter_arrival import Arrivals
+from minidist.parallel.zero.gradient_shards import GradientShards
+from minidist.parallel.zero.replica import ParameterArrivals
 from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3
@@ -93,7 +93,8 @@ def test_no_block_computes_while_one_bucket_is_under_way(stage: Any, order: Any)
 
 
 @pytest.mark.parametrize(("stage", "chapter", "name"), [
-    (DDP, DDP, "_start_reduce"), (Zero2, Scattered, "start"), (Zero2, Arrivals, "start"), (Zero3, Scattered, "start")])
+    (DDP, DDP, "_start_reduce"), (Zero2, GradientShards, "start"), (Zero2, ParameterArrivals, "start"),
+    (Zero3, GradientShards, "start")])
 def test_who_waits_for_what_it_starts_is_seen(stage: Any, chapter: Any, name: str, order: Any,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     start = getattr(chapter, name)

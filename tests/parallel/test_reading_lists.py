@@ -15,17 +15,14 @@ CHAPTERS = {
     "pipeline.pipeline": "11", "tensor.tensor_parallel": "12", "context.sequence_parallel": "13",
     "context.ring_attention": "13", "context.ulysses": "13", "zero.zero1": "14", "zero.zero2": "15", "zero.zero3": "16",
     "hybrid.hybrid": "17", "experts.expert_parallel": "18", "memory.activations": "19", "memory.offload": "20",
+    "memory.offload_disk": "20",
 }
 """The module of each chapter, inside parallel/."""
 
-LARGER = {"hybrid.hybrid": (25, 4500)}
-"""Chapters that compose others."""
+LARGER = {"hybrid.hybrid": (25, 4500), "memory.offload_disk": (8, 1050)}
+"""A chapter that composes others, and the disk half of chapter 20."""
 
-TODAY = {
-    "pipeline.pipeline": (7, 1486), "context.sequence_parallel": (6, 929), "context.ulysses": (7, 912),
-    "zero.zero1": (8, 851), "zero.zero2": (9, 953), "zero.zero3": (7, 945), "hybrid.hybrid": (53, 9012),
-    "memory.offload": (7, 1071),
-}
+TODAY: dict[str, tuple[int, int]] = {}
 """Those that are above the bound as yet, and by how much: numbers here may only fall, and rows only go.
 They rose once, by the plain versions with which the modules begin."""
 
@@ -45,6 +42,15 @@ def test_a_chapter_is_short(module: str) -> None:
     assert files <= most[0], f"{module}: {reached(f'{PARALLEL}.{module}', PARALLEL, without=STEP)}"
     assert total <= most[1]
     assert module not in TODAY or files > allowed[0] or total > allowed[1], "within the bound now: take the row out"
+
+
+def test_the_pipeline_with_what_is_read_beside_it() -> None:
+    """The executor takes a checked schedule; the schedules and their checker are read beside the chapter."""
+    chapter = set(reached(f"{PARALLEL}.pipeline.pipeline", PARALLEL, without=STEP))
+    beside = {*chapter, *reached(f"{PARALLEL}.pipeline.schedules", PARALLEL, without=STEP)}
+    assert beside - chapter == {f"{PARALLEL}.pipeline.schedules", f"{PARALLEL}.pipeline.schedule_checker"}
+    assert len(beside) <= 7
+    assert sum(map(lines, beside)) <= 1160
 
 
 def test_step_is_no_cupboard() -> None:

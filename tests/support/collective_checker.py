@@ -190,7 +190,7 @@ def cost_case(case: Drawn) -> Case:
     if case.verb == "scatter":
         return replace(seen, blocks=chunk_bytes(lengths[case.root], 2 * itemsize, case.size))
     length = lengths[case.root if case.verb == "broadcast" else 0]
-    return replace(seen, nbytes=length * itemsize, blocks=chunk_bytes(length, itemsize, case.size))
+    return replace(seen, nbytes=length * itemsize, itemsize=itemsize, blocks=chunk_bytes(length, itemsize, case.size))
 
 
 def examine(case: Drawn, run: Callable[..., list[Any]] = run) -> list[Any]:

@@ -1,7 +1,7 @@
 """GELU, SiLU, SwiGLU, ReLU, softmax and log-softmax.
 
-GELU and SiLU compute their slope beside their value, while the block of rows they work on is still in the cache, and
-save it instead of x: backward is then one product, and nothing transcendental runs twice.
+GELU and SiLU compute their slope together with their value, while the block of rows is in the cache, and save it
+instead of x. Then backward is one product, and no transcendental function runs twice.
 """
 
 from collections.abc import Callable
@@ -50,10 +50,10 @@ def _silu_block(xp: Any, x: Array, y: Array, slope: Array, s: Array, t: Array) -
 
 
 def _value_and_slope(block: Callable[..., None], x: Array, bias: Array | None = None) -> tuple[Array, Array]:
-    """Run a block function over all of x, or x + bias; both results in x's dtype, computed in float32 or better."""
+    """Run a block function over all of x, or x + bias, in float32 or better. Returns: value and slope in x's dtype."""
     xp = array_module(x)
     wide = xp.ascontiguousarray(widen(x) if bias is None else widen(x) + widen(bias)).reshape(-1)
-    y = xp.empty_like(wide) if bias is None else wide           # a block reads x last as it writes y
+    y = xp.empty_like(wide) if bias is None else wide           # a block has read x for the last time when it writes y
     slope = xp.empty_like(wide)
     for where, (s, t) in row_blocks(xp, wide, scratch=2):
         block(xp, wide[where], y[where], slope[where], s, t)
@@ -64,8 +64,10 @@ def _value_and_slope(block: Callable[..., None], x: Array, bias: Array | None = 
 def gelu(x: Array, bias: Array | None = None) -> tuple[Array, Saved]:
     """x Φ(x) in its tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))). Source: Hendrycks & Gimpel 2016.
 
-    With a bias (columns,), of x + bias: the sum is rounded nowhere, and stands nowhere by itself.
-    A kernel's backward reads x itself: on a GPU the slope costs less to compute again than to keep.
+    Args:    x: (…, columns), floats; bias: (columns,), added to x first, without rounding and without an array for
+             the sum.
+    Raises:  ShapeError if the bias does not fit.
+    The backward of the kernel reads x itself: on a GPU it costs less to compute the slope again than to keep it.
     """
     if bias is not None and bias.shape != x.shape[-1:]:
         raise ShapeError(f"gelu: a bias of shape {bias.shape} does not fit x {x.shape}; it needs {x.shape[-1:]}")
@@ -76,8 +78,9 @@ def gelu(x: Array, bias: Array | None = None) -> tuple[Array, Saved]:
     return y, saved(slope=slope)
 
 
-def _gelu_gradients(node: Node, dy: Array) -> tuple[Array, Array | None]:
-    """Of x and of the bias, which is the sum of x's over all rows."""
+@gelu.gradient("x", "bias")
+def _(node: Node, dy: Array) -> tuple[Array, Array | None]:
+    """The gradient of x and that of the bias, its sum over all rows."""
     if node.slope is None:
         dx, dbias = launcher("gelu_gradient")(node.x, node.bias, array_module(dy).ascontiguousarray(dy))
     else:
@@ -87,19 +90,9 @@ def _gelu_gradients(node: Node, dy: Array) -> tuple[Array, Array | None]:
     return dx, dbias
 
 
-@gelu.gradient("x")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gelu_gradients, dy)[0]
-
-
-@gelu.gradient("bias")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gelu_gradients, dy)[1]
-
-
 @op
 def silu(x: Array) -> tuple[Array, Saved]:
-    """x / (1 + exp(-x)), also called swish."""
+    """x / (1 + exp(-x)), elementwise; also called swish."""
     y, slope = _value_and_slope(_silu_block, x)
     return y, saved(slope=slope)
 
@@ -111,9 +104,10 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def swiglu(gate: Array, up: Array) -> tuple[Array, Saved]:
-    """silu(gate) up, of arrays of one shape, rounded as the two ops are. Source: Shazeer 2020.
+    """silu(gate) · up, rounded as these two ops are. Source: Shazeer 2020.
 
-    A kernel's backward reads gate and up themselves, as GELU's.
+    Args:    gate, up: one shape and dtype. The backward of the kernel reads both, as that of GELU reads x.
+    Raises:  ShapeError if the shapes differ.
     """
     if gate.shape != up.shape:
         raise ShapeError(f"swiglu: gate {gate.shape} and up {up.shape} must have one shape")
@@ -124,24 +118,14 @@ def swiglu(gate: Array, up: Array) -> tuple[Array, Saved]:
     return narrow(widen(y) * widen(up), up.dtype), saved(silu=y, slope=slope, up=up)
 
 
-def _swiglu_gradients(node: Node, dy: Array) -> tuple[Array, Array]:
-    """Of gate and up."""
+@swiglu.gradient("gate", "up")
+def _(node: Node, dy: Array) -> tuple[Array, Array]:
     if node.slope is None:
         dgate, dup = launcher("swiglu_gradient")(node.gate, node.up, array_module(dy).ascontiguousarray(dy))
         return dgate, dup
     wide = widen(dy)
     of_silu = narrow(wide * widen(node.up), dy.dtype)
     return narrow(widen(of_silu) * widen(node.slope), dy.dtype), narrow(wide * widen(node.silu), dy.dtype)
-
-
-@swiglu.gradient("gate")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_swiglu_gradients, dy)[0]
-
-
-@swiglu.gradient("up")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_swiglu_gradients, dy)[1]
 
 
 @op
@@ -158,9 +142,9 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
-    """exp(x) / sum(exp(x)) along `dim`; the row's own maximum is taken off first, so nothing overflows.
+    """exp(x) / sum(exp(x)) along `dim`. The maximum of each row is subtracted first, so no exponential overflows.
 
-    A row of -inf alone gives zeros (attention with nothing to look at), not NaN.
+    A row with only -inf gives zeros (a query without visible keys), not NaN.
     """
     fast = kernel("softmax", x) if dim in (-1, x.ndim - 1) else None
     if fast is not None:

@@ -1,8 +1,8 @@
-"""Arithmetic with broadcasting, and functions of one number.
+"""Arithmetic with broadcasting, and elementwise functions.
 
-Shapes combine as NumPy's do; a gradient is summed back over the dims that were stretched. Low precision is computed in
-float32 and rounded once, be it one operation or several. A GPU adds and multiplies it so itself, in one launch; NumPy
-does too, slowly.
+Shapes broadcast as NumPy's do; a gradient is summed over the dims that were broadcast. Low precision is computed in
+float32 and rounded once, also for several operations in a row. CuPy adds and multiplies low precision in this way
+itself, in one launch; NumPy does too, but slowly.
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ from minidist.errors import DtypeError
 
 
 def _computed(a: Array, b: Array) -> tuple[Array, Array]:
-    """Both as one operation takes them: on the host low precision in float32, on a GPU as they are."""
+    """The operands of one operation: on the host low precision as float32, on a GPU unchanged."""
     return (widen(a), widen(b)) if array_module(a, b) is np else (a, b)
 
 
 def unbroadcast(gradient: Array, shape: tuple[int, ...]) -> Array:
-    """Sum `gradient` over the dims in which `shape` was stretched to gradient.shape."""
+    """Sum `gradient` over the dims in which `shape` was broadcast to gradient.shape. Returns: an array of `shape`."""
     if gradient.shape == shape:
         return gradient
     lead = gradient.ndim - len(shape)
@@ -29,12 +29,13 @@ def unbroadcast(gradient: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _summed(gradient: Array, shape: tuple[int, ...], dy: Array) -> Array:
-    """The same in the dtype that dy has, of a gradient that may be wider: rounded once, after the sum."""
+    """As unbroadcast, for a gradient wider than dy: rounded to dy's dtype once, after the sum."""
     return narrow(unbroadcast(gradient, shape), dy.dtype)
 
 
 @op
 def add(a: Array, b: Array) -> tuple[Array, Saved]:
+    """a + b, with broadcasting."""
     a_wide, b_wide = _computed(a, b)
     return narrow(a_wide + b_wide, a.dtype), saved()
 
@@ -51,6 +52,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def sub(a: Array, b: Array) -> tuple[Array, Saved]:
+    """a - b, with broadcasting."""
     return narrow(widen(a) - widen(b), a.dtype), saved()
 
 
@@ -66,6 +68,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def mul(a: Array, b: Array) -> tuple[Array, Saved]:
+    """a b elementwise, with broadcasting."""
     a_wide, b_wide = _computed(a, b)
     return narrow(a_wide * b_wide, a.dtype), saved(a=a, b=b)
 
@@ -82,6 +85,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def div(a: Array, b: Array) -> tuple[Array, Saved]:
+    """a / b, with broadcasting."""
     return narrow(widen(a) / widen(b), a.dtype), saved(a=a, b=b)
 
 
@@ -98,6 +102,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def neg(a: Array) -> tuple[Array, Saved]:
+    """-a."""
     return -a, saved()
 
 
@@ -107,7 +112,7 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def _raise_to(a: Array, exponent: float) -> Array:
-    """a ** exponent without NumPy's float power where products do: z**3 costs 200 times z*z*z."""
+    """a ** exponent, by products for small whole exponents: NumPy's z**3 costs 200 times z*z*z."""
     xp = array_module(a)
     if exponent in (0, 1):
         return xp.ones_like(a) if exponent == 0 else a.copy()
@@ -119,7 +124,7 @@ def _raise_to(a: Array, exponent: float) -> Array:
 
 @op
 def power(a: Array, exponent: float) -> tuple[Array, Saved]:
-    """a ** exponent, for an exponent that is a plain number."""
+    """a ** exponent. Args: exponent: a plain number. Raises: DtypeError for anything else."""
     if not isinstance(exponent, (int, float)):
         raise DtypeError(f"power: the exponent is a plain number, not {type(exponent).__name__}; "
                          f"for a tensor use exp(log(a) * exponent)")
@@ -134,6 +139,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def exp(a: Array) -> tuple[Array, Saved]:
+    """The exponential function."""
     y = array_module(a).exp(a)
     return y, saved(y=y)
 
@@ -156,6 +162,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def tanh(a: Array) -> tuple[Array, Saved]:
+    """The hyperbolic tangent."""
     y = array_module(a).tanh(a)
     return y, saved(y=y)
 
@@ -168,6 +175,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def sqrt(a: Array) -> tuple[Array, Saved]:
+    """The square root."""
     y = array_module(a).sqrt(a)
     return y, saved(y=y)
 
@@ -180,7 +188,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def where(condition: Array, a: Array, b: Array) -> tuple[Array, Saved]:
-    """a where the condition (bool array, no gradient) holds, else b; all three broadcast."""
+    """a where `condition` (a bool array, without gradient) is True, else b; all three broadcast."""
     return array_module(a, b).where(condition, a, b), saved(condition=condition)
 
 
@@ -196,7 +204,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def cast(a: Array, kind: Any) -> tuple[Array, Saved]:
-    """The same numbers in another dtype ("float32", "bfloat16", …); the gradient is cast back."""
+    """a in another dtype ("float32", "bfloat16", …); the gradient is cast back."""
     return a.astype(dtype(kind)), saved(kind=a.dtype)
 
 

@@ -1,15 +1,15 @@
-"""Causal attention: each token looks at itself and the tokens before it.
+"""Causal attention: each token attends to itself and to the tokens before it.
 
-Scores are computed for a block of queries at a time, and a block is multiplied only with the keys it may see, which
-skips nearly half of the work when there are several blocks. Long sequences keep no scores: the forward saves only the
-logarithm of each row's sum, and backward computes the probabilities again from it (as flash attention does), so memory
-grows with the number of tokens, not with its square. Short ones keep the probabilities, which take little room then.
+Scores are computed for one block of queries at a time, and a block is multiplied only by the keys that it may see. With
+several blocks this skips nearly half of the work. Long sequences keep no scores: the forward saves only the logarithm
+of each row's sum, and backward computes the probabilities again from it (as flash attention does), so memory grows
+with the number of tokens, not with its square. Short sequences keep the probabilities, which are small then.
 
-On a GPU kernels/attention.cu does it for float16 and bfloat16, whose products tensor cores multiply; for float32 the
-products below are cuBLAS's.
+On a GPU kernels/attention.cu computes it for float16 and bfloat16, whose products tensor cores multiply. For float32
+cuBLAS computes the products below.
 
-Inside, score matrices are transposed, (…, K, Q), keys down and queries across: the maximum over the keys then runs
-along whole rows of memory, and numbers that belong to a query, (…, 1, Q), broadcast without a copy.
+Inside, score matrices are transposed, (…, K, Q): the maximum over the keys then runs along whole rows of memory, and
+the numbers of a query, (…, 1, Q), broadcast without a copy.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ from minidist.device.dispatch import kernel, launcher
 from minidist.errors import ShapeError
 
 QUERY_BLOCK = 64         # queries at a time on the host: one head's scores against 1,024 keys are 256 KiB
-QUERY_BLOCK_GPU = 1024   # more, since each block is a row of kernel launches
+QUERY_BLOCK_GPU = 1024   # more, because each block is a series of kernel launches
 SCORES = 64 * 1024       # numbers; short sequences are taken together up to this many, which costs fewer calls
-KEEP_UP_TO = 256         # tokens in a sequence whose probabilities are kept: two of backward's seven products less
-WIDEST = 128             # columns of a head that a kernel's tiles hold
+KEEP_UP_TO = 256         # tokens; shorter sequences keep probabilities, which saves two of seven products in backward
+WIDEST = 128             # columns of a head that the tiles of a kernel hold
 
 
 def sequences(q: Array) -> Iterator[slice]:
-    """Which sequences of a batch (B, H, T, D) to take together: a cacheful on the host, all of them on a GPU."""
+    """The sequences of a batch (B, H, T, D) to compute together: what fits the cache on the host, all on a GPU."""
     b, heads, t, _ = q.shape
     together = max(1, SCORES // max(1, heads * min(t, QUERY_BLOCK) * t)) if array_module(q) is np else max(1, b)
     for start in range(0, b, together):
@@ -37,9 +37,9 @@ def sequences(q: Array) -> Iterator[slice]:
 
 
 def query_blocks(q: Array) -> Iterator[tuple[slice, slice, Array]]:
-    """(queries, the keys that some of them see, mask), the last block first: it sees all keys, the others a part.
+    """(queries, the keys that they see, mask) of each block. The last block comes first, because it sees all keys.
 
-    The mask (Q, Q) is added to the scores of the block's own tokens: -inf where a key lies ahead of a query, else 0.
+    The mask (Q, Q) is added to the scores of the block's own tokens: -inf where the key is after the query, else 0.
     """
     xp, length = array_module(q), q.shape[-2]
     height = min(length, QUERY_BLOCK if xp is np else QUERY_BLOCK_GPU)
@@ -56,7 +56,7 @@ def flip(x: Array) -> Array:
 
 
 def _scores(q: Array, k: Array, queries: slice, keys: slice, mask: Array) -> Array:
-    """k qᵀ of one block, -inf where a key lies ahead of its query: (…, T, D) twice -> (…, K, Q); q comes scaled."""
+    """k qᵀ of one block, -inf where the key is after the query: (…, T, D) twice -> (…, K, Q); q is scaled already."""
     scores = matmul(k[..., keys, :], flip(q[..., queries, :]))
     scores[..., queries, :] += mask
     return scores
@@ -65,8 +65,8 @@ def _scores(q: Array, k: Array, queries: slice, keys: slice, mask: Array) -> Arr
 def highest(scores: Array) -> Array:
     """The maximum over the keys: (…, K, Q) -> (…, 1, Q).
 
-    Taken over K/8 rows of 8·Q numbers first: NumPy's inner loop is then 8 times longer, and the whole 2 to 4 times
-    faster.
+    The first maximum is over K/8 rows of 8·Q numbers: NumPy's inner loop is then 8 times longer, and the whole
+    function 2 to 4 times faster.
     """
     *lead, k, q = scores.shape
     if k % 8 == 0:
@@ -75,9 +75,9 @@ def highest(scores: Array) -> Array:
 
 
 def _attend(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: list[Array] | None) -> None:
-    """Attention (…, T, D), written into y, and log(sum(exp(scores))) of each query into log_total (…, 1, T).
+    """Write attention into y (…, T, D) and log(sum(exp(scores))) of each query into log_total (…, 1, T).
 
-    Appends each block's probabilities (…, K, Q) to `kept`, if given.
+    Appends the probabilities (…, K, Q) of each block to `kept`, if given.
     """
     xp = array_module(q)
     q = q * q.dtype.type(q.shape[-1] ** -0.5)
@@ -126,13 +126,15 @@ def _attend_gradients(q: Array, k: Array, v: Array, y: Array, log_total: Array, 
 
 
 def shared(x: Array, heads: int) -> Array:
-    """(…, H_kv, T, D) with each head repeated for the query heads that share it: x itself if they are as many."""
+    """(…, H_kv, T, D) with each head repeated for the query heads that share it; x itself if none is shared."""
     return x if x.shape[-3] == heads else array_module(x).repeat(x, heads // x.shape[-3], axis=-3)
 
 
 def _forward(q: Array, k: Array, v: Array, y: Array, keep: bool) -> tuple[Array, list[Array]]:
-    """Attention of a batch into y; all (B, H or H_kv, T, D). Returns log(sum(exp(scores))) (B, H, 1, T), and what of
-    the probabilities is kept for backward: if sequences are short and `keep` allows it.
+    """Attention of a batch into y; all (B, H or H_kv, T, D).
+
+    Returns: log(sum(exp(scores))) (B, H, 1, T), and the probabilities kept for backward: those of short sequences, if
+             `keep` is set.
     """
     xp, (b, heads, t, _) = array_module(q), q.shape
     log_total = xp.empty((b, heads, 1, t), q.dtype)
@@ -154,13 +156,13 @@ def _backward(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: li
         dk_all, dv_all = xp.empty(q[i].shape, q.dtype), xp.empty(q[i].shape, q.dtype)
         _attend_gradients(q[i], shared(k[i], heads), shared(v[i], heads), y[i], log_total[i], blocks, dy[i],
                           dq[i], dk_all, dv_all)
-        for target, each in ((dk, dk_all), (dv, dv_all)):   # a key head's gradient is the sum over its query heads
+        for target, each in ((dk, dk_all), (dv, dv_all)):   # the gradient of a key head sums over its query heads
             shape = target[i].shape
             target[i] = each.reshape(*shape[:-2], heads // kv_heads, *shape[-2:]).sum(axis=-3)
 
 
 def check_shapes(name: str, q: Array, k: Array, v: Array) -> None:
-    """(B, H, T, D), (B, H_kv, T, D) twice, H a multiple of H_kv; ShapeError for anything else."""
+    """Check (B, H, T, D), (B, H_kv, T, D) twice, H a multiple of H_kv. Raises: ShapeError, which begins with `name`."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (len(q), *q.shape[2:]) != (len(k), *k.shape[2:]):
         raise ShapeError(f"{name}: q {q.shape}, k {k.shape}, v {v.shape}; they need shapes (B, H, T, D), "
                          f"(B, H_kv, T, D), (B, H_kv, T, D)")
@@ -169,14 +171,15 @@ def check_shapes(name: str, q: Array, k: Array, v: Array) -> None:
 
 
 def _by_kernel(q: Array, k: Array, v: Array) -> tuple[Array, Array] | None:
-    """The result and log_total (B, H, T) by a kernel, or None where the plain path is to be taken."""
+    """The result and log_total (B, H, T) from the kernel, or None if the code below has to compute them."""
     if q.dtype not in LOW_PRECISION or q.shape[-1] > WIDEST:
         return None
-    fast = kernel("attention", q[:0])       # device and dtype decide, not the layout: views are copied
+    fast = kernel("attention", q[:0])       # device and dtype decide, not the layout, because views are copied
     return None if fast is None else fast(*(array_module(q).ascontiguousarray(x) for x in (q, k, v)), causal=True)
 
 
 def _gradients_by_kernel(q: Array, k: Array, v: Array, y: Array, log_total: Array, dy: Array) -> tuple[Array, ...]:
+    """dq, dk, dv from the kernel."""
     q, k, v, y, dy = (array_module(q).ascontiguousarray(x) for x in (q, k, v, y, dy))
     result: tuple[Array, ...] = launcher("attention_gradient")(q, k, v, y, log_total, dy, causal=True)
     return result
@@ -188,8 +191,10 @@ def causal_attention(q: Array, k: Array, v: Array, *, keep: bool = True) -> tupl
 
     With fewer key and value heads than query heads, H / H_kv query heads in a row share one (grouped-query attention).
     Args:    keep: whether short sequences keep their probabilities, B·H·T² numbers, for backward.
-    Cost:    4·T²·D FLOPs a head forward, less what lies ahead; memory: B·H·T numbers beside q, k, v and the result.
-    Source: Vaswani et al. 2017; Dao et al. 2022.
+    Cost:    forward up to 4·T²·D FLOPs a head, nearly half of it with several blocks; memory: B·H·T numbers, beside q,
+             k, v and the result.
+    Raises:  ShapeError if the shapes do not fit.
+    Source:  Vaswani et al. 2017; Dao et al. 2022.
     """
     check_shapes("causal_attention", q, k, v)
     fast = _by_kernel(q, k, v)
@@ -202,29 +207,15 @@ def causal_attention(q: Array, k: Array, v: Array, *, keep: bool = True) -> tupl
     return y, saved(q=q, k=k, v=v, y=y, log_total=log_total, kept=kept)
 
 
-def _gradients(node: Node, dy: Array) -> dict[str, Array]:
+@causal_attention.gradient("q", "k", "v")
+def _(node: Node, dy: Array) -> tuple[Array, ...]:
     if node.kept is None:
-        return dict(zip("qkv", _gradients_by_kernel(node.q, node.k, node.v, node.y, node.log_total, dy), strict=True))
+        return _gradients_by_kernel(node.q, node.k, node.v, node.y, node.log_total, dy)
     xp = array_module(dy)
     q, k, v = widen(node.q), widen(node.k), widen(node.v)
     dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in (q, k, v))
     _backward(q, k, v, widen(node.y), node.log_total, node.kept, widen(dy), dq, dk, dv)
-    return {name: narrow(x, dy.dtype) for name, x in (("q", dq), ("k", dk), ("v", dv))}
-
-
-@causal_attention.gradient("q")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gradients, dy)["q"]
-
-
-@causal_attention.gradient("k")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gradients, dy)["k"]
-
-
-@causal_attention.gradient("v")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gradients, dy)["v"]
+    return tuple(narrow(x, dy.dtype) for x in (dq, dk, dv))
 
 
 def _by_head(x: Array, heads: int) -> Array:
@@ -243,8 +234,9 @@ def _unpack(qkv: Array, heads: int) -> tuple[Array, Array, Array]:
 def causal_attention_packed(qkv: Array, *, heads: int, keep: bool = True) -> tuple[Array, Saved]:
     """Causal attention on the output of one linear that makes q, k and v: (B, T, 3·H·D) -> (B, T, H·D).
 
-    The last dim holds q of all heads, then k, then v. Computed on views: nothing is transposed in memory. `keep` as
-    causal_attention's.
+    The last dim holds q of all heads, then k, then v. It computes on views, without transposing memory.
+    Args:    heads: H; keep: as causal_attention's.
+    Raises:  ShapeError if the shape does not fit.
     """
     if qkv.ndim != 3 or qkv.shape[-1] % (3 * heads):
         raise ShapeError(f"causal_attention_packed: qkv {qkv.shape} with {heads} heads; it needs (B, T, 3·heads·D)")

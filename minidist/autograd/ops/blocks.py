@@ -1,8 +1,8 @@
-"""Work on big arrays a block at a time, so that the intermediate results of a fused op never leave the cache.
+"""Work on big arrays block by block, so that the intermediate results of a fused op never leave the cache.
 
-NumPy runs one pass over memory per operation. A fused op of ten passes over 4 MB arrays would read and write 80 MB;
-over blocks whose scratch fits the second-level cache it touches main memory only for what comes in and goes out. On a
-GPU there is one block: CuPy launches a kernel per pass, and many small ones cost more than they save.
+NumPy makes one pass over memory per operation: a fused op of ten passes over arrays of 4 MB reads and writes 80 MB. If
+the scratch of a block fits the second-level cache, only inputs and outputs travel to main memory. On a GPU there is one
+block, because CuPy launches a kernel per pass, and many small kernels cost more than they save.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ BLOCK_BYTES = 256 * 1024  # of one array. Smaller ones cost more in calls than t
 
 
 def row_blocks(xp: Any, x: Array, *, scratch: int = 0) -> Iterator[tuple[slice, list[Array]]]:
-    """Slices over dim 0 of a contiguous x, each with `scratch` spare arrays of the block's shape and dtype."""
+    """Slices over dim 0 of a contiguous x, each with `scratch` spare arrays of the shape and dtype of the block."""
     n = len(x)
     per_row = max(1, x.nbytes // max(1, n))
     height = max(1, n if xp is not np else min(n, BLOCK_BYTES // per_row))

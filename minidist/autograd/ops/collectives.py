@@ -1,8 +1,8 @@
-"""Differentiable collectives: each verb beside the verb that carries its gradient back.
+"""Differentiable collectives: each verb, and the verb that carries its gradient back.
 
 A verb is a linear map over the ranks, and its gradient is the transposed map, which is a verb again:
 
-    op                forward                       backward                      what the ranks hold outside
+    op                forward                       backward                      arrays before and after
     copy_to           x itself                      all_reduce of dy              x whole, equal on all (Megatron's f)
     reduce_from       all_reduce of x               dy itself                     y whole, equal on all (Megatron's g)
     all_gather        shards joined along `dim`     reduce_scatter along `dim`    x a shard, y whole
@@ -11,12 +11,12 @@ A verb is a linear map over the ranks, and its gradient is the transposed map, w
     take_shard        own slice of `dim`            all_gather along `dim`        x whole, equal on all, y a shard
     all_to_all        slices of `split` swapped     the same, the other way       x and y shards, of two dims
 
-"Equal on all" is what tells the pairs apart. all_gather and gather_copies compute the same; but if each rank goes on to
-do something of its own with y, their gradients differ and must be summed, and if all do the same, each already has the
-whole gradient and takes its slice: to sum would count it P times.
+The words "equal on all" distinguish the pairs. all_gather and gather_copies compute the same y. If each rank then does
+something different with y, the gradients differ and must be summed. If all ranks do the same, each already has the
+whole gradient and takes its slice; a sum would count it P times.
 
-Cost, elements over all ranks, n of the whole array, n' = P·ceil(d/P)·n/d of one whose dim of d is padded (n where P
-divides d: verbs that scatter cut equal chunks), s what stays at home in an exchange:
+Cost in elements, over all ranks. n: elements of the whole array; n' = P·ceil(d/P)·n/d: the same with its dim d padded,
+because verbs that scatter cut equal chunks (n if P divides d); s: elements that stay on their rank in an exchange.
 
     op                forward      backward
     copy_to           0            2(P-1) n
@@ -27,9 +27,10 @@ divides d: verbs that scatter cut equal chunks), s what stays at home in an exch
     take_shard        0            (P-1) n
     all_to_all        n - s        n - s
 
-Shards are cut as numpy.array_split does, so sizes need not divide. Sums go round a ring by default, the same bits on
-every rank; algorithm="direct" adds in rank order, whatever the layout, for more bytes.
-Every rank of the group calls each op, and backward meets them in the same order, for the tape's order is the forward's.
+Shards are cut as numpy.array_split does, so P need not divide a dim. Sums go round a ring by default, with the same
+bits on every rank; algorithm="direct" adds in rank order, independent of the layout, and sends more bytes.
+Every rank of the group calls each op. Backward runs them in the same order on all ranks, because the order of the tape
+follows from the forward.
 
 notes:   N2 张量并行; N4 §2
 Source:  Shoeybi et al. 2019, "Megatron-LM" (1909.08053), f and g; Korthikanti et al. 2022 for the sequence's pair.
@@ -48,7 +49,7 @@ from minidist.errors import ShapeError
 
 @op
 def copy_to(x: Array, *, group: Group, algorithm: str = "ring") -> tuple[Array, Saved]:
-    """Megatron's f: x, whole and equal on all ranks, enters where each rank works on its own. Shape unchanged."""
+    """Megatron's f: x unchanged, whole and equal on all ranks, before each rank does its own part of the work."""
     return x, saved()
 
 
@@ -59,7 +60,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def reduce_from(x: Array, *, group: Group, algorithm: str = "ring") -> tuple[Array, Saved]:
-    """Megatron's g: the ranks' summands x leave as their sum, whole and equal on all ranks. Shape unchanged."""
+    """Megatron's g: the sum of all ranks' x, whole and equal on all ranks; the shape of x."""
     return _summed(x, {"group": group, "algorithm": algorithm}), saved()
 
 
@@ -69,6 +70,7 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def _summed(x: Array, options: dict[str, Any]) -> Array:
+    """The sum of all ranks' x."""
     return options["group"].all_reduce(x, algorithm=options.get("algorithm", "ring"))
 
 
@@ -76,7 +78,7 @@ def _summed(x: Array, options: dict[str, Any]) -> Array:
 
 @op
 def all_gather(x: Array, *, dim: int, group: Group, algorithm: str = "ring") -> tuple[Array, Saved]:
-    """Shards joined along `dim`, for ranks that then do different things: (…, own, …) -> (…, d, …).
+    """Shards joined along `dim`, for ranks that do different work with the result: (…, own, …) -> (…, d, …).
 
     Raises:  ShapeError if the shards are not numpy.array_split's.
     """
@@ -90,7 +92,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def reduce_scatter(x: Array, *, dim: int, group: Group, algorithm: str = "ring") -> tuple[Array, Saved]:
-    """The ranks' summands x added, and of the sum this rank's slice of `dim`: (…, d, …) -> (…, own, …)."""
+    """This rank's slice of `dim` of the sum of all ranks' x: (…, d, …) -> (…, own, …)."""
     return _sum_and_cut(x, dim, group, algorithm), saved()
 
 
@@ -101,7 +103,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def gather_copies(x: Array, *, dim: int, group: Group, algorithm: str = "ring") -> tuple[Array, Saved]:
-    """Shards joined along `dim`, for ranks that all do the same with it: (…, own, …) -> (…, d, …).
+    """Shards joined along `dim`, for ranks that all do the same work with the result: (…, own, …) -> (…, d, …).
 
     Raises:  ShapeError if the shards are not numpy.array_split's.
     """
@@ -115,7 +117,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def take_shard(x: Array, *, dim: int, group: Group, algorithm: str = "ring") -> tuple[Array, Saved]:
-    """This rank's slice of `dim` of an x that is whole and equal on all ranks: (…, d, …) -> (…, own, …), a view."""
+    """This rank's slice of `dim`, a view; x is whole and equal on all ranks: (…, d, …) -> (…, own, …)."""
     return _own(x, dim, group), saved()
 
 
@@ -125,7 +127,7 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def shard_of(length: int, group: Group) -> slice:
-    """Where this rank's part of a dim of so many lies."""
+    """This rank's part of a dim of `length`, as numpy.array_split cuts it."""
     edges = bounds(length, group.size)
     return slice(edges[group.rank], edges[group.rank + 1])
 
@@ -136,7 +138,7 @@ def _own(x: Array, dim: int, group: Group) -> Array:
 
 
 def _join(x: Array, dim: int, group: Group, algorithm: str) -> Array:
-    """All ranks' x one after the other along `dim`, contiguous."""
+    """All ranks' x in rank order along `dim`, contiguous. Raises: ShapeError."""
     xp = array_module(x)
     whole = group.all_gather(xp.ascontiguousarray(xp.moveaxis(x, dim, 0)), algorithm=algorithm)
     own = shard_of(len(whole), group)
@@ -147,9 +149,9 @@ def _join(x: Array, dim: int, group: Group, algorithm: str) -> Array:
 
 
 def _sum_and_cut(x: Array, dim: int, group: Group, algorithm: str = "ring") -> Array:
-    """All ranks' x added, and this rank's slice of `dim`, contiguous.
+    """This rank's slice of `dim` of the sum of all ranks' x, contiguous.
 
-    The verb cuts the flattened array in equal chunks; where P does not divide the dim, shorter slices are padded.
+    The verb cuts the flattened array into equal chunks. If P does not divide the dim, shorter slices are padded.
     """
     xp, length, own = array_module(x), x.shape[dim], shard_of(x.shape[dim], group)
     rows = xp.moveaxis(x, dim, 0)
@@ -170,11 +172,11 @@ def _sum_and_cut(x: Array, dim: int, group: Group, algorithm: str = "ring") -> A
 @op
 def all_to_all(x: Array, *, split: int, join: int, group: Group, counts: Sequence[int] | None = None,
                algorithm: str = "pairwise") -> tuple[Array, Saved]:
-    """Cut x along dim `split`, give each rank its slice, and join what comes along dim `join`.
+    """Cut x along dim `split`, send each rank its slice, and join the received slices along dim `join`.
 
     So a whole `split` dim and a shard of `join` become a shard of `split` and a whole `join`; both may be one dim.
-    Args:    counts: how much of `split` goes to each rank (default: as numpy.array_split cuts).
-    Raises:  ShapeError if counts do not add up.
+    Args:    counts: the size of the slice for each rank; default: as numpy.array_split cuts.
+    Raises:  ShapeError if counts do not add up to the dim.
     """
     length = x.shape[split]
     edges = [0]
@@ -195,13 +197,14 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def _counts(length: int, size: int) -> list[int]:
+    """The sizes of numpy.array_split's parts."""
     edges = bounds(length, size)
     return [edges[rank + 1] - edges[rank] for rank in range(size)]
 
 
 def _swap(x: Array, split: int, join: int, edges: Sequence[int], group: Group,
           algorithm: str) -> tuple[Array, tuple[int, ...]]:
-    """What the others cut for this rank, joined; and where along `join` each one's piece begins and the last ends."""
+    """The slices of all ranks for this rank, joined; and the bounds of each along `join`."""
     xp = array_module(x)
     rows = xp.moveaxis(x, split, 0)
     pieces = [xp.ascontiguousarray(xp.moveaxis(rows[edges[rank]:edges[rank + 1]], 0, split))

@@ -1,7 +1,7 @@
-"""What a mixture of experts needs beside `take`: who goes where, there and back, products group by group, top-k.
+"""Ops of a mixture of experts: top-k, the placement of rows, the way to the experts and back, grouped products.
 
-A token that goes to k experts is k rows: `to_experts` copies it, sorted by expert; `grouped_linear` multiplies each run
-of rows with its expert's matrix; `from_experts` weighs the results and adds them up at their tokens.
+A token that goes to k experts is k rows. `to_experts` copies tokens to rows, sorted by expert. `grouped_linear`
+multiplies each run of rows by the matrix of its expert. `from_experts` weights the results and sums them per token.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from minidist.errors import ShapeError
 
 
 def top_positions(scores: Array, k: int) -> Array:
-    """Where the k largest of each row stand, the largest first; of equals the first: (…, n) -> (…, k) integers."""
+    """The positions of the k largest of each row, in descending order; ties: the first. (…, n) -> (…, k) integers."""
     xp = array_module(scores)
     order = xp.argsort(-widen(scores), axis=-1, kind="stable")
     return order[..., :k]
 
 
 def places_in_runs(ids: Array) -> Array:
-    """How many equal ids stand before each: [2, 0, 2, 2] -> [0, 0, 1, 2]."""
+    """The number of equal ids before each id: [2, 0, 2, 2] -> [0, 0, 1, 2]."""
     xp = array_module(ids)
     order = xp.argsort(ids, kind="stable")
     ordered = ids[order]
@@ -37,16 +37,18 @@ def places_in_runs(ids: Array) -> Array:
 
 
 def _runs(counts: Sequence[int]) -> list[slice]:
+    """The rows of each group."""
     ends = np.cumsum([0, *counts]).tolist()
     return [slice(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
 
 
 @op
 def grouped_linear(x: Array, w: Array, *, counts: Sequence[int]) -> tuple[Array, Saved]:
-    """Rows sorted by group, each times its group's matrix: (R, in), (G, in, out) -> (R, out).
+    """Rows sorted by group, each times the matrix of its group: (R, in), (G, in, out) -> (R, out).
 
-    Args:    counts: how many rows each group has, also none.
-    Cost:    2 R in out FLOPs, in one product a group.
+    Args:    counts: the number of rows of each group, 0 or more.
+    Cost:    2·R·in·out FLOPs, in one product a group.
+    Raises:  ShapeError if the shapes or counts do not fit.
     """
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
         raise ShapeError(f"grouped_linear: x {x.shape} does not fit w {w.shape}; they need shapes (rows, in) and "
@@ -84,12 +86,12 @@ def _(node: Node, dy: Array) -> Array:
 
 @dataclass(frozen=True)
 class Placement:
-    """Who goes where. Rows are sorted by expert, and an expert's by token.
+    """Which row holds which token. Rows are sorted by expert, the rows of an expert by token.
 
-    Attributes: shape    tokens, and choices of each
-                choices  (R,) integers: which of all choices, token by token, each row is
-                experts  (R,) integers: each row's expert
-                counts   (experts,) integers: each expert's rows
+    Attributes: shape    (T, k): tokens, and choices of each token
+                choices  (R,) integers: for each row, its index in the flattened (T, k) choices
+                experts  (R,) integers: the expert of each row
+                counts   (experts,) integers: the number of rows of each expert
     """
 
     shape: tuple[int, int]
@@ -99,12 +101,12 @@ class Placement:
 
     @cached_property
     def tokens(self) -> Array:
-        """(R,) int32: each row's token."""
+        """(R,) int32: the token of each row."""
         return (self.choices // max(1, self.shape[1])).astype("int32")
 
     @cached_property
     def slots(self) -> Array:
-        """(T, k) int32: each token's rows, rising, behind -1 for those that are dropped."""
+        """(T, k) int32: the rows of each token, ascending, after a -1 for each dropped choice."""
         xp = array_module(self.choices)
         slots = xp.full(self.shape[0] * self.shape[1], -1, "int32")
         slots[self.choices] = xp.arange(len(self.choices), dtype="int32")
@@ -112,8 +114,9 @@ class Placement:
 
 
 def place_rows(chosen: Array, kept: Array | None = None, *, experts: int) -> Placement:
-    """Where each kept choice goes: chosen (T, k) experts, kept (T, k) bool or None: all.
+    """The placement of all kept choices.
 
+    Args:    chosen: (T, k) integers, experts; kept: (T, k) bool; None: all; experts: their number.
     Raises:  ShapeError if the shapes do not fit.
     """
     if chosen.ndim != 2 or (kept is not None and kept.shape != chosen.shape):
@@ -128,7 +131,7 @@ def place_rows(chosen: Array, kept: Array | None = None, *, experts: int) -> Pla
 
 @op
 def to_experts(x: Array, placement: Placement) -> tuple[Array, Saved]:
-    """Each row's token: (T, n) -> (R, n)."""
+    """Copy the token of each row: (T, n) -> (R, n). Raises: ShapeError."""
     if x.ndim != 2 or len(x) != placement.shape[0]:
         raise ShapeError(f"to_experts: x {x.shape} does not fit {placement.shape[0]} tokens; "
                          f"it needs shape (tokens, n)")
@@ -148,9 +151,10 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def from_experts(results: Array, weights: Array, placement: Placement) -> tuple[Array, Saved]:
-    """A token's rows, each times its weight and rounded, added up in their order: (R, n), (R,) -> (T, n).
+    """The sum of the rows of each token, each times its weight: (R, n), (R,) -> (T, n).
 
-    A kernel rounds once, at the end.
+    Products are rounded, then added in the order of the rows; the kernel rounds only once, at the end.
+    Raises:  ShapeError if the shapes do not fit.
     """
     count = len(placement.tokens)
     if results.ndim != 2 or len(results) != count or weights.shape != (count,):
@@ -164,8 +168,9 @@ def from_experts(results: Array, weights: Array, placement: Placement) -> tuple[
     return sum_by_id(placement.tokens, weighted, placement.shape[0]), kept
 
 
-def _from_experts_gradients(node: Node, dy: Array) -> tuple[Array, Array]:
-    """Of results: dy of the row's token times the weight; of a weight: the product of the row and that dy."""
+@from_experts.gradient("results", "weights")
+def _(node: Node, dy: Array) -> tuple[Array, Array]:
+    """With dy of the row's token: the gradient of results is weight · dy, that of a weight the dot product row · dy."""
     fast = kernel("from_experts_gradient", dy)
     if fast is not None:
         dresults, dweights = fast(dy, node.results, widen(node.weights), node.placement)
@@ -173,13 +178,3 @@ def _from_experts_gradients(node: Node, dy: Array) -> tuple[Array, Array]:
     rows = widen(array_module(dy).take(dy, node.placement.tokens, axis=0))
     dweights = unbroadcast(rows * widen(node.results), (len(rows), 1)).reshape(-1)
     return narrow(rows * widen(node.weights)[:, None], dy.dtype), narrow(dweights, dy.dtype)
-
-
-@from_experts.gradient("results")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_from_experts_gradients, dy)[0]
-
-
-@from_experts.gradient("weights")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_from_experts_gradients, dy)[1]

@@ -1,7 +1,7 @@
 """Pick rows by integer position: the embedding of tokens, and `take` along any dim.
 
-Positions may stay on the host where the rows are on a GPU: there they are looked at, and sorted for the gradient, while
-the GPU computes. Positions that lie on the GPU are not looked at, for that would mean to wait for it.
+Positions may stay on the host while the rows are on a GPU. Then the host checks them, and sorts them for the gradient,
+while the GPU computes. Positions on the GPU are not checked, because the host would have to wait.
 """
 
 import math
@@ -19,10 +19,10 @@ _ONE_HOT_ROWS = 1024  # table rows summed by one matrix product on a GPU
 
 @dataclass(frozen=True)
 class SortedIds:
-    """Positions on a GPU that the host has looked at and sorted before, so that no op has to (cuda_graph.py).
+    """Positions on a GPU, checked and sorted by the host in advance, so that no op has to do it (cuda_graph.py).
 
     Attributes: ids             int64 (…)
-                order, starts   int32 (n,), (count + 1,): where each id of a table of `count` rows stands among them
+                order, starts   int32 (n,), (count + 1,): id t is at the positions order[starts[t]:starts[t + 1]]
     """
 
     ids: Array
@@ -45,7 +45,7 @@ class SortedIds:
 
 
 def check_positions(name: str, ids: Array, count: int) -> None:
-    """Raises: DtypeError; ShapeError for positions on the host that are not among `count`."""
+    """Check positions. Raises: DtypeError; ShapeError for positions on the host outside of 0 … count - 1."""
     if ids.dtype.kind not in "iu":
         raise DtypeError(f"{name}: positions are integers, not {ids.dtype}")
     if device_of(ids) == "cpu" and ids.size and (int(ids.min()) < 0 or int(ids.max()) >= count):
@@ -54,7 +54,7 @@ def check_positions(name: str, ids: Array, count: int) -> None:
 
 
 def _picked(x: Array, index: Array, dim: int) -> Array:
-    """The slices of x along `dim` at `index`; NaN for positions on a GPU that are outside."""
+    """The slices of x along `dim` at `index`; NaN for a position on a GPU that is out of range."""
     xp = array_module(x)
     y = xp.take(x, beside(index, x), axis=dim)
     if device_of(index) == "cpu" or x.dtype not in FLOATS:
@@ -65,7 +65,10 @@ def _picked(x: Array, index: Array, dim: int) -> Array:
 
 @op
 def embedding(table: Array, ids: Array | SortedIds) -> tuple[Array, Saved]:
-    """table[ids]: (V, n), integers (…) -> (…, n). Ids that lie on a GPU and are outside of the table give NaN."""
+    """table[ids]: (V, n), integers (…) -> (…, n). Ids on a GPU that are outside of the table give NaN.
+
+    Raises:  DtypeError, ShapeError if ids on the host do not fit the table.
+    """
     if table.ndim != 2:
         raise ShapeError(f"embedding: the table has shape (vocabulary, width), not {table.shape}")
     if isinstance(ids, SortedIds):
@@ -85,10 +88,13 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def sum_by_id(ids: Array, values: Array, count: int) -> Array:
-    """(count, n) array whose row i is the sum of values[j] over all j with ids[j] == i, in a fixed order.
+    """Row i of the result is the sum of values[j] over all j with ids[j] == i, in a fixed order.
 
-    On the host: values sorted by id, each run summed. On a GPU the same in a kernel; in a dtype that it does not take,
-    a product with the one-hot matrix, a slice of the table at a time. Atomic additions would differ from run to run.
+    The host sorts values by id and sums each run, and so does the kernel on a GPU. For a dtype that the kernel does not
+    take, a product with the one-hot matrix computes it, a slice of the table at a time. Atomic additions would differ
+    from run to run.
+    Args:    ids: (m,) integers; values: (m, n) floats; count: rows of the result.
+    Returns: (count, n), values' dtype.
     """
     xp, fast = array_module(values), kernel("embedding_gradient", values[:0])   # of any layout
     if fast is not None:
@@ -110,7 +116,10 @@ def sum_by_id(ids: Array, values: Array, count: int) -> Array:
 
 @op
 def take(x: Array, index: Array, *, dim: int = 0) -> tuple[Array, Saved]:
-    """Slices of x along `dim` at the integer positions `index` (any shape, no gradient); NaN as in `embedding`."""
+    """Slices of x along `dim` at the integer positions `index` (any shape, no gradient); NaN as in `embedding`.
+
+    Raises:  DtypeError, ShapeError if dim or index do not fit x.
+    """
     if not -x.ndim <= dim < x.ndim:
         raise ShapeError(f"take: no dim {dim} in x {x.shape}")
     check_positions("take", index, x.shape[dim])

@@ -11,7 +11,11 @@ from minidist.errors import ShapeError
 
 @op
 def matmul(a: Array, b: Array) -> tuple[Array, Saved]:
-    """(…, m, k) @ (…, k, n) -> (…, m, n); the leading dims broadcast. Cost: 2·m·k·n FLOPs a matrix."""
+    """(…, m, k) @ (…, k, n) -> (…, m, n); the leading dims broadcast.
+
+    Cost:    2·m·k·n FLOPs a matrix.
+    Raises:  ShapeError if the shapes do not fit.
+    """
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
         raise ShapeError(f"matmul: {a.shape} @ {b.shape}: the last dim of a must equal the one before last of b, "
                          f"and both need two dims or more")
@@ -34,7 +38,7 @@ def rows(x: Array) -> Array:
 
 
 def column_sums(x: Array, out: Array | None = None) -> Array:
-    """(rows, n) -> (n,): ones @ x, which BLAS does faster than a sum over dim 0, in float32 for low precision."""
+    """(rows, n) -> (n,), by BLAS as ones @ x, which is faster than a sum over dim 0; low precision in float32."""
     ones = array_module(x).ones((1, len(x)), x.dtype)
     if out is None:
         return multiply(ones, x)[0]
@@ -44,7 +48,7 @@ def column_sums(x: Array, out: Array | None = None) -> Array:
 
 @op
 def unembed(x: Array, table: Array) -> tuple[Array, Saved]:
-    """Logits by a (tied) embedding table: (…, n), (V, n) -> (…, V), x times the transposed table."""
+    """Logits from a (tied) embedding table, x @ tableᵀ: (…, n), (V, n) -> (…, V). Raises: ShapeError."""
     if table.ndim != 2 or x.ndim < 1 or x.shape[-1] != table.shape[1]:
         raise ShapeError(f"unembed: x {x.shape} does not fit the table {table.shape}; their last dims must be equal")
     return multiply(rows(x), table.T).reshape(*x.shape[:-1], len(table)), saved(x=x, table=table)
@@ -61,10 +65,10 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def product_and_bias(x: Array, w: Array, b: Array | None) -> Array:
-    """(rows, in) @ (in, out) + (out,), on the host perhaps in float32, still to be rounded.
+    """(rows, in) @ (in, out) + (out,). On the host low precision comes back in float32, and the caller rounds it.
 
-    In low precision the bias is added before the one rounding; on a GPU after that of the product, which a tensor core
-    can then do, and rounded again.
+    So the host rounds once, after adding the bias. A GPU rounds the product, so that tensor cores can compute it, and
+    rounds again after adding the bias.
     """
     if b is None:
         return multiply(x, w)
@@ -77,7 +81,11 @@ def product_and_bias(x: Array, w: Array, b: Array | None) -> Array:
 
 @op
 def linear(x: Array, w: Array, b: Array | None = None) -> tuple[Array, Saved]:
-    """(…, in) @ (in, out) + (out,) -> (…, out): all leading dims in one matrix product."""
+    """(…, in) @ (in, out) + (out,) -> (…, out), in one matrix product for all leading dims.
+
+    Cost:    2·rows·in·out FLOPs.
+    Raises:  ShapeError if the shapes do not fit.
+    """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ShapeError(f"linear: x {x.shape} does not fit w {w.shape}; the last dim of x must equal w's first")
     if b is not None and b.shape != (w.shape[1],):

@@ -9,7 +9,7 @@ from minidist.errors import DtypeError, ShapeError
 
 
 def _check(logits: Array, targets: Array) -> None:
-    """Raises: DtypeError, ShapeError. The range is looked at on the host alone: a GPU would have to be waited for."""
+    """Raises: DtypeError, ShapeError. The range is checked on the host only: for a GPU the host would have to wait."""
     if targets.dtype.kind not in "iu":
         raise DtypeError(f"cross_entropy: targets are token ids, integers, not {targets.dtype}")
     if logits.ndim < 1 or targets.shape != logits.shape[:-1]:
@@ -23,20 +23,23 @@ def _check(logits: Array, targets: Array) -> None:
 
 
 def _int64(ids: Array) -> Array:
+    """ids as int64."""
     return ids if ids.dtype.name == "int64" else ids.astype("int64")
 
 
 @op
 def cross_entropy(logits: Array, targets: Array, *, divisor: float | None = None) -> tuple[Array, Saved]:
-    """Sum over tokens of -log softmax(logits)[target], over `divisor` (default: the number of tokens).
+    """The sum over tokens of -log softmax(logits)[target], divided by `divisor`.
 
-    (…, V) floats, (…) integers -> one number, float32 for low precision too. A strategy passes the global token count,
-    so that losses and gradients of the shards add up (never a mean of means).
-
-    With l a token's logits, m their maximum, s = sum(exp(l - m)) and t the target's: log(s) + (m - t), in this order,
-    so that large logits, of a run that diverges, do not swallow log(s). m and s stay for backward, 2 numbers a token.
-    Targets may stay on the host where logits are on a GPU: there they are looked at. Of those that lie on the GPU, one
-    outside of the vocabulary gives NaN: looking for it would mean to wait.
+    Let l be the logits of a token, m their maximum, t the logit of the target, and s = sum(exp(l - m)). The loss is
+    log(s) + (m - t), in this order, so that log(s) is not lost beside the large logits of a diverging run. m and s
+    stay for backward, 2 numbers a token.
+    Args:    logits: (…, V), floats; targets: (…), integers. They may stay on the host while logits are on a GPU; then
+             their range is checked. A target on a GPU that is outside the vocabulary gives NaN.
+             divisor: default: the number of tokens. A strategy passes the global token count, so that losses and
+             gradients of the shards add up (never a mean of means).
+    Returns: one number, in float32 for low precision too.
+    Raises:  DtypeError, ShapeError if targets do not fit.
     """
     _check(logits, targets)
     targets = beside(targets, logits)

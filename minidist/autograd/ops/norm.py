@@ -1,6 +1,6 @@
 """Layer norm and RMS norm over the last dim, computed and differentiated a block of rows at a time.
 
-On a GPU kernels/norm.cu does both; its backward computes the normalized rows again from x, mean and scale.
+On a GPU kernels/norm.cu does both. Its backward computes the normalized rows again from x, mean and scale.
 """
 
 from minidist.autograd.ops.blocks import row_blocks
@@ -12,6 +12,7 @@ from minidist.errors import ShapeError
 
 
 def _check(name: str, x: Array, **weights: Array) -> None:
+    """Raises: ShapeError if a weight is not one row of x."""
     for argument, value in weights.items():
         if value.shape != x.shape[-1:]:
             raise ShapeError(f"{name}: {argument} {value.shape} does not fit x {x.shape}; "
@@ -19,7 +20,7 @@ def _check(name: str, x: Array, **weights: Array) -> None:
 
 
 def _normalize(x: Array, w: Array, b: Array | None, eps: float) -> tuple[Array, Saved]:
-    """hat * w (+ b), where hat is x with each row scaled to mean square 1, its mean taken off first if there is a b."""
+    """hat * w (+ b), where hat is x with each row scaled to mean square 1; with b, the mean is subtracted first."""
     xp = array_module(x)
     wide, w_wide = xp.ascontiguousarray(rows(widen(x))), widen(w)
     n = wide.shape[1]
@@ -42,7 +43,37 @@ def _normalize(x: Array, w: Array, b: Array | None, eps: float) -> tuple[Array, 
     return narrow(y.reshape(x.shape), x.dtype), saved(hat=hat, scale=scale, w=w, centre=b is not None)
 
 
-def _norm_gradients(node: Node, dy: Array) -> dict[str, Array]:
+@op
+def layer_norm(x: Array, w: Array, b: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
+    """(x - mean) / sqrt(var + eps) * w + b over the last dim: (…, n), (n,), (n,) -> (…, n). Raises: ShapeError.
+
+    Source: Ba et al. 2016.
+    """
+    _check("layer_norm", x, w=w, b=b)
+    fast = kernel("layer_norm", x, w, b) if x.dtype == w.dtype == b.dtype else None
+    if fast is not None:
+        y, mean, scale = fast(x, w, b, eps=eps)
+        return y, saved(x=x, w=w, mean=mean, scale=scale, hat=None)
+    return _normalize(x, w, b, eps)
+
+
+@op
+def rms_norm(x: Array, w: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
+    """x / sqrt(mean(x²) + eps) * w over the last dim: (…, n), (n,) -> (…, n). Raises: ShapeError.
+
+    Source: Zhang & Sennrich 2019.
+    """
+    _check("rms_norm", x, w=w)
+    fast = kernel("rms_norm", x, w) if x.dtype == w.dtype else None
+    if fast is not None:
+        y, scale = fast(x, w, eps=eps)
+        return y, saved(x=x, w=w, mean=None, scale=scale, hat=None)
+    return _normalize(x, w, None, eps)
+
+
+@rms_norm.gradient("x", "w")
+@layer_norm.gradient("x", "w", "b")
+def _(node: Node, dy: Array) -> tuple[Array, ...]:
     """All gradients of a norm in one pass: with g = dy w,  dx = scale (g - mean(g) - hat mean(g hat)).
 
     RMS norm has no mean(g) term. dw sums dy hat over the rows, db sums dy.
@@ -51,7 +82,8 @@ def _norm_gradients(node: Node, dy: Array) -> dict[str, Array]:
     if node.hat is None:
         dy, name = xp.ascontiguousarray(dy), "rms_norm_gradient" if node.mean is None else "layer_norm_gradient"
         sums = [node.scale] if node.mean is None else [node.mean, node.scale]
-        return dict(zip("xwb", launcher(name)(node.x, node.w, dy, *sums), strict=False))
+        gradients: tuple[Array, ...] = launcher(name)(node.x, node.w, dy, *sums)
+        return gradients
     wide, hat, scale, w = xp.ascontiguousarray(rows(widen(dy))), node.hat, node.scale, widen(node.w)
     n = wide.shape[1]
     dx, share = xp.empty_like(wide), (w / n).reshape(n, 1)
@@ -70,51 +102,4 @@ def _norm_gradients(node: Node, dy: Array) -> dict[str, Array]:
             d -= g @ share
         d *= scale[where]
     kind = dy.dtype
-    return {"x": narrow(dx.reshape(dy.shape), kind), "w": narrow(dw[0], kind), "b": narrow(db[0], kind)}
-
-
-@op
-def layer_norm(x: Array, w: Array, b: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
-    """(x - mean) / sqrt(var + eps) * w + b over the last dim: (…, n), (n,), (n,) -> (…, n). Source: Ba et al. 2016."""
-    _check("layer_norm", x, w=w, b=b)
-    fast = kernel("layer_norm", x, w, b) if x.dtype == w.dtype == b.dtype else None
-    if fast is not None:
-        y, mean, scale = fast(x, w, b, eps=eps)
-        return y, saved(x=x, w=w, mean=mean, scale=scale, hat=None)
-    return _normalize(x, w, b, eps)
-
-
-@layer_norm.gradient("x")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_norm_gradients, dy)["x"]
-
-
-@layer_norm.gradient("w")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_norm_gradients, dy)["w"]
-
-
-@layer_norm.gradient("b")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_norm_gradients, dy)["b"]
-
-
-@op
-def rms_norm(x: Array, w: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
-    """x / sqrt(mean(x²) + eps) * w over the last dim: (…, n), (n,) -> (…, n). Source: Zhang & Sennrich 2019."""
-    _check("rms_norm", x, w=w)
-    fast = kernel("rms_norm", x, w) if x.dtype == w.dtype else None
-    if fast is not None:
-        y, scale = fast(x, w, eps=eps)
-        return y, saved(x=x, w=w, mean=None, scale=scale, hat=None)
-    return _normalize(x, w, None, eps)
-
-
-@rms_norm.gradient("x")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_norm_gradients, dy)["x"]
-
-
-@rms_norm.gradient("w")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_norm_gradients, dy)["w"]
+    return narrow(dx.reshape(dy.shape), kind), narrow(dw[0], kind), narrow(db[0], kind)

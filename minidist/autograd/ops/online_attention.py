@@ -1,18 +1,18 @@
-"""Attention to keys that come in pieces: the softmax of all of them, though no one ever holds all of them.
+"""Online softmax: attention to keys that arrive block by block.
 
-Softmax needs the maximum and the sum over all keys of a query. When keys come piece by piece, three things are kept for
-each query of what came so far: the maximum `top`, the sum `total` of exp(score - top), and `y`, the sum of values
-weighted by exp(score - top). A new piece may raise the maximum; what was summed under the old one is then scaled down:
+Softmax needs the maximum and the sum over all keys of a query. If keys arrive in blocks, three numbers or rows are kept
+for each query: the maximum `top` so far, the sum `total` of exp(score - top), and `y`, the sum of values weighted by
+exp(score - top). If a new block raises the maximum, the earlier sums are scaled down to it:
 
     now   = max(top, max(scores))
     total = total · exp(top - now) + Σ exp(scores - now)
     y     = y · exp(top - now) + exp(scores - now) v
 
-and at the end y / total is the attention to all pieces, in whatever order they came. No exponent is ever above 0.
-Backward needs no order at all: from log(sum(exp(scores))) of each query any piece's probabilities can be computed again
-by themselves, and gradients of pieces add up.
+At the end y / total is the attention to all keys, in whatever order the blocks arrived. No exponent is above 0.
+Backward needs no order: log(sum(exp(scores))) of each query is enough to compute the probabilities of any block again,
+and the gradients of blocks add up.
 
-These are plain functions of arrays, (B, H or H_kv, T, D), for strategies whose ranks pass pieces on.
+The classes work on plain arrays, (B, H or H_kv, T, D), for strategies whose ranks pass blocks on.
 Source:  Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022, "FlashAttention".
 """
 
@@ -27,7 +27,7 @@ from minidist.device.backend import Array, array_module, matmul
 
 @dataclass
 class OnlineSoftmax:
-    """What is known of queries after some pieces: y (B, H, T, D), and top and total (B, H, 1, T)."""
+    """The state of all queries after some blocks of keys: y (B, H, T, D), and top and total (B, H, 1, T)."""
 
     y: Array
     top: Array
@@ -35,15 +35,16 @@ class OnlineSoftmax:
 
     @staticmethod
     def of(q: Array) -> "OnlineSoftmax":
-        """Before the first piece."""
+        """The state before the first block, for q (B, H, T, D)."""
         xp = array_module(q)
         row = (*q.shape[:2], 1, q.shape[2])
         return OnlineSoftmax(xp.zeros(q.shape, q.dtype), xp.full(row, -np.inf, q.dtype), xp.zeros(row, q.dtype))
 
     def absorb(self, q: Array, k: Array, v: Array, queries: slice, *, causal: bool) -> None:
-        """Let some queries see a piece's keys and values; with `causal`, keys and queries are the same tokens.
+        """Add a block of keys and values to the state of some queries.
 
-        Args:    q: all queries, scaled by 1 / sqrt(D); k, v: of the piece, (B, H_kv, K, D).
+        Args:    q: all queries, scaled by 1 / sqrt(D); k, v: the block, (B, H_kv, K, D); queries: which of them.
+                 causal: keys and queries are the same tokens, and a query sees no later key.
         Cost:    4·Q·K·D FLOPs a head, half of it if causal.
         """
         q = q[:, :, queries]
@@ -56,7 +57,7 @@ class OnlineSoftmax:
                     total[i][..., rows])
 
     def finish(self) -> tuple[Array, Array]:
-        """Attention to all pieces (B, H, T, D), and log(sum(exp(scores))) of each query (B, H, 1, T); overwrites y."""
+        """Attention to all blocks (B, H, T, D), and log(sum(exp(scores))) of each query (B, H, 1, T); overwrites y."""
         self.y /= flip(self.total)
         return self.y, array_module(self.y).log(self.total) + self.top
 
@@ -67,7 +68,7 @@ def _update(scores: Array, v: Array, y: Array, top: Array, total: Array) -> None
     now = xp.maximum(top, highest(scores))
     scores -= now
     p = xp.exp(scores, out=scores)
-    shrink = xp.exp(top - now)                  # 0 for the first piece: before it, top is -inf
+    shrink = xp.exp(top - now)                  # 0 for the first block, because top was -inf
     total *= shrink
     total += matmul(xp.ones((1, p.shape[-2]), p.dtype), p)
     y *= flip(shrink)
@@ -77,9 +78,11 @@ def _update(scores: Array, v: Array, y: Array, top: Array, total: Array) -> None
 
 @dataclass
 class OnlineGradients:
-    """What gradients of pieces need of all queries: q scaled, dy, and of each query log(sum(exp(scores))) and Σ dy y.
+    """Gradients block by block, in any order of the blocks.
 
-    dq (B, H, T, D) collects the gradient of the unscaled q; `finish` returns it.
+    Attributes: q, dy     (B, H, T, D): the scaled queries, the gradient of the result
+                log_total, row   (B, H, 1, T): log(sum(exp(scores))) and Σ dy y of each query
+                dq        (B, H, T, D): the sum of the gradients of the unscaled queries so far
     """
 
     q: Array
@@ -90,15 +93,16 @@ class OnlineGradients:
 
     @staticmethod
     def of(q: Array, y: Array, log_total: Array, dy: Array) -> "OnlineGradients":
-        """Before the first piece; q comes scaled."""
+        """The state before the first block. Args: q: scaled; y, log_total: from OnlineSoftmax.finish; dy: of y."""
         xp = array_module(q)
         row = xp.einsum("...td,...td->...t", dy, y)[..., None, :]
         return OnlineGradients(q, dy, log_total, row, xp.zeros(q.shape, q.dtype))
 
     def add(self, k: Array, v: Array, queries: slice, dk: Array, dv: Array, *, causal: bool) -> None:
-        """Add a piece's part to dq, and what some queries contribute to the piece's own gradients to dk and dv.
+        """Add to dq, dk and dv the gradients of some queries and a block of keys.
 
         With p the probabilities: dv = pᵀ dy, ds = p (dy vᵀ - row), dq = c ds k, dk = dsᵀ (c q), c = 1 / sqrt(D).
+        Args:    k, v, dk, dv: of the block, (B, H_kv, K, D); dk and dv are added to. queries, causal: as in absorb.
         Cost:    10·Q·K·D FLOPs a head, half of it if causal.
         """
         q, dy, dq = self.q[:, :, queries], self.dy[:, :, queries], self.dq[:, :, queries]
@@ -118,13 +122,13 @@ class OnlineGradients:
             _add_heads(dk[i][..., keys, :], matmul(ds, q[i][..., rows, :]))
 
     def finish(self) -> Array:
-        """The gradient of q."""
+        """The gradient of the unscaled q; overwrites dq."""
         self.dq *= self.dq.dtype.type(self.dq.shape[-1] ** -0.5)
         return self.dq
 
 
 def _tiles(q: Array, causal: bool) -> Iterator[tuple[slice, slice, slice, Array | None]]:
-    """(sequences, queries, keys, mask) to be multiplied at a time: few queries, so that scores stay in the cache."""
+    """(sequences, queries, keys, mask) of each tile: few queries, so that the scores stay in the cache."""
     length = q.shape[2]
     height = QUERY_BLOCK if array_module(q) is np else QUERY_BLOCK_GPU
     for i in sequences(q):
@@ -136,7 +140,7 @@ def _tiles(q: Array, causal: bool) -> Iterator[tuple[slice, slice, slice, Array 
 
 
 def _scores(q: Array, k: Array, rows: slice, keys: slice, mask: Array | None) -> Array:
-    """k qᵀ of a tile, -inf where the mask says that a key lies ahead: (…, K, Q)."""
+    """k qᵀ of a tile, -inf where the mask has it: (…, K, Q)."""
     scores = matmul(shared(k, q.shape[1])[..., keys, :], flip(q[..., rows, :]))
     if mask is not None:
         scores[..., rows, :] += mask
@@ -144,7 +148,7 @@ def _scores(q: Array, k: Array, rows: slice, keys: slice, mask: Array | None) ->
 
 
 def _add_heads(target: Array, each: Array) -> None:
-    """Add (…, H, K, D) to (…, H_kv, K, D): a key head's gradient is the sum over its query heads."""
+    """Add (…, H, K, D) to (…, H_kv, K, D): the gradient of a key head is the sum over its query heads."""
     heads, kv_heads = each.shape[1], target.shape[1]
     if heads != kv_heads:
         each = each.reshape(len(each), kv_heads, heads // kv_heads, *each.shape[2:]).sum(axis=2)

@@ -1,4 +1,4 @@
-"""Dropout whose mask depends on the layer, the seed, the step and the global token, never on how the work is split."""
+"""Dropout. The mask depends on the layer, the seed, the step and the global token, but not on how work is split."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from minidist.errors import ConfigError, ShapeError
 
 
 def _positions(xp: Any, shape: tuple[int, ...], tokens: Any, columns: Any, width: int | None) -> Array:
-    """The global position of each element: token * width + column."""
+    """The global position of each element: token * width + column. Raises: ShapeError."""
     lead, n = shape[:-1], shape[-1]
     tokens = xp.arange(int(np.prod(lead)), dtype="int64").reshape(lead) if tokens is None else xp.asarray(tokens)
     if columns is None:
@@ -28,10 +28,12 @@ def dropout(x: Array, residual: Array | None = None, *, rate: float, name: str, 
             key: Array | None = None) -> tuple[Array, Saved]:
     """Zero a share `rate` of x (…, n), scale the rest by 1 / (1 - rate), and add it to `residual` (…, n).
 
-    Which elements fall is a hash of (name, seed, step, global token, global column). A shard of the batch or sequence
-    passes `tokens`, integers of shape (…): the global index of each of its tokens; a shard of the width passes
-    `columns`, a range, and the whole `width`. The shards' masks are then exactly the slices of the whole one.
-    Args:    key: uint64 (1,) on a GPU, the stream's key instead of the one of name, seed and step: a kernel reads it.
+    A hash of (name, seed, step, global token, global column) chooses the elements, so the mask of a shard is exactly
+    its slice of the whole mask.
+    Args:    tokens: (…) integers, the global index of each token here, for a shard of the batch or the sequence.
+             columns, width: the global columns here (a range) and the number of all, for a shard of the width.
+             key: uint64 (1,) on a GPU, read by the kernel: the key of the stream, in place of name, seed and step.
+    Raises:  ConfigError for a rate outside [0, 1), or a key where no kernel reads it; ShapeError.
     """
     if not 0.0 <= rate < 1.0:
         raise ConfigError(f"dropout: rate {rate} is not in [0, 1)")
@@ -53,7 +55,7 @@ def dropout(x: Array, residual: Array | None = None, *, rate: float, name: str, 
 
 def _by_kernel(x: Array, residual: Array | None, rate: float, name: str, seed: int, step: int, tokens: Any = None,
                columns: Any = None, width: int | None = None, key: Array | None = None) -> Array:
-    """The same by a kernel, which draws its numbers itself: forward, and again for the gradient."""
+    """Dropout by the kernel, which draws its own numbers, in forward and again for the gradient."""
     xp = array_module(x)
     if columns is not None and len(columns) != x.shape[-1]:
         raise ShapeError(f"dropout: x {x.shape} needs {x.shape[-1]} columns, not {len(columns)}")
@@ -63,12 +65,12 @@ def _by_kernel(x: Array, residual: Array | None, rate: float, name: str, seed: i
 
 
 def dropout_key(name: str, seed: int, step: int) -> np.uint64:
-    """The key of the stream that a layer of this name draws from in this step."""
+    """The key of the random stream of the layer `name` in this step."""
     return stream_key(f"{name}/dropout/{step}", seed)
 
 
 def _apply(x: Array, residual: Array | None, kept: Array, rate: float) -> Array:
-    """x where kept, scaled; zero elsewhere; on the residual. Rounded once."""
+    """x scaled where `kept`, else zero, plus the residual; rounded once."""
     wide = widen(x)
     y = wide * (kept.astype(wide.dtype) * wide.dtype.type(1.0 / (1.0 - rate)))
     if residual is not None:

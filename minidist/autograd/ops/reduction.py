@@ -12,7 +12,7 @@ Dims: TypeAlias = int | Sequence[int] | None
 
 
 def _dims(dim: Dims, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The dims a reduction runs over, as non-negative numbers."""
+    """The dims that a reduction runs over, as non-negative numbers. Raises: ShapeError."""
     given = range(len(shape)) if dim is None else (dim,) if isinstance(dim, int) else dim
     for d in given:
         if not -len(shape) <= d < len(shape):
@@ -21,26 +21,26 @@ def _dims(dim: Dims, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _stretched(node: Node, y: Array) -> Array:
-    """A reduced array of the node (its result or dy) with the reduced dims back as ones, to broadcast against x."""
+    """The node's result or dy with the reduced dims as dims of size 1, so that it broadcasts against x."""
     shape = node.shapes["x"]
     dims = _dims(node.options.get("dim"), shape)
     return y.reshape(tuple(1 if i in dims else n for i, n in enumerate(shape)))
 
 
 def _count(node: Node) -> int:
-    """How many numbers of x went into each one of the result."""
+    """How many elements of x were reduced to each element of the result."""
     shape = node.shapes["x"]
     return math.prod(shape[d] for d in _dims(node.options.get("dim"), shape))
 
 
 def _total(x: Array, dims: tuple[int, ...], keepdims: bool) -> Array:
-    """Sum over dims, in float32 at least where x is a float."""
+    """Sum over dims; low precision in float32."""
     return x.sum(axis=dims, keepdims=keepdims, dtype="float32" if x.dtype in LOW_PRECISION else x.dtype)
 
 
 @op
 def sum(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:  # noqa: A001 - as NumPy's
-    """Sum over all dims, one, or several."""
+    """Sum over all dims (None), one, or several; keepdims: they stay, with size 1."""
     return narrow(_total(x, _dims(dim, x.shape), keepdims), x.dtype), saved()
 
 
@@ -51,7 +51,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def mean(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:
-    """Mean over all dims, one, or several."""
+    """Mean over all dims, one, or several. Args: as sum's."""
     dims = _dims(dim, x.shape)
     count = math.prod(x.shape[d] for d in dims)
     total = _total(x, dims, keepdims)
@@ -66,7 +66,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def max(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:  # noqa: A001 - as NumPy's
-    """Maximum over all dims, one, or several; where several numbers tie, they share the gradient equally."""
+    """Maximum over all dims, one, or several. Equal maxima share the gradient equally. Args: as sum's."""
     y = x.max(axis=_dims(dim, x.shape), keepdims=keepdims)
     return y, saved(x=x, y=y)
 
@@ -80,7 +80,7 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def var(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:
-    """Variance over all dims, one, or several: the mean of the squared distance to the mean (divisor n)."""
+    """Variance over all dims, one, or several: the mean squared distance to the mean (divisor n). Args: as sum's."""
     dims = _dims(dim, x.shape)
     wide = widen(x)
     centred = wide - wide.mean(axis=dims, keepdims=True)

@@ -1,4 +1,4 @@
-"""Rotary positions: the angle between a query and a key tells how far apart their tokens are."""
+"""Rotary positions: the angle between a query and a key depends on the distance of their tokens."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from minidist.errors import ShapeError
 
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Turn each pair (x[i], x[i + n/2]) by its angle: (…, T, n), (T, n/2) twice -> (…, T, n)."""
+    """Rotate each pair (x[i], x[i + n/2]) by its angle: (…, T, n), (T, n/2) twice -> (…, T, n)."""
     xp = array_module(x)
     wide, half = widen(x), x.shape[-1] // 2
     y = xp.empty(x.shape, wide.dtype)
@@ -20,17 +20,18 @@ def _rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def _angles(xp: Any, positions: Array, width: int, base: float) -> Array:
-    """Position p turns pair i by p / base^(2 i / width): (T,) -> (T, width/2), float64."""
+    """The angle of pair i at position p is p / base^(2 i / width): (T,) -> (T, width/2), float64."""
     speeds = base ** (-2.0 / width * xp.arange(width // 2, dtype="float64"))
     return positions.astype("float64")[..., None] * speeds
 
 
 @op
 def rotary(x: Array, positions: Array, *, base: float = 10000.0) -> tuple[Array, Saved]:
-    """Turn the pairs (x[i], x[i + n/2]) by angles that grow with the token's global position.
+    """Rotate the pairs (x[i], x[i + n/2]) by angles that grow with the global position of the token.
 
-    (…, T, n), integers (T,) -> (…, T, n), n even. A shard of the sequence passes its own global positions.
-    Source: Su et al. 2021; pairs as in GPT-NeoX.
+    Args:    x: (…, T, n), n even; positions: (T,) integers. A shard of the sequence passes its own global positions.
+    Raises:  ShapeError if they do not fit.
+    Source:  Su et al. 2021; pairs as in GPT-NeoX.
     """
     if x.ndim < 2 or x.shape[-1] % 2 or positions.shape != (x.shape[-2],):
         raise ShapeError(f"rotary: x {x.shape} with positions {positions.shape}; x needs shape (…, T, even), "

@@ -1,4 +1,4 @@
-"""Reshape, transpose, pick, join, split: no arithmetic, so nothing is saved but shapes."""
+"""Reshape, transpose, index, join, split: no arithmetic, so only shapes are saved."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from minidist.errors import ShapeError
 
 @op
 def reshape(x: Array, shape: Sequence[int]) -> tuple[Array, Saved]:
-    """The same numbers in another shape; one size may be -1. A view where the layout allows."""
+    """x in another shape; one size may be -1. A view where the layout allows it."""
     return x.reshape(shape), saved()
 
 
@@ -36,16 +36,17 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def _is_basic(index: Any) -> bool:
-    """Whether an index is made of numbers, slices, None and …, so that no element is picked twice."""
+    """Whether an index has only numbers, slices, None and …, so that no element is picked twice."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is Ellipsis or isinstance(part, (int, np.integer, slice)) for part in parts)
 
 
 @op
 def getitem(x: Array, index: Any) -> tuple[Array, Saved]:
-    """x[index]: slices (a view), integer arrays or a bool array (a copy).
+    """x[index], with slices (a view), integer arrays or a bool array (a copy).
 
-    On a GPU the gradients of elements picked several times are added in no fixed order; `take` keeps one.
+    If an element is picked several times, a GPU adds its gradients in no fixed order; `take` adds in a fixed order.
+    Raises:  ShapeError if the index does not fit.
     """
     try:
         return x[index], saved(index=index, kind=x.dtype)
@@ -80,13 +81,17 @@ def _(node: Node, dy: Array, which: int) -> Array:
 
 
 def concat(parts: Sequence[Any], *, dim: int = 0) -> Tensor:
-    """Join arrays along `dim`; their other dims agree."""
+    """Join arrays of one dtype along `dim`; their other dims must be equal. Raises: ShapeError for no arrays."""
     return _concat(*parts, dim=dim)
 
 
 @op_of_several
 def split(x: Array, sections: int | Sequence[int], *, dim: int = 0) -> tuple[tuple[Array, ...], Saved]:
-    """Cut x along `dim` into `sections` equal parts, or parts of the given sizes: a tuple of views."""
+    """Cut x along `dim`: a tuple of views.
+
+    Args:    sections: the number of equal parts, or the size of each part.
+    Raises:  ShapeError if the sizes do not add up to the dim.
+    """
     n = x.shape[dim]
     if isinstance(sections, int):
         if sections < 1 or n % sections:

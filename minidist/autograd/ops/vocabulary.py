@@ -1,4 +1,4 @@
-"""Cross-entropy where each rank has the logits of a slice of the vocabulary: the whole row of logits exists nowhere."""
+"""Cross-entropy with a split vocabulary: each rank has the logits of its slice, and no rank has a whole row."""
 
 from minidist.autograd.ops.blocks import row_blocks
 from minidist.autograd.ops.linear import rows
@@ -9,6 +9,7 @@ from minidist.errors import DtypeError, ShapeError
 
 
 def _check(logits: Array, targets: Array, vocabulary: int) -> None:
+    """Raises: DtypeError, ShapeError. The range of targets on a GPU is not checked."""
     if targets.dtype.kind not in "iu":
         raise DtypeError(f"split_cross_entropy: targets are token ids, integers, not {targets.dtype}")
     if logits.ndim < 1 or targets.shape != logits.shape[:-1]:
@@ -22,15 +23,18 @@ def _check(logits: Array, targets: Array, vocabulary: int) -> None:
 @op
 def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary: int, group: Group,
                         divisor: float | None = None, algorithm: str = "ring") -> tuple[Array, Saved]:
-    """Sum over tokens of -log softmax(logits)[target], over `divisor` (default: the number of tokens).
+    """The sum over tokens of -log softmax(logits)[target], divided by `divisor`.
 
-    With l a token's logits of all ranks, m their maximum, s = sum(exp(l - m)) and t the target's: log(s) + (m - t).
-    A rank has all of that but m, s and t, which take two all-reduces: the maxima, then the sums and targets' together.
-    Args:    logits: (…, own): of ids first, first + 1, …; targets: (…) ids of the whole vocabulary, equal on all ranks.
-             On a GPU targets had better stay on the host: there they are looked at while it computes.
+    Let l be the logits of a token on all ranks, m their maximum, t the logit of the target, and s = sum(exp(l - m)).
+    The loss is log(s) + (m - t). Two all-reduces compute it: the first of the maxima, the second of s and t together.
+    Args:    logits: (…, own), of the ids first, first + 1, …
+             targets: (…), ids of the whole vocabulary, equal on all ranks; better on the host than on a GPU, so that
+             their range is checked.
+             divisor: default: the number of tokens.
     Returns: one number, the same bits on all ranks; float32 for low precision too.
-    Cost:    forward 3 numbers a token all-reduced, instead of a gather of `vocabulary`; backward none: each rank's
-             gradient is (softmax - one-hot) of its own slice.
+    Raises:  DtypeError, ShapeError if targets do not fit.
+    Cost:    forward: an all-reduce of 3 numbers a token, instead of a gather of `vocabulary` numbers. Backward: no
+             communication, because the gradient on each rank is (softmax - one-hot) of its own slice.
     Source:  Shoeybi et al. 2019, section 3.
     """
     _check(logits, targets, vocabulary)

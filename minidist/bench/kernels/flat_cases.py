@@ -178,7 +178,7 @@ def _threshold_wanted(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
 
 def _six_reads(i: Inputs, outputs: Outputs) -> int:
     """Radix selection reads x in four rounds, and twice more to gather."""
-    return 5 * i["x"].nbytes + once(i, outputs)
+    return 5 * int(i["x"].nbytes) + once(i, outputs)
 
 
 def _size(times: float, name: str = "x") -> Any:

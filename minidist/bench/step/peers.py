@@ -94,7 +94,7 @@ def torch_step(config: GPTConfig, *, ranks: int, clip: float | None, peer: str =
         if clip is not None:
             clip_gradients(clip)
         optimizer.step()
-        return loss.item()
+        return float(loss.item())
 
     return step
 
@@ -118,7 +118,7 @@ def torch_device_step(config: GPTConfig, *, device: str, precision: str, compile
         loss.backward()
         nn.utils.clip_grad_norm_(gpt.parameters(), clip)
         optimizer.step()
-        return loss.detach()        # type: ignore[no-any-return]
+        return loss.detach()
 
     return step
 

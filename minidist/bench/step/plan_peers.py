@@ -58,7 +58,7 @@ class TorchStage(nn.Module):
             x = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return x if self.norm is None or self.head is None else self.head(self.norm(x))    # type: ignore[no-any-return]
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
 # ------------------------------------------------------------------------------------------------------- partition
@@ -134,7 +134,7 @@ def _whole(model: nn.Module) -> ForwardBackward:
     def run(ids: torch.Tensor, targets: torch.Tensor) -> float:
         loss = _loss(model(ids), targets)
         loss.backward()
-        return loss.item()
+        return float(loss.item())
 
     return run
 

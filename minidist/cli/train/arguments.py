@@ -26,15 +26,15 @@ def _job(parser: argparse.ArgumentParser) -> None:
              "of one process, for debugging (default: mpi under mpirun, else auto)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
     add("--graph", action="store_true",
-        help="capture the step as one CUDA graph after two, and launch that from then on (one process, with --device "
+        help="capture the third step as one CUDA graph, and launch that from then on (one process, with --device "
              "cuda --precision bf16)")
     add("--threads", type=positive, metavar="N",
-        help="BLAS threads a rank or replica (default: this machine's cores // how many there are on it)")
+        help="BLAS threads a rank or replica (default: this machine's cores // its ranks or replicas)")
 
 
 def _division(parser: argparse.ArgumentParser) -> None:
-    """Along which axes, and what of the state."""
-    add = parser.add_argument_group("how it is divided").add_argument
+    """Along which axes the job is cut, and which state is divided."""
+    add = parser.add_argument_group("the plan").add_argument
     add("--plan", metavar="dp=N,pp=N,…",
         help="how the job is cut: ranks along the axes dp (data), pp (pipeline), ep (experts), cp (context) and tp "
              "(tensor) (default: dp=all)")
@@ -42,55 +42,54 @@ def _division(parser: argparse.ArgumentParser) -> None:
         help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too (default: 0; "
              "with --offload all 3)")
     add("--shard", type=positive, metavar="N",
-        help="with --zero: N neighbours share one copy of the state, and every N others have a copy of "
-             "their own: hybrid sharding (default: all ranks share one)")
+        help="with --zero: hybrid sharding, each group of N neighbours has a copy of the state of its own "
+             "(default: all ranks share one copy)")
     add("--keep-gathered", action="store_true",
-        help="with --zero 3: keep weights from forward to backward, a third less traffic for more memory")
+        help="with --zero 3: keep weights from forward to backward: a third less traffic, more memory")
     add("--schedule", choices=list(ORDERS), default="1f1b",
-        help="who computes what when, with pp=2 or more (default: 1f1b)")
+        help="order of forward and backward passes, with pp=2 or more (default: 1f1b)")
     add("--microbatches", type=positive, metavar="M",
-        help="with pp=2 or more: in how many pieces a pass goes through the pipeline (default: 4 a stage)")
+        help="with pp=2 or more: microbatches of a pass through the pipeline (default: 4 a stage)")
     add("--stage-layers", default="even", metavar="even|measured|N,N,…",
-        help="with pp=2 or more: how many layers each stage has; measured: so that the slowest is as fast as can be, "
-             "by the time that a block, the embedding and the output take (default: even)")
+        help="with pp=2 or more: layers of each stage; measured: the fastest slowest stage, by the measured times of a "
+             "block, the embedding and the output (default: even)")
     add("--attention", choices=ATTENTIONS, default="ring",
-        help="with cp=2 or more: keys and values go round, or heads are swapped for tokens (default: ring)")
+        help="with cp=2 or more: pass keys and values around, or exchange heads for tokens (default: ring)")
     add("--sequence-parallel", action="store_true",
-        help="with tp=2 or more: what lies outside the tensor-parallel regions is divided by tokens")
+        help="with tp=2 or more: divide tokens outside the tensor-parallel regions")
 
 
 def _strategy(parser: argparse.ArgumentParser) -> None:
-    """Those with a centre: device 0, or servers."""
+    """Strategies with a centre: device 0, or servers."""
     add = parser.add_argument_group("other strategies").add_argument
     add("--strategy", choices=STRATEGIES, default="ddp",
-        help="ddp: equal ranks; data-parallel: one process, a thread a replica; parameter-server: the "
-             "last ranks keep the weights for the others (default: ddp)")
-    add("--replicas", type=positive, metavar="R", help="of data-parallel: its devices (default: 2)")
+        help="ddp: all ranks are equal; data-parallel: one process, a thread a replica; parameter-server: the "
+             "last ranks keep the weights (default: ddp)")
+    add("--replicas", type=positive, metavar="R", help="of data-parallel: number of devices (default: 2)")
     add("--servers", type=positive, default=1, metavar="S",
-        help="of parameter-server: ranks that are servers (default: 1)")
+        help="of parameter-server: number of servers (default: 1)")
     add("--asynchronous", action="store_true",
-        help="of parameter-server: update by each worker's gradient as it comes")
+        help="of parameter-server: update with each worker's gradient as it arrives")
     add("--staleness", type=int, metavar="K",
-        help="how many steps an asynchronous worker may be ahead; below 0: any number (default: 2)")
+        help="most steps that an asynchronous worker may be ahead; below 0: no limit (default: 2)")
 
 
 def _memory(parser: argparse.ArgumentParser) -> None:
-    """What is kept, made again, or put elsewhere."""
-    add = parser.add_argument_group("what the device holds").add_argument
+    """What the device keeps, recomputes, or offloads."""
+    add = parser.add_argument_group("device memory").add_argument
     add("--accumulate", type=positive, default=1, metavar="A",
-        help="take each rank's sequences in A passes, for less activation memory (default: 1)")
+        help="divide each rank's sequences into A passes, which needs less activation memory (default: 1)")
     add("--checkpoint-blocks", nargs="?", const="all", default="none", metavar="WHICH",
-        help="keep of blocks their inputs alone and compute the rest again in backward: all (default with "
-             "the option), numbers as in 0,2, or of attention the scores")
+        help="keep only the inputs of blocks and recompute the rest in backward: all (default with the option), "
+             "numbers as in 0,2, or scores: those of attention")
     add("--offload", choices=OFFLOADS, default="none",
-        help="keep off the device: the optimizer's state and update, on the host; or all that lasts, on "
-             "disk (default: none)")
+        help="keep off the device: optimizer, its state and update on the host; all, every lasting array on disk "
+             "(default: none)")
     add("--offload-dir", metavar="DIR",
-        help="where --offload all puts its files, which vanish with the run (default: with the system's "
-             "temporary files)")
+        help="folder of the files of --offload all, which are removed after the run (default: the system's "
+             "temporary folder)")
     add("--device-memory", type=number_of_bytes, metavar="SIZE",
-        help="the most that a rank's device may hold, as 64MiB; what passes it is an error (default: no "
-             "limit)")
+        help="limit of a rank's device memory, as 64MiB; more is an error (default: no limit)")
 
 
 def _data(parser: argparse.ArgumentParser) -> None:
@@ -111,11 +110,11 @@ def _model(parser: argparse.ArgumentParser) -> None:
     add("--width", type=positive, default=128, metavar="N", help="model width (default: 128)")
     add("--heads", type=positive, default=4, metavar="N", help="attention heads (default: 4)")
     add("--vocab", type=positive, metavar="N",
-        help="embedding rows, at least the data's symbols; the rest unused (default: the symbols)")
+        help="embedding rows, at least one for each symbol of the data (default: as many)")
     add("--positions", choices=["learned", "rotary"], default="rotary",
-        help="how a token knows its place (default: rotary)")
+        help="how positions enter the model (default: rotary)")
     add("--tied", action="store_true", help="one matrix for embedding and output")
-    add("--dropout", type=fraction, default=0.0, metavar="RATE", help="share of numbers dropped (default: 0)")
+    add("--dropout", type=fraction, default=0.0, metavar="RATE", help="share of activations dropped (default: 0)")
     add("--dtype", choices=["float64", "float32"], default="float32",
         help="of weights and activations (default: float32)")
     add("--precision", choices=PRECISIONS, default="fp32",
@@ -128,16 +127,16 @@ def _experts(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("a mixture of experts").add_argument
     add("--experts", type=positive, metavar="E",
         help="E experts in place of each block's MLP; plan axis ep divides them (default: an MLP)")
-    add("--top-k", type=positive, metavar="K", help="experts that a token goes to (default: 2)")
+    add("--top-k", type=positive, metavar="K", help="experts of a token (default: 2)")
     add("--capacity", type=positive_number, metavar="FACTOR",
-        help="tokens of a sequence that an expert takes, as a multiple of the even share; the rest is dropped "
-             "(default: takes all)")
+        help="most tokens of a sequence for an expert, as a multiple of the even share; the rest is dropped "
+             "(default: no limit)")
     add("--gate-noise", type=not_negative, metavar="STD", help="added to the gate's scores (default: 0)")
     add("--balance", choices=BALANCES,
-        help="what keeps experts evenly loaded: a loss, biases that move against the load, or nothing (default: loss)")
+        help="keep experts evenly loaded by a loss, by biases that move against the load, or not (default: loss)")
     add("--balance-weight", type=not_negative, metavar="W", help="of the balance loss (default: 0.01)")
-    add("--bias-rate", type=not_negative, metavar="R", help="how far a bias moves in a step (default: 0.001)")
-    add("--shared-experts", type=positive, metavar="S", help="experts that see every token, beside the others "
+    add("--bias-rate", type=not_negative, metavar="R", help="change of a bias in a step (default: 0.001)")
+    add("--shared-experts", type=positive, metavar="S", help="experts that get every token, besides the others "
         "(default: none)")
     add("--expert-width", type=positive, metavar="N",
         help="numbers inside an expert (default: as inside the MLP, 4 × width)")
@@ -149,7 +148,7 @@ def _training(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=positive, default=500, metavar="K", help="optimizer steps (default: 500)")
     add("--seed", type=int, default=0, metavar="S", help="of weights and batches (default: 0)")
     add("--optimizer", choices=list(OPTIMIZERS), default="adamw",
-        help="what makes the steps (default: adamw)")
+        help="the optimizer (default: adamw)")
     add("--lr", type=positive_number, default=4e-3, metavar="RATE", help="peak rate (default: 0.004)")
     add("--lr-schedule", choices=SCHEDULES, default="cosine",
         help="after a warm-up of a twentieth of the steps (default: cosine)")
@@ -158,12 +157,12 @@ def _training(parser: argparse.ArgumentParser) -> None:
 
 
 def _result(parser: argparse.ArgumentParser) -> None:
-    """What is left of a run."""
+    """Files and output of a run."""
     add = parser.add_argument_group("the result").add_argument
     add("--out", metavar="DIR", help="run folder (default: runs/DATE-TIME)")
     add("--json", metavar="FILE", help="also write metrics.json here")
     add("--verify", action="store_true",
-        help="then repeat the first 20 steps on one process and compare the weights")
+        help="after the run, repeat its first 20 steps on one process and compare the weights")
     add("--quiet", action="store_true", help="print nothing")
 
 

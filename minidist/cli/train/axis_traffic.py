@@ -1,4 +1,4 @@
-"""What a run tells of a composed plan: what was sent along each axis of the mesh, beside its formula."""
+"""Traffic of a composed plan: bytes sent along each axis of the mesh, beside the formula."""
 
 import math
 from dataclasses import replace
@@ -7,27 +7,24 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from minidist.comm.group import Group
 from minidist.console import exactly
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.hybrid_costs import elements_sent, wide_elements
 from minidist.parallel.hybrid.hybrid_pipeline import gathers
-from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.memory.activations import chosen
-from minidist.parallel.zero.zero2 import Zero2
-from minidist.parallel.zero.zero3 import Zero3
+from minidist.parallel.step.strategy import Collective
 
 WIDE = 4
 """Bytes of a number that travels as float32 in low precision too."""
 
 
-def formula(trainer: Trainer, strategy: Hybrid, data: dict[str, Any], batch: Any) -> dict[str, Any]:
-    """Bytes of all ranks and steps by axis, and how many parameters this rank has. Every rank calls it.
+def formula(trainer: Trainer, strategy: Any, data: dict[str, Any], batch: Any) -> dict[str, Any]:
+    """Bytes of all ranks and steps by axis, and the number of this rank's parameters. Every rank calls it.
 
-    Args:    data: the formula of this rank's group of the data axis; batch: one of the run.
+    Args:    data: the formula of this rank's group of the data axis. batch: one batch of the run.
     Cost:    two all-gathers of one or two integers a rank, under `control`.
     """
-    plan, itemsize = trainer.plan, strategy.weights[0].dtype.itemsize
+    plan, itemsize = trainer.plan, next(trainer.model.parameters()).dtype.itemsize
     config, sequences = replace(trainer.config, context=batch[0].shape[1]), len(batch[0])
     again = chosen(plan.checkpoint_blocks, config.layers)
     elements = elements_sent(config, plan, sequences, recomputed=len(again))
@@ -46,36 +43,30 @@ def formula(trainer: Trainer, strategy: Hybrid, data: dict[str, Any], batch: Any
     axes = {axis: nbytes for axis, nbytes in axes.items() if math.prod(plan.axes[name] for name in axis.split(",")) > 1}
     return {"sent_bytes": sum(axes.values()), "messages": None, "buckets": data["buckets"], "axes": axes,
             "held": sum(p.size for p in strategy.model.parameters()),
-            "held_experts": sum(p.size for p in strategy.model.parameters() if id(p) in strategy.others)}
+            "held_experts": sum(p.size for p in strategy.model.parameters() if p.shared_by is not None)}
 
 
 def stage_layers(trainer: Trainer) -> list[int] | None:
-    """How many layers each stage of the pipeline has; None where there is none."""
-    strategy = trainer.strategy
-    return strategy.pipeline.layers if isinstance(strategy, Hybrid) and strategy.pipeline is not None else None
+    """Layers of each stage of the pipeline; None without a pipeline."""
+    strategy: Any = trainer.strategy
+    return strategy.pipeline.layers if trainer.plan.pp > 1 else None
 
 
-def collectives(strategy: Hybrid, accumulate: int) -> list[tuple[str, int, Group]] | None:
-    """report.collectives for ZeRO-2 and 3 behind a pipeline, where a microbatch is a pass; None: no difference.
-    """
+def collectives(strategy: Any, accumulate: int) -> list[Collective] | None:
+    """The collectives of ZeRO-2 and 3 under a pipeline, where each microbatch is a pass; None in other cases."""
     pipeline, data, plan = strategy.pipeline, strategy.data, strategy.plan
-    if pipeline is None or not isinstance(data, (Zero2, Zero3)):
+    if pipeline is None or not data.reduces_each_pass:
         return None
     passes = accumulate * plan.pieces
-    if isinstance(data, Zero2):
-        return [("reduce_scatter", flat.nbytes, flat.group) for flat in data.flats for _ in range(passes)] + [
-            ("all_gather", flat.nbytes, flat.group) for flat in data.flats]
-    calls = [(verb, flat.nbytes, flat.group) for flat in data.root.flats for verb in ("all_gather", "reduce_scatter")]
-    for stage, chain in zip(pipeline.stages.layers, data.chains, strict=True):
-        times = accumulate * gathers(pipeline.schedule, strategy.pp.rank, stage, keep=plan.keep_gathered)
-        for flat in (flat for unit in chain for flat in unit.flats):
-            calls += [("all_gather", flat.nbytes, flat.group)] * times
-            calls += [("reduce_scatter", flat.nbytes, flat.group)] * passes
-    return calls
+    if plan.zero == 2:
+        return data.traffic(passes)     # type: ignore[no-any-return]
+    fetches = [accumulate * gathers(pipeline.schedule, strategy.pp.rank, stage, keep=plan.keep_gathered)
+               for stage in pipeline.stages.layers]
+    return data.traffic(passes, fetches)        # type: ignore[no-any-return]
 
 
 def measured(metrics: dict[str, Any]) -> dict[str, int]:
-    """Bytes of all ranks and steps by axis; hybrid sharding's parts of dp count as dp."""
+    """Bytes of all ranks and steps by axis; the parts of dp under hybrid sharding count as dp."""
     sent = dict.fromkeys(metrics["formula"]["axes"], 0)
     for rank in metrics["ranks"]:
         for axis, verbs in rank["sent_bytes"].items():
@@ -86,7 +77,7 @@ def measured(metrics: dict[str, Any]) -> dict[str, int]:
 
 
 def traffic_table(metrics: dict[str, Any]) -> Table:
-    """All ranks' bytes a step along each axis, scalars apart."""
+    """All ranks' bytes in a step along each axis, without scalars."""
     steps, by_formula = len(metrics["losses"]), metrics["formula"]["axes"]
     table = Table(header_style="bold")
     table.add_column("axis")

@@ -1,6 +1,6 @@
-"""What a run tells of the strategies in which everything passes one place: data-parallel, parameter-server.
+"""Traffic of the strategies with a centre, data-parallel and parameter-server.
 
-Their rows are not alike, as those of a ring are: device 0 and the servers send, and hold, something else than the rest.
+On a ring all ranks send the same; here device 0 and the servers send other bytes than the rest.
 """
 
 from typing import Any
@@ -9,8 +9,6 @@ from rich.table import Table
 
 from minidist.console import exactly
 from minidist.parallel.data.bounded_staleness import key_shards
-from minidist.parallel.data.data_parallel import DataParallel
-from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.step.step import Part, micro_parts, part_of
@@ -19,23 +17,23 @@ Counts = list[list[int]]
 """[bytes, messages] of each rank, or device."""
 
 
-def device_records(strategy: DataParallel) -> list[dict[str, Any]]:
-    """As metrics.rank_record, for each device of the one process."""
+def device_records(strategy: Any) -> list[dict[str, Any]]:
+    """metrics.rank_record for each device of the one process."""
     return [{"rank": device.rank, "coordinates": {"dp": device.rank}, "sent_bytes": device.group.ledger.sent_bytes(),
              "messages": device.group.ledger.messages(), "memory": device.account.snapshot()}
             for device in strategy.devices]
 
 
-def formula(trainer: Trainer, strategy: DataParallel | ParameterServer, batch: Any) -> dict[str, Any]:
-    """Bytes and messages of a run of equal batches without a loss, by rank or device. Args: batch: one of them."""
-    counts = (_by_device(trainer, strategy, batch) if isinstance(strategy, DataParallel) else
+def formula(trainer: Trainer, strategy: Any, batch: Any) -> dict[str, Any]:
+    """Bytes and messages of a run by rank or device, if no worker is lost. Args: batch: one batch of the run."""
+    counts = (_by_device(trainer, strategy, batch) if trainer.plan.strategy == "data-parallel" else
               _by_role(trainer, strategy))
     return {"sent_bytes": sum(nbytes for nbytes, _ in counts), "messages": sum(messages for _, messages in counts),
             "buckets": 0, "by_rank": counts, "lost": sorted(getattr(strategy, "gone", ()))}
 
 
-def _by_role(trainer: Trainer, strategy: ParameterServer) -> Counts:
-    """A worker pushes all gradients, a server gives its keys to every worker; asynchronous: at the end once more."""
+def _by_role(trainer: Trainer, strategy: Any) -> Counts:
+    """A worker pushes all gradients; a server sends its keys to each worker, asynchronously once more at the end."""
     keys = [sum(p.data.nbytes for p in share) for share in key_shards(trainer.model, strategy.servers)]
     steps, workers = trainer.steps_done, strategy.workers
     pulls = steps + strategy.asynchronous
@@ -43,8 +41,8 @@ def _by_role(trainer: Trainer, strategy: ParameterServer) -> Counts:
             + [[pulls * workers * nbytes, pulls * workers] for nbytes in keys])
 
 
-def _by_device(trainer: Trainer, strategy: DataParallel, batch: Any) -> Counts:
-    """Device 0 sends models, inputs and outputs' gradients; the others gradients and outputs."""
+def _by_device(trainer: Trainer, strategy: Any, batch: Any) -> Counts:
+    """Device 0 sends models, inputs and gradients of outputs; the others send gradients and outputs."""
     inputs, size = batch[0], len(strategy.devices)
     model = sum(p.data.nbytes for p in trainer.model.parameters())
     per_row = trainer.config.vocabulary * inputs.shape[1] * next(trainer.model.parameters()).data.itemsize
@@ -62,12 +60,12 @@ def _by_device(trainer: Trainer, strategy: DataParallel, batch: Any) -> Counts:
 
 
 def optimizer_share(plan: dict[str, Any]) -> float:
-    """How much of the optimizer's state rank 0 holds: a worker has none of it."""
+    """The share of the optimizer's state on rank 0: none if rank 0 is a worker."""
     return 0.0 if plan["strategy"] == "parameter-server" else 1.0
 
 
 def traffic_table(metrics: dict[str, Any]) -> Table:
-    """What each device, worker or server sent in a step beside the formula, scalars apart."""
+    """Bytes and messages of each device, worker or server in a step, without scalars, beside the formula."""
     steps, plan = len(metrics["losses"]), Plan(**metrics["plan"])
     table = Table(header_style="bold")
     table.add_column("who")

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             return max(run_function(_train_in_thread, settings, threads, size=size, transport=args.transport,
                                     limit=THREADS_LIMIT))
     if starts_ranks:
-        args.out = str(settings.out)                        # whose default is the time
+        args.out = str(settings.out)                        # its default is the time of day
         with run_folder(settings.out):
             return spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size)
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
@@ -88,7 +88,7 @@ def _train_in_thread(world: Group, settings: Settings, threads: int) -> int:
 
 
 def train(settings: Settings, world: Group, threads: int) -> int:
-    """The run from the first step to the report; the same on every rank, but that rank 0 speaks and writes."""
+    """Run from the first step to the report; only rank 0 prints and writes files. Returns: the exit status."""
     args = settings.args
     speaks = world.rank == 0 and not args.quiet
     console, on_terminal = make_console() if speaks else (Console(quiet=True), False)
@@ -118,11 +118,11 @@ def train(settings: Settings, world: Group, threads: int) -> int:
         if args.json:
             write_json(args.json, metrics)
         if speaks:
-            with account.use(account.MemoryAccount()):      # the run is over, and its limit
+            with account.use(account.MemoryAccount()):      # without the run's memory limit
                 written = sample(whole_model(trainer, weights), settings.text, seed=args.seed)
             print_report(console, metrics, written, settings.out)
     trainer.close()
-    world.barrier()      # nobody leaves, and ends the job for the others, before rank 0 has written
+    world.barrier()      # no rank ends the job before rank 0 has written its files
     return status
 
 
@@ -137,9 +137,11 @@ def whole_model(trainer: Trainer, weights: Weights) -> GPT:
 
 def train_steps(trainer: Trainer, settings: Settings,
                 report: Report) -> tuple[list[float], list[float], Weights | None]:
-    """Every step: the global losses, each step's seconds on this rank, and early weights if --verify wants them.
+    """Make every step.
 
-    Where a step does not wait for its own loss, that is waited for when the next step has been asked for.
+    A step may return before its loss is known; that loss is then read after the next step was started.
+
+    Returns: the global losses, the seconds of each step on this rank, and with --verify the early weights.
     """
     losses, seconds, early = [], [], None
     args, ledger = settings.args, trainer.world.ledger
@@ -166,7 +168,7 @@ def train_steps(trainer: Trainer, settings: Settings,
 
 
 def announce(console: Console, settings: Settings, world: Group, stages: list[int] | None) -> None:
-    """What is about to be trained, on what; `stages`: how many layers each has."""
+    """Print the data, the model and the ranks. `stages`: layers of each pipeline stage, if there are some."""
     config, text = settings.config, settings.text
     split = f" (in stages of {', '.join(map(str, stages))})" if stages else ""
     console.print(f"{text.source}: {len(text.train):,} symbols to learn from, {len(text.validation):,} held out, "

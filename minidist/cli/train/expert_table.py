@@ -1,4 +1,4 @@
-"""What a run tells of a mixture: how many tokens each expert was chosen by, and how many it took."""
+"""Load of the experts: tokens that chose each expert, and tokens that it took."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def expert_record(trainer: Trainer) -> dict[str, Any]:
-    """For metrics.json: tokens of the run that chose each expert, and that it took, layer by layer. All ranks call it.
+    """For metrics.json: by layer, the tokens of the run that chose each expert and those that it took.
 
-    Empty for a model without experts.
+    All ranks call it. Empty for a model without experts.
     """
     if trainer.config.mixture is None:
         return {}
@@ -22,7 +22,7 @@ def expert_record(trainer: Trainer) -> dict[str, Any]:
 
 
 def expert_table(metrics: dict[str, Any]) -> Table:
-    """A row a layer: the fewest and the most that an expert was chosen by beside the even share, and each one's bar."""
+    """A row a layer: fewest and most tokens of an expert beside the even share, and a bar for each expert."""
     chosen, taken = (np.array(metrics["experts"][kind]) for kind in ("chosen", "taken"))
     steps = len(metrics["losses"])
     shown = Table(header_style="bold")

@@ -16,7 +16,6 @@ from minidist.cli.train.settings import Settings
 from minidist.comm.group import Group
 from minidist.nn import GPT
 from minidist.observe.records import gather_records
-from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.hybrid.hybrid import Trainer
 
 Metrics = dict[str, Any]
@@ -46,7 +45,7 @@ def run_metrics(trainer: Trainer, world: Group, settings: Settings, *, threads: 
 
 def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
     """Every rank's record on rank 0; of one process that drives several devices, every device's."""
-    if isinstance(trainer.strategy, DataParallel):
+    if trainer.plan.strategy == "data-parallel":
         return device_records(trainer.strategy)
     return gather_records(world, rank_record(trainer, world))
 

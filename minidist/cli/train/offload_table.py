@@ -1,4 +1,4 @@
-"""What `minidist train` tells of offloading: what fills host and disk, and what moved, beside the formulas."""
+"""Offloading: bytes on host and disk, and bytes moved in a step, beside the formulas."""
 
 from typing import Any
 
@@ -8,30 +8,23 @@ from rich.table import Table
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
 from minidist.parallel.zero.memory_formula import Each
-from minidist.parallel.zero.zero1 import Zero1
-from minidist.parallel.zero.zero2 import Zero2
-from minidist.parallel.zero.zero3 import Zero3
 
 
 def offload_record(trainer: Trainer) -> dict[str, Any]:
-    """One rank's host memory, disk and moves in training steps; nothing where the plan offloads nothing."""
+    """One rank's host memory, disk bytes and moves in training steps; empty if the plan offloads nothing."""
     if trainer.plan.offload == "none":
         return {}
-    return {"host_memory": trainer.home.host.snapshot(), "disk_bytes": trainer.home.disk_bytes(),
-            "moved_bytes": dict(trainer.home.traffic.step),
+    return {"host_memory": trainer.store.host.snapshot(), "disk_bytes": trainer.store.disk_bytes(),
+            "moved_bytes": dict(trainer.store.traffic.step),
             "moved_formula": {way: trainer.steps_done * nbytes for way, nbytes in moved_formula(trainer).items()}}
 
 
 def moved_formula(trainer: Trainer) -> dict[str, int]:
-    """What this rank should move in a step."""
-    strategy, plan = trainer.strategy, trainer.plan
-    assert isinstance(strategy, (Zero1, Zero2, Zero3))
-    each = bytes_each(trainer)
-    flats = strategy.gradients.flats if isinstance(strategy, Zero3) else strategy.flats
-    learning = sum(flat.owned for flat in flats)
+    """Bytes that this rank should move in a step, by way."""
+    plan, strategy = trainer.plan, trainer.strategy.data        # type: Any, Any
+    each, learning = bytes_each(trainer), sum(piece.data.size for _, piece in strategy.owned())
     if plan.offload == "optimizer":
-        return moved_to_host(learning, each, passes=1 if isinstance(strategy, Zero1) else plan.accumulate)
-    assert isinstance(strategy, Zero3)
+        return moved_to_host(learning, each, passes=plan.accumulate if strategy.reduces_each_pass else 1)
     units = sum(flat.owned for unit in strategy.units for flat in unit.flats)
     return moved_to_disk(units, sum(flat.owned for flat in strategy.root.flats), learning, each,
                          masters=plan.precision != "fp32", passes=plan.accumulate, keeps=plan.keep_gathered)
@@ -45,14 +38,14 @@ def bytes_each(trainer: Trainer) -> Each:
 
 
 def on_device(held: dict[str, float], offload: str, zero: int) -> dict[str, float]:
-    """Of the bytes by category that a rank holds, those that its plan's offload leaves on the device."""
+    """Of the bytes by category that a rank holds, the part that stays on the device."""
     gone = {"none": (), "optimizer": ("optimizer",) if zero == 1 else ("optimizer", "gradients"),
             "all": ("optimizer", "gradients", "parameters")}[offload]
     return {category: 0 if category in gone else nbytes for category, nbytes in held.items()}
 
 
 def print_offload(console: Console, metrics: dict[str, Any]) -> None:
-    """The table of moves, and what lies on rank 0's host and disk."""
+    """Print the table of moves, and the bytes on rank 0's host and disk."""
     first, steps = metrics["ranks"][0], len(metrics["losses"])
     console.rule("what rank 0 moved in a step, in bytes, measured and by formula", style="dim", align="left")
     table = Table(header_style="bold")

@@ -1,4 +1,4 @@
-"""How far a training run is: a bar on a terminal, plain lines elsewhere, nothing under --quiet."""
+"""Progress of a training run: a bar on a terminal, plain lines elsewhere, nothing under --quiet."""
 
 import os
 import sys
@@ -17,44 +17,44 @@ LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "srun", "orterun", "prterun")
 
 
 class Report(Protocol):
-    """Is told of each step, and then of each batch of held-out text."""
+    """Shows each step, then each batch of held-out text."""
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
-        """Step `number` (from 1) ended with `loss`; `sent_bytes` is what this rank has sent so far."""
+        """Show step `number` (from 1) with its `loss`; `sent_bytes` of this rank so far."""
         ...
 
     def close(self) -> None:
-        """The last step is done."""
+        """End the part of the training steps."""
         ...
 
     def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """The batches, one by one: how many of them are done is shown."""
+        """Yield the batches one by one, and show how many are done."""
         ...
 
 
 class Silence:
-    """Says nothing."""
+    """Shows nothing."""
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
-        """Say nothing."""
+        """Show nothing."""
 
     def close(self) -> None:
-        """Say nothing."""
+        """Show nothing."""
 
     def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Say nothing."""
+        """Show nothing."""
         yield from batches
 
 
 class Lines:
-    """A line now and then: the first step, the last, and at most one every `seconds` between."""
+    """Prints a line for the first step, for the last, and at most one every `seconds` between."""
 
     def __init__(self, steps: int, print_line: Callable[[str], Any], *, seconds: float = 5.0) -> None:
         self.steps, self.print_line, self.seconds = steps, print_line, seconds
         self._last = float("-inf")
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
-        """Print the step if it is time."""
+        """Print the step if `seconds` have passed since the last line."""
         now = time.monotonic()
         if number < self.steps and now - self._last < self.seconds:
             return
@@ -63,7 +63,7 @@ class Lines:
                         f"{tokens_per_second:,.0f} tokens/s  {size_text(sent_bytes)} sent a rank")
 
     def close(self) -> None:
-        """Nothing is left to print."""
+        """Do nothing."""
 
     def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """Print a line at most every `seconds`."""
@@ -76,7 +76,7 @@ class Lines:
 
 
 class Bar:
-    """A progress bar that stays where it is."""
+    """A progress bar that stays in its place on the screen."""
 
     def __init__(self, steps: int, console: Console) -> None:
         self.progress = Progress(
@@ -96,28 +96,28 @@ class Bar:
         self.progress.stop()
 
     def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """A bar of its own, which goes when it is full."""
+        """Show a second bar, which disappears when it is full."""
         yield from track(batches, "held-out text", console=self.progress.console, transient=True)
 
 
 def launcher_terminal() -> str | None:
-    """The terminal that mpirun or srun, our ancestor, writes to; None if there is none.
+    """The terminal to which mpirun or srun, our ancestor, writes; None if there is none.
 
-    A launcher reads its ranks' output through pipes, so that rank 0 sees no terminal although its user sits at one, and
-    what it prints arrives there unchanged.
+    A launcher reads its ranks' output through pipes, so rank 0 has no terminal of its own. Its output arrives unchanged
+    on the launcher's.
     """
     try:
         for parent in psutil.Process().parents():
             if parent.name() in LAUNCHERS:
                 target = os.readlink(f"/proc/{parent.pid}/fd/1")
                 return target if target.startswith(("/dev/pts/", "/dev/tty")) else None
-    except (psutil.Error, OSError):  # another system, or not ours to read: then there is no bar, only lines
+    except (psutil.Error, OSError):  # another system, or no permission: lines instead of a bar
         return None
     return None
 
 
 def make_console() -> tuple[Console, bool]:
-    """A console on stdout, and whether a person at a terminal sees it."""
+    """A console on stdout, and whether it is shown on a terminal."""
     if sys.stdout.isatty():
         return Console(highlight=False), True
     terminal = launcher_terminal()
@@ -132,7 +132,7 @@ def make_console() -> tuple[Console, bool]:
 
 
 def make_report(steps: int, console: Console, *, on_terminal: bool) -> Report:
-    """A bar where a person watches, else lines."""
+    """A bar on a terminal, else lines."""
     if on_terminal:
         return Bar(steps, console)
     return Lines(steps, lambda line: console.print(line, markup=False, soft_wrap=True))

@@ -1,6 +1,6 @@
 """The report of `minidist train`: tables that hold measured beside formula, and the formulas of what is sent."""
 
-from itertools import pairwise
+from collections.abc import Sequence
 from math import log
 from pathlib import Path
 from statistics import fmean
@@ -12,95 +12,46 @@ from rich.table import Table
 from minidist.cli.train import axis_traffic, central_traffic
 from minidist.cli.train.expert_table import expert_table
 from minidist.cli.train.offload_table import on_device, print_offload
-from minidist.comm.chunks import bounds
 from minidist.comm.cost.volume import FORMULAS, Case
-from minidist.comm.group import Group
 from minidist.console import exactly, plural
-from minidist.parallel.data.data_parallel import DataParallel
-from minidist.parallel.data.ddp import DDP
-from minidist.parallel.data.parameter_server import ParameterServer
-from minidist.parallel.data.replica_groups import owners
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.parallel.hybrid.hybrid_step import Hybrid
-from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Batch
+from minidist.parallel.step.strategy import Collective, Strategy
 from minidist.parallel.zero.memory_formula import STATE, Each, state_bytes
-from minidist.parallel.zero.zero1 import Zero1
-from minidist.parallel.zero.zero2 import Zero2
-from minidist.parallel.zero.zero3 import Zero3
 
 Metrics = dict[str, Any]
-Call = tuple[str, int, Group]
-"""A collective: its verb, the bytes of the whole array, and among whom."""
 
 
 def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
-    """Bytes and messages that all ranks together should have sent for gradients, and with ZeRO for weights, in all
-    steps: the sum over buckets, or with ZeRO-2 and 3 over collectives. Args: batch: like those of the run.
+    """Bytes and messages of all ranks and steps by formula, for gradients and under ZeRO for weights.
+
+    Args:    batch: one batch of the run.
     """
-    strategy = trainer.strategy
-    if isinstance(strategy, (DataParallel, ParameterServer)):
+    plan, strategy = trainer.plan, trainer.strategy
+    if plan.strategy != "ddp":
         return central_traffic.formula(trainer, strategy, batch)
-    if isinstance(strategy, Single):
-        return {"sent_bytes": 0, "messages": 0, "buckets": 0}
-    if isinstance(strategy, Hybrid):
-        calls = axis_traffic.collectives(strategy, trainer.plan.accumulate)
+    calls = strategy.data.traffic(plan.accumulate)
+    if plan.composed:
+        calls = axis_traffic.collectives(strategy, plan.accumulate) or calls
         return axis_traffic.formula(trainer, strategy, data_formula(trainer, strategy.data, calls), batch)
-    return {key: value for key, value in data_formula(trainer, strategy).items() if key != "axes"}
+    return {key: value for key, value in data_formula(trainer, strategy, calls).items() if key != "axes"}
 
 
-def data_formula(trainer: Trainer, strategy: DDP | Zero1 | Zero2 | Zero3,
-                 calls: list[Call] | None = None) -> dict[str, Any]:
-    """Bytes and messages of all ranks of one group of the data axis together, in all steps, from its `calls` in one;
-    bytes also by the axis of who shares what.
+def data_formula(trainer: Trainer, strategy: Strategy, calls: Sequence[Collective]) -> dict[str, Any]:
+    """Bytes and messages of all ranks of one group of the data axis in all steps; bytes also by axis.
+
+    Args:    calls: the collectives of one step.
     """
-    plan, ranks, steps = trainer.plan, trainer.plan.copies, trainer.steps_done
-    calls = collectives(strategy, plan.accumulate) if calls is None else calls
-    runs = [(FORMULAS[verb, plan.algorithm],    # what all ranks send does not depend on who owns how much
-             Case(size=group.size, nbytes=nbytes, blocks=[nbytes] + [0] * (group.size - 1)), ranks // group.size, group)
-            for verb, nbytes, group in calls]
-    size = plan.shard or ranks          # of a group that shares a copy; there are ranks / size of them
-    runs += [(FORMULAS["all_reduce", plan.algorithm], Case(size=ranks // size, nbytes=nbytes), 1, strategy.group)
-             for nbytes in shards(strategy) if size < ranks]
-    axes: dict[str, int] = {}
-    for formula, case, times, group in runs:
-        axis = group.axis.split(".")[0]
+    plan, steps, axes, messages = trainer.plan, trainer.steps_done, dict[str, int](), 0
+    for call in calls:      # the sum over ranks does not depend on the sizes of their shards
+        size, times = call.group.size, 1 if call.once else plan.copies // call.group.size
+        case = Case(size=size, nbytes=call.nbytes, blocks=[call.nbytes] + [0] * (size - 1))
+        formula, axis = FORMULAS[call.verb, plan.algorithm], call.group.axis.split(".")[0]
         axes[axis] = axes.get(axis, 0) + steps * times * formula.bytes_of(case)
-    return {"sent_bytes": sum(axes.values()), "axes": axes,
-            "messages": steps * sum(times * formula.messages_of(case) for formula, case, times, _ in runs),
-            "buckets": len(calls if isinstance(strategy, (Zero2, Zero3)) else buckets_of(strategy))}
-
-
-def collectives(strategy: DDP | Zero1 | Zero2 | Zero3, accumulate: int) -> list[Call]:
-    """Of each collective in a step of `accumulate` passes, within one copy of the state, scalars apart."""
-    if isinstance(strategy, Zero3):
-        times = 2 if strategy.free_after_forward else 1
-        gathered = [(flat, times * accumulate) for unit in strategy.units for flat in unit.flats]
-        gathered += [(flat, 1) for flat in strategy.root.flats]         # held all step
-        return ([("all_gather", flat.nbytes, flat.group) for flat, times in gathered for _ in range(times)]
-                + [("reduce_scatter", flat.nbytes, flat.group) for flat in strategy.gradients.flats
-                   for _ in range(accumulate)])
-    verbs = ["all_reduce"] if isinstance(strategy, DDP) else ["reduce_scatter", "all_gather"]
-    if isinstance(strategy, Zero2):
-        verbs = ["reduce_scatter"] * accumulate + ["all_gather"]
-    return [(verb, nbytes, group) for verb in verbs for nbytes, group in buckets_of(strategy)]
-
-
-def shards(strategy: DDP | Zero1 | Zero2 | Zero3) -> list[int]:
-    """Bytes of every shard of one copy: each is summed over the copies, once a step."""
-    if isinstance(strategy, DDP):
-        return []
-    flats = strategy.gradients.flats if isinstance(strategy, Zero3) else strategy.flats
-    return [(stop - start) * flat.dtype.itemsize for flat in flats if flat.group is strategy.sharing.shard
-            for start, stop in pairwise(bounds(flat.size, strategy.sharing.shard.size))]
-
-
-def buckets_of(strategy: DDP | Zero1 | Zero2) -> list[tuple[int, Group]]:
-    """The bytes of each bucket, and who shares it."""
-    if isinstance(strategy, DDP):
-        return [(bucket.data.nbytes, owners(bucket.parameters, strategy.group, strategy.others))
-                for bucket in strategy.buckets]
-    return [(flat.nbytes, flat.group) for flat in strategy.flats]
+        messages += steps * times * formula.messages_of(case)
+    kinds = ("reduce_scatter", "all_gather") if plan.zero >= 2 else ("all_reduce", "reduce_scatter")
+    return {"sent_bytes": sum(axes.values()), "axes": axes, "messages": messages,
+            "buckets": sum(call.verb in kinds and not call.once for call in calls)}
 
 
 # --------------------------------------------------------------------------------------------------------- the screen
@@ -180,9 +131,9 @@ def in_words(each: dict[str, float]) -> str:
 
 
 def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, float]:
-    """What theory gives a rank to hold between steps, by category: parts of it are divided under ZeRO.
+    """Bytes a parameter that a rank holds between steps by theory, by category; ZeRO divides some of them.
 
-    Args:    experts: of one that ep has divided already; ZeRO does so over dp and cp alone.
+    Args:    experts: of the experts' parameters, which ep has divided already; ZeRO divides them over dp and cp.
     """
     plan = metrics["plan"]
     each = Each.of(metrics["parameter_bytes"] // metrics["parameters"], moments=metrics["optimizer_moments"],
@@ -195,7 +146,7 @@ def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, f
 
 
 def traffic_header(metrics: Metrics) -> tuple[str, str]:
-    """What a rank should send in a step, bytes and messages, as formulas."""
+    """Bytes and messages of a rank in a step, as formulas for the table's header."""
     size, plan, formula = metrics["size"], metrics["plan"], metrics["formula"]
     whole = formula["sent_bytes"] // len(metrics["losses"]) // (size - 1)     # gathered or reduced: at least 2Ψ
     if plan["shard"] not in (None, size):
@@ -207,7 +158,7 @@ def traffic_header(metrics: Metrics) -> tuple[str, str]:
 
 
 def traffic_table(metrics: Metrics) -> Table:
-    """Each rank's bytes and messages a step beside the formula, scalars apart; all ranks' together are exact."""
+    """Each rank's bytes and messages in a step, without scalars, beside the formula; the sums are exact."""
     size, steps, formula = metrics["size"], len(metrics["losses"]), metrics["formula"]
     share, by_formula = formula["sent_bytes"] / steps / size, traffic_header(metrics)
     table = Table(header_style="bold")
@@ -224,7 +175,7 @@ def traffic_table(metrics: Metrics) -> Table:
 
 
 def memory_table(metrics: Metrics) -> Table:
-    """Rank 0's memory by category, now and at the peak, beside what theory says of it."""
+    """Rank 0's memory by category, now and at the peak, beside the formula."""
     experts = metrics["formula"].get("held_experts", 0)
     count = metrics["formula"].get("held", metrics["parameters"]) - experts
     parts = [(count, bytes_a_parameter(metrics)), (experts, bytes_a_parameter(metrics, experts=True))]

@@ -1,16 +1,16 @@
-"""What the model has learned to write: a few lines of held-out text begun, and how it goes on."""
+"""A sample of generated text: beginnings of held-out lines, and the model's continuation."""
 
 from minidist.data.text import Text
 from minidist.nn import GPT
 
-BEGUN = 32          # symbols of a line that are given
+BEGUN = 32          # symbols of a line that the model is given
 WRITTEN = 130       # symbols that the model adds
 MARK = "▸"          # stands between the two
 TEMPERATURE = 0.6
 
 
 def sample(model: GPT, text: Text, *, seed: int, count: int = 3) -> str:
-    """`count` beginnings of lines that the model has not seen, each with what it writes behind the mark."""
+    """`count` beginnings of held-out lines, each with MARK and the model's continuation."""
     pieces = []
     for i, begun in enumerate(beginnings(text, count)):
         ids = model.generate(text.encode(begun), WRITTEN, temperature=TEMPERATURE, seed=seed + i)
@@ -19,7 +19,7 @@ def sample(model: GPT, text: Text, *, seed: int, count: int = 3) -> str:
 
 
 def beginnings(text: Text, count: int) -> list[str]:
-    """Beginnings of held-out lines of prose, spread over the text; where there is no prose, its first symbols."""
+    """Beginnings of held-out lines of prose, spread over the text; without prose, the first symbols."""
     held_out = text.decode(text.validation)
     lines = [line[:BEGUN] for line in held_out.split("\n") if is_prose(line[:BEGUN])]
     if not lines:
@@ -29,6 +29,6 @@ def beginnings(text: Text, count: int) -> list[str]:
 
 
 def is_prose(beginning: str) -> bool:
-    """Whether a line begins with a letter and goes on in letters and spaces, all but a tenth."""
+    """Whether a line begins with a letter, and at least nine tenths of it are letters and spaces."""
     letters = sum(symbol.isalpha() or symbol == " " for symbol in beginning)
     return len(beginning) == BEGUN and beginning.strip()[:1].isalpha() and letters >= 0.9 * BEGUN

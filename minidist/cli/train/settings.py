@@ -1,4 +1,4 @@
-"""What the options of `minidist train` (arguments.py) mean, once they are checked."""
+"""The options of `minidist train` (arguments.py), checked and turned into plan, model and data."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ from minidist.parallel.precision.mixed_precision import check_dtype
 from minidist.parallel.step.step import Batch
 
 VALIDATION_ROWS = 512
-"""Sequences of held-out text that the validation loss is taken over, at most."""
+"""The most sequences of held-out text for the validation loss."""
 
 MIXTURE_OPTIONS = {
     "top_k": "top_k",
@@ -30,15 +30,15 @@ MIXTURE_OPTIONS = {
     "shared_experts": "shared",
     "expert_width": "hidden",
 }
-"""Options that are fields of MixtureConfig, beside --experts."""
+"""Options that are fields of MixtureConfig, besides --experts."""
 
 STALENESS = 2
-"""How many steps an asynchronous worker may be ahead, unless told otherwise."""
+"""Default of --staleness."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Options that were checked, and what was read by them. Equal on all ranks."""
+    """Checked options, with the text and the model's sizes. Equal on all ranks."""
 
     args: argparse.Namespace
     text: text.Text
@@ -46,12 +46,12 @@ class Settings:
     out: Path
 
     def training_batch(self, step: int) -> Batch:
-        """The global batch of step `step`: by seed and step alone."""
+        """The global batch of step `step`, which depends on seed and step alone."""
         args = self.args
         return text.batch(self.text.train, step, batch=args.batch, context=args.context, seed=args.seed)
 
     def validation_batches(self) -> list[Batch]:
-        """Held-out text, in order, in global batches."""
+        """Held-out text in order, in global batches."""
         inputs, targets = (rows[:VALIDATION_ROWS] for rows in
                            text.windows(self.text.validation, context=self.args.context))
         size = self.args.batch
@@ -70,7 +70,7 @@ class Settings:
         return replace(plan, **given)
 
     def trainer_options(self) -> dict[str, Any]:
-        """What Trainer takes beside plan, config and world."""
+        """Trainer's keyword arguments, but for the recorder."""
         args = self.args
         return {"seed": args.seed, "optimizer": args.optimizer, "lr": args.lr, "lr_schedule": args.lr_schedule,
                 "warmup": -(-args.steps // 20), "steps": args.steps, "clip": args.clip or None,
@@ -78,9 +78,9 @@ class Settings:
 
 
 def check(args: argparse.Namespace) -> Settings:
-    """Everything that can be found wrong before a rank starts.
+    """Check all that can be checked before a rank starts.
 
-    Raises:  ConfigError (DataError, DeviceError, PlanError, ShardError) in one line.
+    Raises:  ConfigError (DataError, DeviceError, PlanError, ShardError), a message of one line.
     """
     if args.plan:
         Plan.parse(args.plan)
@@ -111,7 +111,7 @@ def check(args: argparse.Namespace) -> Settings:
 
 
 def mixture_of(args: argparse.Namespace) -> MixtureConfig | None:
-    """The mixture that the options ask for, or None."""
+    """The mixture of experts that the options describe, or None. Raises: ConfigError without --experts."""
     given = {field: getattr(args, option) for option, field in MIXTURE_OPTIONS.items()
              if getattr(args, option) is not None}
     if args.experts is None and given:
@@ -121,7 +121,7 @@ def mixture_of(args: argparse.Namespace) -> MixtureConfig | None:
 
 
 def check_writable(option: str, file: Path, *, folder_must_exist: bool = False) -> None:
-    """Fail if `file` could not be written, its missing folders made first; leaves nothing behind."""
+    """Raise ConfigError if `file` cannot be written, after its missing folders are made. Leaves nothing behind."""
     if file.is_dir():
         fail(f"{option} {file}: is a folder; name a file")
     folder = file.parent
@@ -136,7 +136,7 @@ def check_writable(option: str, file: Path, *, folder_must_exist: bool = False) 
 
 
 def as_arguments(args: argparse.Namespace) -> list[str]:
-    """The command-line words that give `args` again, but for how many ranks to start."""
+    """The command-line words that give `args` again, without the number of ranks to start."""
     words: list[str] = []
     for name, value in vars(args).items():
         if name in ("ranks", "command") or value is None or value is False or callable(value):

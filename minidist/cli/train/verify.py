@@ -1,11 +1,11 @@
 """`minidist train --verify`: is parallel equal to serial, on the user's own run?
 
-The weights after the run's first STEPS steps are held against those of one process that makes the same steps on the
-same global batches. The measure is the largest |a - b| over the largest |b| of the whole model: a gradient that is zero
-in exact arithmetic (attention's key bias) has no relative error of its own. Mixed precision has a measure of its own.
+The weights after the run's first STEPS steps are compared with those of one process that makes the same steps on the
+same global batches. The measure is the largest |a - b| over the largest |b| of the whole model, because a gradient that
+is zero in exact arithmetic (attention's key bias) has no relative error. Mixed precision has another measure.
 
-Only the first steps, because training is chaotic: it multiplies any difference, also that between two orders of the
-same sum. On the default text two right runs in float64 were 8e-14 apart after 20 steps and 3e-11 after 40.
+Only the first steps are compared, because training is chaotic: it multiplies any difference, even that between two
+orders of the same sum. On the default text two correct runs in float64 were 8e-14 apart after 20 steps, 3e-11 after 40.
 """
 
 import math
@@ -24,15 +24,14 @@ from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 STEPS = 20
 BOUNDS = {"float64": 1e-10, "float32": 3e-2}
-"""float32's rounding is 5e8 times float64's, and Adam, which divides each gradient by its own size, makes a good part
-of a step of what is rounding in a small gradient: 1e-2 was seen after 20 steps at a rate of 4e-3."""
+"""float32 rounds 5e8 times more coarsely than float64. Adam divides each gradient by its own size, so it turns the
+rounding error of a small gradient into a good part of a step: 1e-2 was seen after 20 steps at a rate of 4e-3."""
 
 OF_THE_WAY = 3e-1
-"""The bound in mixed precision, of another measure. A gradient of 8 or 11 bits (in fp8: 3) that is small is nothing but
-rounding, and Adam makes of it a whole step, up here and down there: the largest difference tells nothing. But few
-weights do so, and thus the distance between both models is held against the way that training took the one. 1e-2 was
-seen in a small model, 1.3e-1 in the default one with its full rate from the second step on; and 9e-1 where one of two
-ranks' gradients are lost."""
+"""The bound in mixed precision: the distance between both models over the distance that training moved the serial one.
+A small gradient of 8 or 11 bits (in fp8: 3) is only rounding error, which Adam turns into a whole step in either
+direction, so the largest difference tells nothing; but few weights have such gradients. 1e-2 was seen in a small model,
+1.3e-1 in the default one at its full rate from step 2 on; 9e-1 where one of two ranks' gradients are lost."""
 
 A_DAY = 86400.0
 
@@ -43,8 +42,10 @@ Weights = dict[str, np.ndarray]
 def verify(early: Weights, settings: Settings, world: Group, metrics: dict[str, Any], console: Console) -> int:
     """Train STEPS steps on one process and compare with `early`, the plan's weights after as many.
 
-    Every rank calls it. Rank 0 alone trains; the others wait for it, so that it has the machine to itself.
-    Returns: the exit status; on rank 0 it fills metrics["verify"] and prints a table.
+    Every rank calls it. Only rank 0 trains, while the others wait and leave the machine to it. Rank 0 fills
+    metrics["verify"] and prints a table.
+
+    Returns: the exit status, the same on every rank: 0 equal, 1 not.
     """
     alone = world.split(world.rank)     # all ranks take part
     assert alone is not None
@@ -66,7 +67,7 @@ def verify(early: Weights, settings: Settings, world: Group, metrics: dict[str, 
 
 def train_alone(settings: Settings, alone: Group) -> tuple[Weights, Weights]:
     """The weights before the first and after the same steps on one process."""
-    with account.use(account.MemoryAccount()):      # this one may hold what it likes
+    with account.use(account.MemoryAccount()):      # without the run's memory limit
         serial = Trainer(Plan(precision=settings.args.precision), settings.config, alone, **settings.trainer_options())
         start = serial.state_dict()
         for step in range(min(STEPS, settings.args.steps)):
@@ -75,15 +76,17 @@ def train_alone(settings: Settings, alone: Group) -> tuple[Weights, Weights]:
 
 
 def arithmetic_of(settings: Settings) -> str:
-    """The name of the run's bound: its precision, which in full is its dtype."""
+    """The name of the run's bound: its precision, or for fp32 its dtype."""
     args = settings.args
-    return args.dtype if args.precision == "fp32" else args.precision
+    return str(args.dtype if args.precision == "fp32" else args.precision)
 
 
 def compare(ours: Weights, start: Weights, serial: Weights, arithmetic: str) -> dict[str, Any]:
-    """The largest difference relative to the whole model's largest weight, and each tensor's relative to its own; the
-    distance between both models relative to serial's from its start, and whether it left it; which of the two is
-    compared with the bound.
+    """Measure the difference between two models.
+
+    Returns: "largest", relative to the largest weight of the model; "of_the_way", the distance relative to serial's
+             distance from its start; "moved": whether serial left its start; "compared": the one of the two that
+             "bound" is for; "parameters": each tensor's largest difference.
     """
     gaps = {name: float(np.max(np.abs(ours[name] - serial[name]))) for name in serial}
     sizes = {name: float(np.max(np.abs(serial[name]))) for name in serial}
@@ -102,7 +105,7 @@ def distance(a: Weights, b: Weights) -> float:
 
 
 def print_differences(console: Console, differences: dict[str, Any], steps: int) -> None:
-    """The verdict, and the tensors that differ most."""
+    """Print the verdict, and the eight tensors that differ most."""
     worst = sorted(differences["parameters"].items(), key=lambda item: -item[1]["difference"])[:8]
     verdict = "Equal" if differences["compared"] <= differences["bound"] else "NOT EQUAL"
     what = (f"the largest difference is {differences['compared']:.2e} of the model's largest weight"

@@ -89,13 +89,13 @@ class PendingMessage(Pending, RunningCall):
 class Worker:
     """The thread that carries out a group's started calls, one after the other, in the order they were started.
 
-    It uses the memory account of the thread that made it. An error reaches whoever waits for the call, and aborts the
+    It uses the memory account of the thread that made it. An error is raised by the call's wait(), and aborts the
     transport, so that the rank learns of it at its next wait of any kind; the calls behind it then fail too.
     """
 
     def __init__(self, name: str, transport: Transport) -> None:
         self.unfinished = 0
-        self.error: BaseException | None = None  # of a call that nobody has waited for yet
+        self.error: BaseException | None = None  # of a call whose wait() has not raised it yet
         self.transport, self._account = transport, account.current()
         self._queue: deque[PendingCall] = deque()
         self._changed = threading.Condition(threading.Lock())
@@ -128,7 +128,7 @@ class Worker:
     def close(self) -> None:
         """Carry out what is queued, then end the thread.
 
-        Raises: the error of a call that nobody waited for.
+        Raises: the error of a call whose wait() was never called.
         """
         with self._changed:
             self._closing = True
@@ -143,8 +143,8 @@ class Worker:
             while (pending := self._next()) is not None:
                 finished = pending.finished
                 self._carry_out(pending)
-                del pending     # before anybody learns of it, so that whoever waited holds the last of its arrays
-                with self._changed:     # who finds us idle finds the call done, and who has waited for it finds us idle
+                del pending     # before wait() returns: only its caller keeps the arrays then
+                with self._changed:     # both at once: idle means done, and done means idle
                     self.unfinished -= 1
                     finished.set()
 

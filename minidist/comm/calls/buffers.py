@@ -53,9 +53,9 @@ def as_array(verb: str, x: Any) -> np.ndarray:
     try:
         return np.asarray(x)
     except ValueError as error:
-        raise ShapeError(f"{verb}: x is a {type(x).__name__} of which no array can be made: {error}") from error
+        raise ShapeError(f"{verb}: x is a {type(x).__name__} that cannot be converted to an array: {error}") from error
     except (TypeError, RuntimeError) as error:      # what other libraries' arrays say
-        raise DtypeError(f"{verb}: x is a {type(x).__name__} of which no array can be made: {error}") from error
+        raise DtypeError(f"{verb}: x is a {type(x).__name__} that cannot be converted to an array: {error}") from error
 
 
 def apart(array: np.ndarray, out: Any, part: np.ndarray | None = None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Who may use a group: the process that made it, one thread at a time, until it is closed."""
+"""A group is used by the process that made it, by one thread at a time, until it is closed."""
 
 import os
 import threading

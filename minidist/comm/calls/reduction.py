@@ -5,8 +5,8 @@ float16, bfloat16 and the float8s combine in float32 and are rounded once: once 
 combines in itself, as NumPy's ufuncs do: integers wrap round, bool's sum and max are "or", its prod and min "and", NaN
 wins in max and min.
 
-What overflows becomes inf, and inf - inf NaN, silently, as in MPI and NCCL, whatever numpy.errstate says: which rank
-adds what, and so who would be warned, is the algorithm's affair. The results are on all ranks to be looked at.
+An overflow gives inf, and inf - inf gives NaN, without a warning, as in MPI and NCCL, whatever numpy.errstate says: the
+algorithm decides which rank adds what, so a warning would appear on an arbitrary rank.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Direct: every rank sends everything to everybody. The most bytes, the fewest steps that wait for each other: one.
+"""Direct: every rank sends its whole array to every other rank. The most bytes, but only one step.
 
 notes: N4 §2
 """

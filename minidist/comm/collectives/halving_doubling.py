@@ -81,7 +81,7 @@ class Core(NamedTuple):
 
 
 def core_of(call: Call) -> Core:
-    """Who halves and doubles in this call."""
+    """The core of this call, as this rank sees it."""
     firsts = bounds(call.size, 1 << (call.size.bit_length() - 1))
     place = max(place for place, first in enumerate(firsts[:-1]) if first <= call.rank)
     return Core(firsts, place, firsts[place + 1] - firsts[place] == 1, firsts[place] != call.rank)
@@ -147,7 +147,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     step 1   -> r2       -> r3       -> r0       -> r1
 
     Args:    own (m, ...), any m, this rank's block; rows: where the others' are received. Each message says the shape
-             of the blocks in it joined: nobody needs to know where one ends and the next begins.
+             of the blocks in it joined: no rank needs to know where one ends and the next begins.
     Returns: all blocks, one after the other in rank order.
     Cost:    Q log2(Q) + 2(P-Q) messages in all; (P-1)*(the bytes of all blocks) over all ranks, and the blocks of the
              surplus ranks once more. No copy where all blocks have one length.

@@ -10,8 +10,8 @@ its 14 steps go at the pace of the slow link. Here only leaders use it:
                    r0 -> r1, r2    r3 -> r4       each leader tells its node, along a tree
 
 The leader is the first rank of its node, or the root where there is one. Which ranks share a node is known since the
-ranks met (`group.nodes`): nobody asks during the call, and nodes need not be alike, nor hold ranks that follow each
-other. In the costs M is the number of nodes.
+ranks met (`group.nodes`): no message is needed during the call. Nodes may differ in size, and need not hold consecutive
+ranks. In the costs M is the number of nodes.
 
 notes: N4 §1, §3, N2 §11.3
 """
@@ -44,7 +44,7 @@ def plain_all_reduce(node: BlockingGroup, leaders: BlockingGroup | None, x: np.n
 
 
 class Levels(NamedTuple):
-    """Who shares a node, as one rank sees it.
+    """The nodes of a call, as one rank sees them.
 
     Attributes: nodes    the ranks of each node; nodes in the order of their first ranks
                 leaders  the leader of each node
@@ -86,8 +86,9 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
                               step 3   r0 -> r1, r2 -> r3              the sum, inside
 
     Args:    x, out (n,), contiguous; x is only read, and may be out.
-    Cost:    2(P-M) messages inside nodes, 2M(M-1) between leaders; 2(P-1)*nbytes over all ranks, exactly, of which
-             2(M-1)*nbytes between nodes. No workspace on leaders, n elements on ranks with both parent and children.
+    Cost:    2(P-M) messages inside nodes, 2M(M-1) between leaders for each stretch of at most 4 MiB (ring.py);
+             2(P-1)*nbytes over all ranks, exactly, of which 2(M-1)*nbytes between nodes. No workspace on leaders,
+             n elements on ranks with both parent and children.
     Rounding: low precision is added in float32 and rounded once a rank in the tree, once a hop in the ring.
     """
     call.agree()
@@ -208,5 +209,5 @@ def _node_sum(call: Call, here: Levels, x: np.ndarray, op: Reduction) -> np.ndar
 
 
 def _undivided(op: Reduction) -> Reduction:
-    """The sum of which `op` is the mean: it is divided once, in the end."""
+    """A mean as a sum: it is divided once, at the end."""
     return op._replace(op="sum") if op.op == "mean" else op

@@ -1,7 +1,7 @@
-"""Naive: everything passes through the root. Correct, simple, and the baseline that shows why nobody does it:
+"""Naive: everything passes through the root. Correct, simple, and the baseline for the others.
 
-the root alone sends or receives P-1 times what each other rank does, one message after the other, while all other
-links are idle. Where a verb has no root, rank 0 plays it.
+The root sends or receives P-1 times as much as each other rank, one message after the other, while all other links are
+idle. In a verb without a root, rank 0 is the root.
 
     P=4, all_reduce          r1 -> r0   r2 -> r0   r3 -> r0   (r0 adds)   r0 -> r1   r0 -> r2   r0 -> r3
 
@@ -191,7 +191,7 @@ def barrier(call: Call) -> None:
 
 
 def _relay(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    """Rank 0 of all_to_all: receive what everybody has for everybody else, then pass it on."""
+    """Rank 0 of all_to_all: receive every part between other ranks, then pass it on."""
     mine, mail = [parts[0]], {}
     for src in range(1, call.size):
         for dst in _others(call.size, src):

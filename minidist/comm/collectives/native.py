@@ -1,13 +1,12 @@
 """Native: the transport's own collectives (MPI_Iallreduce, …), for comparison, and for what they do better.
 
-A library does not look whether the ranks mean the same. So every call begins with dissemination's barrier, whose
-messages carry the call's signature: rank r leaves it only when the news of all ranks have reached it, each step checked
-by its receiver. Who meets another call than its own raises MismatchError before it calls the library, and has every
-other rank of the group raise that, over the control connection, which ranks that agree do not use: nobody waits in the
-library for a rank that will not come.
+A library does not check that the ranks make the same call. So every call begins with dissemination's barrier, whose
+messages carry the call's signature: a rank leaves it only after it has heard, directly or not, from every other rank. A
+rank that meets another call raises MismatchError before it enters the library, and the control connection makes every
+other rank of the group raise it, too: no rank waits in the library for one that will not come.
 
-The ledger cannot look into the library either. It counts the messages of this module, and what a rank hands to the
-library as one message of that length. In the costs below A = P ceil(log2 P), the barrier's messages (of 0 bytes). A
+The ledger cannot see into the library. It counts the messages of this module, and the bytes that a rank hands to the
+library as one message. In the costs below A = P ceil(log2 P), the barrier's messages (of 0 bytes). A
 group of one rank sends nothing.
 
 Results may differ from run to run by the order of additions, as far as the library promises no more; NaN in max and min

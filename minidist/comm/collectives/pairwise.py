@@ -1,7 +1,7 @@
 """Pairwise: in each step every rank sends to one other, another one each step, and no step waits for the one before.
 
-Where every rank reaches every other alike (a switch, shared memory) an all-reduce needs no ring: rank r hears chunk r
-from everybody, adds, and tells everybody the sum. It sends the ring's bytes in the ring's number of messages, but only
+Where all links are alike (a switch, shared memory) an all-reduce needs no ring: rank r receives chunk r from every
+other rank, adds, and sends the sum to every other rank: the ring's bytes in the ring's number of messages, but only
 two of them wait for each other, where the ring's 2(P-1) all do. Where ranks outnumber cores that is what counts: each
 wait is a change of process.
 
@@ -61,7 +61,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Everybody sends rank r its chunk r; rank r adds them to its own, nearest predecessor first.
+    """Every rank sends rank r its chunk r; rank r adds them to its own, nearest predecessor first.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 0   c1 -> r1    c2 -> r2    c0 -> r0
@@ -80,7 +80,7 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 
 
 def tell_all(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0) -> None:
-    """Every rank sends its finished chunk to everybody.
+    """Every rank sends its finished chunk to every other rank.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 0   c0 -> r1    c1 -> r2    c2 -> r0
@@ -97,7 +97,7 @@ def tell_all(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0) -> N
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Reduce-scatter, then everybody tells everybody, in `out`.
+    """Reduce-scatter, then every rank sends its sum to every other, in `out`.
 
     Args:    x, out (n,), contiguous; x is only read, and may be out.
     Cost:    2(P-1) messages per rank; 2(P-1)*nbytes over all ranks, exactly, whether or not P divides n.

@@ -138,7 +138,7 @@ def in_their_places(call: Call, sums: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def reduce_chunks(call: Call, chunks: Sequence[np.ndarray], out: np.ndarray, op: Reduction) -> None:
-    """reduce_around for P >= 2 chunks of any lengths, of which only chunk `rank` is to be kept, in `out`.
+    """reduce_around for P >= 2 chunks of any lengths; only the sum of chunk `rank` is kept, in `out`.
 
     Workspace: two chunks (none at P = 2).
     """
@@ -172,9 +172,9 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
     P=4, root 0   step 0   r0 -> r2, r0 -> r2      step 1   r0 -> r1, r0 -> r1, r2 -> r3, r2 -> r3      and the ring
 
-    The tree alone would send the whole array log2(P) times, one after the other. Who hears from the tree gets two
-    messages: one without bytes, whose shape is that of the array (with a 0 behind it), and the chunks of the ranks that
-    it speaks for. In the ring nobody sends to the root, which has it all.
+    The tree alone would send the whole array log2(P) times, one after the other. In the tree a rank receives
+    two messages: one without bytes, whose shape is that of the array (with a 0 behind it), and the chunks of the ranks
+    that it speaks for. In the ring no rank sends to the root, which has all chunks.
 
     Args:    x (...), at the root, only read; place(shape, dtype): where the others receive it.
     Returns: the array, x itself at the root.
@@ -204,7 +204,7 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
 
 def _pass_around_from(call: Call, root: int, chunks: Sequence[np.ndarray], first_step: int) -> None:
-    """gather_around for chunks that the root has already: nobody sends to it."""
+    """gather_around without messages to the root, which has all chunks."""
     for step in range(call.size - 1):
         outgoing = (call.rank - step) % call.size
         handles = [] if call.rank == root else [call.start_recv(call.prev_rank, chunks[outgoing - 1])]

@@ -77,7 +77,7 @@ def choose(verb: str, algorithm: str, nbytes: int, size: int, link: LinkCost | N
     """The name of the algorithm to run: `algorithm` itself, or what "auto" means for this call.
 
     Args:    nbytes: the array's bytes, for reduce, all_reduce and reduce_scatter; other verbs must pass 0.
-             link: what messages cost in this group, the same on all its ranks; None if nobody measured it.
+             link: what messages cost in this group, the same on all its ranks; None if it was not measured.
              board: whether the ranks share memory. tiers: how they lie on nodes, if several of them hold several.
     Raises:  ConfigError that lists the names the verb takes.
     """

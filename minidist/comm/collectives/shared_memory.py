@@ -1,7 +1,7 @@
-"""Shared memory: every rank shows its array where all ranks see it, and everybody reads what it needs.
+"""Shared memory: every rank copies its array to memory that all ranks see, and reads what it needs there.
 
-Ranks of one host need no messages. What a rank has it writes once, for all who want it; a wait is for all ranks
-together, and there are two of them, or one, whatever P is. Long arrays go in pieces that the processors' caches hold:
+Ranks of one host need no messages. A rank writes its array once, for all readers; a wait is for all ranks
+together, and there are two waits, or one, whatever P is. Long arrays go in pieces that the processors' caches hold:
 
     P=3              r0              r1              r2
     show             .  a1 a2        b0 .  b2        c0 c1 .          all wait for all
@@ -170,7 +170,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
                 call.read(src, bundles[src].address(mine), received[src])
     finally:
         if longest and call.lends:
-            call.show(_NOTHING)     # whatever befell this rank, others may still be reading what it lent
+            call.show(_NOTHING)     # also after an error: others may still be reading what this rank lent
     if longest and not call.lends:
         _all_to_all_in_pieces(call, octets if long else [_NOTHING], bundles, received, longest)
     return [received[src] for src in range(call.size)]
@@ -276,7 +276,7 @@ def _lendable(call: Call, array: np.ndarray) -> np.ndarray:
 
 
 def _others(call: Call) -> list[int]:
-    """The other ranks, from next_rank on: not everybody reads from the same one."""
+    """The other ranks, from next_rank on: so all do not read from the same one at once."""
     return [(call.rank + step) % call.size for step in range(1, call.size)]
 
 

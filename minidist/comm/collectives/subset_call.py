@@ -3,8 +3,8 @@
     row = SubsetCall(call, [4, 5, 6, 7])              # on each of these ranks
     ring.all_reduce(row, x, out, op)            # row.rank, row.size, row.next_rank count among them
 
-No group is made and nobody is asked: every rank derives the same parts from what all know. Messages go out under the
-signature of the whole call, and are counted with it.
+No group is made and no message is needed for it: every rank derives the same subsets from what all know. Messages go
+out under the signature of the whole call, and are counted with it.
 """
 
 from collections.abc import Sequence

@@ -8,8 +8,8 @@
                    all-reduce of that third in each column
                    all-gather in each row
 
-The ring's bytes exactly, in 2(R + C - 2) steps instead of 2(P-1). R x C is the most square grid of P ranks: 2 x 3 of 6,
-3 x 3 of 9. A prime P is one row: the ring itself.
+The ring's bytes exactly, in 2(R + C - 2) steps instead of 2(P-1) (chunks of more than 4 MiB take more: all_reduce). R x
+C is the most square grid of P ranks: 2 x 3 of 6, 3 x 3 of 9. A prime P is one row: the ring itself.
 
 notes: N4 §3 (2-D torus)
 """
@@ -71,7 +71,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     step 3        c0:1 -> r1   c1:2 -> r0   c0:1 -> r3   c1:2 -> r2
 
     Args:    x, out (n,), contiguous; x is only read, and may be out.
-    Cost:    2(R + C - 2) messages per rank; 2(P-1)*nbytes over all ranks, exactly. No workspace.
+    Cost:    2(C-1) messages per rank in its row, 2(R-1) in its column for each stretch of at most 4 MiB of its chunk
+             (ring.py); 2(P-1)*nbytes over all ranks, exactly. No workspace.
     Rounding: low precision is added in float32 and rounded once a hop, R + C - 2 times in all.
     """
     if call.size == 1:

@@ -70,7 +70,7 @@ def family(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:
 
 
 def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """Who has the array passes it on, to the farthest first.
+    """A rank that has the array sends it on, to its farthest child first.
 
     P=4, root 0   step 0   r0 -> r2      step 1   r0 -> r1, r2 -> r3
 
@@ -162,7 +162,7 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
     P=4, root 0   step 0   r1 -> r0, r3 -> r2      step 1   r2 -> r0
 
     Args:    own (m, ...), any m; rows: where the root receives the blocks, None elsewhere. A message says the shape of
-             the blocks in it joined: nobody needs to know where one ends and the next begins.
+             the blocks in it joined: no rank needs to know where one ends and the next begins.
     Returns: at the root all blocks, one after the other in rank order; elsewhere None.
     Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each block once for each message
              that it is in: as often as its rank is deep in the tree.
@@ -187,7 +187,7 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
 
 
 def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """Who has the parts of a stretch of ranks sends those of the other half to the rank that speaks for it.
+    """A rank that has the parts of a stretch of ranks sends those of the other half to the rank that speaks for it.
 
     P=4, root 0   step 0   r0 -> r2      step 1   r0 -> r1, r2 -> r3
 

@@ -15,20 +15,27 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from minidist.comm.cost.link_model import LinkCost, Profile, Work
+from minidist.comm.limits import STRETCH_BYTES
 
 
 class Path(NamedTuple):
-    """As profile.Work, but moved, added and crowded are multiples of n, the bytes of the array of each rank."""
+    """As link_model.Work, but moved, added and crowded are multiples of n, the bytes of the array of each rank.
+
+    With `stretched`, waits and messages come again for each STRETCH_BYTES of the array.
+    """
 
     waits: int
     messages: int
     moved: float
     added: float
     crowded: float = 0.0
+    stretched: bool = False
 
     def work(self, nbytes: int) -> Work:
         """The work of a call with arrays of `nbytes` bytes."""
-        return Work(self.waits, self.messages, self.moved * nbytes, self.added * nbytes, self.crowded * nbytes)
+        times = max(1, -(-nbytes // STRETCH_BYTES)) if self.stretched else 1
+        return Work(times * self.waits, times * self.messages, self.moved * nbytes, self.added * nbytes,
+                    self.crowded * nbytes)
 
 
 def _log(size: int) -> int:
@@ -74,7 +81,8 @@ PATHS: dict[tuple[str, str], Callable[[int], Path]] = {
     ("reduce", "tree"): lambda size: Path(_log(size), _log(size), _log(size), _log(size)),
     ("all_reduce", "naive"): lambda size: Path(2 * (size - 1), 2 * (size - 1), 2 * (size - 1), size - 1),
     ("all_reduce", "tree"): lambda size: Path(2 * _log(size), 2 * _log(size), 2 * _log(size), _log(size)),
-    ("all_reduce", "ring"): lambda size: Path(2 * (size - 1), 2 * (size - 1), 2 * _part(size), _part(size)),
+    ("all_reduce", "ring"): lambda size: Path(2 * (size - 1), 2 * (size - 1), 2 * _part(size), _part(size),
+                                              stretched=True),
     ("all_reduce", "direct"): lambda size: Path(min(1, size - 1), size - 1, size - 1, size - 1, _crowd(size - 1, size)),
     ("all_reduce", "pairwise"): lambda size: Path(min(2, 2 * (size - 1)), 2 * (size - 1), 2 * _part(size), _part(size),
                                                   _crowd(2 * _part(size), size)),
@@ -97,7 +105,7 @@ class Tiers(NamedTuple):
 
     Attributes: nodes    how many
                 largest  the ranks of the largest
-                inside   what messages cost inside a node; None if nobody measured it
+                inside   what messages cost inside a node; None if it was not measured
                 between  the same between nodes
     """
 

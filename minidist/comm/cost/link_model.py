@@ -2,8 +2,8 @@
 
     seconds = waits·α + (messages - waits)·o + bytes moved·β + bytes added·γ + bytes crowded·κ
 
-α is the latency of a message that must arrive before the next one leaves; o what one more message costs that waits for
-nobody; β the time of a byte, 1/bandwidth; γ that of adding a byte instead of storing it; κ what
+α is the latency of a message that must arrive before the next one leaves; o the cost of one more message that waits for
+no other; β the time of a byte, 1/bandwidth; γ that of adding a byte instead of storing it; κ what
 it takes more where a rank sends to all others at once, and links and caches are shared. `minidist bench calibrate`
 measures and fits them for each transport and stores the profile; `auto` (collectives/select.py) asks it what each
 algorithm would take (cost/critical_path.py). All ranks must choose alike: rank 0 reads the file, and tells the others

@@ -24,6 +24,7 @@ class Case:
                 blocks  b_r: what each rank brings to a gather or all_gather, or gets from a scatter or reduce_scatter
                 parts   p_rd, a list for each r: for all_to_all
                 dims    how many dims each part has
+                itemsize  bytes of an element, where a chunk may be cut (torus)
                 nodes   the machine each rank is on; empty: one machine
                 root    of the verbs that have one
                 lends   whether the ranks may read each other's memory (shared_memory.py)
@@ -34,6 +35,7 @@ class Case:
     blocks: Sequence[int] = ()
     parts: Sequence[Sequence[int]] = ()
     dims: int = 1
+    itemsize: int = 1
     nodes: Sequence[int] = ()
     root: int = 0
     lends: bool = False
@@ -47,7 +49,6 @@ class Case:
     def log(self) -> int:
         """ceil(log2 P)."""
         return self.others.bit_length()
-
 
     @property
     def core(self) -> int:
@@ -135,7 +136,7 @@ def _jumps(case: Case) -> int:
 
 
 def _to_and_from_leaders(case: Case) -> int:
-    """Messages of those who are no leader to one and back, and of every block from each leader to the next."""
+    """Messages between other ranks and their leaders, to and fro, and of every block from each leader to the next."""
     return 2 * (case.size - len(case.leaders)) + case.size * (len(case.leaders) - 1)
 
 
@@ -156,6 +157,17 @@ _LOG_EACH = ("P ceil(log2 P)", lambda case: case.size * case.log)
 _HALVINGS = ("Q log2 Q + 2(P-Q)", _halvings)
 _NO_BYTES = ("0", lambda case: 0)
 
+
+def _stretches(nbytes: int) -> int:
+    """How often a ring all-reduce goes round with so many bytes."""
+    return max(1, -(-nbytes // STRETCH_BYTES))
+
+
+def _torus(case: Case) -> int:
+    """Once round each row and back; and each column's ring, which has a chunk of a row."""
+    rows, columns = case.grid
+    chunks = chunk_bytes(case.nbytes // case.itemsize, case.itemsize, columns)
+    return 2 * case.size * (columns - 1) + sum(2 * rows * (rows - 1) * _stretches(chunk) for chunk in chunks)
 
 
 def _unless_alone(case: Case, number: int) -> int:
@@ -214,7 +226,7 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all_reduce", "naive"): Formula(*_TWO_EACH, *_TWICE, "2(P-1)"),
     ("all_reduce", "tree"): Formula(*_TWO_EACH, *_TWICE, "2 ceil(log2 P)"),
     ("all_reduce", "ring"): Formula(
-        "2P(P-1) ceil(n / 4 MiB)", lambda case: 2 * case.size * case.others * max(1, -(-case.nbytes // STRETCH_BYTES)),
+        "2P(P-1) ceil(n / 4 MiB)", lambda case: 2 * case.size * case.others * _stretches(case.nbytes),
         *_TWICE, "2(P-1) ceil(n / 4 MiB)"),
     ("all_reduce", "direct"): Formula(*_RING, "P(P-1)n", lambda case: case.size * case.others * case.nbytes, "1"),
     ("all_reduce", "pairwise"): Formula("2P(P-1)", lambda case: 2 * case.size * case.others, *_TWICE, "2"),
@@ -224,10 +236,12 @@ FORMULAS: dict[tuple[str, str], Formula] = {
         "2 Q log2 Q + 2(P-Q)", lambda case: 2 * _halvings(case) - 2 * len(case.surplus), *_TWICE,
         "2 log2 Q, +2 if P != Q"),
     ("all_reduce", "hierarchical"): Formula(
-        "2(P-M) + 2M(M-1)",
-        lambda case: 2 * (case.size - len(case.leaders)) + 2 * len(case.leaders) * (len(case.leaders) - 1),
-        *_TWICE, "2 ceil(log2 L) + 2(M-1)"),
-    ("all_reduce", "torus"): Formula("2P(R+C-2)", lambda case: 2 * _GRID[1](case), *_TWICE, "2(R+C-2)"),
+        "2(P-M) + 2M(M-1) ceil(n / 4 MiB)",
+        lambda case: (2 * (case.size - len(case.leaders))
+                      + 2 * len(case.leaders) * (len(case.leaders) - 1) * _stretches(case.nbytes)),
+        *_TWICE, "2 ceil(log2 L) + 2(M-1) ceil(n / 4 MiB)"),
+    ("all_reduce", "torus"): Formula(
+        "2P(C-1) + 2P(R-1) ceil(n/C / 4 MiB)", _torus, *_TWICE, "2(C-1) + 2(R-1) ceil(n/C / 4 MiB)"),
     ("gather", "naive"): Formula(*_ONE_EACH, *_BLOCKS, "P-1"),
     ("gather", "tree"): Formula(*_ONE_EACH, *_DEEP, "ceil(log2 P)"),
     ("all_gather", "naive"): Formula(*_TWO_EACH, "P N - b_0",

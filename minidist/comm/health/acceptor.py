@@ -1,8 +1,8 @@
-"""Where ranks come in, and strangers do not: the monitor's listening socket, how to knock there, and who is let in.
+"""The monitor's listening socket: how to connect to it, and which connections are let in.
 
-Whoever does not pass the handshake (wire.py) within a few seconds, claims a rank that is taken, or comes with another
-job size is refused and its address logged. At most PENDING connections may be unproven at a time; the oldest goes
-first, so a crowd of slow strangers cannot keep a rank out.
+A connection that does not pass the handshake (wire.py) within a few seconds, claims a rank that is taken, or names
+another job size is refused and its address logged. At most PENDING connections may be unproven at a time; the oldest is
+closed first, so many slow strangers cannot keep a rank out.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from minidist.errors import CommError, HandshakeError, LaunchError, TimeoutError
 
 PENDING = 64              # connections that have not proven themselves yet
 HANDSHAKE_LIMIT = 10.0    # seconds a connection gets for that
-SILENCE = 5.0             # seconds after which a host of which nothing is heard is lost
+SILENCE = 5.0             # seconds of silence after which a host is lost
 
 log = logging.getLogger("minidist.control")
 
@@ -45,8 +45,8 @@ class Seat:
 
 
 @dataclasses.dataclass
-class Post(Seat):
-    """A lookout's place at the monitor (node_agent.py): it is there for `ranks`, or, if there are none, for its system.
+class AgentSeat(Seat):
+    """A node agent's place at the monitor (node_agent.py); it covers `ranks`, or, if there are none, its whole system.
 
     `unanswered` looks were sent since it last spoke; `told` is how ranks ended, "" where it does not know.
     """
@@ -60,7 +60,7 @@ class Post(Seat):
         return seat.world_rank in self.ranks if self.ranks else seat.system == self.system
 
 
-class Door:
+class Acceptor:
     """A listening socket; each caller is answered in a thread of its own until it has proven itself.
 
     Args:   host, port: where to listen; port 0 takes a free one. `address` says which.
@@ -83,7 +83,7 @@ class Door:
         self._closed = False
 
     def answer(self) -> None:
-        """Somebody knocks."""
+        """A connection is waiting: accept it."""
         try:
             sock, _ = self.listener.accept()
         except OSError:                                        # gone again, or no file is left, or we are closing
@@ -101,7 +101,7 @@ class Door:
         self._run(self._receive, sock)
 
     def shut(self) -> None:
-        """Hang up on everybody who has not come in."""
+        """Close the listener and every connection that has not come in."""
         with self._lock:
             self._closed = True
             for sock in (self.listener, *self.strangers):
@@ -164,6 +164,6 @@ def _set_up(sock: socket.socket) -> None:
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Wake whoever reads or accepts on `sock`; that thread closes it."""
+    """Wake the thread that reads or accepts on `sock`; it closes the socket."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -1,10 +1,10 @@
-"""Meetings at the monitor: every rank brings a small dict, and gets all of them when the last one has come."""
+"""BarrierStore at the monitor: every rank brings a small dict, and gets all of them when the last one has come."""
 
 from collections import defaultdict
 from typing import Any
 
 
-class Meetings:
+class BarrierStore:
     """Of `size` ranks, by number. Belongs to one thread."""
 
     def __init__(self, size: int) -> None:
@@ -21,5 +21,5 @@ class Meetings:
         return [brought[rank] for rank in range(self._size)]
 
     def missing(self, number: int) -> list[int]:
-        """Who has not come."""
+        """The ranks that have not come."""
         return sorted(set(range(self._size)) - set(self._brought[number]))

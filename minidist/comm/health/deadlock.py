@@ -1,14 +1,14 @@
-"""Who waits for whom, and whether any of it can end: from what every rank says of its lasting waits (wait_state.py).
+"""Which rank waits for which, and whether the waits can end: from every rank's lasting waits (wait_state.py).
 
     rank 0   recv(src=2) at a.py:14      0 ---> 2
     rank 1   all_reduce  at a.py:20      1 ---> 0          0 waits for 2 at a.py:14, 2 waits for 0 at a.py:9
     rank 2   recv(src=0) at a.py:9       2 ---> 0
 
 A wait is hopeless if some peer of it will never do what it waits for: the peer has ended; or it is itself, in the call
-that matters, in a hopeless wait; or every thread of its program is. A message in flight gives hope: to who waits for
-it, and to who sends it, if the other rank reads from that one. So all waits are taken for hopeless at first, then those
-that have hope are struck out, until none is left to strike: what remains is the largest set of waits that only wait for
-each other, or for who has gone.
+that matters, in a hopeless wait; or every thread of its program is. A message in flight
+unblocks its receiver, and its sender if the receiver reads from it. So all waits are taken for hopeless at first; then
+waits with hope are struck out, until none is left to strike. What remains is the largest set of waits that only wait
+for each other, or for ranks that have ended.
 
 Ranks that wait in the same call of the same group under different signatures disagree, whatever else happens.
 """
@@ -30,7 +30,7 @@ class Node(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What is wrong, and with whom: `ranks` are those that raise `error` ("MismatchError" or "DeadlockError")."""
+    """What is wrong: `ranks` are those that raise `error` ("MismatchError" or "DeadlockError")."""
 
     error: str
     text: str
@@ -79,11 +79,11 @@ def verdict(nodes: list[Node], states: States, ended: States) -> Verdict:
         path, [*(node.rank for node in path[1:]), path[0].rank if last is None else last], strict=True)]
     if last is not None:
         steps.append(f"rank {last} has ended")
-    return Verdict("DeadlockError", "\n".join([f"nobody can go on: {', '.join(steps)}", *_lines(nodes)]), ranks)
+    return Verdict("DeadlockError", "\n".join([f"no rank can go on: {', '.join(steps)}", *_lines(nodes)]), ranks)
 
 
 def table(states: States, ended: States, size: int) -> str:
-    """What every rank does, a line each, and who keeps the others waiting by how much."""
+    """What every rank does, a line each, and how late the ranks are that keep others waiting."""
     lines: list[str] = []
     late: dict[int, float] = {}
     for node in _nodes(states):
@@ -97,9 +97,9 @@ def table(states: States, ended: States, size: int) -> str:
         elif rank in states and states[rank].waits:
             lines += _lines([Node(rank, wait) for wait in states[rank].waits])
         elif rank in states and states[rank].doing:
-            lines.append(f"  rank {rank} waits for nobody, at {states[rank].doing}{behind}")
+            lines.append(f"  rank {rank} waits for no rank, at {states[rank].doing}{behind}")
         else:
-            lines.append(f"  rank {rank} waits for nobody and does not answer{behind}")
+            lines.append(f"  rank {rank} waits for no rank and does not answer{behind}")
     return "\n".join(lines)
 
 
@@ -110,7 +110,7 @@ def _nodes(states: States) -> Iterator[Node]:
 
 
 def _concerned(nodes: list[Node]) -> list[int]:
-    """Who waits in vain, or will: the members of a collective that nobody can finish, also those yet to come to it."""
+    """The ranks that wait in vain, or will: also the members of a hopeless collective that have yet to enter it."""
     members = {rank for node in nodes if node.wait.collective for rank in node.wait.members}
     return sorted(members.union(node.rank for node in nodes))
 
@@ -147,7 +147,7 @@ def _who_would(node: Node, peer: int, state: State, strict: bool) -> list[Node]:
                 if wait.collective and wait.peers and wait.call is not None and wait.call.group == mine.call.group]
         if same:
             together = len(mine.peers) > 1 and same[0].wait.call is not None and _agree(mine, same[0].wait)
-            return [] if together else same         # it has come: whoever else has not keeps us waiting
+            return [] if together else same         # it has come: another rank keeps us waiting
         if peer == node.rank:
             return []                               # our own worker is at it
     if strict and not state.settled:

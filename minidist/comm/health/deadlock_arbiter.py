@@ -1,14 +1,14 @@
 """The arbiter hears of every rank's lasting waits, and decides when they are a deadlock or a disagreement.
 
     a rank      tells its state when a wait begins to last, and when it ends           heard(rank, state)
-    suspicion   by what was told, some waits only wait for each other; PAUSE, so that everybody's are told
+    suspicion   by what was told, some waits only wait for each other; PAUSE, so that every rank has told its waits
     ask twice   every rank among them says its state; PAUSE; all of them once more     ask(ranks, round)
     verdict     both times the same waits, the same counts of messages, and no hope    tell(verdict)
 
 Two rounds, the second begun after the first has ended, at whose ends no wait and no count has changed, show all ranks
 as they were at one moment in between: nothing is missed, and nothing in flight is taken for lost. A disagreement in a
 call needs no confirmation. Where waits are hopeless in both rounds but not the same, the second is the first of two
-again. Whoever moved on meanwhile ends the suspicion; another begins with the next state that is told, or after RETRY.
+again. A rank that has moved on meanwhile ends the suspicion; another begins with the next state told, or after RETRY.
 """
 
 import time
@@ -79,7 +79,7 @@ class Arbiter:
         """Do what is due."""
         if self._next is None or time.monotonic() < self._next:
             return
-        if self._asked:                                     # somebody has not answered
+        if self._asked:                                     # a rank has not answered
             self._give_up()
         elif self._before is not None:
             self._begin(self._before)

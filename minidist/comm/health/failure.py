@@ -17,7 +17,7 @@ _TRACEBACK_CHARS = 4000    # the tail of a traceback is what names the line
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
+class Failure:
     """Why a job fails: the first rank that did not end well, or the LAUNCHER.
 
     `traceback` is empty where the rank could not speak for itself. `status` is the exit status that the whole job
@@ -33,7 +33,7 @@ class Loss:
     status: int = 1
 
     @classmethod
-    def by_exception(cls, error: BaseException, world_rank: int) -> "Loss":
+    def by_exception(cls, error: BaseException, world_rank: int) -> "Failure":
         """This process fails with `error`."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         message = str(error)[:1000]
@@ -48,7 +48,7 @@ class Loss:
         return cls(world_rank, os.getpid(), platform.node(), how, text[-_TRACEBACK_CHARS:], status)
 
     @classmethod
-    def by_signal(cls, number: int) -> "Loss":
+    def by_signal(cls, number: int) -> "Failure":
         """This process, the launcher, was sent a signal."""
         return cls(LAUNCHER, os.getpid(), platform.node(), f"was told to stop by {signal.Signals(number).name}", "",
                    128 + number)
@@ -59,13 +59,13 @@ class Loss:
         return f"{who}{where} {self.how}"
 
     def error(self) -> PeerLostError:
-        """What the other ranks raise: the first line says who and how, the rest is the tail of its traceback."""
+        """What the other ranks raise: the first line names the rank and its end, the rest is its traceback's tail."""
         tail = "".join(f"\n    {line}" for line in self.traceback.splitlines()[-12:])
         return PeerLostError(f"{self}{tail}", self.world_rank)
 
 
 def say_line(line: str) -> None:
-    """To stderr in one write, so that lines of several processes stay apart. Nobody may listen any more.
+    """To stderr in one write, so that lines of several processes stay apart. A closed stderr is no error.
 
     Where PYTHONUNBUFFERED is set, print() makes two writes.
     """
@@ -82,7 +82,7 @@ def how_it_ended(code: int) -> str:
     return f"was killed by {known.get(-code, f'signal {-code}')}"
 
 
-def monitor_gone(world_rank: int) -> Loss:
+def monitor_gone(world_rank: int) -> Failure:
     """What a rank makes of a control connection that ends without a word."""
-    return Loss(world_rank, os.getpid(), platform.node(),
+    return Failure(world_rank, os.getpid(), platform.node(),
                 "lost its connection to the job's monitor: the launcher, or rank 0's host, is gone or out of reach")

@@ -1,6 +1,6 @@
 """The monitor: one connection from every rank, so that what happens to one is known to all within milliseconds.
 
-A rank that is nobody's neighbour would otherwise wait for ever on one that waits on one that died. The monitor is a
+Without it, a rank that has no connection to a dead rank would wait for ever. The monitor is a
 thread of our launcher, or a child process of rank 0 where another launcher started the ranks (rendezvous.py). It moves
 no data.
 
@@ -12,13 +12,13 @@ no data.
     waits    round (0: unasked), state               ask      round: say what you wait for
     table    own state                               table    what all ranks wait for, in words
     mismatch text, ranks of the group                verdict  error, text: raise that
-    goodbye  state                                   lost     loss        (who, process id, host, how, traceback)
+    goodbye  state                                   lost     loss        (rank, process id, host, how, traceback)
 
 A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process is stopped
-(process_state.py), and a host of which nothing is heard. The first loss is the job's; it goes to every other rank,
+(process_state.py), and a host that is silent. The first loss is the job's; it goes to every other rank,
 also to those that connect later. What ranks wait for goes to the arbiter (deadlock_arbiter.py), which sees deadlocks
 and disagreements.
-Who is let in: acceptor.py. A host that the monitor is not on has a lookout, which it asks (node_agent.py).
+The acceptor (acceptor.py) lets ranks in. Every other host has a node agent, which the monitor asks (node_agent.py).
 """
 
 import dataclasses
@@ -30,16 +30,16 @@ from collections.abc import Callable
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import Door, Post, Seat
-from minidist.comm.health.barrier_store import Meetings
-from minidist.comm.health.failure import Loss
-from minidist.comm.health.monitor_client import ControlLink
+from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat
+from minidist.comm.health.barrier_store import BarrierStore
+from minidist.comm.health.failure import Failure
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.process_state import kill_stopped, this_system
 from minidist.comm.health.wait_state import State
-from minidist.comm.health.watchdog import Watch
+from minidist.comm.health.watchdog import Watchdog
 from minidist.errors import CommError, HandshakeError
 
-__all__ = ["ControlLink", "Loss", "Monitor", "Seat"]
+__all__ = ["MonitorClient", "Failure", "Monitor", "Seat"]
 
 FRAME_LIMIT = 5.0         # seconds from a frame's first byte to its last
 BLAME_WAIT = 0.5          # seconds the monitor waits to learn itself of a rank that another reports as lost
@@ -62,17 +62,17 @@ class Monitor:
                  how: Callable[[Seat], str | None] | None = None) -> None:
         self.size = size
         self._how = how or (lambda seat: None)
-        self._door = Door(host, port, max(128, size), token, self._admit, self._run)
+        self._door = Acceptor(host, port, max(128, size), token, self._admit, self._run)
         self.address = self._door.address
-        self.loss: Loss | None = None
-        self.spared: dict[int, Loss] = {}
+        self.loss: Failure | None = None
+        self.spared: dict[int, Failure] = {}
         self._changed = threading.Condition()
         self._seats: dict[int, Seat] = {}
-        self._meetings = Meetings(size)
+        self._meetings = BarrierStore(size)
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
         self._closed = False
-        self._watch = Watch(size, self._present, self.lose)
+        self._watch = Watchdog(size, self._present, self.lose)
 
     def start(self) -> None:
         """Begin to accept ranks. Before this there is no thread, so the caller may fork; the kernel keeps a queue."""
@@ -83,7 +83,7 @@ class Monitor:
         self._run(self._bury)
 
     def close(self) -> None:
-        """Hang up on everybody and end every thread."""
+        """Close every connection and end every thread."""
         with self._changed:
             self._closed = True
             self._door.shut()
@@ -101,7 +101,7 @@ class Monitor:
         """In a forked child: let go of the inherited socket."""
         self._door.listener.close()
 
-    def lose(self, loss: Loss) -> bool:
+    def lose(self, loss: Failure) -> bool:
         """Note a loss and tell every rank that is still there; returns whether it was news."""
         with self._changed:
             seat = self._seats.get(loss.world_rank)
@@ -181,9 +181,9 @@ class Monitor:
             case {"world_rank": int(rank), "world_size": int(size), "pid": int(pid), "host": str(host),
                   "system": str(system)}:
                 seat = Seat(rank, pid, host, sock, system=system)
-            case {"lookout": [*ranks], "pid": int(pid), "host": str(host), "system": str(system)} if all(
+            case {"node_agent": [*ranks], "pid": int(pid), "host": str(host), "system": str(system)} if all(
                     isinstance(rank, int) for rank in ranks):
-                self._admit_lookout(Post(-1, pid, host, sock, system=system, ranks=tuple(ranks)))
+                self._admit_agent(AgentSeat(-1, pid, host, sock, system=system, ranks=tuple(ranks)))
                 return
             case _:
                 raise HandshakeError(f"{peer} was refused: it belongs to this job but is no rank: {sorted(hello)}")
@@ -202,7 +202,7 @@ class Monitor:
             raise HandshakeError(f"{peer} was refused: {reason}")
         self._hear_from(seat)
 
-    def _admit_lookout(self, post: Post) -> None:
+    def _admit_agent(self, post: AgentSeat) -> None:
         wire.send_frame(post.sock, {"kind": "welcome"}, 1.0)
         self._watch.add(post)
         self._hear_from(post)
@@ -218,14 +218,14 @@ class Monitor:
     def _hear(self, seat: Seat) -> None:
         try:
             frame = wire.recv_frame(seat.sock, FRAME_LIMIT)
-            if isinstance(seat, Post):
-                self._watch.heard_lookout(seat, frame)
+            if isinstance(seat, AgentSeat):
+                self._watch.heard_agent(seat, frame)
             else:
                 self._take(seat, frame)
         except (CommError, OSError, KeyError, TypeError, ValueError) as error:
             self._selector.unregister(seat.sock)
-            if isinstance(seat, Post):
-                self._watch.lose_lookout(seat, error)
+            if isinstance(seat, AgentSeat):
+                self._watch.lose_agent(seat, error)
                 seat.sock.close()
             elif seat.left:
                 seat.sock.close()
@@ -233,14 +233,14 @@ class Monitor:
                 self._deaths.put((seat, error))
 
     def _bury(self) -> None:
-        """Another thread finds out, rank by rank, how those ended whose connection did: that may take a moment."""
+        """In a thread of its own: find out how the ranks ended whose connections did; that may take a moment."""
         while (death := self._deaths.get()) is not None:
             seat, error = death
             if self.loss is None:
                 how = self._how_it_ended(seat) or (
                     f"ended without a word ({error})" if isinstance(error, CommError | OSError) else
                     f"sent what no rank sends ({error!r})")
-                self.lose(Loss(seat.world_rank, seat.pid, seat.host, how))
+                self.lose(Failure(seat.world_rank, seat.pid, seat.host, how))
             with seat.sending:
                 seat.sock.close()
             with self._changed:
@@ -258,7 +258,7 @@ class Monitor:
             case "missing":
                 seat.send("missing", round=frame["round"], value=self._meetings.missing(frame["round"]))
             case "failed":
-                loss = Loss(**frame["loss"])
+                loss = Failure(**frame["loss"])
                 if frame["blames"] is None:
                     seat.send("noted", value=self.lose(loss))
                 else:
@@ -280,7 +280,7 @@ class Monitor:
                 raise CommError(f"unknown frame {kind!r}")
 
     def _present(self) -> dict[int, Seat]:
-        """Who is here and has not said goodbye, by world rank."""
+        """The ranks that are here and have not said goodbye, by world rank."""
         with self._changed:
             return {rank: seat for rank, seat in self._seats.items() if not seat.left}
 
@@ -293,8 +293,8 @@ class Monitor:
         for each in seats:
             each.send("met", round=number, value=infos)
 
-    def _fail_late(self, seat: Seat, loss: Loss) -> None:
-        """A rank fails since it saw a peer go: that peer's end is the cause, of which we shall hear ourselves."""
+    def _fail_late(self, seat: Seat, loss: Failure) -> None:
+        """A rank fails because it lost a peer: that peer's own failure is the cause; wait a moment for it."""
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None, BLAME_WAIT)
         seat.send("noted", value=self.lose(loss))

@@ -1,6 +1,6 @@
-"""A rank's end of the control connection: it meets the others, hears who died, and says how this rank ends.
+"""A rank's end of the control connection: it meets the others, hears which rank died, and says how this rank ends.
 
-    link = ControlLink.connect(address, token, world_rank, world_size)
+    link = MonitorClient.connect(address, token, world_rank, world_size)
     infos = link.meet({"port": 4711})         # all-gather through the monitor: how ranks tell each other where they are
     link.attach(transport)                    # from now on a death or a deadlock anywhere in the job ends its waits
     link.goodbye()                            # or link.report(exception)
@@ -21,15 +21,15 @@ from typing import Any, Protocol
 from minidist import errors
 from minidist.comm import wire
 from minidist.comm.health.acceptor import knock
-from minidist.comm.health.failure import Loss, how_it_ended, monitor_gone, say_line
+from minidist.comm.health.failure import Failure, how_it_ended, monitor_gone, say_line
 from minidist.comm.health.process_state import this_system
 from minidist.comm.health.wait_state import State, Waits
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 
-__all__ = ["ControlLink", "Loss", "how_it_ended", "monitor_gone"]
+__all__ = ["MonitorClient", "Failure", "how_it_ended", "monitor_gone"]
 
 GRACE = 5.0                # seconds a rank gets to end after the job has failed
-CONNECT_LIMIT = 60.0       # seconds until a connection must stand, or everybody have met
+CONNECT_LIMIT = 60.0       # seconds until a connection must stand, or all ranks have met
 ANSWER_LIMIT = 5.0         # seconds the monitor gets to answer a question
 
 
@@ -45,14 +45,14 @@ class Waiting(Protocol):
         """Make waits for one rank raise `error`."""
 
 
-class ControlLink:
+class MonitorClient:
     """One rank's connection to the job's monitor.
 
     Attributes: world_rank, world_size
                 limit        seconds that a meeting may last
                 address      the monitor's
                 local_host   the address under which this process reached the monitor; peers reach this rank there too
-                loss         the Loss that ended the job, or None
+                loss         the Failure that ended the job, or None
     """
 
     def __init__(self, sock: socket.socket, world_rank: int, world_size: int, *, grace: float = GRACE,
@@ -62,7 +62,7 @@ class ControlLink:
         self.limit = CONNECT_LIMIT
         self.address: tuple[str, int] = sock.getpeername()[:2]
         self.local_host: str = sock.getsockname()[0]
-        self.loss: Loss | None = None
+        self.loss: Failure | None = None
         self._sock, self._grace, self._end = sock, grace, end or end_process
         self._sending, self._telling = threading.Lock(), threading.Lock()
         self._changed = threading.Condition()
@@ -78,7 +78,7 @@ class ControlLink:
     @classmethod
     def connect(cls, address: tuple[str, int], token: bytes, world_rank: int, world_size: int, *,
                 limit: float = CONNECT_LIMIT, grace: float = GRACE,
-                end: Callable[[str], None] | None = None) -> "ControlLink":
+                end: Callable[[str], None] | None = None) -> "MonitorClient":
         """Connect, trying again until the monitor listens.
 
         Raises: HandshakeError if it refuses us; TimeoutError naming the address after `limit` seconds.
@@ -91,7 +91,7 @@ class ControlLink:
     def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank gives a small dict and gets all of them, in world rank order. Every rank calls it equally often.
 
-        Cost:    2 control frames a rank; P dicts each way through the monitor. For start-up, not for data.
+        Cost:    2 control frames a rank: its dict to the monitor, P dicts back. For start-up, not for data.
         Raises:  TimeoutError naming the ranks that did not come; PeerLostError if one was lost.
         """
         number = next(self._rounds)
@@ -121,11 +121,11 @@ class ControlLink:
         transport.waits.spare = lambda: self._send({"kind": "expendable"})
         self.on_loss(transport.abort)
 
-    def wait_for_loss(self, limit: float) -> Loss | None:
+    def wait_for_loss(self, limit: float) -> Failure | None:
         """The loss that ended the job, if the monitor tells within `limit` s.
 
-        A peer's data connection may break a moment before the monitor says why; who is about to report a lost peer
-        asks here first.
+        A peer's data connection may break a moment before the monitor says why; a rank that is about to report a lost
+        peer asks here first.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None or self._closed, limit)
@@ -139,7 +139,7 @@ class ControlLink:
         From here on this process, too, has `grace` seconds to end.
         """
         self._expect_end(f"its own {type(error).__name__}")
-        loss = Loss.by_exception(error, self.world_rank)
+        loss = Failure.by_exception(error, self.world_rank)
         blames = error.world_rank if isinstance(error, PeerLostError) else None
         try:
             self._send({"kind": "failed", "loss": dataclasses.asdict(loss), "blames": blames})
@@ -201,17 +201,17 @@ class ControlLink:
             except (CommError, OSError, ValueError):       # ValueError: the socket was closed under us
                 if not (self._leaving or self._closed):
                     self._lost(monitor_gone(self.world_rank))
-            with self._sending, self._changed:             # nobody is in the middle of sending when the socket goes
+            with self._sending, self._changed:             # no thread is sending when the socket goes
                 self._closed = True
                 self._changed.notify_all()
 
     def _take(self, frame: dict[str, Any]) -> None:
         match frame["kind"]:
             case "lost":
-                self._lost(Loss(**frame["loss"]))
+                self._lost(Failure(**frame["loss"]))
             case "died":
                 if self._transport is not None:
-                    self._transport.lose(Loss(**frame["loss"]).error())
+                    self._transport.lose(Failure(**frame["loss"]).error())
             case "ask":
                 self._tell(frame["round"])
             case "verdict":
@@ -225,7 +225,7 @@ class ControlLink:
     def _tell(self, number: int = 0) -> None:
         """What this rank waits for: of its own accord, or in answer to the monitor's question `number`.
 
-        Two threads that tell at once do so one after the other, lest the older state arrive last.
+        Two threads that tell at once do so one after the other, so that the newest state arrives last.
         """
         with self._telling, contextlib.suppress(CommError, OSError):    # without a monitor the job ends anyway
             self._send({"kind": "waits", "round": number, "state": self._state()})
@@ -246,8 +246,8 @@ class ControlLink:
         except CommError:
             return ""
 
-    def _lost(self, loss: Loss) -> None:
-        """Note the first loss, tell everybody who asked, and see to it that this process ends."""
+    def _lost(self, loss: Failure) -> None:
+        """Note the first failure, call the callbacks, and make sure that this process ends."""
         with self._changed:
             if self.loss is not None:
                 return

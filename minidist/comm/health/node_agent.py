@@ -1,8 +1,8 @@
-"""A lookout on each host that the monitor is not on: what becomes of processes, only their own system can tell.
+"""A node agent on each host that the monitor is not on: only a system itself knows how its processes end.
 
-    monitor -> lookout                                  lookout -> monitor
+    monitor -> node agent                               node agent -> monitor
     look     pids: what of these?                       seen     frozen: pids; ended: [pid, how], …
-    how      rank, pid: how did that end?               how      rank, text; "" if nobody knows
+    how      rank, pid: how did that end?               how      rank, text; "" if it does not know
     end      pids: kill those of them that are stopped  ended    loss: a rank here ended, and not well
     lost     loss: the job is over, and why             goodbye
     died     loss: of a rank without which it goes on
@@ -12,7 +12,7 @@ has a part in it, so a rank may compute as long as it likes, in one call that ho
 found as on one host, within 2 s; a host that is silent for SILENCE seconds is lost with all its ranks. The other way
 round, a rank learns by the kernel's keep-alives that the monitor's host is out of reach (acceptor.py).
 
-Our own launcher is the lookout of its node, and knows its ranks' exit codes. Under mpirun, torchrun and srun it is a
+Our own launcher is the node agent of its node, and knows its ranks' exit codes. Under mpirun, torchrun and srun it is a
 child of the node's first rank.
 """
 
@@ -30,8 +30,8 @@ from typing import Any
 
 from minidist.comm import wire
 from minidist.comm.health.acceptor import knock
-from minidist.comm.health.failure import Loss
-from minidist.comm.health.process_state import Looks, exit_of, kill_stopped, this_system
+from minidist.comm.health.failure import Failure
+from minidist.comm.health.process_state import ProcessLooks, exit_of, kill_stopped, this_system
 from minidist.errors import CommError, HandshakeError
 
 CONNECT_LIMIT = 60.0    # seconds until the monitor must listen
@@ -39,7 +39,7 @@ ANSWER_LIMIT = 1.0      # seconds the monitor gets to say what it makes of a dea
 _TRY = 2.0              # seconds of one attempt
 
 
-class Lookout:
+class NodeAgent:
     """This host's end. `serve` runs in a thread or process of its own.
 
     Args:       ranks: those that it is there for; none: every rank of this system.
@@ -49,10 +49,10 @@ class Lookout:
     """
 
     def __init__(self, ranks: Sequence[int] = (), how: Callable[[int], str | None] | None = None) -> None:
-        self.loss: Loss | None = None
-        self.spared: dict[int, Loss] = {}
+        self.loss: Failure | None = None
+        self.spared: dict[int, Failure] = {}
         self._ranks, self._how = list(ranks), how or (lambda rank: None)
-        self._looks = Looks()
+        self._looks = ProcessLooks()
         self._sock: socket.socket | None = None
         self._changed, self._sending = threading.Condition(), threading.Lock()
         self._closed = False
@@ -75,7 +75,7 @@ class Lookout:
             self._closed = True
             self._changed.notify_all()
 
-    def tell(self, loss: Loss) -> None:
+    def tell(self, loss: Failure) -> None:
         """A rank here did not end well. Returns when the monitor has said what it makes of that, or does not say."""
         with self._changed:
             self._changed.wait_for(lambda: self._sock is not None or self._closed, _TRY)
@@ -95,11 +95,11 @@ class Lookout:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _connect(self, address: tuple[str, int], token: bytes) -> socket.socket | None:
-        hello = {"lookout": self._ranks, "pid": os.getpid(), "host": platform.node(), "system": this_system()}
+        hello = {"node_agent": self._ranks, "pid": os.getpid(), "host": platform.node(), "system": this_system()}
         deadline = time.monotonic() + CONNECT_LIMIT
         while not self._closed and time.monotonic() < deadline:
             try:
-                return knock(address, token, hello, f"the lookout of {platform.node()}", _TRY)
+                return knock(address, token, hello, f"the node agent of {platform.node()}", _TRY)
             except HandshakeError:
                 return None
             except (CommError, OSError):
@@ -123,7 +123,7 @@ class Lookout:
                 for pid in frame["pids"]:
                     kill_stopped(pid)
             case "lost" | "died" as kind:
-                loss = Loss(**frame["loss"])
+                loss = Failure(**frame["loss"])
                 with self._changed:
                     if kind == "lost":
                         self.loss = loss
@@ -132,8 +132,8 @@ class Lookout:
                     self._changed.notify_all()
 
 
-class LookoutProcess:
-    """A lookout for every rank of this host, in a child process that ends when the monitor does."""
+class NodeAgentProcess:
+    """A node agent for every rank of this host, in a child process that ends when the monitor does."""
 
     def __init__(self, address: tuple[str, int], token: bytes) -> None:
         command = [sys.executable, "-m", "minidist.comm.health.node_agent", address[0], str(address[1])]
@@ -149,4 +149,4 @@ class LookoutProcess:
 
 
 if __name__ == "__main__":
-    Lookout().serve((sys.argv[1], int(sys.argv[2])), sys.stdin.buffer.readline().strip())
+    NodeAgent().serve((sys.argv[1], int(sys.argv[2])), sys.stdin.buffer.readline().strip())

@@ -8,7 +8,7 @@ Nor do the connections of a process end with it while a child that it has forked
 worker, say). So the looks are for those that have ended as well; at two running, for the goodbye of one that ended well
 has been read by the second.
 
-On another host that host's lookout looks (node_agent.py).
+On another host that host's node agent looks (node_agent.py).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ REAP_LIMIT = 0.4    # seconds between a connection's end and the end of its proc
 _LATE = 3       # times LOOK: so long between two looks that this process did not run either
 
 
-class Looks:
+class ProcessLooks:
     """Counts at how many looks running a process was stopped, or not there any more. One thread."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ def stopped(pids: Iterable[int]) -> set[int]:
 
 
 def state_of(pid: int) -> str:
-    """The letter that the kernel has for the state of a process of this host; "" if it is gone, or nobody says."""
+    """The kernel's letter for the state of a process of this host; "" if it is gone, or the system does not say."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other, whoever started them.
+"""How the ranks of a job find each other, for every launcher.
 
     started by                 the monitor is                          a rank learns address and token from
     minidist launch, md.run    a thread of the launcher                MINIDIST_MONITOR, MINIDIST_TOKEN
@@ -28,7 +28,7 @@ import numpy as np
 from minidist.comm import wire
 from minidist.comm.health.failure import say_line
 from minidist.comm.health.monitor import Monitor
-from minidist.comm.health.monitor_client import ControlLink
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.process_state import exit_of
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
 
@@ -38,7 +38,7 @@ _MESSAGE_BYTES = 1024     # of the MPI broadcast
 
 
 @dataclass(frozen=True)
-class Place:
+class MonitorAddress:
     """Where a job's monitor is, and the secret that opens it."""
 
     host: str
@@ -65,7 +65,7 @@ def token_from_environment() -> bytes | None:
     return token.encode()
 
 
-def place_from_environment() -> Place | None:
+def place_from_environment() -> MonitorAddress | None:
     """What our own launcher says, or None if it did not start us."""
     address = os.environ.get("MINIDIST_MONITOR")
     if address is None:
@@ -74,7 +74,7 @@ def place_from_environment() -> Place | None:
     token = token_from_environment()
     if not (host and port.isdigit() and token):
         raise LaunchError(f"MINIDIST_MONITOR={address!r} needs the form host:port, and MINIDIST_TOKEN beside it")
-    return Place(host, int(port), token)
+    return MonitorAddress(host, int(port), token)
 
 
 # --- the monitor as a child of rank 0 --------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class MonitorProcess:
         if not answer.isdigit():
             self.close(0.0)
             raise LaunchError(answer.removeprefix("error ") or "the monitor ended as it started")
-        self.place = Place(host, int(answer), token)
+        self.place = MonitorAddress(host, int(answer), token)
 
     def close(self, limit: float | None = None) -> None:
         """Wait until it has ended, which it does once every rank has gone: rank 0 ends last, as in MPI_Finalize."""
@@ -132,7 +132,7 @@ def _monitor_main(size: int, host: str, port: int) -> None:
             say_line(f"minidist: {monitor.loss}; the job ends")
         deadline = time.monotonic() + STOP
         while time.monotonic() < deadline and not select.select([sys.stdin], [], [], 0.0)[0]:
-            if monitor.wait_until_stopped(0.2, late=True):      # who comes late must hear that all has been said
+            if monitor.wait_until_stopped(0.2, late=True):      # a late rank must learn of the failure, too
                 break
         monitor.wait_until_stopped(max(0.0, deadline - time.monotonic()))
     monitor.close()
@@ -140,7 +140,7 @@ def _monitor_main(size: int, host: str, port: int) -> None:
 
 # --- under mpirun ----------------------------------------------------------------------------------------------------
 
-def share_by_mpi(place: Place | None, limit: float, *, problem: str = "") -> Place:
+def share_by_mpi(place: MonitorAddress | None, limit: float, *, problem: str = "") -> MonitorAddress:
     """Rank 0 tells every rank of MPI_COMM_WORLD where the monitor is, or what kept it from starting.
 
     Cost:    one broadcast of 1 KiB; a waiting rank sleeps between tests instead of spinning.
@@ -164,7 +164,7 @@ def share_by_mpi(place: Place | None, limit: float, *, problem: str = "") -> Pla
     words = wire.unpack(buffer[2:2 + int(buffer[0]) * 256 + int(buffer[1])].tobytes())
     if "problem" in words:
         raise LaunchError(words["problem"])
-    return Place(words["host"], words["port"], words["token"])
+    return MonitorAddress(words["host"], words["port"], words["token"])
 
 
 def outward_address() -> str:
@@ -203,7 +203,7 @@ class TokenFile:
                               "MINIDIST_TOKEN for every rank instead") from error
 
     def read(self) -> bytes | None:
-        """The token, or None while there is none. Raises LaunchError if somebody else could have written or read it."""
+        """The token, or None while there is none. Raises LaunchError if another user could have written or read it."""
         try:
             with open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
                 state = os.fstat(file.fileno())
@@ -219,7 +219,7 @@ class TokenFile:
 
 
 def connect_by_file(file: TokenFile, address: tuple[str, int], world_rank: int, world_size: int,
-                    limit: float, **options: Any) -> tuple[ControlLink, bytes]:
+                    limit: float, **options: Any) -> tuple[MonitorClient, bytes]:
     """Connect with the token that rank 0 is about to write; one left by an earlier job is refused and read anew.
 
     Raises: HandshakeError or TimeoutError after `limit` seconds.
@@ -229,7 +229,7 @@ def connect_by_file(file: TokenFile, address: tuple[str, int], world_rank: int, 
         token = file.read()
         if token is not None:
             try:
-                return ControlLink.connect(address, token, world_rank, world_size, limit=1.0, **options), token
+                return MonitorClient.connect(address, token, world_rank, world_size, limit=1.0, **options), token
             except (HandshakeError, TimeoutError) as error:
                 problem = error
         time.sleep(0.05)

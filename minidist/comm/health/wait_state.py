@@ -1,4 +1,4 @@
-"""A rank's waits that last: in which call, for whom, since when. Whoever can see all ranks' waits sees a deadlock.
+"""A rank's waits that last: in which call, for which ranks, since when. All ranks' waits together show a deadlock.
 
 A wait that ends within QUIET seconds is no business of this module, and costs nothing. One that lasts is told once, and
 its end is told too: over the control connection to the monitor, where ranks are processes; to the run, where they are
@@ -7,12 +7,12 @@ threads. Both hand what they hear to an Arbiter (deadlock_arbiter.py), which jud
     state of a rank     waits    its lasting waits, one a thread
                         sent     messages it has begun to send, by world rank
                         taken    messages it has taken off the link, by world rank
-                        reads    world ranks of whom it has asked for a message that has not come whole
+                        reads    world ranks from which it has asked for a message that has not come whole
                         settled  whether every thread of its program is in one of these waits
 
 sent and taken are counted where a message begins and ends (stream.py): where they differ between two ranks, a message
-is in flight, and who waits for it does not wait in vain. Nor does who sends it, while the other rank reads: that one
-takes whatever stands before the message it has asked for.
+is in flight, and its receiver does not wait in vain. Nor does its sender, while the receiver reads: the receiver takes
+whatever stands before the message it has asked for.
 """
 
 import itertools
@@ -134,12 +134,12 @@ class Waits:
 
     Attributes: counts   -> (sent, taken), of the rank's transport
                 reads    -> the world ranks that it reads from
-                program  -> the threads that run the rank's program; one that is in no wait may yet end everybody's
-                tell     called when a wait begins to last, and when it ends; None until somebody listens
+                program  -> the threads that run the rank's program; one in no wait may yet end the others' waits
+                tell     called when a wait begins to last, and when it ends; None without a listener
                 table    (state) -> what all ranks wait for, in words; `state` is what this rank says of itself
                 disagree (text, world ranks) tells every rank of a group that their calls do not match; None as tell
-                spare    asks that this rank's death be reported, and not end the job; None until somebody listens
-                held     each says for whom messages are held back on their way out, one entry a message
+                spare    asks that this rank's death be reported, and not end the job; None without a listener
+                held     each gives the destinations of messages held back on their way out, one entry a message
                 ends     abort() of links that belong to the transport and tell their waits here
                 step     the training step that the program is in, if it says so
                 workers  those that carry out started calls
@@ -163,7 +163,7 @@ class Waits:
 
     @contextmanager
     def lasting(self, what: str, peers: Callable[[], tuple[int, ...]], *, incoming: bool = False) -> Iterator[None]:
-        """The block is a wait that lasts already: `what` in words, and `peers()`: for whom, now."""
+        """The block is a wait that lasts already: `what` in words, `peers()` the ranks it is for, now."""
         running, thread = running_call(), threading.get_ident()
         call, members = (None, ()) if running is None else (running.signature, running.world_ranks)
         wait = Wait(next(self._numbers), call, members, (), what, incoming, 0.0)
@@ -198,7 +198,7 @@ class Waits:
     def described(self, state: State) -> str:
         """All ranks' waits, as the last lines of an error; `state`: as this rank's were when its time was up.
 
-        Costs up to half a second, in which this rank waits for nobody else. Empty where nobody can tell.
+        Costs up to half a second, in which this rank waits for nothing else. Empty without a listener.
         """
         table = "" if self.table is None else self.table(state)
         return f"\n{table}" if table else ""

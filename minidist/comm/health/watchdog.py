@@ -1,9 +1,9 @@
-"""The monitor's eye on the ranks that are there: what they wait for, and whether their processes run at all.
+"""The monitor's view of the ranks that are there: what they wait for, and whether their processes run at all.
 
 What ranks say of their lasting waits goes to the arbiter (deadlock_arbiter.py), whose verdicts go out to the ranks
 concerned. A rank whose wait has reached its limit asks for the table of all waits; those that do not wait are then
 asked where they are. All processes are looked at now and then (process_state.py): those of this system from here, the
-others by their lookouts (node_agent.py).
+others by their node agents (node_agent.py).
 """
 
 import threading
@@ -12,32 +12,32 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minidist.comm.health import deadlock
-from minidist.comm.health.acceptor import SILENCE, Post, Seat
+from minidist.comm.health.acceptor import SILENCE, AgentSeat, Seat
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.deadlock_arbiter import Arbiter
-from minidist.comm.health.failure import Loss
-from minidist.comm.health.process_state import LOOK, Looks, this_system
+from minidist.comm.health.failure import Failure
+from minidist.comm.health.process_state import LOOK, ProcessLooks, this_system
 from minidist.comm.health.wait_state import State
 from minidist.errors import CommError
 
 TABLE_WAIT = 0.3          # seconds that ranks get to say what they do, when another's wait has reached its limit
-LOOKOUT_WAIT = 1.0        # seconds that a lookout gets to come, when a rank of its host has ended, and again to say how
+AGENT_WAIT = 1.0          # seconds for a node agent to come, after a rank of its host has ended; again, to say how
 
 
-class Watch:
-    """Belongs to the monitor's one thread that hears the ranks; final_table() and what concerns lookouts is for any.
+class Watchdog:
+    """Belongs to the monitor's one thread that hears the ranks; final_table() and what concerns node agents is for any.
 
     Args: size: ranks of the job. present() -> the seats of those that are there, by world rank.
           lose(loss): end the job for this reason.
     """
 
-    def __init__(self, size: int, present: Callable[[], dict[int, Seat]], lose: Callable[[Loss], bool]) -> None:
+    def __init__(self, size: int, present: Callable[[], dict[int, Seat]], lose: Callable[[Failure], bool]) -> None:
         self._size, self._present, self._lose = size, present, lose
         self._arbiter = Arbiter(self._ask, self._tell)
-        self._looks, self._looked = Looks(), time.monotonic()
-        self._posts: list[Post] = []                          # of all lookouts that ever came
-        self._news = threading.Condition()                    # of lookouts, and what they say
-        self._curious: list[tuple[float, Seat, State]] = []   # when to answer whom, and what it waited for
+        self._looks, self._looked = ProcessLooks(), time.monotonic()
+        self._posts: list[AgentSeat] = []                          # of all node agents that ever came
+        self._news = threading.Condition()                    # of node agents, and what they say
+        self._curious: list[tuple[float, Seat, State]] = []   # when to answer which rank, and its state
 
     def heard(self, seat: Seat, state: State, number: int) -> None:
         """A rank has said what it waits for, in answer to question `number`, or unasked (0)."""
@@ -67,7 +67,7 @@ class Watch:
         self._arbiter.tick()
         while self._curious and self._curious[0][0] <= time.monotonic():
             _, seat, state = self._curious.pop(0)
-            others = {other.world_rank: waited for _, other, waited in self._curious}   # whose time was up with it
+            others = {other.world_rank: waited for _, other, waited in self._curious}   # at their limits, too
             seat.send("table", value=self._table({**others, seat.world_rank: state}))
         if time.monotonic() - self._looked >= LOOK:
             self._look()
@@ -100,14 +100,14 @@ class Watch:
     # --- processes ---------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Look at the processes of this system, and ask the lookouts of others; one that does not answer is lost."""
+        """Look at the processes of this system, and ask the node agents of others; one that does not answer is lost."""
         self._looked = time.monotonic()
         here = [seat for seat in self._present().values() if seat.system == this_system()]
         pids = {seat.pid for seat in here}
         self._seen(here, self._looks.frozen(pids), self._looks.ended(pids))
         for post in self.posts():
             if post.unanswered * LOOK >= SILENCE:
-                self.lose_lookout(post, None)
+                self.lose_agent(post, None)
             else:
                 post.unanswered += 1
                 post.send("look", pids=[seat.pid for seat in self._covered(post)])
@@ -117,30 +117,30 @@ class Watch:
         for seat in seats:
             if seat.pid in frozen:
                 seat.frozen = True
-                self._lose(Loss(seat.world_rank, seat.pid, seat.host, "is frozen (stopped)"))
+                self._lose(Failure(seat.world_rank, seat.pid, seat.host, "is frozen (stopped)"))
             elif seat.pid in ended:
-                self._lose(Loss(seat.world_rank, seat.pid, seat.host, ended[seat.pid]))
+                self._lose(Failure(seat.world_rank, seat.pid, seat.host, ended[seat.pid]))
 
-    # --- lookouts of other hosts -------------------------------------------------------------------------------------
+    # --- node agents of other hosts ----------------------------------------------------------------------------------
 
-    def posts(self) -> list[Post]:
-        """The lookouts that are there."""
+    def posts(self) -> list[AgentSeat]:
+        """The node agents that are there."""
         with self._news:
             return [post for post in self._posts if not post.left]
 
     def hang_up(self) -> None:
-        """Close the connections of all lookouts."""
+        """Close the connections of all node agents."""
         for post in self._posts:
             post.sock.close()
 
-    def add(self, post: Post) -> None:
-        """A lookout has come."""
+    def add(self, post: AgentSeat) -> None:
+        """A node agent has come."""
         with self._news:
             self._posts.append(post)
             self._news.notify_all()
 
-    def heard_lookout(self, post: Post, frame: dict[str, Any]) -> None:
-        """A lookout has said something; see node_agent.py for what. Raises CommError for what no lookout says."""
+    def heard_agent(self, post: AgentSeat, frame: dict[str, Any]) -> None:
+        """A node agent has said something; see node_agent.py for what. Raises CommError for what no node agent says."""
         post.unanswered = 0
         match frame["kind"]:
             case "seen":
@@ -148,7 +148,7 @@ class Watch:
             case "how":
                 self._note(post, int(frame["rank"]), str(frame["text"]))
             case "ended":
-                loss = Loss(**frame["loss"])
+                loss = Failure(**frame["loss"])
                 self._note(post, loss.world_rank, loss.how)
                 self._lose(loss)
             case "goodbye":
@@ -156,34 +156,34 @@ class Watch:
             case kind:
                 raise CommError(f"unknown frame {kind!r}")
 
-    def lose_lookout(self, post: Post, error: Exception | None) -> None:
-        """A lookout's connection ended with `error`, or it is silent; its ranks are lost, unless it said goodbye."""
+    def lose_agent(self, post: AgentSeat, error: Exception | None) -> None:
+        """A node agent's connection ended with `error`, or it is silent; its ranks are lost, unless it said goodbye."""
         covered = self._covered(post)
         if self._remove(post) and covered:
             first, silent = covered[0], isinstance(error, OSError | None) and not isinstance(error, CommError)
             why = f"nothing was heard of it for {SILENCE:g} s" if silent else \
-                f"its lookout (process {post.pid}) is gone ({error})"
-            self._lose(Loss(first.world_rank, first.pid, first.host, _out_of_reach(covered, why)))
+                f"its node agent (process {post.pid}) is gone ({error})"
+            self._lose(Failure(first.world_rank, first.pid, first.host, _out_of_reach(covered, why)))
 
     def how_it_ended(self, seat: Seat, *, far: bool) -> str | None:
-        """How the process at this seat ended, as its lookout says; None if there is none, or it does not know.
+        """How the process at this seat ended, as its node agent says; None if there is none, or it does not know.
 
-        Waits for a lookout to come only if the seat is `far`, on another system.
+        Waits for a node agent to come only if the seat is `far`, on another system.
         """
-        def its_post() -> Post | None:
+        def its_post() -> AgentSeat | None:
             return next((post for post in self._posts if post.covers(seat) and not post.left), None)
 
         with self._news:
-            self._news.wait_for(its_post, LOOKOUT_WAIT if far else 0.0)
+            self._news.wait_for(its_post, AGENT_WAIT if far else 0.0)
             post = its_post()
         if post is None:
             return None
         post.send("how", rank=seat.world_rank, pid=seat.pid)
         with self._news:
-            self._news.wait_for(lambda: seat.world_rank in post.told or post.left, LOOKOUT_WAIT)
+            self._news.wait_for(lambda: seat.world_rank in post.told or post.left, AGENT_WAIT)
             if seat.world_rank in post.told:
                 return post.told[seat.world_rank] or None
-        return _out_of_reach(self._covered(post), "its lookout does not answer")
+        return _out_of_reach(self._covered(post), "its node agent does not answer")
 
     def end_stopped(self, seat: Seat) -> None:
         """Have a stopped process of another host killed."""
@@ -191,12 +191,12 @@ class Watch:
             if post.covers(seat):
                 post.send("end", pids=[seat.pid])
 
-    def _note(self, post: Post, rank: int, how: str) -> None:
+    def _note(self, post: AgentSeat, rank: int, how: str) -> None:
         with self._news:
             post.told[rank] = how
             self._news.notify_all()
 
-    def _remove(self, post: Post) -> bool:
+    def _remove(self, post: AgentSeat) -> bool:
         """Whether it was still there."""
         with self._news:
             if post.left:
@@ -205,7 +205,7 @@ class Watch:
             self._news.notify_all()
             return True
 
-    def _covered(self, post: Post) -> list[Seat]:
+    def _covered(self, post: AgentSeat) -> list[Seat]:
         return [seat for _, seat in sorted(self._present().items()) if post.covers(seat)]
 
 

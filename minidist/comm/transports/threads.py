@@ -18,7 +18,7 @@ from minidist.comm.group import Group
 from minidist.comm.health import deadlock
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.deadlock_arbiter import Arbiter
-from minidist.comm.health.failure import Loss
+from minidist.comm.health.failure import Failure
 from minidist.comm.health.wait_state import State, Waits
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import connect
@@ -178,7 +178,7 @@ def run_threads(fn: Callable[..., Any], args: Sequence[Any] = (), size: int = 1,
         if job.failure is not None:
             rank, error = job.failure
             if isinstance(error, SystemExit) and not error.code:    # the program would end as if all were well
-                raise Loss.by_exception(error, rank).error() from error
+                raise Failure.by_exception(error, rank).error() from error
             raise name_rank(error, rank)
         return job.results
     finally:

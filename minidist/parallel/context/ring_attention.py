@@ -1,48 +1,46 @@
 """Chapter 13 · Ring attention: the sequence is cut, keys and values go round, and no rank ever has all of them.
 
 The idea. Everything in a block but attention works token by token, so each rank can hold some of the tokens and all of
-the weights. In attention a rank's queries must see the keys of all ranks. They come in pieces: each rank passes the
-keys and values that it has just used on to the next and gets the previous rank's, and after P - 1 hops every query has
-met every key. Softmax over keys that come in pieces is what autograd/ops/online_attention.py is about: a running
-maximum, a running sum. While a rank computes with one piece, the next is on its way.
+the weights. In attention the queries of a rank must see the keys of all ranks. Each rank sends the keys and values that
+it has just used to the next rank and receives those of the previous rank; after P - 1 hops every query has met every
+key. Softmax over keys that arrive in parts needs a running maximum and a running sum: see
+autograd/ops/online_attention.py. While a rank computes with one part, the next one is on its way.
 
     P=3      r0 sees    r1 sees    r2 sees        r -> r+1 meanwhile
-    hop 0    kv0        kv1        kv2            each its own
-    hop 1    kv2        kv0        kv1            each what it had at hop 0
+    hop 0    kv0        kv1        kv2            each rank sends its own
+    hop 1    kv2        kv0        kv1            each rank sends what it had at hop 0
     hop 2    kv1        kv2        kv0            nothing
 
-N2:315 draws two ranks with L/2 × L/2 scores each: half of the scores are lost. Each rank needs L/2 × L, in two pieces.
+(N2:315 draws two ranks with L/2 × L/2 scores each, so half of the scores are lost: each rank needs L/2 × L.)
 
-Who holds what. A causal query sees what lies before it, so ranks that hold consecutive tokens would work from 1 to
-2P - 1 parts of the same size. The sequence is cut in 2P blocks instead, and rank r holds blocks r and 2P-1-r (zigzag):
+Who holds what. A causal query sees only the keys before it, so with consecutive tokens the ranks' work would differ
+from 1 to 2P - 1. The sequence is cut in 2P blocks instead, and rank r holds blocks r and 2P-1-r (zigzag):
 
     P=3      block 0    1      2      3      4      5
     rank     0          1      2      2      1      0
 
-Then at each later hop every rank multiplies two pairs of blocks, all of them without a mask: of an earlier rank's piece
-both its query blocks see the first block, of a later one's the last query block sees both. At hop 0 there are three
-pairs, two of which a mask halves. Blocks are cut as numpy.array_split does; any length will do.
+After hop 0 every rank multiplies two pairs of blocks a hop, without a mask: both query blocks with the first key block
+of an earlier rank, or the last query block with both key blocks of a later rank.
 
     weights      whole on all ranks; gradients, each of the own tokens, are all-reduced
     positions    of the own tokens, in the whole sequence: rotary angles, learned positions
-    activations  those of T/P tokens, and at most five pieces on their way: two of keys and values, three of gradients
+    activations  of T/P tokens; at most five arrays on their way: two of keys and values, three of their gradients
 
-Backward goes round once more, and the gradients of a piece travel with it: each rank adds what its queries contribute,
-and after P hops they are home. (A rank could keep its own contribution and send one piece less, 2 blocks of 4P - 2,
-for as many more in memory.)
+Backward goes round once more. The gradients of keys and values travel with them: each rank adds what its queries
+contribute, and after P hops they are back on the rank that has the tokens.
 
-Cost, a block and step, over all ranks, of B·T × key-value width numbers (of a rank on average 1/P of it):
+Cost, a block and step, over all ranks, of B·T × key-value width numbers (a rank sends 1/P of it on average):
 
     forward      2(P-1)      keys and values, P - 1 hops
-    backward     4P - 2      the same, and their gradients, P hops
-    with the block computed again (chapter 19) the forward counts twice
+    backward     4P - 2      the same again, and their gradients, P hops
+    if the block is computed again (chapter 19) the forward counts twice
     gradients    2(P-1)Ψ once a step;   control: the loss, and with clipping the norm
 
-Half-precision keys and values travel as they are; their gradients in float32, for each hop adds to them.
+Half-precision keys and values are sent as they are. Their gradients are sent in float32, because each hop adds to them.
 
 notes:   N2 序列并行, §10.4 环形注意力 (N2:410)
-Source:  Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers"; two blocks a rank, one from either
-         end: Llama team 2024, "The Llama 3 Herd of Models", §3.3.2.
+Source:  Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers"; zigzag: Llama team 2024, "The Llama
+         3 Herd of Models", §3.3.2.
 """
 
 from collections.abc import Iterator
@@ -62,8 +60,7 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.errors import ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
-from minidist.parallel.context.context_parallel import ContextParallel
-from minidist.parallel.context.token_shard import Own, keep_own_tokens, pick
+from minidist.parallel.context.token_shard import ContextParallel, OwnTokens, pick, shard_tokens
 
 __all__ = ["ContextParallel", "RingSelfAttention", "around", "attend_by_ring", "context_parallel", "elements_sent",
            "own_blocks", "pass_on", "ring_attention", "visible", "zigzag"]
@@ -92,7 +89,7 @@ def plain_ring_attention(q: Array, k: Array, v: Array, positions: Array, group: 
 # ------------------------------------------------------------------------------------------------------- partition
 
 def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
-    """A rank's two blocks of a sequence: (number among the 2P, where it lies among the rank's own tokens)."""
+    """A rank's two blocks of a sequence: (number among the 2P, its place among the rank's own tokens)."""
     edges = bounds(length, 2 * size)
     first, last = rank, 2 * size - 1 - rank
     middle = edges[first + 1] - edges[first]
@@ -100,15 +97,15 @@ def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
 
 
 def zigzag(length: int, rank: int, size: int) -> np.ndarray:
-    """The positions of a rank's tokens in a sequence of so many, ascending: (own,) int64."""
+    """The positions of a rank's tokens in a sequence of `length`, ascending: (own,) int64."""
     edges = bounds(length, 2 * size)
     return np.concatenate([np.arange(edges[number], edges[number + 1]) for number in (rank, 2 * size - 1 - rank)])
 
 
 def visible(length: int, rank: int, source: int, size: int) -> Iterator[tuple[slice, slice, bool]]:
-    """(queries, keys, causal): which of a rank's own blocks see which blocks of the piece of rank `source`.
+    """Which of a rank's query blocks see which key blocks of rank `source`: (queries, keys, causal).
 
-    Block against block: later queries see all keys, earlier ones none, and a block's own tokens see those before them.
+    Queries of a later block see all keys, those of an earlier block none; inside one block the mask is causal.
     """
     for own, queries in own_blocks(length, rank, size):
         for other, keys in own_blocks(length, source, size):
@@ -119,38 +116,41 @@ def visible(length: int, rank: int, source: int, size: int) -> Iterator[tuple[sl
 # ------------------------------------------------------------------------------------------------------------ ring
 
 def pass_on(group: Group, array: Array, tokens: int) -> Pending:
-    """Start to send `array` (…, own, D) to the next rank and to receive (…, tokens, D) from the previous one."""
+    """Start to send `array` (…, own, D) to the next rank and to receive (…, tokens, D) from the previous rank."""
     xp = array_module(array)
     room = account.current().hold(xp.empty((*array.shape[:-2], tokens, array.shape[-1]), array.dtype), "communication")
     return group.start_exchange(array, (group.rank + 1) % group.size, (group.rank - 1) % group.size, out=room)
 
 
-def around(group: Group, piece: Array, length: int) -> Iterator[tuple[int, Array]]:
-    """(whose, piece) for each rank's piece of keys and values, beginning with the own: (2, B, H_kv, tokens, D).
+def around(group: Group, kv: Array, length: int) -> Iterator[tuple[int, Array]]:
+    """(rank, its keys and values) for every rank, this one first: (2, B, H_kv, tokens, D).
 
-    The next one comes, and this one leaves, while the caller computes with it; it must not be written to.
-    Cost:    P - 1 messages.
+    The next array arrives, and the present one leaves, while the caller computes; it must not be written to.
+
+    Cost:    P - 1 messages per rank, one a hop, of any size.
     """
     for hop in range(group.size):
         source, after = (group.rank - hop) % group.size, (group.rank - hop - 1) % group.size
         last = hop == group.size - 1
-        coming = None if last else pass_on(group, piece, len(zigzag(length, after, group.size)))
-        yield source, piece
+        coming = None if last else pass_on(group, kv, len(zigzag(length, after, group.size)))
+        yield source, kv
         if coming is not None:
-            piece = coming.wait()
+            kv = coming.wait()
 
 
 # --------------------------------------------------------------------------------------------- forward and backward
 
 @op
 def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -> tuple[Array, Saved]:
-    """causal_attention of a sequence of `length` tokens of which each rank has its own (`zigzag`).
+    """causal_attention of a sequence of which each rank has its own tokens (`zigzag`). All ranks call it, in one order.
 
-    (B, H, own, D), (B, H_kv, own, D) twice -> (B, H, own, D); every rank calls it, and backward, in the same order.
-    Cost:    over all ranks, in pieces of B·length·H_kv·D numbers: 2(P-1) forward, 4P-2 backward (none for P = 1).
-             Memory: B·H·own numbers beside q, k, v and the result; while it runs two pieces of keys and values, and
-             in backward three of their gradients.
-    Raises:  ShapeError if this rank's tokens are not as many as `zigzag` says.
+    Args:    q (B, H, own, D); k, v (B, H_kv, own, D): of the own tokens, any float dtype.
+             length: T, tokens of the whole sequence.
+    Returns: (B, H, own, D), in q's dtype.
+    Cost:    over all ranks, in units of B·T·H_kv·D numbers: 2(P-1) forward, 4P-2 backward (none for P = 1).
+             Memory: B·H·own numbers beside q, k, v and the result; while it runs keys and values of two ranks, and
+             in backward their gradients for three.
+    Raises:  ShapeError if this rank has not as many tokens as `zigzag` says.
     """
     check_shapes("ring_attention", q, k, v)
     own = len(zigzag(length, group.rank, group.size))
@@ -159,8 +159,8 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
                          f"of a sequence of {length} it should have {own}; cut it as zigzag(length, rank, size) says")
     scaled = _scaled(q)
     running = OnlineSoftmax.of(scaled)
-    for source, piece in around(group, _packed(k, v), length):
-        keys_all, values_all = widen(piece)
+    for source, kv in around(group, _packed(k, v), length):
+        keys_all, values_all = widen(kv)
         for queries, keys, causal in visible(length, group.rank, source, group.size):
             running.absorb(scaled, keys_all[:, :, keys], values_all[:, :, keys], queries, causal=causal)
     y, log_total = running.finish()
@@ -168,25 +168,26 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
     return y, saved(q=q, k=k, v=v, y=y, log_total=log_total)
 
 
-def _gradients(node: Node, dy: Array) -> dict[str, Array]:
-    """Once more round the ring, each piece followed by its gradients."""
+@ring_attention.gradient("q", "k", "v")
+def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
+    """Once more round the ring; the gradients of keys and values follow them."""
     group, length = node.options["group"], node.options["length"]
     backward = OnlineGradients.of(_scaled(node.q), widen(node.y), node.log_total, widen(dy))
     coming: Pending | None = None
-    for source, piece in around(group, _packed(node.k, node.v), length):
-        keys_all, values_all = widen(piece)
-        gradients = account.current().hold(array_module(dy).zeros(piece.shape, keys_all.dtype), "communication")
+    for source, kv in around(group, _packed(node.k, node.v), length):
+        keys_all, values_all = widen(kv)
+        gradients = account.current().hold(array_module(dy).zeros(kv.shape, keys_all.dtype), "communication")
         for queries, keys, causal in visible(length, group.rank, source, group.size):
             dk, dv = gradients[:, :, :, keys]
             backward.add(keys_all[:, :, keys], values_all[:, :, keys], queries, dk, dv, causal=causal)
         if coming is not None:
-            gradients += coming.wait()          # of this piece, from the ranks that had it before
-            coming = None                       # and the memory of what has come and gone
+            gradients += coming.wait()          # from the ranks that had these keys before
+            coming = None                       # frees the memory of what has arrived
         if group.size > 1:
-            after = (source - 1) % group.size   # whose gradients the previous rank passes on meanwhile
+            after = (source - 1) % group.size   # the rank whose gradients the previous rank sends meanwhile
             coming = pass_on(group, gradients, len(zigzag(length, after, group.size)))
-    dk, dv = gradients if coming is None else coming.wait()         # home
-    return {"q": narrow(backward.finish(), dy.dtype), "k": narrow(dk, dy.dtype), "v": narrow(dv, dy.dtype)}
+    dk, dv = gradients if coming is None else coming.wait()         # those of the own tokens
+    return narrow(backward.finish(), dy.dtype), narrow(dk, dy.dtype), narrow(dv, dy.dtype)
 
 
 def _scaled(q: Array) -> Array:
@@ -200,22 +201,7 @@ def _packed(k: Array, v: Array) -> Array:
     return account.current().hold(array_module(k).stack([k, v]), "communication")
 
 
-@ring_attention.gradient("q")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gradients, dy)["q"]
-
-
-@ring_attention.gradient("k")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gradients, dy)["k"]
-
-
-@ring_attention.gradient("v")
-def _(node: Node, dy: Array) -> Array:
-    return node.once(_gradients, dy)["v"]
-
-
-# ----------------------------------------------------------------------------------------------------------- layers
+# ------------------------------------------------------------------------------------------------------------- GPT
 
 class RingSelfAttention(CausalSelfAttention):
     """A GPT's attention over a sequence of which this rank has its own tokens: (B, own, width) -> (B, own, width)."""
@@ -232,31 +218,31 @@ class RingSelfAttention(CausalSelfAttention):
         if self.rotary:
             own = pick(positions, self.own, 0)
             q, k = ops.rotary(q, own), ops.rotary(k, own)
-        return ring_attention(q, k, v, group=self.group, length=len(positions))     # type: ignore[no-any-return]
+        return ring_attention(q, k, v, group=self.group, length=len(positions))
 
 
-def attend_by_ring(model: GPT, group: Group) -> Own:
-    """Let a GPT's attention, in place, send keys and values round `group`. Returns which tokens each rank must have."""
+def attend_by_ring(model: GPT, group: Group) -> OwnTokens:
+    """Let a GPT's attention, in place, send keys and values round `group`; returns the tokens that each rank needs."""
     for block in model.blocks:
         block.attention = RingSelfAttention(block.attention, group)
     return partial(zigzag, rank=group.rank, size=group.size)
 
 
 def context_parallel(model: GPT, group: Group) -> GPT:
-    """Cut a GPT's sequences between the ranks of `group`, in place; weights stay whole. Before or after drawing them.
+    """Cut a GPT's sequences between the ranks of `group`, in place, before or after its weights are drawn.
 
-    The model then takes whole sequences on every rank, works on its own tokens of them, and returns the loss of all;
-    ContextParallel trains it.
+    Weights stay whole. The model then takes whole sequences on every rank, works on its own tokens, and returns the
+    loss of all tokens; ContextParallel trains it.
     """
-    keep_own_tokens(model, group, attend_by_ring(model, group))
+    shard_tokens(model, group, attend_by_ring(model, group))
     return model
 
 
 def elements_sent(config: GPTConfig, parameters: int, *, ranks: int, sequences: int, recomputed: int = 0) -> int:
-    """Numbers that all ranks together send along the axis in a step, whatever the passes: the cost above.
+    """Numbers that all ranks together send along the axis in a step, however many passes it has: the cost above.
 
-    Args:    sequences: of config.context tokens; recomputed: how many blocks are computed again in backward.
+    Args:    parameters: Ψ; sequences: of config.context tokens; recomputed: how many blocks are computed again.
     """
-    piece = sequences * config.context * config.key_heads * config.head_width
-    pieces = 0 if ranks == 1 else (6 * ranks - 4) * config.layers + 2 * (ranks - 1) * recomputed
-    return pieces * piece + 2 * (ranks - 1) * parameters
+    keys = sequences * config.context * config.key_heads * config.head_width
+    trips = 0 if ranks == 1 else (6 * ranks - 4) * config.layers + 2 * (ranks - 1) * recomputed
+    return trips * keys + 2 * (ranks - 1) * parameters

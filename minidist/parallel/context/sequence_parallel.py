@@ -1,35 +1,33 @@
 """Chapter 13 · Sequence parallelism, Megatron's: outside the tensor-parallel regions, each rank has some of the tokens.
 
 The idea. Tensor parallelism (chapter 12) divides what lies inside its regions. Norms, dropout and the residual stream
-lie outside: every rank computes and keeps them whole, the same numbers P times. But they work token by token, so there
-the *sequence* can be cut. An all-reduce is a reduce-scatter and an all-gather; put what lies outside between the two:
+lie outside; every rank computes and keeps the same numbers there, P times in all. They work token by token, so outside
+the *sequence* can be cut. An all-reduce is a reduce-scatter and an all-gather; the outside part fits between the two:
 
-    tensor      … B_r ── all-reduce ──────── + residual, dropout, norm: whole ──────── A_r …
-    sequence    … B_r ── reduce-scatter ──── + residual, dropout, norm: T/P tokens ──── all-gather ── A_r …
+    tensor      … B_r -- all-reduce -------- + residual, dropout, norm: whole -------- A_r …
+    sequence    … B_r -- reduce-scatter ---- + residual, dropout, norm: T/P tokens ---- all-gather -- A_r …
 
-So the region's edges become another pair: enter gathers the tokens (backward: reduce-scatter), leave scatters the sums
-(backward: all-gather). Nothing else of the layers changes.
-
-Who holds what, P ranks, beside chapter 12's table:
+So only the edges of a region change: enter gathers the tokens (backward: reduce-scatter), leave scatters the sums
+(backward: all-gather).
 
     outside     residual stream, norms, dropout: own tokens, cut as numpy.array_split does (dim 1)
     inside      all tokens, own heads and hidden numbers; rotary positions are those of all tokens
-    weights     norms, positions, biases of row linears: whole on all, but each rank's gradient is its tokens' alone
+    weights     norms, positions, biases of row linears: whole on all ranks; each rank's gradient is that of its tokens
 
 Cost, a step, all ranks together, in numbers (ring; B sequences of T tokens, T' = P ceil(T/P), L blocks, R of them
 computed again):
 
-    blocks      (P-1) × (4 L + 2 R) B h (T + T')        as tensor parallel where P divides T: half of them all-gathers
+    blocks      (P-1) × (4 L + 2 R) B h (T + T')        as tensor parallel if P divides T; half of them all-gathers
     ends        (P-1) × 2 B h (T + T')                  embedding and head
     loss        2(P-1) × 3 B T
     outside     2(P-1) × numbers of the weights outside, after the last backward
     key heads   as in chapter 12
 
-Memory: what lies outside is divided too, but for the two inputs a block that were gathered and that the weights'
-gradients need: 2 h a token stay whole. Korthikanti et al. keep their shards and gather again in backward, which costs
-two all-gathers a block more; with blocks computed again (chapter 19) a block keeps T/P × h alone, and neither matters.
+Memory: what lies outside is divided too, except two gathered inputs a block that the weights' gradients need: 2 h a
+token stay whole. Korthikanti et al. keep their shards and gather again in backward, two all-gathers a block more. With
+blocks computed again (chapter 19) a block keeps T/P × h only.
 
-Not to be taken for context parallelism, which cuts attention itself: N2 序列并行 draws that (ring_attention.py).
+Context parallelism, which N2 序列并行 draws, is another thing: it cuts attention itself (ring_attention.py).
 
 notes:   N2 序列并行
 Source:  Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
@@ -46,13 +44,10 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import GPT, GPTConfig
 from minidist.nn.moe import Sequences
-from minidist.parallel.context.token_shard import TOKENS, keep_own_dropouts, pick
-from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Loss
+from minidist.parallel.context.token_shard import TOKENS, pick, shard_dropouts
 from minidist.parallel.tensor.split_gpt import set_output, shared_numbers, split_gpt
 from minidist.parallel.tensor.split_model import SplitModel
-from minidist.parallel.tensor.tensor_layers import Region, SplitOutput
+from minidist.parallel.tensor.tensor_layers import SplitOutput, TensorRegion
 
 
 def plain_sequence_mlp(x: Array, up: Array, down: Array, bias: Array, dy: Array, group: Group) -> tuple[Array, ...]:
@@ -74,78 +69,82 @@ def plain_sequence_mlp(x: Array, up: Array, down: Array, bias: Array, dy: Array,
 # (norms, dropout, the residual stream) on own tokens. It takes numbers of tokens that the ranks do not divide evenly.
 
 
-class SequenceRegion(Region):
-    """A region into which all tokens are gathered, and out of which each rank takes the sums of its own."""
+class SequenceRegion(TensorRegion):
+    """A region into which all tokens are gathered, and out of which each rank takes the sums of its own tokens."""
 
     def enter(self, x: Tensor) -> Tensor:
         """(B, own, width) -> (B, T, width)."""
-        return collectives.all_gather(x, dim=TOKENS, group=self.group,          # type: ignore[no-any-return]
+        return collectives.all_gather(x, dim=TOKENS, group=self.group,
                                       algorithm=self.algorithm)
 
     def leave(self, x: Tensor) -> Tensor:
         """Summands (B, T, width) -> sums (B, own, width)."""
-        return collectives.reduce_scatter(x, dim=TOKENS, group=self.group,      # type: ignore[no-any-return]
+        return collectives.reduce_scatter(x, dim=TOKENS, group=self.group,
                                           algorithm=self.algorithm)
 
     def sequences(self) -> Sequences:
-        """Own tokens."""
+        """A mixture's gate sees the own tokens."""
         return OutsideSequences(self.group)
 
 
 class OutsideSequences(Sequences):
-    """A gate that sees the own tokens, and lets what it makes of them into a region before it routes."""
+    """For a gate that sees the own tokens; its probabilities enter the region before it routes."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
     def keys(self, tokens: Array) -> Array:
-        """Those of the own tokens."""
+        """The keys of the own tokens."""
         return pick(tokens, partial(shard_of, group=self.group), TOKENS)
 
     def total(self, share: Array) -> Array:
-        """A number a rank, counted under `control`."""
+        """As Sequences.total. Cost: an all-reduce of one number, counted under `control`."""
         with self.group.ledger.control():
-            return self.group.all_reduce(share, algorithm="direct")     # type: ignore[no-any-return]
+            return self.group.all_reduce(share, algorithm="direct")
 
-
-# ------------------------------------------------------------------------------------------------------- partition
 
 class SequenceOutput(SplitOutput):
     """Logits of all tokens and a slice of the vocabulary, from hidden states of the own tokens."""
 
     def last(self, x: Tensor) -> Tensor:
-        """The last token's, as a sequence of one token that is cut in turn: (B, own, width) -> (B, 1 or 0, width)."""
+        """The last token, as a sequence of one token that is cut again: (B, own, width) -> (B, 1 or 0, width)."""
         group = self.region.group
         whole = collectives.gather_copies(x, dim=TOKENS, group=group)
-        return collectives.take_shard(whole[:, -1:], dim=TOKENS, group=group)   # type: ignore[no-any-return]
+        return collectives.take_shard(whole[:, -1:], dim=TOKENS, group=group)
 
 
 def sequence_parallel(model: GPT, group: Group, *, algorithm: str = "ring") -> GPT:
     """Cut a GPT's layers as chapter 12 does, and the sequence between them; then `model.initialize(seed)` draws.
 
-    Args:    algorithm: of gathers and scatters; pinned, so that the same run gives the same bits.
+    Args:    algorithm: of gathers and scatters; one fixed algorithm gives the same bits in every run.
     Raises:  as split_gpt.
     """
     region = SequenceRegion(group, algorithm)
     split_gpt(model, region)
     set_output(model, SequenceOutput(model.config.vocabulary, region))
-    keep_own_dropouts(model, partial(shard_of, group=group))
+    shard_dropouts(model, partial(shard_of, group=group))
     model.assign_names()
     return model
 
 
-def outside_numbers(config: GPTConfig) -> int:
-    """Numbers of the weights outside the regions: norms, biases of row linears, positions."""
-    of_norm = (2 if config.norm == "layer" else 1) * config.width
-    positions = config.context * config.width if config.positions == "learned" else 0
-    of_block = 2 * of_norm + 2 * config.width
-    if config.mixture is not None:      # no bias in experts; the gate, and each shared expert's bias
-        of_block += (config.mixture.experts + config.mixture.shared - 1) * config.width
-    return config.layers * of_block + of_norm + positions
+class SequenceParallel(SplitModel):
+    """A GPT cut by `sequence_parallel`, trained on batches that every rank of the group sees whole.
 
+    The step is chapter 12's. After the last backward, gradients of the weights outside the regions are all-reduced,
+    because each rank has only the part of its own tokens.
+
+    Args:    as SplitModel.
+    """
+
+    def outside(self) -> Group:
+        """All ranks: each has the gradients of its own tokens."""
+        return self.group
+
+
+# ------------------------------------------------------------------------------------------------------------ cost
 
 def elements_sent(config: GPTConfig, *, ranks: int, sequences: int, recomputed: int = 0) -> int:
-    """Numbers that all ranks together send along the axis in a step, whatever the passes: the cost above.
+    """Numbers that all ranks together send along the axis in a step, however many passes it has: the cost above.
 
     Args:    sequences: of config.context tokens; recomputed: how many blocks are computed again in backward.
     """
@@ -153,8 +152,18 @@ def elements_sent(config: GPTConfig, *, ranks: int, sequences: int, recomputed: 
     return activations_sent(config, config.context, ranks=ranks, sequences=sequences, recomputed=recomputed) + once
 
 
+def outside_numbers(config: GPTConfig) -> int:
+    """Numbers of the weights outside the regions: norms, biases of row linears, positions, a mixture's gates."""
+    of_norm = (2 if config.norm == "layer" else 1) * config.width
+    positions = config.context * config.width if config.positions == "learned" else 0
+    of_block = 2 * of_norm + 2 * config.width
+    if config.mixture is not None:      # experts have no bias; a gate, and a bias for each shared expert
+        of_block += (config.mixture.experts + config.mixture.shared - 1) * config.width
+    return config.layers * of_block + of_norm + positions
+
+
 def activations_sent(config: GPTConfig, tokens: int, *, ranks: int, sequences: int, recomputed: int = 0) -> int:
-    """Of these, what does not wait for the last backward, for sequences of so many tokens. Args: as elements_sent."""
+    """The part of `elements_sent` that is sent inside forward and backward, for sequences of `tokens` tokens."""
     padded = ranks * -(-tokens // ranks)
     crossings = (2 + (config.mixture.shared if config.mixture else 0)) * (2 * config.layers + recomputed) + 2
     activations = (ranks - 1) * sequences * (crossings * config.width * (tokens + padded) + 2 * 3 * tokens)
@@ -162,22 +171,6 @@ def activations_sent(config: GPTConfig, tokens: int, *, ranks: int, sequences: i
 
 
 def gates_sent(config: GPTConfig, tokens: int, *, ranks: int, sequences: int, recomputed: int = 0) -> int:
-    """Of these, the chances of a mixture's gates. Args: as activations_sent."""
+    """The part of `activations_sent` that is probabilities of a mixture's gates, and their gradients."""
     padded, experts = ranks * -(-tokens // ranks), config.mixture.experts if config.mixture else 0
     return (ranks - 1) * sequences * experts * (config.layers * (tokens + padded) + recomputed * tokens)
-
-
-# ------------------------------------------------------------------------------------------------------------ step
-
-class SequenceParallel(SplitModel):
-    """A GPT cut by `sequence_parallel`, trained on batches that every rank of the group sees whole.
-
-    After the last backward the gradients of the weights outside the regions, of which each rank has its own tokens'
-    part, are all-reduced; else the step is chapter 12's.
-    Args:    as SplitModel.
-    """
-
-    def __init__(self, model: GPT, group: Group, *, loss: Loss | None = None, algorithm: str = "ring",
-                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
-        super().__init__(model, group, outside=group, loss=loss, algorithm=algorithm, precision=precision,
-                         recorder=recorder)

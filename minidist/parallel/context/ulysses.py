@@ -1,8 +1,8 @@
 """Chapter 13 · All-to-all attention (DeepSpeed-Ulysses): the sequence is cut, but in attention the heads are.
 
-The idea. Everything but attention works token by token; attention works head by head. So let each rank hold some of the
-tokens, and where attention begins swap: every rank gives every other its tokens of that one's heads. Then each has all
-tokens of its own heads, computes plain causal attention, and swaps back. A swap is one all-to-all.
+The idea. Everything but attention works token by token; attention works head by head. So each rank holds some of the
+tokens, and where attention begins an all-to-all swaps: each rank sends every other rank its tokens of that rank's
+heads. Then each rank has all tokens of its own heads, computes plain causal attention, and swaps back.
 
     P=2, 4 tokens, heads a b        before     rank 0: a0 a1 b0 b1        rank 1: a2 a3 b2 b3
                                     inside     rank 0: a0 a1 a2 a3        rank 1: b0 b1 b2 b3
@@ -10,19 +10,18 @@ tokens of its own heads, computes plain causal attention, and swaps back. A swap
 Who holds what:
 
     weights      whole on all ranks; gradients, each of the own tokens, are all-reduced
-    tokens       consecutive ones, cut as numpy.array_split does: inside attention each rank has all, so all have the
-                 same to do, and no zigzag is needed
-    heads        inside, cut likewise; of fewer key heads than ranks each goes to all ranks whose queries look at it
+    tokens       consecutive, cut as numpy.array_split does: the work in attention is even without a zigzag
+    heads        inside, cut likewise; with fewer key heads than ranks, each goes to all ranks whose queries need it
 
-Beside the ring (ring_attention.py): fewer bytes, since what travels does not grow with P, while each piece of keys and
-values goes to all P ranks there. But no more ranks than heads; nothing to compute while the swap runs; and inside
-attention a rank has T tokens of h / P numbers: as many as T/P tokens of h, so memory is divided, too.
+Beside the ring (ring_attention.py): fewer bytes, because a swap does not grow with P, while the ring sends all keys and
+values to all P ranks. But there can be no more ranks than heads, and nothing is computed during a swap. Memory is
+divided too: inside attention a rank has T tokens of h / P numbers, as many as T/P tokens of h.
 
-Cost, a block and step, in numbers, over all ranks, width h and key-value width k, where P divides tokens and heads:
+Cost, a block and step, in numbers, over all ranks, width h and key-value width k, if P divides tokens and heads:
 
-    (P-1)/P × B T (2 h + 2 k)    forward: q, k, v there, y back; backward the same again, or with the block computed
-                                 again (chapter 19) twice
-    so with as many key heads as heads 8(P-1)/P × B T h, and for a rank a P-th of it
+    (P-1)/P × B T (2 h + 2 k)    forward: q, k, v there, y back; backward the same again, or twice if the block is
+                                 computed again (chapter 19)
+    so with as many key heads as heads 8(P-1)/P × B T h; a rank sends a P-th of it
     gradients 2(P-1)Ψ once a step;   control: the loss, and with clipping the norm
 
 notes:   N2 序列并行
@@ -42,10 +41,8 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.errors import PlanError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
-from minidist.parallel.context.context_parallel import ContextParallel
-from minidist.parallel.context.token_shard import Own, keep_own_tokens, pick
-from minidist.parallel.tensor.split_gpt import head_shares
-from minidist.parallel.tensor.tensor_layers import ranges
+from minidist.nn.shares import even_slices, head_shares
+from minidist.parallel.context.token_shard import ContextParallel, OwnTokens, pick, shard_tokens
 
 __all__ = ["ContextParallel", "UlyssesSelfAttention", "attend_by_heads", "elements_sent", "ulysses"]
 
@@ -70,7 +67,7 @@ HEADS, TOKENS = 1, 2        # dims of (B, H, T, D)
 
 
 class UlyssesSelfAttention(CausalSelfAttention):
-    """A GPT's attention, of whose sequence this rank has its own tokens: (B, own, width) -> (B, own, width)."""
+    """A GPT's attention over a sequence of which this rank has its own tokens: (B, own, width) -> (B, own, width)."""
 
     takes_packed = False
 
@@ -88,20 +85,20 @@ class UlyssesSelfAttention(CausalSelfAttention):
         q = self._swap(q, [queries for queries, _ in shares])
         k, v = (self._swap(x, [keys for _, keys in shares]) for x in (k, v))
         y = ops.causal_attention(q, k, v, keep=self.keeps_scores)               # (B, own heads, T, D)
-        return collectives.all_to_all(y, split=TOKENS, join=HEADS, group=self.group,    # type: ignore[no-any-return]
+        return collectives.all_to_all(y, split=TOKENS, join=HEADS, group=self.group,
                                       algorithm=self.algorithm)
 
     def _swap(self, x: Tensor, shares: list[range]) -> Tensor:
         """Own tokens of all heads -> all tokens of own heads: (B, H, own, D) -> (B, own heads, T, D)."""
         wanted = np.concatenate([np.arange(share.start, share.stop) for share in shares])
-        if len(wanted) != x.shape[HEADS]:       # heads that several ranks look at are sent to each
+        if len(wanted) != x.shape[HEADS]:       # a head that several ranks need is sent to each of them
             x = ops.take(x, wanted, dim=HEADS)
-        return collectives.all_to_all(x, split=HEADS, join=TOKENS, group=self.group,    # type: ignore[no-any-return]
+        return collectives.all_to_all(x, split=HEADS, join=TOKENS, group=self.group,
                                       counts=[len(share) for share in shares], algorithm=self.algorithm)
 
 
-def attend_by_heads(model: GPT, group: Group, *, algorithm: str = "pairwise") -> Own:
-    """Let a GPT's attention, in place, swap tokens for heads. Returns which tokens each rank must have.
+def attend_by_heads(model: GPT, group: Group, *, algorithm: str = "pairwise") -> OwnTokens:
+    """Let a GPT's attention, in place, swap tokens for heads; returns the tokens that each rank needs.
 
     Args, Raises: as ulysses.
     """
@@ -116,23 +113,24 @@ def attend_by_heads(model: GPT, group: Group, *, algorithm: str = "pairwise") ->
 
 
 def ulysses(model: GPT, group: Group, *, algorithm: str = "pairwise") -> GPT:
-    """Cut a GPT's sequences between the ranks of `group`, in place; weights stay whole. Before or after drawing them.
+    """Cut a GPT's sequences between the ranks of `group`, in place, before or after its weights are drawn.
 
-    The model then takes whole sequences on every rank, works on its own tokens of them, and returns the loss of all;
-    ContextParallel trains it.
+    Weights stay whole. The model then takes whole sequences on every rank, works on its own tokens, and returns the
+    loss of all tokens; ContextParallel trains it.
+
     Args:    algorithm: of the all-to-alls.
     Raises:  PlanError if there are more ranks than heads.
     """
-    keep_own_tokens(model, group, attend_by_heads(model, group, algorithm=algorithm))
+    shard_tokens(model, group, attend_by_heads(model, group, algorithm=algorithm))
     return model
 
 
 def elements_sent(config: GPTConfig, parameters: int, *, ranks: int, sequences: int, recomputed: int = 0) -> int:
-    """Numbers that all ranks together send along the axis in a step, whatever the passes: the cost above, of any sizes.
+    """Numbers that all ranks together send along the axis in a step, however many passes: the cost above, any sizes.
 
-    Args:    sequences: of config.context tokens; recomputed: how many blocks are computed again in backward.
+    Args:    parameters: Ψ; sequences: of config.context tokens; recomputed: how many blocks are computed again.
     """
-    tokens = [part.stop - part.start for part in ranges(config.context, ranks)]
+    tokens: list[int] = [own.stop - own.start for own in even_slices(config.context, ranks)]
     shares = head_shares(config.heads, config.key_heads, ranks)
     swapped = sum(2 * (config.context - own) * (len(queries) + len(keys))
                   for own, (queries, keys) in zip(tokens, shares, strict=True))

@@ -19,11 +19,11 @@ so that gradients add up to the gradient of the mean. A mean of the passes' mean
 
 And dividing twice (by the passes, though the divisor had them all) makes the gradient A times too small.
 
-Who reduces when, and what it costs, in elements a step over all ranks, Ψ parameters on P ranks:
+When each strategy reduces, and what it costs, in elements a step over all ranks, Ψ parameters on P ranks:
 
                        reduced              elements over all ranks
     DDP, ZeRO-1        in the last pass     2Ψ(P-1)        whatever A: a rank keeps its own sum until then
-    ZeRO-2             in each              (A+1)Ψ(P-1)    nobody has room to keep a whole gradient: that is the stage
+    ZeRO-2             in each              (A+1)Ψ(P-1)    no rank keeps a whole gradient: that is the stage
     ZeRO-3             in each              3AΨ(P-1)       and weights, fetched twice a pass, are freed in between
 
 So with stages 2 and 3 accumulation saves activations and costs traffic; with DDP and stage 1 it saves activations free

@@ -4,7 +4,7 @@
     thread of worker 1          recv     | update | copy | send     recv | ...
                                          one update at a time: its place in the record
 
-A worker that is lost leaves: its thread ends, and nobody waits for it any more.
+A worker that is lost leaves: its thread ends, and no other thread waits for it any more.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Bounded staleness: which worker may go on, what was updated by whom, and the same again in one process.
+"""Bounded staleness: which worker may go on; the record of updates, and the same updates again in one process.
 
     staleness 1        step 0   step 1   step 2
     fast worker        ######|  ######|  . . . . ######|       it may be one step ahead of the slowest, not two
@@ -66,13 +66,13 @@ class Clocks:
             self._changed.notify_all()
 
     def leave(self, worker: int) -> None:
-        """The worker has done all its steps, or is lost: nobody waits for it any more."""
+        """The worker has done all its steps, or is lost: no wait counts it any more."""
         with self._changed:
             self.running.discard(worker)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """The server cannot go on: who waits raises that."""
+        """The server cannot go on: every wait raises `error`."""
         with self._changed:
             self.failure = self.failure or error
             self._changed.notify_all()

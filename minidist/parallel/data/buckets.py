@@ -3,15 +3,24 @@
 A message costs a fixed time however small it is, so gradients are not reduced one by one; and the first must not wait
 for the last, so they are not all reduced at once. A bucket is the compromise: one flat buffer that holds the gradients
 of a run of parameters, and one collective.
+
+A bucket is reduced when the last of its gradients is final and all buckets before it have begun. Ranks may use
+different parameters, and so complete their buckets in different orders; but the n-th collective of a group must be the
+same one on every rank, or the sum of bucket 1 here would meet bucket 2 there. So a complete bucket waits for those
+before it, although that costs overlap.
+
+A parameter that a backward will not reach holds back no bucket: backward looks through its tape before it runs, and
+tells which leaves it will reach (`Tensor.backward(surveyed=)`); the gradients of the others are final then.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from minidist.autograd.tensor import Parameter
 from minidist.device import account
 from minidist.device.backend import Array, array_module
-from minidist.errors import ConfigError
+from minidist.errors import ConfigError, GradientError
+from minidist.parallel.step.step import zero_unused
 
 BUCKET_BYTES = 2 << 20
 """A bucket's most bytes, unless told otherwise. For 13 MB of gradients on two ranks over shm, reducing took each rank
@@ -45,35 +54,141 @@ class Bucket:
         return f"<bucket {self.index}: {len(self.parameters)} gradients, {self.data.nbytes} bytes>"
 
 
-def cut(parameters: Iterable[Parameter], bucket_bytes: int,
-        apart: Sequence[Sequence[Parameter]] = ()) -> list[list[Parameter]]:
+def cut(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
     """Cut the parameters, last first, into runs of at most `bucket_bytes` of one dtype.
 
     Backward meets parameters roughly in the reverse of the order in which the model declares them, so a run is complete
-    early if it holds neighbours. A parameter larger than `bucket_bytes` makes a run by itself.
-    Args:    apart: of the parameters those that get runs of their own, behind the others: what other groups of ranks
-             hold too, and must sum in the same order to have the same bits, whatever else they hold (chapter 17).
+    early if it holds neighbours. A parameter larger than `bucket_bytes` makes a run by itself. Parameters of different
+    `layout` are in different runs, in the order of the layouts (chapter 17).
     Raises:  ConfigError if `bucket_bytes` is not positive.
     """
     if bucket_bytes <= 0:
         raise ConfigError(f"bucket_bytes={bucket_bytes}: a bucket holds at least one byte; take 1 MiB = {1 << 20}")
-    if apart:
-        several = {id(parameter) for some in apart for parameter in some}
-        rest = [parameter for parameter in parameters if id(parameter) not in several]
-        return [run for some in (rest, *apart) for run in cut(some, bucket_bytes)]
     runs: list[list[Parameter]] = []
-    room, dtype = -math.inf, None
-    for parameter in reversed(list(parameters)):
+    room, kind = -math.inf, None
+    for parameter in sorted(reversed(list(parameters)), key=lambda parameter: parameter.layout):
         nbytes = parameter.data.nbytes
-        if nbytes > room or parameter.dtype != dtype:
+        if nbytes > room or kind != (parameter.dtype, parameter.layout):
             runs.append([])
-            room, dtype = bucket_bytes, parameter.dtype
+            room, kind = bucket_bytes, (parameter.dtype, parameter.layout)
         runs[-1].append(parameter)
         room -= nbytes
     return runs
 
 
-def make_buckets(parameters: Iterable[Parameter], bucket_bytes: int,
-                 apart: Sequence[Sequence[Parameter]] = ()) -> list[Bucket]:
+def make_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[Bucket]:
     """Buckets over the runs of `cut`, bound as their parameters' gradients, in the order of reduction."""
-    return [Bucket(index, run) for index, run in enumerate(cut(parameters, bucket_bytes, apart))]
+    return [Bucket(index, run) for index, run in enumerate(cut(parameters, bucket_bytes))]
+
+
+# --------------------------------------------------------------------------------------- which bucket may be reduced
+
+UNUSED = ("zero", "error")
+
+
+class BucketOrder:
+    """Calls `start(index)` for each run of parameters once its gradients are final, strictly in order of the indices.
+
+    Args:    runs: of parameters; their hooks tell when gradients are final.
+             who: the strategy and rank; by: what to call instead; both for errors.
+             unused: what a parameter means that no backward of a step reaches on this rank: "zero", a gradient of zero
+             (another rank may use it); "error": a mistake, named before the rank's last backward of the step.
+    Attributes: completed: parameters in the order in which the newest backward made their gradients final
+    Raises:  ConfigError for another `unused`.
+    """
+
+    def __init__(self, runs: Sequence[Sequence[Parameter]], start: Callable[[int], None], *, who: str, by: str,
+                 unused: str = "zero") -> None:
+        if unused not in UNUSED:
+            raise ConfigError(f"{who}: unused={unused!r}; choose one of {', '.join(UNUSED)}")
+        self.start, self.who, self.by, self.unused = start, who, by, unused
+        self.completed: list[Parameter] = []
+        self._idle, self._quiet = True, False
+        self._between_steps, self._computed = True, False
+        for run in runs:
+            for parameter in run:
+                parameter.hooks.append(self._final)
+        self.arrange(runs)
+
+    def arrange(self, runs: Sequence[Sequence[Parameter]]) -> None:
+        """From the next backward on these runs, of the parameters given first or of some of them."""
+        self.runs, self.started = runs, len(runs)
+        self._missing = [0] * len(runs)     # gradients each run still waits for
+        self._run_of = {id(parameter): index for index, run in enumerate(runs) for parameter in run}
+
+    def begin(self, *, quiet: bool = False) -> None:
+        """A backward begins; `quiet`: nothing is to set out in it, for more gradients will be added.
+
+        Raises:  GradientError if it is the first of a step and gradients of the last step are still there.
+        """
+        if self._between_steps:
+            kept = next((p.name for run in self.runs for p in run if p.grad is not None), None)
+            if kept is not None:
+                raise GradientError(f"{self.who}: the last step's gradient of {kept!r} is still there, and would be "
+                                    f"added to this step's; call optimizer.zero_grad() after every step")
+            self._computed = False
+        self._idle, self._quiet, self._between_steps = False, quiet, not quiet
+        self._missing, self.started = [len(run) for run in self.runs], 0
+
+    def expect(self, reached: Collection[int]) -> None:
+        """Backward is about to run, and will reach these leaves (ids).
+
+        Raises:  GradientError if it is the last of a step and leaves out a parameter that must not be unused.
+        """
+        self._computed, self.completed = True, []
+        if self._quiet:
+            return
+        self._refuse_unused(reached)
+        for index, run in enumerate(self.runs):
+            self._missing[index] -= sum(id(parameter) not in reached for parameter in run)
+        self._start_complete()
+
+    def finish(self) -> None:
+        """Backward is over: what it did not reach here is final too.
+
+        Raises:  GradientError as `expect`.
+        """
+        self._idle = True
+        if self._quiet:
+            return
+        self._refuse_unused(())
+        self._missing = [0] * len(self.runs)
+        self._start_complete()
+
+    def _refuse_unused(self, reached: Collection[int]) -> None:
+        """With unused="error": raise for what neither this backward will reach nor an earlier one of the step did.
+
+        A rank that had no row in the whole step computed nothing, and that is no mistake.
+        """
+        if self.unused != "error" or not self._computed:
+            return
+        names = [parameter.name for run in self.runs[self.started:] for parameter in run
+                 if id(parameter) not in reached and parameter.grad is None]
+        if names:
+            raise GradientError(f"{self.who}: the loss does not depend on {_some(names)}; use every parameter on every "
+                                f"rank, freeze it (requires_grad = False), or give it a zero gradient by unused='zero'")
+
+    def _final(self, parameter: Parameter) -> None:
+        """The hook on a parameter: its gradient is complete, so its run, and those behind it, may set out."""
+        index = self._run_of.get(id(parameter))
+        if index is None:
+            raise GradientError(f"{self.who}: {parameter.name!r} has a gradient now, but had none in the first step; "
+                                f"static=True is for losses that use the same parameters in every step")
+        if self._idle or not self._missing[index]:
+            raise GradientError(f"{self.who}: a gradient for {parameter.name!r} outside a step; go backward by "
+                                f"{self.by}, with the sum of the losses")
+        self.completed.append(parameter)
+        self._missing[index] -= 1
+        if not self._quiet:
+            self._start_complete()
+
+    def _start_complete(self) -> None:
+        while self.started < len(self.runs) and not self._missing[self.started]:
+            zero_unused(self.runs[self.started])
+            self.started += 1
+            self.start(self.started - 1)
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first three names, and how many more."""
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,6 +1,6 @@
 """Chapter 05 · DP: one process drives all devices, a thread for each replica; device 0 has everything to do.
 
-The idea. A program for one device is to use several, and nobody wants to start processes. So the process copies the
+The idea. A program for one device is to use several, without starting processes. So the process copies the
 model to every device in every step, sends each a part of the batch, and fetches what comes out; the loss, the
 gradients' sum and the optimizer stay on device 0, as they were. It fits any model in one line, and device 0 is its
 bottleneck: everything leaves from there and comes back there.
@@ -70,6 +70,7 @@ from minidist.parallel.step.flat import Flat, empty_like
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Part, clip_and_update, micro_parts, rows_of, zero_unused
+from minidist.parallel.step.strategy import Strategy
 
 
 def plain_data_parallel(replicas: Sequence[Module], optimizer: Optimizer, batches: Iterable[Batch]) -> float:
@@ -109,15 +110,15 @@ OutputLoss = Callable[[Tensor, Array, int], Tensor]
 
 def plain_forward(replica: Module, inputs: Array, first: int) -> Tensor:
     """The model called with its inputs."""
-    return replica(inputs)      # type: ignore[no-any-return]
+    return replica(inputs)
 
 
 def cross_entropy(outputs: Tensor, targets: Array, divisor: int) -> Tensor:
     """Of logits (…, classes) and integer targets (…)."""
-    return ops.cross_entropy(outputs, targets, divisor=divisor)     # type: ignore[no-any-return]
+    return ops.cross_entropy(outputs, targets, divisor=divisor)
 
 
-class Device:
+class ReplicaDevice:
     """One device: a replica, what fills its memory, what it sent.
 
     Attributes: rank     its number; 0 has the model that the user gave
@@ -154,7 +155,7 @@ def _room(flat: Flat) -> Array:
     return vector
 
 
-class DataParallel:
+class DataParallel(Strategy):
     """A model on several devices of one process.
 
     Args:    model: stays on device 0, where it is updated.
@@ -171,28 +172,28 @@ class DataParallel:
         if replicas < 1 or len(recorders) not in (0, replicas):
             raise ConfigError(f"DataParallel: {replicas} replicas and {len(recorders)} recorders; take at least one "
                               f"replica, and a recorder for each or none")
-        self.model, self.forward, self.loss = model, forward, loss
+        self.model, self.forward, self.loss, self.precision = model, forward, loss, Precision()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
             raise ConfigError("DataParallel: no parameter asks for a gradient, so there is nothing to train; leave "
                               "some requires_grad on")
-        self.devices: list[Device] = []
+        self.devices: list[ReplicaDevice] = []
         self._failure: tuple[int, BaseException] | None = None
         self._transports = connect(replicas, limit, unbuffered=False)
         for rank, transport in enumerate(self._transports):
             group = Group(transport, Ledger(rank), range(replicas), axis="dp")
             memory = MemoryAccount() if rank else account.current()
             with account.use(memory):
-                self.devices.append(Device(replicate(model) if rank else model, group, memory,
+                self.devices.append(ReplicaDevice(replicate(model) if rank else model, group, memory,
                                            recorders[rank] if recorders else Silent()))
 
     # ------------------------------------------------------------------------------------------------- partition
 
-    def split(self, device: Device, inputs: Array | None) -> Array:
+    def split(self, device: ReplicaDevice, inputs: Array | None) -> Array:
         """This device's rows of the inputs, which device 0 has (DP 1). Cost: device 0 sends the others' rows."""
-        return device.group.scatter(inputs, algorithm="naive")      # type: ignore[no-any-return]
+        return device.group.scatter(inputs, algorithm="naive")
 
-    def copy_model(self, device: Device) -> None:
+    def copy_model(self, device: ReplicaDevice) -> None:
         """Device 0's weights, on every device (DP 2). Cost: device 0 sends (R-1) models."""
         for weights in device.weights:
             device.group.broadcast(weights, out=weights, algorithm="naive")
@@ -202,7 +203,7 @@ class DataParallel:
 
     # --------------------------------------------------------------------------------------------------- forward
 
-    def gather_outputs(self, device: Device, outputs: Tensor | None, *, idle: bool) -> Array | None:
+    def gather_outputs(self, device: ReplicaDevice, outputs: Tensor | None, *, idle: bool) -> Array | None:
         """All outputs, in the order of the rows, on device 0; None elsewhere (DP 3).
 
         Args:    idle: whether some device has no row, and so no outputs: device 0 then tells their shape.
@@ -225,7 +226,7 @@ class DataParallel:
 
     # -------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, device: Device, outputs: Tensor | None, gradients: Array | None) -> None:
+    def backward(self, device: ReplicaDevice, outputs: Tensor | None, gradients: Array | None) -> None:
         """The outputs' gradients, dealt out by device 0, through this device's replica (DP 4).
 
         Cost:    device 0 sends the others' rows.
@@ -235,7 +236,7 @@ class DataParallel:
             if outputs is not None:
                 outputs.backward(dy)
 
-    def sum_gradients(self, device: Device) -> None:
+    def sum_gradients(self, device: ReplicaDevice) -> None:
         """The replicas' gradients, added up on device 0 in the order of the devices (DP 5).
 
         Cost:    the others send a gradient for each parameter.
@@ -244,9 +245,11 @@ class DataParallel:
             zero_unused(bucket.parameters)
             device.group.reduce(bucket.data, out=bucket.data, algorithm="naive")
 
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of device 0's weights on the host, by dotted path."""
-        return self.model.state_dict()
+    def loss_share(self, part: Part) -> float:
+        """The sum of the losses of some rows, on device 0; without gradients."""
+        if not len(part.inputs):
+            return 0.0
+        return float(self.loss(self.forward(self.model, part.inputs, part.first), part.targets, 1).item())
 
     # ------------------------------------------------------------------------------------------------------ step
 
@@ -277,10 +280,10 @@ class DataParallel:
             rank, failure = self._failure
             raise failure from CommError(f"on replica {rank} of {len(self.devices)}")
         with self.devices[0].recorder.span("optimizer"):
-            clip_and_update(optimizer, self.parameters, Precision(), lr=lr, clip=clip)
+            clip_and_update(optimizer, self.parameters, self.precision, lr=lr, clip=clip)
         return loss
 
-    def _replica(self, device: Device, micros: list[Part]) -> None:
+    def _replica(self, device: ReplicaDevice, micros: list[Part]) -> None:
         """The body of a replica's thread."""
         try:
             with account.use(device.account):
@@ -288,7 +291,7 @@ class DataParallel:
         except BaseException as error:  # step() raises it
             self._fail(device.rank, error)
 
-    def _passes(self, device: Device, micros: list[Part], divisor: int) -> float:
+    def _passes(self, device: ReplicaDevice, micros: list[Part], divisor: int) -> float:
         """DP 1 to DP 5, on one device; of the batch, those of the others read nothing but how many rows it has."""
         device.model.zero_grad()
         total, span = 0.0, device.recorder.span

@@ -20,12 +20,13 @@ Who holds what, Ψ parameters in float32 with Adam on P ranks:
 Cost, a step and rank, ring all-reduce, whatever the number of backward passes (they are added up before they travel):
 
     bytes        2(P-1)/P × 4Ψ   (over the ranks together exactly 2(P-1) × 4Ψ): 4Ψ at P = 2, towards 8Ψ for many
-    messages     2(P-1) × buckets
+    messages     2(P-1) × buckets; a bucket above 4 MiB goes round in stretches of at most 4 MiB, and 2(P-1) is for each
+                 (a parameter larger than `bucket_bytes` is a bucket by itself: collectives/ring.py)
     control      one float64: the loss
 
 The notes' steps (N0, "DDP: Distributed Data Parallel"), as they happen here:
 
-    DDP 1  the model is on every device.  The notes let the main process copy it. Here nobody copies: each rank draws
+    DDP 1  the model is on every device.  The notes let the main process copy it. Here no rank copies: each rank draws
            the same weights from the same seed, and a digest is compared once to be sure.
     DDP 2  each device works on its part of the data.
     DDP 3  gradients are averaged over the devices during backward.  They are *summed* here: each rank's loss is its sum
@@ -35,9 +36,9 @@ The notes' steps (N0, "DDP: Distributed Data Parallel"), as they happen here:
     DDP 4  no controller; a ring carries the sums over every link at once.  "Its traffic is constant" (N1:42) holds only
            nearly for bytes (2(P-1)/P lies between 1 and 2) and not at all for messages, which grow with P.
 
-Models whose loss leaves parameters out. A Plan reaches neither `unused` nor `static`, for a GPT uses all its parameters
-in every step, and completes them in the order in which buckets are cut (but for a weight before its own bias). A model
-with branches takes them in a loop of its own:
+Models whose loss leaves parameters out. A Plan reaches neither `unused` nor `static`, because a GPT uses all its
+parameters in every step, and completes them in the order in which buckets are cut (but for a weight before its own
+bias). A model with branches takes them in a loop of its own:
 
     ddp = DDP(model, group, loss=loss, static=True)         # or unused="error", or neither: no gradient is then zero
     optimizer = AdamW(ddp.parameters, 1e-3)
@@ -48,23 +49,24 @@ notes:   N0 DDP, 数据并行 工作流程; N1 DDP; N3 §3.1
 Source:  Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from minidist.autograd.backward import WeightGradient
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, squares_of
-from minidist.parallel.data.bucket_order import InOrder, agreed
-from minidist.parallel.data.buckets import BUCKET_BYTES, make_buckets
-from minidist.parallel.data.replica_groups import Others, check_equal_owners, owners
-from minidist.parallel.step.flat import trainable
+from minidist.parallel.data.buckets import BUCKET_BYTES, BucketOrder, make_buckets
+from minidist.parallel.step.flat import Squares, trainable
 from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of, zero_unused
+from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.replicas import check_equal_replicas, sharers
+from minidist.parallel.step.step import Batch, Loss, part_of, zero_unused
+from minidist.parallel.step.strategy import Collective, DataAxis
 
 
 def plain_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[Batch]) -> None:
@@ -85,99 +87,79 @@ def plain_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[
 # without rows, and several passes (chapter 08).
 
 
-class DDP:
-    """A replica of a model, kept equal to the others of its group.
+class DDP(DataAxis):
+    """A replica of a model, kept equal to the others of its group. Its step is DataAxis's (step/strategy.py).
 
     Args:    model: equal on all ranks; its gradients move into buckets. Frozen weights stay as they are.
              group: the ranks that share the batch.
              loss: of a part of the batch (default: `model.loss`).
              bucket_bytes: a bucket's most bytes.
              algorithm: of the gradients' all-reduce; pinned, so that the same run gives the same bits.
-             unused: what it means that a rank's loss does not depend on a parameter: "zero", a gradient of zero, for
-             another rank may use it; "error": a mistake (a layer forgotten in forward), named with the rank.
+             unused: what it means that a rank's loss does not depend on a parameter: "zero", a gradient of zero,
+             because another rank may use it; "error": a mistake (a layer forgotten in forward), named with the rank.
              static: or whether the loss uses the same parameters in every step. Then buckets are made anew after the
              first step, in the order in which gradients were completed, and without parameters that no rank uses.
-             apart: parameters that travel in buckets of their own (data/buckets.py); others: of these, those that
-             another group shares, with whom (data/replica_groups.py).
              precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of.
-             squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
-             always: a rank without a row computes too, for others wait for it on their way (chapter 18).
-             rows: the ranks that divide a batch's rows; fewer than group, where ranks divide tokens too (chapter 17).
     Raises:  MismatchError if the replicas do not start equal.
     """
 
+    divides = False
+
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
                  algorithm: str = "ring", unused: str = "zero", static: bool = False,
-                 apart: Sequence[Sequence[Parameter]] = (), others: Others | None = None,
-                 precision: Precision | None = None,
-                 recorder: Recorder | None = None) -> None:
-        self.model, self.group, self.rows, self.algorithm = model, group, group, algorithm
-        self.loss = loss or loss_of(model)
-        self.precision, self.always = precision or Precision(), False
-        self.recorder = recorder or Silent()
+                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
+        super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
-        self.buckets = make_buckets(self.weights, bucket_bytes, apart)
-        self.squares: Callable[[], float | Array] = lambda: squares_of(p.grad for p in self.weights)
+        self.bucket_bytes, self.buckets = bucket_bytes, make_buckets(self.weights, bucket_bytes)
         self._pending: list[Pending] = []           # all-reduces under way: of buckets 0, 1, …, without a gap
-        self.others = others or {}
-        check_equal_owners(model.parameters(), group, self.others, when="before the first step")       # DDP 1
-        self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce, unused=unused,
-                              who=f"DDP rank {group.rank} of {group.size}", by="DDP.backward")
-        self.bucket_bytes = bucket_bytes
+        check_equal_replicas(model.parameters(), group, when="before the first step")       # DDP 1
+        self._order = BucketOrder([bucket.parameters for bucket in self.buckets], self._start_reduce, unused=unused,
+                                  who=f"DDP rank {group.rank} of {group.size}", by="DDP.backward")
         self._to_record = static
         self._recorded: list[Parameter] | None = None       # static: the first step's order, until buckets follow it
-        self._left_out: list[Parameter] = []                # static: in no bucket, for no rank uses them
-
-    # ------------------------------------------------------------------------------------------------- partition
-
-    def part_of(self, batch: Batch) -> Part:
-        """This rank's rows of a global batch (DDP 2); views, and perhaps none."""
-        return part_of(batch, size=self.rows.size, rank=self.rows.rank)
-
-    # --------------------------------------------------------------------------------------------------- forward
-
-    def forward(self, part: Part, *, divisor: int) -> Tensor | None:
-        """This rank's share of the global mean loss: the sum of its losses over `divisor`, the targets of all ranks.
-
-        Without a row there is nothing to compute: None, a share of zero.
-        """
-        return self.loss(part, divisor) if len(part.inputs) or self.always else None
+        self._left_out: list[Parameter] = []                # static: in no bucket, because no rank uses them
 
     # -------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, share: Tensor | None, *, last: bool = True) -> None:
+    def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
+                 defer: bool = False) -> list[WeightGradient]:
         """Add gradients into the buckets; the `last` backward of a step sums them over the ranks (DDP 3, DDP 4).
 
         Then every rank has the same bits: the gradient of the global mean loss.
+        Args:    as DataAxis.backward.
         Cost:    one all-reduce a bucket, begun during the last backward; returns when all have ended.
         Raises:  GradientError if the last step's gradients are still there, or as `unused` and `static` say.
         """
         if self._recorded is not None:
             self._follow(self._recorded)
+        deferred: list[WeightGradient] = []
         self._order.begin(quiet=not last)
         with self.recorder.span("backward", notes="DDP 3"):
             if share is not None:
-                self.precision.backward(share, surveyed=self._order.expect)
+                deferred = self.precision.backward(share, dy, defer_weights=defer, surveyed=self._order.expect)
             self._order.finish()
-        with self.recorder.span("wait for gradients", notes="DDP 4"):
-            for pending in self._pending:
-                pending.wait()
-        self._pending = []
         if last:
+            with self.recorder.span("wait for gradients", notes="DDP 4"):
+                for pending in self._pending:
+                    pending.wait()
+            self._pending, self._summed = [], True
             zero_unused(self._left_out)
             if self._to_record:
                 self._recorded, self._to_record = self._order.completed, False
+        return deferred
 
-    def hold(self) -> None:
-        """A step begins whose backwards somebody else runs (chapter 17); then `backward(None)` sums what has come."""
-        self._order.hold()
+    def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
+        """Add the gradients that a backward has put off into the buckets."""
+        self._order.begin(quiet=True)
+        self.precision.backward_weights(deferred)
+        self._order.finish()
 
     def _start_reduce(self, index: int) -> None:
-        """The bucket's last gradient is final, and those before it have set out (bucket_order.py says why)."""
+        """The bucket's last gradient is final, and those before it have set out (buckets.py says why)."""
         bucket = self.buckets[index]
-        group = owners(bucket.parameters, self.group, self.others)
+        group = sharers(bucket.parameters, self.group)
         self.recorder.announce(group.axis, f"all_reduce bucket {index}")
         self._pending.append(group.start_all_reduce(bucket.data, op="sum", out=bucket.data, algorithm=self.algorithm))
 
@@ -187,7 +169,7 @@ class DDP:
         Cost:    once, 8 bytes a parameter and rank under `control`; the old buckets go before the new ones come.
         """
         self._recorded = None
-        order = agreed(self.group, self.weights, completed)
+        order = _agreed(self.group, self.weights, completed)
         for parameter in self.weights:
             parameter.bind_gradient(None)
         self.buckets = []
@@ -196,38 +178,41 @@ class DDP:
         reached = set(map(id, order))
         self._left_out = [parameter for parameter in self.weights if id(parameter) not in reached]
 
-    # ---------------------------------------------------------------------------------------------------- weights
+    # ---------------------------------------------------------------------------------------------------- update
 
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted path."""
-        return self.precision.state_dict(self.model)
+    def owned(self) -> list[tuple[Parameter, Parameter]]:
+        """All parameters that learn, each whole."""
+        return [(parameter, parameter) for parameter in self.weights]
 
-    # ------------------------------------------------------------------------------------------------------ step
+    def squares(self) -> float | Array:
+        """The sum of the squares of the whole gradient: every rank holds all of it, so it costs no message."""
+        return squares_of(p.grad for p in self.weights)
 
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
-        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
-
-        Args:    lr: this step's learning rate (None: the optimizer's own); clip: bound of the gradients' common norm,
-                 which needs no messages: after backward every rank holds all gradients.
-                 accumulate: in how many passes the rank takes its rows.
-        """
-        optimizer.zero_grad()
-        total, micros = 0.0, micro_parts(self.part_of(batch), accumulate)
-        for number, part in enumerate(micros, start=1):
-            with self.recorder.span("forward", notes="DDP 2", rows=len(part.inputs)):
-                share = self.forward(part, divisor=batch[1].size)
-            self.backward(share, last=number == accumulate)
-            total += 0.0 if share is None else float(share.item())
-        self.update(optimizer, lr=lr, clip=clip)
-        return self._sum(total)
-
-    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
-        """The optimizer's step; args as `step`."""
+    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None,
+               squares: Squares | None = None) -> None:
+        """The optimizer's step, the same on every rank. Args: as DataAxis.update."""
         with self.recorder.span("optimizer"):
-            self.precision.update(optimizer, self.squares, lr=lr, clip=clip)
+            self.precision.update(optimizer, squares or self.squares, lr=lr, clip=clip)
 
-    def _sum(self, share: float) -> float:
-        """The ranks' shares of the loss, added in rank order; counted under `control`."""
-        with self.recorder.span("loss", "communication"), self.group.ledger.control():
-            return float(np.sum(self.group.all_gather(np.array([share], dtype=np.float64))))
+    def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
+        """Compare weights and, in mixed precision, masters. Args, Raises: as Strategy.check_replicas."""
+        check_equal_replicas((*self.model.parameters(), *self.parameters), group, when=when)
+
+    def traffic(self, passes: int) -> list[Collective]:
+        """An all-reduce a bucket, whatever the number of passes."""
+        return [Collective("all_reduce", bucket.data.nbytes, sharers(bucket.parameters, self.group))
+                for bucket in self.buckets]
+
+
+def _agreed(group: Group, parameters: Sequence[Parameter], completed: Sequence[Parameter]) -> list[Parameter]:
+    """One order for all ranks: the first rank's that completed any, then what others alone did, rank by rank.
+
+    Args:    parameters: the same on all ranks; completed: those that this rank's backward reached, in its order.
+    Cost:    one all-gather of 8 bytes a parameter and rank, under `control`.
+    """
+    place = {id(parameter): number for number, parameter in enumerate(completed)}
+    mine = np.array([place.get(id(parameter), -1) for parameter in parameters], np.int64)
+    with group.ledger.control():
+        rows = group.all_gather(mine).reshape(group.size, -1)
+    order = [int(index) for row in rows for index in np.argsort(row, kind="stable") if row[index] >= 0]
+    return [parameters[index] for index in dict.fromkeys(order)]

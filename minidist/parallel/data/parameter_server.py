@@ -55,11 +55,12 @@ from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.data.async_server import Service
 from minidist.parallel.data.bounded_staleness import Update, key_shards, own_scale
 from minidist.parallel.data.server_keys import Shard, free
-from minidist.parallel.step.flat import Piece, clip_and_update_shards, sum_in_order
+from minidist.parallel.step.flat import Piece, sum_in_order
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of, zero_unused
+from minidist.parallel.step.strategy import Strategy
 
 
 def plain_worker(model: GPT, group: Group, workers: int, batches: Iterable[Batch]) -> None:
@@ -93,7 +94,7 @@ NOBODY = -1.0
 """The step that a worker names in its last push: it has done all of them."""
 
 
-class ParameterServer:
+class ParameterServer(Strategy):
     """A worker or a server, by rank. All ranks of the group make one with equal arguments, and call `step` in a loop.
 
     Args:    model: equal on all ranks; a server keeps its keys alone.
@@ -243,8 +244,7 @@ class ParameterServer:
         if self.serves:
             self.collect()
             with self.recorder.span("optimizer"):
-                clip_and_update_shards(optimizer, lambda: sum_of_squares(piece.grad for piece in self.parameters),
-                                       Precision(), self.peers, lr=lr, clip=clip)
+                Precision().update(optimizer, self._squares, lr=lr, clip=clip)
             self.give_back()
         else:
             share = self.gradients(batch, accumulate)
@@ -253,14 +253,29 @@ class ParameterServer:
         with self.recorder.span("loss", "communication"), self._naming_servers():
             return sum_in_order(self.group, share)
 
-    def finish(self) -> None:
+    def _squares(self) -> float:
+        """Of the whole gradient, from the servers' parts of it."""
+        return sum_in_order(self.peers, sum_of_squares(piece.grad for piece in self.parameters))
+
+    def finish(self) -> set[int]:
         """After the last step: an asynchronous worker waits for the others, and gets the servers' last weights.
 
         Every rank may call it at any time after; it does nothing on servers, and when synchronous.
+        Returns: ranks of the group that were lost.
         """
         if self.asynchronous and not self.serves and not self._finished:
             self._finished = True
             self._push_and_pull([NOBODY, float("nan"), 1.0])
+        return self.gone
+
+    def readers(self, everyone: Group) -> tuple[Group, int]:
+        """The workers divide the rows: the ranks that are left, but for the last, the servers."""
+        return everyone, everyone.size - self.servers
+
+    def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
+        """Compare the weights of the workers. Args, Raises: as Strategy.check_replicas."""
+        if not self.serves:
+            super().check_replicas(group.without(range(group.size - self.servers, group.size)), when=when)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of the weights on the host: on a worker all, as the servers have them; on a server its keys."""

@@ -1,4 +1,4 @@
-"""How evenly a mixture's experts are loaded, over a whole job: counted once a step, for biases and for the report."""
+"""How evenly a mixture's experts are loaded over a whole job: counted once a step, for the biases and the report."""
 
 from typing import Any
 
@@ -9,14 +9,15 @@ from minidist.nn import GPT, Mixture
 from minidist.nn.moe import loads, mixtures, rebalance
 
 
-class Loads:
+class ExpertLoad:
     """The loads of the mixtures that this rank has, summed over the ranks that share the batch.
 
-    Args:    model: this rank's part of it, with names; group: the ranks that share its weights, and the batch.
-    Attributes: step    (own layers, 2, experts) integers: tokens of the last step's whole batch that chose each expert,
-                        and that it took
-                total   the same, since the run began
-                sent    (own layers,) rows that this rank gave to other ranks' experts since the run began
+    Args:    model: this rank's part of the model, with names assigned; group: the ranks that share its weights and the
+             batch.
+    Attributes: step: (own layers, 2, experts) integers: tokens of the last step's whole batch that chose each expert,
+                      and that it took.
+                total: the same, since the run began.
+                sent: (own layers,) integers: rows that this rank gave to experts of other ranks since the run began.
     """
 
     def __init__(self, model: GPT, group: Group) -> None:
@@ -24,7 +25,7 @@ class Loads:
         self.step, self.total, self.sent = loads(model), loads(model), np.zeros(len(self.layers), np.int64)
 
     def settle(self) -> None:
-        """A step is over: sum its loads, and move biases by them. The same on every rank; nothing without mixtures.
+        """After a step: sum its loads over the ranks, and move the biases by them. Does nothing without mixtures.
 
         Cost:    one all-reduce of 2 E integers a layer, under `control`.
         """
@@ -42,12 +43,12 @@ class Loads:
                 experts.clear()
 
     def sent_by(self, layer: int) -> int:
-        """`sent` of one of the model's layers; 0 of another rank's."""
+        """`sent` of one of the model's layers; 0 if another rank has the layer."""
         return sum(int(count) for mixture, count in zip(self.layers, self.sent, strict=True)
                    if _number(mixture) == layer)
 
     def whole(self, pipeline: Group) -> np.ndarray:
-        """`total` of all layers of the model, whichever stage has them: (layers, 2, experts). All ranks call it.
+        """`total` of all layers of the model, on every rank: (layers, 2, experts) integers. All ranks call it.
 
         Args:    pipeline: the ranks that have the stages.
         Cost:    one all-reduce, under `control`.
@@ -62,5 +63,5 @@ class Loads:
 
 
 def _number(layer: Mixture) -> int:
-    """Which of the model's layers it is: 3 of "blocks.3.mlp"."""
+    """The number of a layer in the model: 3 of "blocks.3.mlp"."""
     return int(layer.path.split(".")[1])

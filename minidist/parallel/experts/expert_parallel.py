@@ -1,39 +1,35 @@
 """Chapter 18 · Expert parallelism: the experts of a mixture are divided between ranks, and tokens travel to them.
 
-The idea. In a mixture of experts (nn/moe.py) nearly all weights are experts', and each token uses a few of them. So
-each rank holds some experts and some sequences, and tokens whose expert is elsewhere are sent there and come back:
+The idea. In a mixture of experts (nn/moe.py) nearly all weights belong to experts, and each token uses few of them. So
+each rank holds some experts and some sequences. A token whose expert is on another rank is sent there, and its result
+comes back:
 
-    own rows, sorted by expert ── counts ──> who gets how many
-                               ── all-to-all ──> rows of all ranks for my experts ── sort ── experts
-    results, weighted and added up  <── all-to-all ──                             ── sort back ──┘
+    own rows, sorted by expert -- counts -----> how many rows each rank gets
+                               -- all-to-all -> rows of all ranks for my experts -- sort -- experts
+    results, weighted and added up <- all-to-all --                              -- sort back --+
 
-Only routed tokens travel: no padding up to a capacity, nothing for a dropped one. Backward makes the same two journeys
-with the gradients, so an expert's gradient is made on its own rank, from all tokens that came there.
+Only routed tokens are sent: no padding up to a capacity, no dropped tokens. Backward sends the gradients along the same
+two ways, so the gradient of an expert is complete on the rank that has it.
 
 Who holds what, P ranks, E experts:
 
     experts     E/P each, cut as numpy.array_split does, with their gradients and optimizer state
-    the rest    attention, norms, embeddings, gates, shared experts: whole on all, as in DDP (chapter 07); gradients are
-                summed over the ranks
-    batch       own rows, as in DDP: to all but the experts, `ep` is a data axis
-    biases      whole on all (balance="bias"), moved by the loads of all ranks, once a step
+    the rest    attention, norms, embeddings, gates, shared experts: whole on all ranks as in DDP (chapter 07); their
+                gradients are summed over the ranks
+    batch       own rows, as in DDP: for everything but the experts, `ep` is a data axis
+    biases      whole on all ranks (balance="bias"); once a step the loads of all ranks move them
 
-So the model is one process's whatever the number of ranks: capacity, dropping and the balance loss are of one sequence,
-noise is keyed by the global token, and the loss is divided by the targets of all ranks.
+The result does not depend on the number of ranks: capacity, dropping and balance loss are those of one sequence, noise
+is keyed by the global token, and the loss is divided by the targets of all ranks.
 
-Cost, a step, all ranks together, in numbers; R tokens (a token to two experts is two) whose expert is on another rank:
+Cost, a step, all ranks together, in numbers; R = tokens whose expert is on another rank, counted once per expert:
 
     tokens      4 R h            two all-to-alls forward, two backward; 6 R h where blocks are computed again
     dense       2(P-1) × numbers of the weights that are not experts', after the last backward (ring)
-    experts     2(D-1) × their numbers, where D groups each hold all of them (data × experts; else D = 1)
+    experts     2(D-1) × their numbers, if D groups each hold all experts (data × experts; else D = 1)
     control     (P-1) E counts a layer and forward; 2(P-1) × 2 E L loads; P(P-1) for the loss, as many for clipping
 
-Beside other axes (chapter 17): tensor parallelism cuts each expert's matrices too (tensor/tensor_layers.py), and then
-each of its ranks sends the rows to the same column of another's experts, R once a tensor rank; with the context divided
-capacity and balance look at whole sequences all the same (context/token_shard.py); ZeRO divides experts over the ranks
-that share them, dp and cp, and the rest over ep too.
-
-R is what routing makes it: with even loads (P-1)/P of k B T, and if one expert is hot, its rank computes for all.
+Routing decides R: with even loads it is (P-1)/P of k B T; if one expert is hot, its rank computes for all the others.
 
 notes:   N1 (专家混合), N2 §10.3 MoE专用并行优化
 Source:  Lepikhin et al. 2020, "GShard" (2006.16668); Fedus et al. 2021, "Switch Transformers" (2101.03961).
@@ -54,13 +50,13 @@ from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, Weight
 from minidist.nn.moe import Experts, loads, mixtures, rebalance
+from minidist.nn.shares import even_slices
+from minidist.nn.weight_shard import ShardIndex, WeightShard
 from minidist.optim import Optimizer
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Batch, Loss, micro_parts, part_of, zero_unused
+from minidist.parallel.step.step import Batch, Loss, micro_parts, part_of
 from minidist.parallel.tensor.split_model import SplitModel
-from minidist.parallel.tensor.tensor_layers import ranges
-from minidist.parallel.zero.weight_shard import Place, WeightShard, add_up, squares_once
 
 
 def plain_experts(x: Array, chosen: Array, weight: Array, my_expert: Callable[[Array], Array], group: Group) -> Array:
@@ -84,21 +80,21 @@ def plain_experts(x: Array, chosen: Array, weight: Array, my_expert: Callable[[A
 
 
 class SplitExperts(Experts):
-    """Experts of which each rank holds some: rows go to them and their results come back.
+    """Experts of which each rank holds some; rows travel to them and results come back.
 
     Args:    as expert_parallel.
-    Attributes: sent    (P,) rows that this rank gave each rank, itself too, in training since the last `clear`; those
-                        of a block computed again count once
+    Attributes: sent: (P,) rows that this rank gave each rank, itself included, in training since the last `clear`;
+                      rows of a block that is computed again count once.
     """
 
     def __init__(self, experts: Experts, group: Group, algorithm: str = "pairwise", copies: Group | None = None,
                  parts: Group | None = None) -> None:
-        self.own = ranges(experts.up.shape[0], group.size)
+        self.own = even_slices(experts.up.shape[0], group.size)
+        holders = group if parts is None else parts
 
         def mine(weight: Weight) -> Weight:
-            inner: Sequence[Place] = weight.parts if isinstance(weight, WeightShard) else [()]
+            inner: Sequence[ShardIndex] = weight.parts if isinstance(weight, WeightShard) else [()]
             places = [(own, *part[1:]) for own in self.own for part in inner]
-            holders = group if parts is None else parts
             return WeightShard(weight, places, holders.rank, sharers=copies, among=holders)
 
         self.group, self.algorithm = group, algorithm
@@ -107,11 +103,11 @@ class SplitExperts(Experts):
         self.clear()
 
     def clear(self) -> None:
-        """Count rows from nothing."""
+        """Set the counts of sent rows to zero."""
         self.sent = np.zeros(self.group.size, np.int64)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Own rows sorted by expert (R, width), and how many each expert of all gets -> their results (R, width)."""
+        """Own rows (R, width), sorted by expert, and the number for each of all experts -> results (R, width)."""
         leaving = [sum(counts[part]) for part in self.own]
         if self.training and not computed_again():
             self.sent += leaving
@@ -124,30 +120,30 @@ class SplitExperts(Experts):
         return self._travel(ops.take(results, back), came.sum(axis=1).tolist())
 
     def _exchange_counts(self, counts: Sequence[int]) -> np.ndarray:
-        """How many rows come from each rank for each of my experts: (P, own experts)."""
+        """The number of rows that come from each rank for each of this rank's experts: (P, own experts)."""
         with self.group.ledger.control():
             came = self.group.all_to_all([np.array(counts[part], np.int64) for part in self.own],
                                          algorithm=self.algorithm)
         return np.stack(came)
 
     def _travel(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        return collectives.all_to_all(rows, split=0, join=0, counts=counts, group=self.group,   # type: ignore
+        return collectives.all_to_all(rows, split=0, join=0, counts=counts, group=self.group,
                                       algorithm=self.algorithm)
 
 
 def _by_expert(came: np.ndarray) -> np.ndarray:
-    """The order that sorts rows by expert, which came sorted by rank and then by expert: a permutation."""
+    """The permutation that sorts arriving rows by expert; they arrive sorted by rank, then by expert."""
     experts = np.tile(np.arange(came.shape[1]), len(came))
     return np.argsort(np.repeat(experts, came.reshape(-1)), kind="stable")
 
 
 def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None, parts: Group | None = None,
                     algorithm: str = "pairwise") -> GPT:
-    """Divide the experts of a mixture between the ranks of `group`, in place; `model.initialize(seed)` draws the own.
+    """Divide a mixture's experts between the ranks of `group`, in place; then `model.initialize(seed)` draws.
 
-    Args:    copies: the ranks of other groups that hold the same experts and add up their gradients, or None.
-             parts: where tensor parallelism has cut each expert (chapter 12), the ranks of `group` and of the tensor
-             axis together, the latter innermost: each has its own part of its own experts.
+    Args:    copies: the ranks of other groups that hold the same experts and sum their gradients, or None.
+             parts: if tensor parallelism has cut the experts, the ranks of `group` and of the tensor axis together,
+             the tensor axis innermost: each has its part of its experts.
              algorithm: of the all-to-alls.
     Raises:  PlanError if a rank would get no expert; ConfigError without a mixture, or if the weights are drawn.
     """
@@ -168,20 +164,6 @@ def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None, pa
     return model
 
 
-# ------------------------------------------------------------------------------------------------------------ cost
-
-def elements_sent(model: GPT, *, ranks: int, rows: int, copies: int = 1, recomputed: bool = False) -> int:
-    """Numbers that all ranks together send in a step, but for control: the cost above.
-
-    Args:    ranks: that share the batch; rows: routed tokens whose expert is on another rank, of all layers.
-             copies: of each expert; recomputed: whether blocks run twice.
-    """
-    experts = sum(math.prod(parameter.whole) for parameter in model.parameters() if isinstance(parameter, WeightShard))
-    dense = sum(parameter.size for parameter in model.parameters()
-                if parameter.requires_grad and not isinstance(parameter, WeightShard))
-    return (6 if recomputed else 4) * rows * model.config.width + 2 * (ranks - 1) * dense + 2 * (copies - 1) * experts
-
-
 # ------------------------------------------------------------------------------------------------------------ step
 
 class ExpertParallel(SplitModel):
@@ -192,45 +174,42 @@ class ExpertParallel(SplitModel):
         strategy = ExpertParallel(model, group)
         loss = strategy.step(batch, AdamW(strategy.parameters, lr))
 
-    Args:    as SplitModel, and everyone: the ranks that share the batch, if more than `group`: several groups, each
-             with all experts. Those that hold the same ones are the `copies` of expert_parallel.
-    Attributes: loads   (layers, 2, experts) integers: tokens of the last step's whole batch that chose each expert,
-                        and that it took
-                routed  (layers, P) integers: rows that this rank gave each rank in the last step, itself too
+    Args:    as SplitModel; everyone: the ranks that share the batch, if that is several groups, each with all experts
+             (default: `group`). Ranks with the same experts are the `copies` of expert_parallel.
+    Attributes: loads: (layers, 2, experts) integers: tokens of the last step's whole batch that chose each expert, and
+                       that it took.
+                routed: (layers, P) integers: rows that this rank gave each rank in the last step, itself included.
     """
 
     def __init__(self, model: GPT, group: Group, *, everyone: Group | None = None, loss: Loss | None = None,
                  algorithm: str = "ring", precision: Precision | None = None,
                  recorder: Recorder | None = None) -> None:
         self.everyone = group if everyone is None else everyone
-        super().__init__(model, group, outside=self.everyone, loss=loss, algorithm=algorithm, precision=precision,
-                         recorder=recorder)
+        super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
         self.layers = mixtures(model)
         self.loads = loads(model)
         self.routed = np.zeros((len(self.layers), group.size), np.int64)
+
+    def outside(self) -> Group:
+        """All ranks that share the batch: each has the gradients of its own rows."""
+        return self.everyone
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
         """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
 
-        Balance losses are in it. A rank without a row takes part: its experts have others' tokens.
+        The loss includes balance losses. A rank without rows takes part, because its experts get tokens of others.
+
         Args:    as SplitModel.step.
         """
         optimizer.zero_grad()
         total = 0.0
         for part in micro_parts(part_of(batch, size=self.everyone.size, rank=self.everyone.rank), accumulate):
-            with self.recorder.span("forward", rows=len(part.inputs)):
-                loss = self.loss(part, batch[1].size)
-            with self.recorder.span("backward"):
-                self.precision.backward(loss)
-            total += float(loss.item())
-        zero_unused(self.weights)
-        with self.recorder.span("add up", "communication"):
-            add_up(self.summands, algorithm=self.algorithm)
-        with self.recorder.span("optimizer"):
-            self.precision.update(optimizer, lambda: squares_once(self.weights, self.everyone), lr=lr, clip=clip)
+            total += self.add_gradients(part, batch[1].size)
+        self.update(optimizer, lr=lr, clip=clip)
         self._balance()
-        return self._sum(total)
+        with self.recorder.span("loss", "communication"), self.everyone.ledger.control():
+            return float(np.sum(self.everyone.all_gather(np.array([total], dtype=np.float64))))
 
     def _balance(self) -> None:
         """Sum the loads over the ranks, and move the biases by them."""
@@ -242,7 +221,16 @@ class ExpertParallel(SplitModel):
             self.routed[number] = experts.sent
             experts.clear()
 
-    def _sum(self, share: float) -> float:
-        """The ranks' shares of the loss, added in rank order."""
-        with self.recorder.span("loss", "communication"), self.everyone.ledger.control():
-            return float(np.sum(self.everyone.all_gather(np.array([share], dtype=np.float64))))
+
+# ------------------------------------------------------------------------------------------------------------ cost
+
+def elements_sent(model: GPT, *, ranks: int, rows: int, copies: int = 1, recomputed: bool = False) -> int:
+    """Numbers that all ranks together send in a step, without `control`: the cost above.
+
+    Args:    ranks: that share the batch; rows: R, summed over all layers; copies: D; recomputed: whether blocks run
+             twice.
+    """
+    experts = sum(math.prod(parameter.whole) for parameter in model.parameters() if isinstance(parameter, WeightShard))
+    dense = sum(parameter.size for parameter in model.parameters()
+                if parameter.requires_grad and not isinstance(parameter, WeightShard))
+    return (6 if recomputed else 4) * rows * model.config.width + 2 * (ranks - 1) * dense + 2 * (copies - 1) * experts

@@ -98,7 +98,7 @@ class Given:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass of a step on the device: rows of the batch, and who they are for dropout."""
+    """One pass of a step on the device: rows of the batch, and their key for dropout."""
 
     inputs: SortedIds
     targets: Array
@@ -188,7 +188,7 @@ class CapturedStep:
             self._losses[number:number + 1] = loss.data.reshape(1)
         zero_unused(self._weights)
         trainer.precision.update(optimizer, lambda: launcher("sum_of_squares")(self._gradients),
-                                 lr=self._given.there["rate"], clip=trainer.clip)  # type: ignore[union-attr, arg-type]
+                                 lr=self._given.there["rate"], clip=trainer.clip)  # type: ignore[union-attr]
 
     # ------------------------------------------------------------------------------------------------ fixed places
 
@@ -264,7 +264,7 @@ def refuse(trainer: Trainer) -> None:
             not isinstance(trainer.strategy, Single),
         f"precision {plan.precision}: fp16's loss scale is the host's to decide, and fp32 has attention's products, "
         f"of more than two dims": plan.precision != "bf16",
-        "experts: the host reads who goes to which": config.mixture is not None,
+        "experts: the host reads the routing": config.mixture is not None,
         "the optimizer counts its steps on the host; take adamw or adam": not isinstance(trainer.optimizer, Adam),
         f"heads of {config.head_width} columns: the attention kernel takes at most 128": config.head_width > 128}
     for reason, holds in reasons.items():

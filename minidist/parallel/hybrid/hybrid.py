@@ -28,27 +28,22 @@ from minidist.device.allocator import tune_allocator
 from minidist.device.backend import Array, device_of
 from minidist.errors import ConfigError
 from minidist.nn import GPT, DropoutKey, GPTConfig, Module
-from minidist.nn.moe import biases
 from minidist.optim import SGD, Adam, AdamW, Optimizer, RMSProp, constant, warmup_cosine
-from minidist.parallel.data.data_parallel import DataParallel
-from minidist.parallel.data.ddp import DDP
-from minidist.parallel.data.parameter_server import ParameterServer
-from minidist.parallel.experts.expert_load import Loads
+from minidist.parallel.experts.expert_load import ExpertLoad
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import AXES, Plan
+from minidist.parallel.hybrid.strategies import load, make_data_axis, make_store
 from minidist.parallel.memory.activations import checkpoint_blocks, pass_bytes
-from minidist.parallel.memory.offload_costs import make_home, require_disk, require_memory, require_pass
-from minidist.parallel.precision.mixed_precision import MixedPrecision, check_dtype
+from minidist.parallel.memory.offload_costs import require_memory, require_pass
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.replicas import check_equal_replicas, weights_digest
+from minidist.parallel.step.replicas import weights_digest
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Batch, Part, micro_parts, part_of
-from minidist.parallel.zero.zero1 import Zero1
-from minidist.parallel.zero.zero2 import Zero2
-from minidist.parallel.zero.zero3 import Zero3
+from minidist.parallel.step.strategy import Strategy
+from minidist.parallel.zero.memory_formula import Each
 
 __all__ = ["AXES", "OPTIMIZERS", "SCHEDULES", "Mesh", "Plan", "Trainer"]
 
@@ -80,9 +75,6 @@ def plain_hybrid(dp: Group, pp: Group, tp: Group, inputs: Array, targets: Array,
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "adam": Adam, "rmsprop": RMSProp, "sgd": SGD}
 SCHEDULES = ("constant", "cosine")
 
-Strategy = Single | DDP | Zero1 | Zero2 | Zero3 | DataParallel | ParameterServer | Hybrid
-_OF_STAGE: dict[int, type[DDP] | type[Zero1] | type[Zero2]] = {0: DDP, 1: Zero1, 2: Zero2}
-
 
 class Trainer:
     """Trains a GPT under a plan. All ranks of `world` make one, with equal arguments.
@@ -97,6 +89,7 @@ class Trainer:
              recorder: is told what runs when (an observe.Timeline, say).
              offload_dir: where the plan's offload=all puts its files (None: with the system's temporary ones).
     Attributes: model, optimizer, mesh, plan, precision; steps_done, updates_done; account: this rank's memory.
+                strategy: runs the steps; store: where ZeRO's chunks lie.
                 loads: how evenly experts are loaded, where there are some.
     Raises:  PlanError, ConfigError, DeviceError for what cannot work; MismatchError if replicas do not start equal.
     """
@@ -121,19 +114,18 @@ class Trainer:
         self.lr, self.lr_schedule, self.warmup, self.steps, self.clip = lr, lr_schedule, warmup, steps, clip
         self.precision, self.model = self._make_model()
         checkpoint_blocks(self.model, plan.checkpoint_blocks)
-        self.home = make_home(plan.offload, offload_dir, device=device, recorder=self.recorder)
+        self.store = make_store(plan, offload_dir, device=device, recorder=self.recorder)
         self.account.limit, self.account.instead = plan.device_memory, plan.savings
         try:
-            require_disk(self.home, [*self.model.parameters()], masters=plan.precision != "fp32", ranks=plan.dp,
-                         rank=world.rank)
+            self._require_disk()
             self.strategy: Strategy = self._make_strategy(device)
-            self.loads = Loads(self.model, self.mesh.copies)
-            units = self._units()
-            if units is not None:
+            self.loads = ExpertLoad(self.model, self.mesh.copies)
+            if plan.zero == 3:
+                units: Any = self.strategy.data
                 require_memory(plan.device_memory, units.units, units.root)
             self.optimizer = OPTIMIZERS[optimizer](self.strategy.parameters, lr, **(optimizer_options or {}))
         except BaseException:
-            self.home.close()
+            self.store.close()
             self.account.limit = None
             raise
 
@@ -141,8 +133,7 @@ class Trainer:
         """The plan's precision, and the model in it, not yet drawn."""
         if self.plan.precision == "fp32":
             return Precision(), GPT(self.config)
-        check_dtype(self.plan.precision, self.config.dtype)
-        precision = MixedPrecision(self.plan.precision)
+        precision: Any = load("precision")(self.plan.precision, masters=self.config.dtype)
         model = GPT(replace(self.config, dtype=backend.dtype_name(precision.dtype)))
         if self.plan.precision == "fp8":
             precision.attach(model, self.mesh.stage)
@@ -154,27 +145,29 @@ class Trainer:
             return Hybrid(self.model, self.mesh, self.plan, seed=self.seed, device=device,
                           key=lambda part: self._key(part.inputs, part.first), precision=self.precision,
                           recorder=self.recorder)
-        if self.plan.zero == 3:
-            tied = self.model.tokens if self.config.tied else None      # used at both ends: held all step
-            return Zero3(self.model, self.mesh["dp"], units=[c for _, c in self.model.children() if c is not tied],
-                         loss=self._loss, algorithm=self.plan.algorithm, seed=self.seed, device=device,
-                         shard=self.plan.shard, free_after_forward=not self.plan.keep_gathered,
-                         whole=biases(self.model), precision=self.precision, home=self.home, recorder=self.recorder)
-        self.model.initialize(self.seed, device=device)
+        options: dict[str, Any] = {"loss": self._loss, "recorder": self.recorder}
+        if self.plan.zero < 3:
+            self.model.initialize(self.seed, device=device)
         if self.plan.strategy == "data-parallel":
-            return DataParallel(self.model, self.plan.replicas, forward=self._forward,
-                                recorders=[self.recorder, *(Silent() for _ in range(self.plan.replicas - 1))])
+            quiet = [Silent() for _ in range(self.plan.replicas - 1)]
+            return load("data-parallel")(self.model, self.plan.replicas, forward=self._forward,   # type: ignore
+                                         recorders=[self.recorder, *quiet])
         if self.plan.strategy == "parameter-server":
-            return ParameterServer(self.model, self.mesh["dp"], servers=self.plan.servers, loss=self._loss,
-                                   asynchronous=self.plan.asynchronous, staleness=self.plan.staleness,
-                                   recorder=self.recorder)
-        stage = self.plan.zero or (2 if self.plan.offload == "optimizer" else 0)    # on one rank: gradients by buckets
-        if self.plan.dp == 1 and not stage:
-            return Single(self.model, loss=self._loss, precision=self.precision, recorder=self.recorder)
-        homes: dict[str, Any] = {"home": self.home, "shard": self.plan.shard} if stage else {}
-        return _OF_STAGE[stage](self.model, self.mesh["dp"], loss=self._loss, precision=self.precision,
-                                recorder=self.recorder, bucket_bytes=self.plan.bucket_bytes,
-                                algorithm=self.plan.algorithm, **homes)
+            return load("parameter-server")(self.model, self.mesh["dp"], servers=self.plan.servers,   # type: ignore
+                                            asynchronous=self.plan.asynchronous, staleness=self.plan.staleness,
+                                            **options)
+        if self.plan.dp == 1 and not self.plan.zero and self.plan.offload == "none":
+            return Single(self.model, precision=self.precision, **options)
+        return make_data_axis(self.model, self.mesh["dp"], self.plan, seed=self.seed, device=device, store=self.store,
+                              precision=self.precision, **options)
+
+    def _require_disk(self) -> None:
+        """Raise DiskError, before training, unless this rank's share of all that lasts, with Adam, fits on its disk."""
+        if self.plan.offload == "all":
+            parameters = [*self.model.parameters()]
+            each = Each.of(parameters[0].dtype.itemsize, masters=self.plan.precision != "fp32")
+            self.store.require(sum(p.size for p in parameters) * each.together // self.plan.dp,
+                               f"rank {self.world.rank}")
 
     def require_room(self, sequences: int) -> None:
         """Before training: raise MemoryLimitError if a step on so many sequences cannot fit under the plan's limit.
@@ -195,7 +188,7 @@ class Trainer:
 
     def _forward(self, replica: Module, inputs: Array, first: int) -> Tensor:
         """The logits of one replica of several; dropout as above."""
-        return replica(inputs, key=self._key(inputs, first))    # type: ignore[no-any-return]
+        return replica(inputs, key=self._key(inputs, first))
 
     def _key(self, inputs: Array, first: int) -> DropoutKey | None:
         if not self.config.dropout and not (self.config.mixture and self.config.mixture.noise):
@@ -220,37 +213,17 @@ class Trainer:
         In as many passes as a step takes, so that a model that can be trained can be evaluated.
         Cost:    one all-gather of two float64 a rank, counted under `control`.
         """
-        group = self.survivors() if isinstance(self.strategy, ParameterServer) else self.mesh.rows
-        total, tokens, readers = 0.0, 0, group.size - (self.plan.dp - self.plan.workers)    # a server has no row
-        units = self._units()
+        group, readers = self.strategy.readers(self.survivors())
+        total, tokens = 0.0, 0
         self.model.eval()
-        with no_grad(), self.recorder.span("evaluate"):
+        with no_grad(), self.strategy.evaluating(), self.recorder.span("evaluate"):
             for batch in batches:
                 part = part_of(batch, size=readers, rank=group.rank)
-                total += sum(self._forward_share(micro, batch) for micro in micro_parts(part, self.plan.accumulate))
+                total += sum(map(self.strategy.loss_share, micro_parts(part, self.plan.accumulate)))
                 tokens += part.targets.size
         self.model.train()
-        if units is not None:
-            units.root.free()
-        if isinstance(self.strategy, Hybrid):
-            group, tokens = self.strategy.shares, tokens * self.strategy.counts_tokens
-        with self.world.ledger.control():
-            sums = group.all_gather(np.array([total, tokens], dtype=np.float64)).reshape(-1, 2).sum(axis=0)
-        return float(sums[0] / sums[1])
-
-    def _forward_share(self, part: Part, spare: Batch) -> float:
-        """The sum of the losses of these rows, of which this rank may have none. `spare`: for who must go on without.
-        """
-        if isinstance(self.strategy, Hybrid):
-            return self.strategy.forward_share(part, spare)
-        if isinstance(self.strategy, Zero3):
-            return float(self.strategy.forward(part, divisor=1, spare=spare).item())
-        return float(self._loss(part, 1).item()) if len(part.inputs) else 0.0
-
-    def _units(self) -> Zero3 | None:
-        """ZeRO-3, where it has the weights."""
-        strategy = self.strategy.data if isinstance(self.strategy, Hybrid) else self.strategy
-        return strategy if isinstance(strategy, Zero3) else None
+        total, count = self.strategy.sum_shares(total, tokens, group)
+        return total / count
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all master weights, whole, on the host, by dotted path. Every rank calls it: ZeRO gathers them."""
@@ -259,11 +232,8 @@ class Trainer:
     def survivors(self) -> Group:
         """The ranks that are left after the last step: all, but for the lost workers of asynchronous servers."""
         if self._survivors is None:
-            self._survivors = self.world
-            if isinstance(self.strategy, ParameterServer):
-                self.strategy.finish()
-                if self.strategy.gone:
-                    self._survivors = self.world.without(self.strategy.gone)
+            gone = self.strategy.finish()
+            self._survivors = self.world.without(gone) if gone else self.world
         return self._survivors
 
     def check_replicas(self) -> None:
@@ -271,15 +241,7 @@ class Trainer:
 
         Raises:  MismatchError naming the ranks that differ.
         """
-        if isinstance(self.strategy, Hybrid):
-            self.strategy.check_replicas()
-            return
-        group, servers = self.survivors(), self.plan.dp - self.plan.workers
-        if self.plan.zero < 3 and self.world.rank < self.plan.workers:      # else it holds a part
-            if servers:
-                group = group.without(range(group.size - servers, group.size))
-            masters: Iterable[Any] = self.strategy.parameters if isinstance(self.strategy, DDP) else ()
-            check_equal_replicas((*self.model.parameters(), *masters), group, when="after the last step")
+        self.strategy.check_replicas(self.survivors())
 
     def weights_sha256(self) -> str:
         """Digest of the master weights in the serial layout, in the order of their names, little-endian.
@@ -289,8 +251,8 @@ class Trainer:
         return weights_digest(self.state_dict())
 
     def close(self) -> None:
-        """End the mesh's worker threads and the home's, and lift the memory's limit; the world stays open."""
-        self.home.close()
+        """End the mesh's worker threads and the store's, and lift the memory's limit; the world stays open."""
+        self.store.close()
         self.mesh.close()
         self.account.limit = None
 
@@ -306,14 +268,13 @@ class Trainer:
         """The same, and the loss may be waited for later.
 
         One process on a GPU then waits for nothing within a step, but for what the host decides: fp16's loss scale,
-        fp8's scales, and who goes to which expert. With other strategies the loss is there.
+        fp8's scales, and the routing to experts. With other strategies the loss is there.
         """
         self.world.tell_step(self.steps_done)
-        with (self.world.ledger.during("step"), self.home.traffic.during_step(),
+        with (self.world.ledger.during("step"), self.store.traffic.during_step(),
               self.recorder.span("step", step=self.steps_done)):
-            step = self.strategy.start_step if isinstance(self.strategy, Single) else self.strategy.step
-            loss = step(batch, self.optimizer, lr=self.learning_rate(self.updates_done), clip=self.clip,
-                        accumulate=self.plan.accumulate)
+            loss = self.strategy.start_step(batch, self.optimizer, lr=self.learning_rate(self.updates_done),
+                                            clip=self.clip, accumulate=self.plan.accumulate)
             self.loads.settle()
         self.steps_done += 1
-        return loss if isinstance(loss, LateLoss) else LateLoss.known(loss)
+        return loss

@@ -3,17 +3,17 @@
 from dataclasses import replace
 
 from minidist.nn import GPTConfig
+from minidist.nn.shares import even_slices, head_shares
 from minidist.parallel.context import ring_attention, ulysses
 from minidist.parallel.context import sequence_parallel as sequence
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.tensor import tensor_parallel as tensor
-from minidist.parallel.tensor.split_gpt import head_shares, shared_numbers
-from minidist.parallel.tensor.tensor_layers import ranges
+from minidist.parallel.tensor.split_gpt import shared_numbers
 
 
 def elements_sent(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0) -> dict[str, int]:
-    """Numbers that all ranks together send in a step along tp, cp and pp, scalars apart; those of the data axis depend
-    on who holds what, and are each chapter's formula of that.
+    """Numbers that all ranks together send in a step along tp, cp and pp, scalars apart; the data axis has the
+    formulas of its own chapters.
 
     Args:    sequences: of the global batch, of config.context tokens; recomputed: how many blocks are computed again
              in backward.
@@ -81,4 +81,4 @@ def _own_lengths(config: GPTConfig, plan: Plan) -> list[int]:
 
 def _lengths(count: int, parts: int) -> list[int]:
     """The lengths of numpy.array_split's parts."""
-    return [part.stop - part.start for part in ranges(count, parts)]
+    return [part.stop - part.start for part in even_slices(count, parts)]

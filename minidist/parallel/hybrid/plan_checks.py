@@ -10,8 +10,8 @@ from minidist.comm.collectives.select import ALGORITHMS
 from minidist.errors import PlanError
 from minidist.nn import GPTConfig
 from minidist.parallel.pipeline.schedules import ORDERS
+from minidist.parallel.step.step import divisors
 from minidist.parallel.tensor.split_gpt import narrowest
-from minidist.parallel.zero.hybrid_sharding import divisors
 
 if TYPE_CHECKING:
     from minidist.parallel.hybrid.plan import Plan
@@ -102,7 +102,7 @@ def check(plan: "Plan") -> None:
 
 
 def _check_zero(plan: "Plan") -> None:
-    """The stage, and who shares a copy."""
+    """The stage, and how many ranks share a copy."""
     if plan.zero not in ZERO_STAGES:
         raise PlanError(f"plan zero={plan.zero!r}: choose a stage of {', '.join(map(str, ZERO_STAGES))}")
     if plan.keep_gathered and plan.zero != 3:
@@ -289,6 +289,6 @@ def _misfits_of_experts(plan: "Plan", config: GPTConfig) -> Iterator[Misfit]:
         yield (f"ep={plan.ep}: {mixture.experts} experts do not divide among {plan.ep} ranks",
                f"{-(-mixture.experts // plan.ep) * plan.ep} experts")
     if plan.strategy != "ddp":
-        yield f"strategy={plan.strategy}: nobody there adds up the experts' loads", "strategy=ddp"
+        yield f"strategy={plan.strategy}: no rank there adds up the experts' loads", "strategy=ddp"
     if plan.precision == "fp8":
         yield "precision=fp8: experts' products are not linears, which fp8 is for", "precision=bf16"

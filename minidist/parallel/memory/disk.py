@@ -31,8 +31,9 @@ from minidist.device.backend import Array, to_host
 from minidist.device.bytes_view import bytes_view
 from minidist.errors import DiskError
 from minidist.parallel.memory.disk_file import PAGE, Loan, Pool, Record, told
-from minidist.parallel.memory.transfer_lanes import Lane, Move, Pace, Traffic
+from minidist.parallel.memory.transfer_lanes import Move, Pace, TransferLane
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.traffic import MemoryTraffic
 
 
 class Disk:
@@ -45,14 +46,14 @@ class Disk:
     Raises:  DiskError if the folder is missing or cannot be written.
     """
 
-    def __init__(self, folder: Path | None, traffic: Traffic, *, buffers: int, recorder: Recorder,
+    def __init__(self, folder: Path | None, traffic: MemoryTraffic, *, buffers: int, recorder: Recorder,
                  memory: MemoryAccount, device: str = "cpu", who: str = "rank 0",
                  paces: tuple[Pace | None, Pace | None] = (None, None)) -> None:
         self.folder, self.who, self.buffers, self.device, self.memory = writable(folder), who, buffers, device, memory
         self.records: list[Record] = []
         self._pool: Pool | None = None
-        self.reads = Lane("disk", "host", traffic, recorder=recorder, pace=paces[0])
-        self.writes = Lane("host", "disk", traffic, recorder=recorder, pace=paces[1])
+        self.reads = TransferLane("disk", "host", traffic, recorder=recorder, pace=paces[0])
+        self.writes = TransferLane("host", "disk", traffic, recorder=recorder, pace=paces[1])
 
     def require(self, nbytes: int) -> None:
         """Raise DiskError unless so many bytes are free in the folder."""

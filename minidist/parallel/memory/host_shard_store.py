@@ -1,4 +1,4 @@
-"""What homes off the device share: lanes to and from it, and pieces whose arrays are brought for the update."""
+"""What stores off the device share: lanes to and from it, and pieces whose arrays are brought for the update."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -10,25 +10,25 @@ from minidist.device import account
 from minidist.device.backend import Array
 from minidist.nn import Module
 from minidist.optim.optimizer import Slot
-from minidist.parallel.memory.transfer_lanes import Lane, Move, Pace
+from minidist.parallel.memory.transfer_lanes import Move, Pace, TransferLane
 from minidist.parallel.step.flat import Flat, Piece
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.zero.shard_store import Home
+from minidist.parallel.zero.shards import ShardStore
 
 
-class Lodger(Piece):
-    """A piece whose arrays its home brings.
+class StoredPiece(Piece):
+    """A piece whose arrays are brought by its store.
 
-    Attributes: home; flat: the run; place: where in the rank's chunk
+    Attributes: store; flat: the run; place: where in the rank's chunk
     """
 
-    home: "Offload"
+    store: "OffDevice"
     flat: Flat
     place: slice
 
 
-class Offload(Home):
-    """What both homes share: the lanes between device and host, and the walk by runs.
+class OffDevice(ShardStore):
+    """What both stores share: the lanes between device and host, and the walk by runs.
 
     Args:    recorder: is told what moves when; down, up: how slow a bus to imagine, device to host and back.
     """
@@ -36,22 +36,22 @@ class Offload(Home):
     def __init__(self, *, recorder: Recorder | None = None, down: Pace | None = None, up: Pace | None = None) -> None:
         super().__init__()
         self.recorder = recorder or Silent()
-        self.down = Lane("device", "host", self.traffic, recorder=self.recorder, pace=down)
-        self.up = Lane("host", "device", self.traffic, recorder=self.recorder, pace=up)
+        self.down = TransferLane("device", "host", self.traffic, recorder=self.recorder, pace=down)
+        self.up = TransferLane("host", "device", self.traffic, recorder=self.recorder, pace=up)
         self._names: dict[int, str] = {}
         self._going: Move | None = None         # the gradients that are on their way down
 
-    def lodge(self, flat: Flat, weights: Array, gradients: Array) -> list[Piece]:
-        """flat.pieces whose home is this one."""
+    def stored_pieces(self, flat: Flat, weights: Array, gradients: Array) -> list[Piece]:
+        """flat.pieces whose arrays this store brings."""
         pieces: list[Piece] = []
         for parameter, place, _ in flat.owned_spans():
-            piece = Lodger(parameter, weights[place], gradients[place])
-            piece.home, piece.flat, piece.place = self, flat, place
+            piece = StoredPiece(parameter, weights[place], gradients[place])
+            piece.store, piece.flat, piece.place = self, flat, place
             pieces.append(piece)
         self._pieces += pieces
         return pieces
 
-    def room(self, flat: Flat) -> Array | None:
+    def gradient_room(self, flat: Flat) -> Array | None:
         """None: sums are to pass through add."""
         return None
 
@@ -62,7 +62,7 @@ class Offload(Home):
         self._going = self.down.start(f"gradients {self._names[id(flat)]} down", chunk.nbytes, work)
         return self._going
 
-    def let_go(self) -> None:
+    def before_use(self) -> None:
         """Wait for what is on its way down, under a limit: else how much is held would depend on how fast it goes."""
         if self._going is not None and account.current().limit is not None:
             self._going.wait()

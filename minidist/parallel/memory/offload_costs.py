@@ -1,29 +1,13 @@
-"""What offloading costs (chapter 20): which home a plan asks for, what must be there before training, what will move.
+"""What offloading costs (chapter 20): what must be there before training, and what will move.
 
 The formulas stand in offload.py; here they are numbers, for a rank's own shards to the byte.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
-from minidist.autograd.tensor import Parameter
 from minidist.errors import MemoryLimitError
-from minidist.parallel.memory.offload import OnDisk, OnHost
-from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.zero.fsdp_units import Unit
 from minidist.parallel.zero.memory_formula import Each
-from minidist.parallel.zero.shard_store import Home
-
-
-def make_home(offload: str, folder: str | Path | None = None, *, device: str = "cpu",
-              recorder: Recorder | None = None) -> Home:
-    """The home that a plan's `offload` names: "none", "optimizer" or "all"; `folder` for the last.
-
-    Raises:  DiskError, as OnDisk.
-    """
-    if offload == "all":
-        return OnDisk(folder, device=device, recorder=recorder)
-    return OnHost(recorder=recorder) if offload == "optimizer" else Home()
 
 
 def moved_to_host(learning: int, each: Each, *, passes: int = 1) -> dict[str, int]:
@@ -51,20 +35,10 @@ def moved_to_disk(units: int, root: int, learning: int, each: Each, *, masters: 
             "host to disk": learning * (passes * each.gradients + each.parameters + each.optimizer)}
 
 
-def require_disk(home: Home, parameters: Sequence[Parameter], *, masters: bool, ranks: int, rank: int) -> None:
-    """Raise DiskError, before training, unless a rank's share of all that lasts, with Adam, fits into the folder.
-
-    Where ranks share a disk that has room for this one alone, the reservation of its files says so, as early.
-    """
-    if isinstance(home, OnDisk):
-        home.begin(f"rank {rank}")
-        each = Each.of(parameters[0].dtype.itemsize, masters=masters)
-        home.disk.require(sum(p.size for p in parameters) * each.together // ranks)
-
-
-def require_memory(limit: int | None, units: Sequence[Unit], root: Unit) -> None:
+def require_memory(limit: int | None, units: Sequence[Any], root: Any) -> None:
     """Raise MemoryLimitError, before training, if units cannot fit: two whole ones, a unit's gradients, and the root.
 
+    Args:    limit: bytes; units, root: of ZeRO-3 (zero/fsdp_units.py).
     Activations come on top (require_pass).
     """
     if limit is None or not units:

@@ -1,6 +1,6 @@
 """Moves between memories: device, host, disk. Each lane is a thread, so what moves hides behind what computes.
 
-    lane = Lane("to disk", "host", "disk", traffic, recorder=timeline)
+    lane = TransferLane("to disk", "host", "disk", traffic, recorder=timeline)
     move = lane.start("write blocks.0", nbytes, lambda: ...)       # begun, in the order of the starts
     move.wait()                                                    # its result, or its error
 
@@ -10,15 +10,15 @@ which is how two cores can show a move hidden behind computation.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from minidist.errors import ConfigError, TimeoutError
 from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.traffic import MemoryTraffic
 
 LIMIT = 300.0
 """Seconds that a wait for one move may take: a disk that is slower than that is taken for lost."""
@@ -44,32 +44,6 @@ class Pace:
         return self.latency + nbytes * self.per_byte
 
 
-class Traffic:
-    """Bytes moved between memories, by direction ("host to disk"); those of training steps apart from the rest.
-
-    Attributes: step, other: direction -> bytes
-    """
-
-    def __init__(self) -> None:
-        self.step: dict[str, int] = {}
-        self.other: dict[str, int] = {}
-        self._counted = self.other
-
-    def count(self, source: str, target: str, nbytes: int) -> None:
-        """`nbytes` set out from one memory to the other."""
-        way = f"{source} to {target}"
-        self._counted[way] = self._counted.get(way, 0) + nbytes
-
-    @contextmanager
-    def during_step(self) -> Iterator[None]:
-        """What sets out inside belongs to a training step."""
-        before, self._counted = self._counted, self.step
-        try:
-            yield
-        finally:
-            self._counted = before
-
-
 class Move:
     """A move under way."""
 
@@ -93,14 +67,14 @@ class Move:
         return self._future.done()
 
 
-class Lane:
+class TransferLane:
     """Carries moves out one after the other, in the order they were started.
 
     Args:    source, target: "device", "host" or "disk", for the traffic and the recorder.
              pace: how slow it is at least.
     """
 
-    def __init__(self, source: str, target: str, traffic: Traffic, *, recorder: Recorder,
+    def __init__(self, source: str, target: str, traffic: MemoryTraffic, *, recorder: Recorder,
                  pace: Pace | None = None) -> None:
         self.source, self.target, self.traffic, self.recorder = source, target, traffic, recorder
         self.pace = pace or Pace()

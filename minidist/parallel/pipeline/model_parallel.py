@@ -1,8 +1,7 @@
 """Chapter 10 · Model parallel: the layers over the ranks, batch after batch, and its idle time.
 
-The idea. The model does not fit on one device, so each rank holds a run of its layers. A batch goes through the first
-rank's layers, then through the second's, and so on; its gradients come back the same way. Nothing is computed twice and
-nothing is divided but the layers. And at any moment one rank works, and the others wait:
+The idea. The model does not fit on one device, so each rank holds some neighbouring layers. A batch goes through the
+layers of rank 0, then of rank 1, and so on; its gradients come back the same way. One rank works, the others wait:
 
     rank 0   F .. .. .. .. .. B B | F .. ..           activations  (B, T, width)  ---> next rank
     rank 1   .. F .. .. B B .. .. | .. F ..           gradients    the same shape <--- next rank
@@ -10,7 +9,7 @@ nothing is divided but the layers. And at any moment one rank works, and the oth
 
 Who holds what, Ψ parameters on p ranks:
 
-    parameters, gradients, optimizer     Ψ/p of each, where layers are alike: what it is for
+    parameters, gradients, optimizer     Ψ/p each, if layers are alike
     activations                          of its own layers, for the whole batch
 
 Cost, a step, over all ranks, B sequences of T tokens:
@@ -18,32 +17,29 @@ Cost, a step, over all ranks, B sequences of T tokens:
     send         2 × B × T × width elements a boundary; p - 1 boundaries
     all_reduce   with a tied output and p > 1: one, of the token table, between the two ends
     control      one float64 a rank for the loss; with clipping, one for the norm
-    idle         (p-1)/p of the ranks' time, whatever the split of the layers: the step takes as long as on one rank
+    idle         (p-1)/p of the ranks' time, however layers are divided: the step takes as long as on one rank
 
 The notes' steps (N0, "Model Parallelism"):
 
     1  the model is cut by layers, and the layers are placed on the GPUs.
     2  all data goes through these GPUs, one after the other, forward and backward.
 
-Its problems by the notes: communication (N0:227), which is little, for activations cross p - 1 boundaries and weights
-none; and waiting (N0:228), which is why the pipeline (chapter 11) cuts the batch too.
+Of the two problems in the notes, communication (N0:227) is small, because only activations are sent. Waiting (N0:228)
+is the reason why the pipeline (chapter 11) also cuts the batch.
 
 notes:   N0 Model Parallelism; N1 §2.2 says "model parallel" and means tensor parallelism (chapter 12)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from minidist.autograd.tensor import Tensor, tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
-from minidist.nn import GPT
 from minidist.optim import Optimizer
-from minidist.parallel.pipeline.stage_model import Layered
-from minidist.parallel.pipeline.stages import Arrived
-from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Batch, Key, Part, micro_parts
+from minidist.parallel.pipeline.stage_model import StageModel
+from minidist.parallel.pipeline.stages import ArrivedActivation
+from minidist.parallel.step.step import Batch, Part, micro_parts
 
 
 def plain_model_parallel(layers: Callable[[Any, Array, int], Tensor], group: Group, inputs: Array, targets: Array,
@@ -64,34 +60,21 @@ def plain_model_parallel(layers: Callable[[Any, Array, int], Tensor], group: Gro
 # that keeps the shape of what was sent instead of the numbers.
 
 
-class ModelParallel(Layered):
-    """The layers of a GPT that this rank of a group has.
+class ModelParallel(StageModel):
+    """The layers of a GPT that this rank of a group has: rank r has stage r.
 
-    Args:    model: weights not yet drawn; what other ranks have is taken out of it, the rest drawn from `seed`.
-             layers: of each rank (default: as even as can be); key: for dropout.
-             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
-    Attributes: parameters: what the optimizer is made of: those of this rank's layers.
-    Raises:  ShardError if the layers do not fit the ranks.
+        strategy = ModelParallel(GPT(config), group, seed=0)
+        loss = strategy.step(batch, AdamW(strategy.parameters, lr))
+
+    Args:    as StageModel, without `stages`.
     """
 
-    # ------------------------------------------------------------------------------------------------- partition
-
-    def __init__(self, model: GPT, group: Group, *, seed: int, layers: Sequence[int] | None = None,
-                 device: str = "cpu", key: Key | None = None, precision: Precision | None = None,
-                 recorder: Recorder | None = None) -> None:
-        super().__init__(model, group, group.size, seed=seed, layers=layers, device=device, precision=precision,
-                         recorder=recorder)
-        self.key: Key = key or (lambda part: None)
-        self.first, self.last = group.rank == 0, group.rank == group.size - 1
-
-    # --------------------------------------------------------------------------------------------------- forward
-
-    def forward(self, part: Part, *, divisor: int) -> tuple[Arrived | None, Tensor]:
-        """(what came from the rank before, what this rank made of it): on the last rank, the loss."""
+    def forward(self, part: Part, *, divisor: int) -> tuple[ArrivedActivation | None, Tensor]:
+        """Returns (what came from the previous rank, None on the first; this rank's output, on the last the loss)."""
         x = None
         if not self.first:
             with self.recorder.span("wait for the activation"):
-                x = Arrived(self.group.recv(src=self.group.rank - 1))
+                x = ArrivedActivation(self.group.recv(src=self.group.rank - 1))
         with self.recorder.span("forward", rows=len(part.inputs)):
             y = self.stages.forward(self.group.rank, part.inputs if x is None else x, targets=part.targets,
                                     divisor=divisor, key=self.key(part))
@@ -99,10 +82,8 @@ class ModelParallel(Layered):
             self.group.send(y.data, dst=self.group.rank + 1)
         return x, y
 
-    # -------------------------------------------------------------------------------------------------- backward
-
-    def backward(self, x: Arrived | None, y: Tensor) -> None:
-        """Add this rank's gradients; hand the gradient of its input to the rank before."""
+    def backward(self, x: ArrivedActivation | None, y: Tensor) -> None:
+        """Add this rank's gradients, and send the gradient of its input to the previous rank. Args: as of forward."""
         dy = None
         if not self.last:
             with self.recorder.span("wait for the gradient"):
@@ -112,14 +93,11 @@ class ModelParallel(Layered):
         if x is not None:
             self.group.send(x.grad, dst=self.group.rank - 1)
 
-    # ------------------------------------------------------------------------------------------------------ step
-
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
         """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
 
-        Args:    lr: this step's learning rate (None: the optimizer's own); clip: bound of the norm of the gradient of
-                 all ranks together. accumulate: in how many passes the rows are taken, one after the other.
+        Args:    as Single.step; clip bounds the norm of the gradient of all ranks together.
         """
         optimizer.zero_grad()
         share = 0.0

@@ -1,24 +1,24 @@
 """Chapter 11 · The checker: what can be known of a pipeline schedule without running it.
 
     schedule = make_schedule("1f1b", ranks=4, microbatches=8)
-    check(schedule)                                     # raises ScheduleError, or the schedule is right and ends
+    check(schedule)                                     # raises ScheduleError unless the schedule is right and ends
     clock = clock_of(schedule, Times(forward=1.0, backward=2.0))
     clock.length, clock.bubble                          # 33.0, 3/11
     peak_held(schedule)                                 # [4, 3, 2, 1] microbatches
     check_spans(clock.spans)                            # also for spans of a drawn chart, or of a measured timeline
 
-A schedule is right if each microbatch goes once forward and once backward through every stage and nothing is used
-before it is there; it ends if no ranks wait for each other. As sends never wait, one play of the lists settles that:
-who can go on does, until all are done or none can go on. The order of play does not matter.
-
-notes:   N2:201, the Gantt chart
+A schedule is right if each microbatch goes once forward and once backward through every stage, and nothing is used
+before it has arrived. It ends if no ranks wait for each other. Sends never wait, so one play of the lists decides that:
+each rank goes on while it can, until all have ended or none can go on.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from minidist.errors import ScheduleError
-from minidist.parallel.pipeline.schedules import (
+from minidist.parallel.pipeline.instructions import (
     COMPUTES,
     RECEIVES,
     SENDS,
@@ -30,54 +30,60 @@ from minidist.parallel.pipeline.schedules import (
     RecvActivation,
     RecvGradient,
     Schedule,
+    SendActivation,
+    SendGradient,
     received_as,
     sent_as,
 )
 
 
-def check(schedule: Schedule) -> None:
-    """Prove that a schedule computes what one process does, and ends.
+def check(schedule: Schedule) -> Schedule:
+    """Prove that a schedule computes the same as one process, and ends.
 
-    Raises:  ScheduleError: an instruction of a foreign stage, missing or twice, before what it needs, sent or received
-             without the other, received in another order than sent; or the ranks that wait for each other.
+    Returns: the schedule, marked as checked.
+    Raises:  ScheduleError: an instruction of a foreign stage, missing or twice, before what it needs, sent without a
+             receive or the reverse, received in another order than sent; or the ranks that wait for each other.
     """
     for rank in range(schedule.ranks):
         _check_list(schedule, rank)
     _check_complete(schedule)
     _check_links(schedule)
-    stuck = _Play(schedule).run()
-    if stuck:
-        raise ScheduleError(_deadlock(schedule, stuck))
+    _Play(schedule).run()
+    return replace(schedule, checked=True)
 
 
 # ---------------------------------------------------------------------------------------------------- list by list
 
 def needs(instruction: Instruction, schedule: Schedule) -> Iterator[Instruction]:
-    """What the same rank must have done before `instruction`."""
+    """The instructions that the same rank must run before `instruction`."""
     stage, microbatch = instruction.stage, instruction.microbatch
-    alone = schedule.ranks == 1         # the neighbouring stages are this rank's own: no message
+    if isinstance(instruction, SendActivation):
+        yield Forward(stage, microbatch)
+    elif isinstance(instruction, SendGradient):
+        whole = Backward(stage, microbatch)
+        yield whole if whole in schedule.lists[schedule.rank_of(stage)] else BackwardInput(stage, microbatch)
+    for compute in _computes_before(instruction, schedule.stages - 1):
+        if schedule.rank_of(compute.stage) == schedule.rank_of(stage):
+            yield compute
+        else:
+            yield RecvActivation(stage, microbatch) if compute.stage < stage else RecvGradient(stage, microbatch)
+
+
+def _computes_before(instruction: Instruction, last: int) -> Iterator[Instruction]:
+    """The computes, of any rank, whose results a compute needs; `last`: the last stage."""
+    stage, microbatch = instruction.stage, instruction.microbatch
     if isinstance(instruction, Forward) and stage > 0:
-        yield Forward(stage - 1, microbatch) if alone else RecvActivation(stage, microbatch)
+        yield Forward(stage - 1, microbatch)
     elif isinstance(instruction, (Backward, BackwardInput)):
         yield Forward(stage, microbatch)
-        if stage < schedule.stages - 1:
-            yield type(instruction)(stage + 1, microbatch) if alone else RecvGradient(stage, microbatch)
+        if stage < last:
+            yield type(instruction)(stage + 1, microbatch)
     elif isinstance(instruction, BackwardWeights):
         yield BackwardInput(stage, microbatch)
-    elif isinstance(instruction, SENDS):
-        yield _source(instruction, schedule)
-
-
-def _source(send: Instruction, schedule: Schedule) -> Instruction:
-    """The compute whose result a send takes along."""
-    if isinstance(received_as(send), RecvActivation):
-        return Forward(send.stage, send.microbatch)
-    whole, half = Backward(send.stage, send.microbatch), BackwardInput(send.stage, send.microbatch)
-    return whole if whole in schedule.lists[schedule.rank_of(send.stage)] else half
 
 
 def _check_list(schedule: Schedule, rank: int) -> None:
-    """Everything in a rank's list is its own, is there once, and comes after what it needs."""
+    """Every instruction of a rank's list has an own stage, stands there once, and comes after what it needs."""
     done: set[Instruction] = set()
     mine = schedule.lists[rank]
     for instruction in mine:
@@ -94,54 +100,47 @@ def _check_list(schedule: Schedule, rank: int) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Each microbatch goes forward and backward through each stage; backward is whole, or in its two halves."""
-    for stage in range(schedule.stages):
+    """Each microbatch goes forward and backward through each stage; backward is whole or in two halves."""
+    lists = [set(instructions) for instructions in schedule.lists]
+    for stage, microbatch in itertools.product(range(schedule.stages), range(schedule.microbatches)):
         rank = schedule.rank_of(stage)
-        done = set(schedule.lists[rank])
-        for microbatch in range(schedule.microbatches):
-            parts = [kind(stage, microbatch) for kind in (Forward, Backward, BackwardInput, BackwardWeights)]
-            forward, backward, *halves = (part in done for part in parts)
-            if backward and any(halves):
-                raise ScheduleError(f"{schedule.name}: rank {rank} does the {parts[1]} whole and in parts")
-            lacking = [part for part in parts[2:] if part not in done] if any(halves) else parts[1:2]
-            if not forward or not (backward or all(halves)):
-                raise ScheduleError(f"{schedule.name}: rank {rank} never does the "
-                                    f"{parts[0] if not forward else lacking[0]}")
+        forward, whole, *halves = (kind(stage, microbatch) for kind in COMPUTES)
+        in_parts = any(half in lists[rank] for half in halves)
+        if in_parts and whole in lists[rank]:
+            raise ScheduleError(f"{schedule.name}: rank {rank} does the {whole} whole and in parts")
+        for instruction in (forward, *(halves if in_parts else [whole])):
+            if instruction not in lists[rank]:
+                raise ScheduleError(f"{schedule.name}: rank {rank} never does the {instruction}")
 
 
 def _check_links(schedule: Schedule) -> None:
-    """What one rank sends another is what that receives, in the same order."""
-    ranks = range(schedule.ranks)
-    for source in ranks:
-        sends = [i for i in schedule.lists[source] if isinstance(i, SENDS)]
-        for target in ranks:
-            sent = [received_as(i) for i in sends if schedule.rank_of(received_as(i).stage) == target]
-            taken = [i for i in schedule.lists[target]
-                     if isinstance(i, RECEIVES) and schedule.rank_of(sent_as(i).stage) == source]
-            for receive in sent:
-                if receive not in taken:
-                    raise ScheduleError(f"{schedule.name}: rank {source} does the {sent_as(receive)}, but rank "
-                                        f"{target} never receives it")
-            for receive in taken:
-                if receive not in sent:
-                    raise ScheduleError(f"{schedule.name}: rank {target} does the {receive}, but rank {source} never "
-                                        f"sends it")
-            crossed = next((pair for pair in zip(sent, taken, strict=True) if pair[0] != pair[1]), None)
-            if crossed:
-                raise ScheduleError(f"{schedule.name}: messages from rank {source} to rank {target} are received in "
-                                    f"another order than sent: the {crossed[0]} comes first, but rank {target} "
-                                    f"expects the {crossed[1]}")
+    """Each rank receives exactly the messages that another rank sends it, in the same order."""
+    for source, target in itertools.product(range(schedule.ranks), repeat=2):
+        sent = [received_as(i) for i in schedule.lists[source] if isinstance(i, SENDS)
+                and schedule.rank_of(received_as(i).stage) == target]
+        taken = [i for i in schedule.lists[target] if isinstance(i, RECEIVES)
+                 and schedule.rank_of(sent_as(i).stage) == source]
+        for receive in (receive for receive in sent if receive not in taken):
+            raise ScheduleError(f"{schedule.name}: rank {source} does the {sent_as(receive)}, but rank {target} never "
+                                f"receives it")
+        for receive in (receive for receive in taken if receive not in sent):
+            raise ScheduleError(f"{schedule.name}: rank {target} does the {receive}, but rank {source} never sends it")
+        for first, expected in (pair for pair in zip(sent, taken, strict=True) if pair[0] != pair[1]):
+            raise ScheduleError(f"{schedule.name}: messages from rank {source} to rank {target} are received in "
+                                f"another order than sent: the {first} comes first, but rank {target} expects the "
+                                f"{expected}")
 
 
 # -------------------------------------------------------------------------------------------------------- the clock
 
 @dataclass(frozen=True)
 class Times:
-    """How long things take, in any unit.
+    """How long instructions take, in any unit.
 
-    Attributes: forward, backward    of a microbatch on a stage; backward in two: for the input, for the weights
-                message              from the send to its arrival
-                shares               how much longer than that it takes on each stage (default: all alike)
+    Attributes: forward, backward: of a microbatch on a stage.
+                backward_input, backward_weights: of the two halves of a backward.
+                message: from the send to its arrival.
+                shares: factors of these times for each stage (default: 1).
     """
 
     forward: float = 1.0
@@ -152,15 +151,15 @@ class Times:
     shares: Sequence[float] | None = None
 
     def of(self, instruction: Instruction) -> float:
-        """How long a compute takes."""
+        """The time of a compute."""
         whole = {Forward: self.forward, Backward: self.backward, BackwardInput: self.backward_input,
                  BackwardWeights: self.backward_weights}[type(instruction)]
         return whole if self.shares is None else whole * self.shares[instruction.stage]
 
 
 @dataclass(frozen=True)
-class Span:
-    """A compute of a rank, from when to when: by the clock, as drawn, or as measured."""
+class ComputeSpan:
+    """A compute of a rank with its start and stop: by the clock, as drawn, or as measured."""
 
     rank: int
     instruction: Instruction
@@ -170,14 +169,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Clock:
-    """When every rank computes what."""
+    """The computes of all ranks in time."""
 
     ranks: int
-    spans: tuple[Span, ...]
+    spans: tuple[ComputeSpan, ...]
 
     @property
     def length(self) -> float:
-        """From the first begin to the last end."""
+        """From the first start to the last stop."""
         return max(span.stop for span in self.spans) - min(span.start for span in self.spans)
 
     @property
@@ -187,39 +186,42 @@ class Clock:
 
 
 def clock_of(schedule: Schedule, times: Times | None = None) -> Clock:
-    """When every rank computes what, if each goes on as soon as it can. Raises ScheduleError in a deadlock."""
+    """The computes of all ranks in time, if each rank goes on as soon as it can.
+
+    Raises:  ScheduleError in a deadlock.
+    """
     play = _Play(schedule, times or Times())
-    stuck = play.run()
-    if stuck:
-        raise ScheduleError(_deadlock(schedule, stuck))
+    play.run()
     return Clock(schedule.ranks, tuple(play.spans))
 
 
 class _Play:
-    """Plays the lists: who can go on does."""
+    """Plays the lists: each rank goes on while it can."""
 
     def __init__(self, schedule: Schedule, times: Times | None = None) -> None:
         self.schedule, self.times = schedule, times or Times()
-        self.spans: list[Span] = []
-        self._next = [0] * schedule.ranks               # of each rank: where in its list
+        self.spans: list[ComputeSpan] = []
+        self._next = [0] * schedule.ranks               # of each rank: its place in its list
         self._now = [0.0] * schedule.ranks
-        self._arrives: dict[Instruction, float] = {}    # send -> when its message is there
+        self._arrives: dict[Instruction, float] = {}    # send -> when its message arrives
 
-    def run(self) -> list[tuple[int, Instruction]]:
-        """Play to the end; the ranks that did not come there, and the receives they stand at."""
+    def run(self) -> None:
+        """Play to the end. Raises ScheduleError if ranks are stuck, with the receives that they wait at."""
         while sum(self._go_on(rank) for rank in range(self.schedule.ranks)):
             pass
-        return [(rank, instructions[place]) for rank, (instructions, place) in
-                enumerate(zip(self.schedule.lists, self._next, strict=True)) if place < len(instructions)]
+        stuck = {rank: instructions[place] for rank, (instructions, place) in
+                 enumerate(zip(self.schedule.lists, self._next, strict=True)) if place < len(instructions)}
+        if stuck:
+            raise ScheduleError(_deadlock(self.schedule, stuck))
 
     def _go_on(self, rank: int) -> bool:
-        """As far as this rank comes; whether that was anywhere."""
+        """Run this rank as far as possible; returns whether it moved."""
         before, instructions = self._next[rank], self.schedule.lists[rank]
         while self._next[rank] < len(instructions):
             instruction, now = instructions[self._next[rank]], self._now[rank]
             if isinstance(instruction, COMPUTES):
                 self._now[rank] = now + self.times.of(instruction)
-                self.spans.append(Span(rank, instruction, now, self._now[rank]))
+                self.spans.append(ComputeSpan(rank, instruction, now, self._now[rank]))
             elif isinstance(instruction, SENDS):
                 self._arrives[instruction] = now + self.times.message
             elif sent_as(instruction) in self._arrives:
@@ -230,9 +232,9 @@ class _Play:
         return self._next[rank] > before
 
 
-def _deadlock(schedule: Schedule, stuck: list[tuple[int, Instruction]]) -> str:
-    """The ring of ranks that wait for each other, or the rank whose list ended."""
-    at, path, rank = dict(stuck), [], stuck[0][0]
+def _deadlock(schedule: Schedule, at: dict[int, Instruction]) -> str:
+    """Text: the ring of ranks that wait for each other, or the rank whose list has ended."""
+    path, rank = list[int](), min(at)
     while rank in at and rank not in path:
         path.append(rank)
         rank = schedule.rank_of(sent_as(at[rank]).stage)
@@ -245,9 +247,9 @@ def _deadlock(schedule: Schedule, stuck: list[tuple[int, Instruction]]) -> str:
 # ------------------------------------------------------------------------------------------------------------ memory
 
 def peak_held(schedule: Schedule) -> list[int]:
-    """Of each rank: the most microbatches, counted for each of its stages, whose activations it holds at once.
+    """For each rank the most microbatches whose activations it holds at once, counted for each of its stages.
 
-    They are held from the forward to the backward; where that is in two, to the backward for the weights.
+    They are held from the forward to the backward, or to the backward for the weights if it is in two halves.
     """
     peaks = []
     for rank in range(schedule.ranks):
@@ -262,37 +264,32 @@ def peak_held(schedule: Schedule) -> list[int]:
 
 # ------------------------------------------------------------------------------------------------------ drawn charts
 
-def broken(spans: Sequence[Span]) -> list[tuple[Span, Span]]:
-    """(what began too early, what it needed and did not wait for), in order of begin; for spans from any source."""
+def broken(spans: Sequence[ComputeSpan]) -> list[tuple[ComputeSpan, ComputeSpan]]:
+    """The broken dependencies of spans from any source, in order of start: (the early span, the one it needed)."""
     by_instruction = {span.instruction: span for span in spans}
-    last = max(span.instruction.stage for span in spans)
-    pairs = []
+    last, pairs = max(span.instruction.stage for span in spans), []
     for span in sorted(spans, key=lambda span: (span.start, span.rank)):
-        for needed in _dependencies(span.instruction, last, by_instruction.__contains__):
-            if needed in by_instruction and span.start < by_instruction[needed].stop:
-                pairs.append((span, by_instruction[needed]))
+        for needed in _computes_before(span.instruction, last):
+            for kind in (Forward,) if isinstance(needed, Forward) else (Backward, BackwardInput):
+                other = by_instruction.get(kind(needed.stage, needed.microbatch))
+                if other is not None and span.start < other.stop:
+                    pairs.append((span, other))
     return pairs
 
 
-def _dependencies(instruction: Instruction, last: int, known: Callable[[Instruction], bool]) -> Iterator[Instruction]:
-    """The computes, of any rank, that must end before this one begins."""
-    stage, microbatch = instruction.stage, instruction.microbatch
-    if isinstance(instruction, Forward) and stage > 0:
-        yield Forward(stage - 1, microbatch)
-    elif isinstance(instruction, (Backward, BackwardInput)):
-        yield Forward(stage, microbatch)
-        if stage < last:
-            whole = Backward(stage + 1, microbatch)
-            yield whole if known(whole) else BackwardInput(stage + 1, microbatch)
-    elif isinstance(instruction, BackwardWeights):
-        yield BackwardInput(stage, microbatch)
-
-
-def check_spans(spans: Sequence[Span]) -> None:
-    """Raises ScheduleError if something begins before what it needs has ended: names the first, counts all."""
+def check_spans(spans: Sequence[ComputeSpan]) -> None:
+    """Raises ScheduleError if a compute starts before one that it needs has stopped: names the first, counts all."""
     pairs = broken(spans)
     if pairs:
         early, needed = pairs[0]
         raise ScheduleError(f"the {early.instruction} begins at {early.start:g} on rank {early.rank}, but needs the "
                             f"{needed.instruction}, which rank {needed.rank} ends at {needed.stop:g}; "
                             f"{len(pairs)} dependencies are broken")
+
+
+def computes_of(timelines: Iterable[Any]) -> list[ComputeSpan]:
+    """The computes that ranks recorded (`observe.Timeline`s), to check and draw like those of a clock."""
+    kinds = {kind.word: kind for kind in COMPUTES}
+    return [ComputeSpan(timeline.rank, kinds[span.name](span.details["stage"], span.details["microbatch"]), span.start,
+                        span.stop) for timeline in timelines for span in timeline.spans
+            if span.name in kinds and "microbatch" in span.details]

@@ -1,7 +1,7 @@
-"""Layered: what every strategy does that divides a GPT by layers, apart from when who computes.
+"""StageModel: the stages of a GPT on one rank, and their update; what model parallel and the pipeline share.
 
-Each rank draws and updates its own layers. Together they must know the loss, the norm of the whole gradient, and of a
-tied output's token table, which lies at both ends, the sum of its two gradients.
+Each rank draws and updates its own layers. Together the ranks compute the loss and the norm of the whole gradient. A
+tied token table is on both ends of the model, and both ends take the sum of its two gradients.
 """
 
 from collections.abc import Sequence
@@ -15,41 +15,45 @@ from minidist.parallel.pipeline.stages import Stages, balanced_layers
 from minidist.parallel.step.flat import sum_in_order, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import zero_unused
+from minidist.parallel.step.step import Key, zero_unused
 
 
-class Layered:
-    """The stages of a GPT that this rank of a group has, rank r of p stages r, r + p, …
+class StageModel:
+    """The stages of a GPT that this rank of a group has: rank r of p has stages r, r + p, …
 
-    Args:    model: weights not yet drawn; what other ranks have is taken out of it, the rest drawn from `seed`.
-             None: somebody else draws it.
-             stages: how many there are in all; layers: of each (default: as even as can be).
+    Args:    model: weights not yet drawn; the layers of other ranks are taken out of it.
+             seed: of the weights; None: the caller draws them. stages: how many there are in all (default: one a rank).
+             layers: of each stage (default: as even as possible); key: for dropout.
              precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
-    Attributes: model: what is left of it; parameters: what the optimizer is made of: those of this rank's stages.
+    Attributes: model: what is left of it; parameters: what the optimizer is made of, those of this rank's stages.
+                first, last: whether this rank has an end of the model.
     Raises:  ShardError if the layers do not fit the stages.
     """
 
-    def __init__(self, model: GPT, group: Group, stages: int, *, seed: int | None, layers: Sequence[int] | None = None,
-                 device: str = "cpu", precision: Precision | None = None, recorder: Recorder | None = None) -> None:
+    def __init__(self, model: GPT, group: Group, *, seed: int | None, stages: int | None = None,
+                 layers: Sequence[int] | None = None, device: str = "cpu", key: Key | None = None,
+                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
         self.config, self.group = model.config, group
         self.precision, self.recorder = precision or Precision(), recorder or Silent()
-        self.layers = list(layers or balanced_layers([1.0] * self.config.layers, stages))
-        self.stages = self._cut(model, group.rank)
+        self.key: Key = key or (lambda part: None)
+        self.layers = list(layers or balanced_layers([1.0] * self.config.layers, stages or group.size))
+        self.stages = self.cut(model, group.rank)
         self.model = self.stages.model
         if seed is not None:
             self.model.initialize(seed, device=device)
         self.weights = trainable(self.model.parameters())
         self.parameters = self.precision.masters(self.weights)
-        both_ends = self.config.tied and group.size > 1
-        at_an_end = both_ends and group.rank in (0, group.size - 1)
-        self.ends = group.split(0 if at_an_end else None, axis=group.axis) if both_ends else None
+        self.first, self.last = group.rank == 0, group.rank == group.size - 1
+        self.ends = None                                # the two ends, if both have a tied token table
+        if self.config.tied and group.size > 1:
+            self.ends = group.split(0 if self.first or self.last else None, axis=group.axis)
 
-    def _cut(self, model: GPT, rank: int) -> Stages:
-        """The stages that a rank has."""
+    def cut(self, model: GPT, rank: int) -> Stages:
+        """Cut `model`, in place, to the stages of a rank."""
         return Stages(model, self.layers, range(rank, len(self.layers), self.group.size))
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted path.
+        """Copies of all weights (in mixed precision the masters), whole, on the host, by dotted path.
 
         Cost:    one all-gather, counted under `control`. Every rank calls it.
         """
@@ -58,19 +62,19 @@ class Layered:
             joined = self.group.all_gather(np.concatenate([mine[name].reshape(-1) for name in mine]), algorithm="ring")
         whole, start = {}, 0
         for rank in range(self.group.size):
-            for name, weight in self._cut(GPT(self.config), rank).model.named_parameters():
+            for name, weight in self.cut(GPT(self.config), rank).model.named_parameters():
                 whole[name] = joined[start:start + weight.size].reshape(weight.shape).copy()
                 start += weight.size
         return {name: whole[name] for name, _ in GPT(self.config).named_parameters()}
 
     def own_state(self) -> dict[str, np.ndarray]:
-        """Those of this rank's stages."""
+        """Copies of the weights of this rank's stages."""
         return self.precision.state_dict(self.model)
 
     def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
-        """The optimizer's step on this rank's weights, when all backwards are over.
+        """The optimizer's step on this rank's weights, after all backwards.
 
-        Cost:    one all-reduce of a tied token table, between the ends; with clipping one float64 a rank (`control`).
+        Cost:    with a tied table one all-reduce of it between the ends; with clipping one float64 a rank (`control`).
         """
         zero_unused(self.weights)
         self.sum_ends()
@@ -78,14 +82,14 @@ class Layered:
             self.precision.update(optimizer, self._squares, lr=lr, clip=clip)
 
     def sum_ends(self) -> None:
-        """A tied token table has two gradients, the embedding's and the output's: both ends take the sum."""
+        """Sum the two gradients of a tied token table, the embedding's and the output's, on both ends."""
         if self.ends is not None:
             table = self.model.tokens.weight
             with self.recorder.span("wait for the other end's table"):
                 self.ends.all_reduce(table.grad, op="sum", out=table.grad, algorithm="ring")
 
     def _squares(self) -> float:
-        """The sum of squares of the whole gradient: each rank's own, the tied table's once."""
+        """The sum of squares of the whole gradient; a tied table counts once, on rank 0."""
         twice = self.model.tokens.weight if self.ends is not None and self.group.rank else None
         return sum_in_order(self.group, sum_of_squares(p.grad for p in self.weights if p is not twice))
 

@@ -180,8 +180,8 @@ class Float8:
         seen = self._seen()
         if self.group is not None and self.group.size > 1:
             with self.group.ledger.control():
-                everybody = self.group.all_gather(seen[None], algorithm="ring")
-            seen = everybody.max(axis=0)
+                every = self.group.all_gather(seen[None], algorithm="ring")
+            seen = every.max(axis=0)
         for scales, largest in zip(self.scales.values(), seen, strict=True):
             for name, value in zip(FORMATS, largest, strict=True):
                 scales.history[name].append(float(value))

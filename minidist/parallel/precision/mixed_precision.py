@@ -107,6 +107,12 @@ class Master:
         """In low precision, and multiplied by the loss scale."""
         return self.parameter.grad
 
+    @property
+    def shared_by(self) -> Group | None:
+        """The parameter's."""
+        shared: Group | None = self.parameter.shared_by
+        return shared
+
     def zero_grad(self) -> None:
         """Forget the gradient."""
         self.parameter.zero_grad()
@@ -151,12 +157,14 @@ class MixedPrecision(Precision):
     Args:    name: "bf16", "fp16" or "fp8"; the model's dtype must be the one it stands for (DTYPES). fp8 also needs
              `attach`.
              loss_scale: how the loss is scaled (default: for fp16 LossScale(), for bf16 None, not at all).
-    Raises:  ConfigError for another name.
+             masters: the dtype asked for master weights.
+    Raises:  ConfigError for another name, or for masters other than float32.
     """
 
-    def __init__(self, name: str, *, loss_scale: LossScale | None = None) -> None:
+    def __init__(self, name: str, *, loss_scale: LossScale | None = None, masters: str = "float32") -> None:
         if name not in DTYPES:
             raise ConfigError(f"mixed precision {name!r}: choose {' or '.join(DTYPES)}")
+        check_dtype(name, masters)
         self.name, self.dtype = name, backend.dtype(DTYPES[name])
         self.loss_scale = LossScale() if loss_scale is None and name == "fp16" else loss_scale
         self.skipped = 0

@@ -18,8 +18,10 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module, to_host, widen
 from minidist.errors import ConfigError
 from minidist.nn import Module
-from minidist.optim import Optimizer
-from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.replicas import sharers
+
+Squares = Callable[[], float | Array]
+"""Finds the sum of the squares of the whole gradient, the same number on every rank."""
 
 
 class Piece:
@@ -38,17 +40,18 @@ class Piece:
 class Flat:
     """A run of parameters of one dtype as one vector, and this rank's chunk of it.
 
+    Args:    group: the ranks that share it, unless `shared_by` of the parameters names others.
     Attributes: group              the ranks that share it
                 parameters, size   the run, and how many elements it has
                 own                where this rank's chunk lies
     """
 
     def __init__(self, parameters: Sequence[Parameter], group: Group) -> None:
-        self.group, self.parameters = group, tuple(parameters)
+        self.group, self.parameters = sharers(parameters, group), tuple(parameters)
         self.dtype = parameters[0].dtype
         self.size = sum(p.size for p in parameters)
-        edges = bounds(self.size, group.size)
-        self.own = slice(edges[group.rank], edges[group.rank + 1])
+        edges = bounds(self.size, self.group.size)
+        self.own = slice(edges[self.group.rank], edges[self.group.rank + 1])
 
     @property
     def owned(self) -> int:
@@ -129,18 +132,3 @@ def sum_in_order(group: Group, value: float) -> float:
     """The ranks' numbers added in rank order: the same bits on every rank and transport. Counted under `control`."""
     with group.ledger.control():
         return float(np.sum(group.all_gather(np.array([value], dtype=np.float64), algorithm="ring")))
-
-
-def squares_of_shards(group: Group, squares: Callable[[], float]) -> float:
-    """The sum of the squares of the whole gradient, of which each rank of the group finds its shard's by `squares`."""
-    return sum_in_order(group, squares())
-
-
-def clip_and_update_shards(optimizer: Optimizer, squares: Callable[[], float], precision: Precision, group: Group, *,
-                           lr: float | None, clip: float | None) -> None:
-    """The optimizer's step on this rank's pieces; the whole model's gradient is scaled to a norm of at most `clip`.
-
-    Args:    squares: finds the sum of the squares of this rank's gradients.
-    Cost:    one all-gather of one float64 a rank, under `control` (none without clip, unless the loss is scaled).
-    """
-    precision.update(optimizer, lambda: squares_of_shards(group, squares), lr=lr, clip=clip)

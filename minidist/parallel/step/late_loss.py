@@ -1,10 +1,8 @@
-"""A step's loss, on its way from the device: whoever wants the number waits for it, and the step does not.
+"""A step's loss, on its way from the device: its reader waits for it, and the step does not.
 
-On a GPU the host runs ahead: it asks for the kernels of a step long before they run. Reading a number in between would
-hold it up until the GPU has come to it, and then the GPU until it is asked for more. So a pass's loss is copied to
-pinned memory behind the pass, and read when somebody asks. On a CPU it is there at once.
-
-Not yet measured on a GPU.
+On a GPU the host runs ahead: it launches the kernels of a step long before they run. To read a number in between would
+stop the host until the GPU has come so far, and then the GPU until the next launch. So a pass's loss is copied to
+pinned memory behind the pass, and read when it is asked for. On a CPU it is there at once. Not yet measured on a GPU.
 """
 
 from typing import Any
@@ -14,14 +12,14 @@ from minidist.device.backend import Array, array_module, device_of
 
 
 class LateLoss:
-    """The sum of the losses of a step's passes. Whoever makes one keeps it until it is done: a copy is on its way."""
+    """The sum of the losses of a step's passes. Its maker keeps it until it is done, because a copy is on its way."""
 
     def __init__(self) -> None:
         self._shares: list[tuple[Any, Any]] = []        # a pass's loss on the host, and the event behind its copy
 
     @classmethod
     def known(cls, loss: float) -> "LateLoss":
-        """One that is there."""
+        """A loss that is there."""
         late = cls()
         late._shares.append((loss, None))
         return late

@@ -1,8 +1,9 @@
-"""Do all ranks hold the same weights? A digest tells, for eight bytes a rank."""
+"""Which ranks share a parameter, and whether they hold the same weights: a digest tells, for eight bytes a rank."""
 
 import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +14,28 @@ from minidist.device.bytes_view import bytes_view
 from minidist.errors import MismatchError
 
 
-def check_equal_replicas(parameters: Iterable[Parameter], group: Group, *, when: str) -> None:
-    """Compare a digest of the weights over the ranks.
+def sharers(run: Sequence[Parameter], group: Group) -> Group:
+    """The ranks that share a run of parameters: `group`, unless `shared_by` of the run names others."""
+    shared: Group | None = run[0].shared_by
+    return group if shared is None else shared
 
-    Cost:    one all-gather of 8 bytes a rank, counted under `control`; hashing reads every weight once.
+
+def check_equal_replicas(parameters: Iterable[Any], group: Group, *, when: str) -> None:
+    """Compare a digest of the weights, or of masters, over the ranks that share them.
+
+    Args:    group: the ranks that share a parameter, unless its `shared_by` names others; when: for the error.
+    Cost:    one all-gather of 8 bytes a rank and group, counted under `control`; hashing reads every weight once.
     Raises:  MismatchError on every rank, naming the ranks whose weights differ from rank 0's.
     """
+    runs: dict[int, tuple[Group, list[Any]]] = {group.id: (group, [])}
+    for parameter in parameters:
+        shared = sharers([parameter], group)
+        runs.setdefault(shared.id, (shared, []))[1].append(parameter)
+    for shared, run in runs.values():
+        _check_equal(run, shared, when)
+
+
+def _check_equal(parameters: Iterable[Any], group: Group, when: str) -> None:
     digest = hashlib.blake2b(digest_size=8)
     for parameter in parameters:
         digest.update(bytes_view(np.ascontiguousarray(to_host(parameter.data))).data)

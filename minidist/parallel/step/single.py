@@ -23,8 +23,6 @@ notes:   N0 无并行训练, N2 显存占用分析, N4 §4
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
 from minidist.parallel.step.flat import trainable
@@ -32,6 +30,7 @@ from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Loss, Part, clip_and_update, loss_of, micro_parts, zero_unused
+from minidist.parallel.step.strategy import Strategy
 
 
 def plain_single(model: GPT, optimizer: Optimizer, batches: Iterable[Batch]) -> float:
@@ -48,7 +47,7 @@ def plain_single(model: GPT, optimizer: Optimizer, batches: Iterable[Batch]) -> 
 # master weights in mixed precision (chapter 09), clipping, and a loss that the host need not wait for on a GPU.
 
 
-class Single:
+class Single(Strategy):
     """The training step of one process.
 
     Args:    loss: of a batch (default: `model.loss`); precision: of weights and update (default: one dtype for all).
@@ -64,10 +63,6 @@ class Single:
         self.parameters = self.precision.masters(self.weights)
         self.recorder = recorder or Silent()
         self._late: list[LateLoss] = []         # of steps that the device may still be at
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted path."""
-        return self.precision.state_dict(self.model)
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:

@@ -12,21 +12,21 @@ from minidist.nn import GPT, CausalSelfAttention, GPTConfig, Mixture
 from minidist.nn.balance import BalancedOutput
 from minidist.nn.moe import mixtures
 from minidist.nn.output import Output
+from minidist.nn.shares import head_shares
 from minidist.parallel.tensor.tensor_layers import (
     ColumnLinear,
-    Region,
     RowLinear,
     SharedKeysLinear,
     SplitEmbedding,
     SplitMixture,
     SplitMLP,
     SplitOutput,
-    ranges,
+    TensorRegion,
 )
 
 
 def check_fits(config: GPTConfig, size: int) -> None:
-    """Whether every rank of so many gets something of each layer.
+    """Check that each of `size` ranks gets something of every layer.
 
     Raises:  PlanError, one line: what is too small, and what would fit.
     """
@@ -37,33 +37,18 @@ def check_fits(config: GPTConfig, size: int) -> None:
 
 
 def narrowest(config: GPTConfig) -> tuple[str, int]:
-    """What a GPT has fewest of, of all that is divided, and how many: so many ranks at the most."""
+    """The divided thing of which a GPT has fewest, and their number: the largest possible tensor-parallel size."""
     hidden = config.mixture.hidden or config.hidden if config.mixture else config.hidden
     counts = {"heads": config.heads, "token ids": config.vocabulary, "hidden numbers": hidden}
     what = min(counts, key=counts.__getitem__)
     return what, counts[what]
 
 
-def head_shares(heads: int, key_heads: int, size: int) -> list[tuple[range, range]]:
-    """Of each rank the query heads, and the key heads that these look at.
-
-    Key heads are divided with all their query heads where there are enough; where there are not, each goes to several
-    ranks, which divide its query heads. So no rank's queries ever look at a part of a key head's group.
-    """
-    each = heads // key_heads
-    if key_heads >= size:
-        return [(range(part.start * each, part.stop * each), range(part.start, part.stop))
-                for part in ranges(key_heads, size)]
-    shares = []
-    for key, sharing in enumerate(ranges(size, key_heads)):
-        for part in ranges(each, sharing.stop - sharing.start):
-            shares.append((range(key * each + part.start, key * each + part.stop), range(key, key + 1)))
-    return shares
-
-
 def head_columns(heads: int, key_heads: int, head_width: int,
                  shares: Sequence[tuple[range, range]]) -> list[tuple[Array, Array]]:
-    """The columns of the queries', keys' and values' common weight that each share needs: queries'; keys' and values'.
+    """The columns that each rank needs of the common weight of queries, keys and values, for `head_shares`.
+
+    Returns: for each rank (the columns of its queries; those of its keys and values), int64.
     """
     def of(first: int, chosen: range) -> Array:
         return np.arange((first + chosen.start) * head_width, (first + chosen.stop) * head_width)
@@ -73,60 +58,61 @@ def head_columns(heads: int, key_heads: int, head_width: int,
 
 
 def shared_numbers(config: GPTConfig, ranks: int) -> int:
-    """Numbers that all ranks together send in a step to add up the gradients of key heads that several of them hold.
+    """Numbers that all ranks together send in a step to sum the gradients of key heads that several ranks hold.
 
-    2(c-1) times a head's columns of keys and values, with their biases, where c ranks hold it: with fewer key heads
-    than ranks the c of all heads add up to the ranks.
+    A head held by c ranks costs 2(c-1) times its columns of keys and values, with their biases. With fewer key heads
+    than ranks the c of all heads add up to `ranks`.
     """
     heads_again = max(0, ranks - config.key_heads)
     return 2 * heads_again * config.layers * (config.width + 1) * 2 * config.head_width
 
 
-def split_attention(attention: CausalSelfAttention, tp: Region, sharers: Group | None) -> None:
-    """Leave this rank its heads: whole ones, for softmax runs over a head's scores, and a part of one is no use.
+def split_attention(attention: CausalSelfAttention, region: TensorRegion, sharers: Group | None) -> None:
+    """Leave this rank its heads, in place. Heads stay whole, because softmax runs over all scores of a head.
 
-    Args:    sharers: the ranks that hold this rank's key head too, or None.
+    Args:    sharers: the ranks that also hold this rank's key head, or None.
     """
-    group, width = tp.group, attention.head_width
+    group, width = region.group, attention.head_width
     shares = head_shares(attention.heads, attention.key_heads, group.size)
     queries, keys = shares[group.rank]
     columns = head_columns(attention.heads, attention.key_heads, width, shares)
     cut: Any = attention
     if sharers is None:
-        cut.qkv = ColumnLinear(attention.qkv, tp, columns=[np.concatenate(both) for both in columns])
+        cut.qkv = ColumnLinear(attention.qkv, region, columns=[np.concatenate(both) for both in columns])
     else:
-        cut.qkv = SharedKeysLinear(attention.qkv, tp, queries=[of for of, _ in columns], keys=[of for _, of in columns],
-                                   sharers=sharers)
-    attention.out = RowLinear(attention.out, tp,                                        # type: ignore[assignment]
-                              rows=[slice(share.start * width, share.stop * width) for share, _ in shares])
+        cut.qkv = SharedKeysLinear(attention.qkv, region, queries=[of for of, _ in columns],
+                                   keys=[of for _, of in columns], sharers=sharers)
+    cut.out = RowLinear(attention.out, region, rows=[slice(share.start * width, share.stop * width)
+                                                     for share, _ in shares])
     attention.heads, attention.key_heads = len(queries), len(keys)
 
 
-def split_gpt(model: GPT, tp: Region) -> None:
-    """Cut a GPT between the ranks of `tp`; its weights must not be drawn yet. Norms and dropout stay as they are.
+def split_gpt(model: GPT, region: TensorRegion) -> None:
+    """Cut a GPT between the ranks of `region`, in place; its weights must not be drawn yet. Norms and dropout stay.
 
-    Cost:    none; where ranks share key heads, the making of their group.
+    Cost:    no messages; if several ranks hold a key head, one Group.split.
     Raises:  PlanError if a rank would get nothing of a layer; ConfigError if the weights are drawn.
     """
-    group, config = tp.group, model.config
+    group, config = region.group, model.config
     check_fits(config, group.size)
     if any(getattr(parameter, "drawn", True) for parameter in model.parameters()):
         raise ConfigError("tensor parallelism: the model's weights are drawn already; cut it first, so that each rank "
                           "draws its part alone")
-    shares = head_shares(config.heads, config.key_heads, group.size)
-    shared = config.key_heads < group.size
-    sharers = group.split(shares[group.rank][1].start, axis=group.axis) if shared else None
+    sharers = None
+    if config.key_heads < group.size:
+        own_keys = head_shares(config.heads, config.key_heads, group.size)[group.rank][1]
+        sharers = group.split(own_keys.start, axis=group.axis)
     for block in model.blocks:
-        split_attention(block.attention, tp, sharers)
-        block.mlp = SplitMixture(block.mlp, tp) if isinstance(block.mlp, Mixture) else SplitMLP(block.mlp, tp)
-    model.tokens = SplitEmbedding(model.tokens, tp)
+        split_attention(block.attention, region, sharers)
+        block.mlp = SplitMixture(block.mlp, region) if isinstance(block.mlp, Mixture) else SplitMLP(block.mlp, region)
+    model.tokens = SplitEmbedding(model.tokens, region)
     if model.head is not None:
-        model.head = ColumnLinear(model.head, tp)       # type: ignore[assignment]
-    set_output(model, SplitOutput(config.vocabulary, tp))
+        model.head = ColumnLinear(model.head, region)       # type: ignore[assignment]
+    set_output(model, SplitOutput(config.vocabulary, region))
     model.assign_names()
 
 
 def set_output(model: GPT, output: Output) -> None:
-    """Put `output` in place of a GPT's, which goes on adding balance losses if it did."""
+    """Replace a GPT's output; balance losses are still added if the model has any."""
     layers = mixtures(model)
     model.output = BalancedOutput(output, layers) if layers else output

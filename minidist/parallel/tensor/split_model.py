@@ -1,55 +1,70 @@
-"""The step of a model whose layers are divided between ranks that all see the whole batch."""
+"""The step of a model whose layers or sequences are divided between ranks that all see the whole batch.
 
-from collections.abc import Mapping
+After the last backward some gradients are still summands, one on each rank of a group:
+
+    shards that several ranks hold (key heads, experts)                        summed over their sharers
+    undivided weights, if each rank has the gradient of own tokens or rows     summed over `outside()`
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
+from minidist.device import account
+from minidist.device.backend import array_module
+from minidist.errors import GradientError
 from minidist.nn import GPT
-from minidist.optim import Optimizer
-from minidist.parallel.step.flat import trainable
+from minidist.nn.weight_shard import WeightShard, assemble, cut
+from minidist.optim import Optimizer, sum_of_squares
+from minidist.parallel.step.flat import Piece, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, zero_unused
-from minidist.parallel.zero.weight_shard import WeightShard, add_up, assemble, cut, squares_once, summands
 
 
 class SplitModel:
     """A model of which each rank of a group has a part; all of them work on the same rows.
 
-    Args:    model: divided, and drawn; group: among whose ranks.
-             outside: the group over which the gradients of weights that are not divided add up; None: whole everywhere.
+    Args:    model: divided between the ranks of `group`, with weights drawn.
              loss: of a part of the batch (default: `model.loss`), the same number on all ranks.
-             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
-    Attributes: parameters: what the optimizer is made of: this rank's.
+             algorithm: of the all-reduce of gradients; precision: of weights and update (default: one dtype for all).
+             recorder: is told what runs when.
+    Attributes: parameters: what the optimizer is made of.
     Raises:  MismatchError if weights that all ranks hold do not start equal.
     """
 
-    def __init__(self, model: GPT, group: Group, *, outside: Group | None = None, loss: Loss | None = None,
-                 algorithm: str = "ring", precision: Precision | None = None,
-                 recorder: Recorder | None = None) -> None:
+    def __init__(self, model: GPT, group: Group, *, loss: Loss | None = None, algorithm: str = "ring",
+                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
         self.model, self.group, self.loss, self.algorithm = model, group, loss or loss_of(model), algorithm
-        self.precision = precision or Precision()
-        self.recorder = recorder or Silent()
+        self.precision, self.recorder = precision or Precision(), recorder or Silent()
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
-        self.summands = summands(self.weights, outside)
+        self.summands = summands(self.weights, self.outside())
         check_equal_replicas((p for p in model.parameters() if not isinstance(p, WeightShard)), group,
                              when="before the first step")
 
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights, in mixed precision the masters, whole, in the serial layout, on every rank.
+    def outside(self) -> Group | None:
+        """The group over which gradients of undivided weights are summed; None: every rank has them whole."""
+        return None
 
-        Cost:    an all-gather of each divided weight.
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all weights (in mixed precision the masters) in the serial layout, on every rank.
+
+        Cost:    one all-gather for each divided weight.
         """
         return assemble(self.model, self.precision.state_dict(self.model), self.group)
 
     def load_state_dict(self, whole: Mapping[str, np.ndarray]) -> None:
-        """Take over weights in the serial layout, as `state_dict` or one process gave them: this rank its part.
+        """Take this rank's part of weights in the serial layout, from `state_dict` or from one process.
 
-        Before the optimizer is made, in mixed precision: masters are copies of the weights as they were then.
-        Raises:  DataError, ShapeError if they are another model's; nothing changes then.
+        In mixed precision call it before the optimizer is made: masters are copied from the weights at that time.
+
+        Raises:  DataError, ShapeError if the weights are another model's; nothing changes then.
         """
         self.model.load_state_dict(cut(self.model, whole))
 
@@ -57,23 +72,89 @@ class SplitModel:
              accumulate: int = 1) -> float:
         """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
 
-        Args:    lr: this step's learning rate (None: the optimizer's own); clip: bound of the gradients' common norm,
-                 in which each weight counts once.
-                 accumulate: in how many passes the rows are taken.
+        Args:    as Single.step; clip bounds the norm of the whole gradient, in which each weight counts once.
         """
         optimizer.zero_grad()
         total = 0.0
         for part in micro_parts(Part(*batch, first=0), accumulate):
-            if not len(part.inputs):
-                continue
-            with self.recorder.span("forward", rows=len(part.inputs)):
-                loss = self.loss(part, batch[1].size)
-            with self.recorder.span("backward"):
-                self.precision.backward(loss)
-            total += float(loss.item())
+            if len(part.inputs):
+                total += self.add_gradients(part, batch[1].size)
+        self.update(optimizer, lr=lr, clip=clip)
+        return total
+
+    def add_gradients(self, part: Part, divisor: int) -> float:
+        """Forward and backward of some rows; returns the sum of their losses over `divisor`."""
+        with self.recorder.span("forward", rows=len(part.inputs)):
+            loss = self.loss(part, divisor)
+        with self.recorder.span("backward"):
+            self.precision.backward(loss)
+        return float(loss.item())
+
+    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
+        """Sum the gradients that are summands; then the optimizer's step."""
         zero_unused(self.weights)
+        everyone = self.outside() or self.group
         with self.recorder.span("add up", "communication"):
             add_up(self.summands, algorithm=self.algorithm)
         with self.recorder.span("optimizer"):
-            self.precision.update(optimizer, lambda: squares_once(self.weights, self.group), lr=lr, clip=clip)
-        return total
+            self.precision.update(optimizer, lambda: squares_once(self.weights, everyone), lr=lr, clip=clip)
+
+
+# -------------------------------------------------------------------------------------------------- sums over ranks
+
+class Summand(NamedTuple):
+    """A gradient, or with ZeRO this rank's piece of it, that must be summed over the ranks of `group`."""
+
+    parameter: Parameter | Piece
+    group: Group
+
+
+def summands(parameters: Iterable[Parameter], outside: Group | None = None) -> list[Summand]:
+    """The gradients that are summands after backward; `outside` as SplitModel.outside."""
+    found = []
+    for parameter in parameters:
+        shard = isinstance(parameter, WeightShard)
+        group = parameter.sharers if isinstance(parameter, WeightShard) else outside
+        if parameter.requires_grad and group is not None and not (shard and group.size == 1):
+            found.append(Summand(parameter, group))
+    return found
+
+
+def add_up(parts: Sequence[Summand], *, algorithm: str = "ring") -> None:
+    """All-reduce summands in place; call it once a step, after the last backward.
+
+    Cost:    one all-reduce for each group and dtype, of all its gradients together, in the order of the parameters.
+    Raises:  GradientError for a parameter without a gradient.
+    """
+    runs: dict[tuple[int, str], list[Summand]] = {}
+    for part in parts:
+        if part.parameter.grad is None:
+            raise GradientError(f"{part.parameter.name!r} has no gradient to add up; call zero_unused first")
+        runs.setdefault((part.group.id, part.parameter.grad.dtype.name), []).append(part)
+    for run in runs.values():
+        gradients: list[Any] = [part.parameter.grad for part in run]
+        xp = array_module(*gradients)
+        flat = account.current().hold(xp.concatenate([grad.reshape(-1) for grad in gradients]), "communication")
+        run[0].group.all_reduce(flat, out=flat, algorithm=algorithm)
+        start = 0
+        for grad in gradients:
+            grad[...] = flat[start:start + grad.size].reshape(grad.shape)
+            start += grad.size
+
+
+def squares_once(parameters: Iterable[Parameter], group: Group) -> float:
+    """The sum of the squares of the whole gradient, the same bits on every rank; each weight counts once.
+
+    Shards count on the rank that has them, shared shards on their first sharer, other weights on rank 0.
+
+    Cost:    one all-gather of a float64 a rank, counted under `control`.
+    """
+    with group.ledger.control():
+        own = sum_of_squares(p.grad for p in parameters if counts_at(p, group.rank))
+        each = group.all_gather(np.array([own]))
+    return float(math.fsum(each)) if np.isfinite(each).all() else float(np.sum(each))
+
+
+def counts_at(parameter: Parameter, rank: int) -> bool:
+    """Whether this rank counts a parameter in the norm, so that every number counts on one rank."""
+    return parameter.first_sharer() if isinstance(parameter, WeightShard) else rank == 0

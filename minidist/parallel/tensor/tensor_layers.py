@@ -1,12 +1,12 @@
-"""Layers cut between the ranks of a tensor-parallel group, and the edges of the regions that they make.
+"""Layers cut between the ranks of a tensor-parallel group, and the edges of their regions.
 
-A block has two regions, attention and MLP. In each, a column linear, then something elementwise or head by head, then a
-row linear: between them each rank works on its own columns, and nothing travels.
+A block has two regions, attention and MLP. In a region come a column linear, an elementwise or per-head function, and a
+row linear. Inside a region each rank works on its own columns, and nothing is sent:
 
-    x ── enter ── x W1 of own columns ── gelu, or attention of own heads ── y W2 of own rows ── leave ── + bias
+    x -- enter -- x W1[:, own columns] -- gelu, or attention of own heads -- y W2[own rows, :] -- leave -- + bias
 
-What enter and leave do is the Region's affair: Megatron's f and g in chapter 12, a gather and a scatter of the sequence
-in chapter 13. Layers, not whole models, are replaced: their weights keep their names, and the GPT its definition.
+TensorRegion.enter and leave are Megatron's f and g (chapter 12). Chapter 13 replaces them by a gather and a scatter of
+the sequence. Only layers are replaced, so weights keep their names and the GPT keeps its definition.
 """
 
 from collections.abc import Sequence
@@ -15,81 +15,76 @@ from minidist.autograd import ops
 from minidist.autograd.ops import collectives
 from minidist.autograd.ops.vocabulary import split_cross_entropy
 from minidist.autograd.tensor import Tensor
-from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module, beside
 from minidist.nn import MLP, DropoutKey, Embedding, Linear, Mixture, Module, Weight
 from minidist.nn.moe import Sequences
 from minidist.nn.output import Output
-from minidist.parallel.zero.weight_shard import Place, WeightShard
+from minidist.nn.shares import even_slices
+from minidist.nn.weight_shard import ShardIndex, WeightShard
 
 
-class Region:
-    """Where each rank works on its own columns: what is done at its two edges.
+class TensorRegion:
+    """The part of a layer in which each rank works on its own columns: what happens at its two edges.
 
-    Attributes: group, algorithm: of the collectives
+    Args:    group: the ranks that divide the columns; algorithm: of its all-reduces.
     """
 
     def __init__(self, group: Group, algorithm: str = "ring") -> None:
         self.group, self.algorithm = group, algorithm
 
     def enter(self, x: Tensor) -> Tensor:
-        """Megatron's f: x, whole on all ranks, goes in as it is; its gradients are all-reduced."""
-        return collectives.copy_to(x, group=self.group, algorithm=self.algorithm)       # type: ignore[no-any-return]
+        """Megatron's f: x, whole on all ranks, stays as it is; backward all-reduces its gradient."""
+        return collectives.copy_to(x, group=self.group, algorithm=self.algorithm)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Megatron's g: the ranks' summands are all-reduced; the gradient goes in as it is."""
-        return collectives.reduce_from(x, group=self.group, algorithm=self.algorithm)   # type: ignore[no-any-return]
+        """Megatron's g: all-reduces the ranks' summands; backward leaves the gradient as it is."""
+        return collectives.reduce_from(x, group=self.group, algorithm=self.algorithm)
 
     def sequences(self) -> Sequences:
-        """Which tokens a gate sees that stands outside the region: here all."""
+        """The tokens that a mixture's gate sees, which stands outside the region: all of them."""
         return Sequences()
-
-
-def ranges(length: int, size: int) -> list[slice]:
-    """The part of each rank of a dim of `length`, in numpy.array_split order."""
-    edges = bounds(length, size)
-    return [slice(edges[rank], edges[rank + 1]) for rank in range(size)]
 
 
 class ColumnLinear(Module):
     """y_r = x W[:, columns of r] + b[columns of r]: (…, inputs) -> (…, own outputs).
 
     Args:    linear: the whole layer, its weights not yet drawn.
-             columns: of every rank; numpy.array_split's unless given.
-             enter: whether x comes from outside the region; no if the caller let it in (two layers, one x).
-             sharers: the ranks that have this rank's columns too; word: the last of the weights' names (WeightShard).
+             columns: of every rank (default: as numpy.array_split).
+             enter: whether x must enter the region here; False if the caller did it once for several layers.
+             sharers: the ranks that have the same columns, or None; word: see WeightShard.
     """
 
-    def __init__(self, linear: Linear, tp: Region, *, columns: Sequence[slice | Array] | None = None,
+    def __init__(self, linear: Linear, region: TensorRegion, *, columns: Sequence[slice | Array] | None = None,
                  enter: bool = True, sharers: Group | None = None, word: str = "") -> None:
-        group = tp.group
-        chosen = columns or ranges(linear.weight.shape[1], group.size)
-        self.region, self.product = tp if enter else None, linear.product
-        self.weight = WeightShard(linear.weight, [(slice(None), part) for part in chosen], group.rank, sharers=sharers,
+        rank = region.group.rank
+        chosen = columns or even_slices(linear.weight.shape[1], region.group.size)
+        self.region, self.product = region if enter else None, linear.product
+        self.weight = WeightShard(linear.weight, [(slice(None), own) for own in chosen], rank, sharers=sharers,
                                   word=word)
-        self.bias = None if linear.bias is None else WeightShard(
-            linear.bias, [(part,) for part in chosen], group.rank, sharers=sharers, word=word)
+        self.bias = None if linear.bias is None else WeightShard(linear.bias, [(own,) for own in chosen], rank,
+                                                                 sharers=sharers, word=word)
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
-        return self.product(x if self.region is None else self.region.enter(x), self.weight,    # type: ignore
+        return self.product(x if self.region is None else self.region.enter(x), self.weight,
                             self.bias if bias else None)
 
 
 class SharedKeysLinear(Module):
-    """Queries of this rank's heads, and the keys and values of the one head that they look at, which others have too.
+    """Queries of this rank's heads, beside keys and values of one key head that several ranks hold.
 
-    Two column linears side by side, for what ranks share must lie alike on all of them, wherever ZeRO cuts it.
-    Args:    queries, keys: the columns of every rank; sharers: the ranks that have this rank's keys.
+    Two column linears side by side: ZeRO must cut the shared columns alike on every rank that has them.
+
+    Args:    queries, keys: the columns of every rank; sharers: the ranks that hold this rank's key head.
     """
 
-    def __init__(self, linear: Linear, tp: Region, *, queries: Sequence[Array], keys: Sequence[Array],
+    def __init__(self, linear: Linear, region: TensorRegion, *, queries: Sequence[Array], keys: Sequence[Array],
                  sharers: Group) -> None:
-        self.region, self.product = tp, linear.product
-        parts = {"queries": ColumnLinear(linear, tp, columns=queries, word="queries"),
-                 "keys": ColumnLinear(linear, tp, columns=keys, sharers=sharers, word="keys")}
-        self.weight = {name: part.weight for name, part in parts.items()}
-        self.bias = {name: part.bias for name, part in parts.items()}
+        self.region, self.product = region, linear.product
+        linears = {"queries": ColumnLinear(linear, region, columns=queries, word="queries"),
+                   "keys": ColumnLinear(linear, region, columns=keys, sharers=sharers, word="keys")}
+        self.weight = {name: own.weight for name, own in linears.items()}
+        self.bias = {name: own.bias for name, own in linears.items()}
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.region.enter(x)
@@ -99,14 +94,15 @@ class SharedKeysLinear(Module):
 class RowLinear(Module):
     """y = Σ_r x_r W[rows of r, :] + b: (…, own inputs) -> (…, outputs).
 
-    The bias stays whole on every rank, and is added once, after the sum: before it, it would count P times.
-    Args:    rows: of every rank; numpy.array_split's unless given.
+    Every rank holds the whole bias and adds it after the sum; added before, it would count P times.
+
+    Args:    rows: of every rank (default: as numpy.array_split).
     """
 
-    def __init__(self, linear: Linear, tp: Region, *, rows: Sequence[slice] | None = None) -> None:
-        self.region, self.product = tp, linear.product
-        parts: list[Place] = [(part,) for part in rows or ranges(linear.weight.shape[0], tp.group.size)]
-        self.weight = WeightShard(linear.weight, parts, tp.group.rank)
+    def __init__(self, linear: Linear, region: TensorRegion, *, rows: Sequence[slice] | None = None) -> None:
+        self.region, self.product = region, linear.product
+        chosen = rows or even_slices(linear.weight.shape[0], region.group.size)
+        self.weight = WeightShard(linear.weight, [(own,) for own in chosen], region.group.rank)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,55 +111,54 @@ class RowLinear(Module):
 
 
 class SplitMLP(MLP):
-    """MLP whose hidden numbers are divided: columns of gate and up, rows of down. What enters does so once for both."""
+    """An MLP whose hidden numbers are divided: columns of gate and up, rows of down. x enters once for both."""
 
-    def __init__(self, mlp: MLP, tp: Region) -> None:
-        self.region = tp
-        self.gate = None if mlp.gate is None else ColumnLinear(mlp.gate, tp, enter=False)       # type: ignore
-        self.up = ColumnLinear(mlp.up, tp, enter=False)             # type: ignore[assignment]
-        self.down = RowLinear(mlp.down, tp)                         # type: ignore[assignment]
+    def __init__(self, mlp: MLP, region: TensorRegion) -> None:
+        self.region = region
+        self.gate = None if mlp.gate is None else ColumnLinear(mlp.gate, region, enter=False)       # type: ignore
+        self.up = ColumnLinear(mlp.up, region, enter=False)         # type: ignore[assignment]
+        self.down = RowLinear(mlp.down, region)                     # type: ignore[assignment]
 
     def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
         return super().forward(self.region.enter(x), key)
 
 
 class SplitMixture(Mixture):
-    """Mixture whose experts' hidden numbers are divided, of each expert: columns of gate and up, rows of down.
+    """A mixture whose experts' hidden numbers are divided: columns of gate and up, rows of down, of each expert.
 
-    The gate stands outside the region, whole on all ranks: tokens and the weights of the results go in together, so
-    that all ranks route alike, and what each makes of its columns is a summand of the weighted sums that come out.
-    Shared experts are regions of their own.
+    The gate stands outside the region, whole on all ranks, so all ranks route alike. Tokens and the weights of the
+    results enter the region together; each rank's weighted sums are summands of what leaves it. Shared experts are
+    regions of their own.
     """
 
-    def __init__(self, mixture: Mixture, tp: Region) -> None:
+    def __init__(self, mixture: Mixture, region: TensorRegion) -> None:
         vars(self).update(vars(mixture))
-        self.region, self.sequences = tp, tp.sequences()
-        experts = self.experts
-        hidden = ranges(experts.up.shape[2], tp.group.size)
-        columns: list[Place] = [(slice(None), slice(None), part) for part in hidden]
-        rows: list[Place] = [(slice(None), part) for part in hidden]
-        experts.gate = None if experts.gate is None else WeightShard(experts.gate, columns, tp.group.rank)
-        experts.up = WeightShard(experts.up, columns, tp.group.rank)
-        experts.down = WeightShard(experts.down, rows, tp.group.rank)
-        self.shared = [SplitMLP(expert, tp) for expert in self.shared]
+        self.region, self.sequences = region, region.sequences()
+        experts, rank = self.experts, region.group.rank
+        hidden = even_slices(experts.up.shape[2], region.group.size)
+        columns: list[ShardIndex] = [(slice(None), slice(None), own) for own in hidden]
+        rows: list[ShardIndex] = [(slice(None), own) for own in hidden]
+        experts.gate = None if experts.gate is None else WeightShard(experts.gate, columns, rank)
+        experts.up, experts.down = WeightShard(experts.up, columns, rank), WeightShard(experts.down, rows, rank)
+        self.shared = [SplitMLP(expert, region) for expert in self.shared]
 
     def enter(self, x: Tensor) -> Tensor:
-        """Tokens, and the gate's chances, into the region."""
+        """Tokens, or the gate's probabilities, enter the region."""
         return self.region.enter(x)
 
     def leave(self, y: Tensor) -> Tensor:
-        """The ranks' summands out of the region."""
+        """The ranks' summands leave the region."""
         return self.region.leave(y)
 
 
 class SplitEmbedding(Embedding):
-    """Rows of the table are divided: a rank looks up the ids that it has, with zeros for the others, and all add up."""
+    """An embedding whose rows are divided: each rank looks up its own ids, zeros for the others; then all add up."""
 
-    def __init__(self, embedding: Embedding, tp: Region) -> None:
-        self.region, self.count = tp, embedding.weight.shape[0]
-        self.rows = ranges(self.count, tp.group.size)[tp.group.rank]
-        self.weight: Weight = WeightShard(embedding.weight, [(part,) for part in ranges(self.count, tp.group.size)],
-                                          tp.group.rank)
+    def __init__(self, embedding: Embedding, region: TensorRegion) -> None:
+        self.region, self.count = region, embedding.weight.shape[0]
+        rows = even_slices(self.count, region.group.size)
+        self.rows = rows[region.group.rank]
+        self.weight: Weight = WeightShard(embedding.weight, [(own,) for own in rows], region.group.rank)
 
     def forward(self, ids: Array) -> Tensor:
         xp = array_module(ids)
@@ -173,21 +168,24 @@ class SplitEmbedding(Embedding):
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits of the own rows of a tied table: (…, width) -> (…, own rows)."""
-        return ops.unembed(self.region.enter(x), self.weight)       # type: ignore[no-any-return]
+        return ops.unembed(self.region.enter(x), self.weight)
 
 
 class SplitOutput(Output):
-    """Logits of a slice of the vocabulary: their loss without ever joining them."""
+    """Logits of a slice of the vocabulary: their loss without ever joining them.
 
-    def __init__(self, vocabulary: int, tp: Region) -> None:
-        self.vocabulary, self.region = vocabulary, tp
-        self.first = ranges(vocabulary, tp.group.size)[tp.group.rank].start
+    Args:    vocabulary: number of token ids in all; region: whose ranks divide them.
+    """
+
+    def __init__(self, vocabulary: int, region: TensorRegion) -> None:
+        self.vocabulary, self.region = vocabulary, region
+        self.first = even_slices(vocabulary, region.group.size)[region.group.rank].start
 
     def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
         """As Output.loss, the same bits on every rank."""
-        return split_cross_entropy(logits, targets, first=self.first, vocabulary=self.vocabulary,  # type: ignore
+        return split_cross_entropy(logits, targets, first=self.first, vocabulary=self.vocabulary,
                                    group=self.region.group, divisor=divisor, algorithm=self.region.algorithm)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Joined, for generating text: an all-gather of `vocabulary` numbers a row."""
-        return collectives.gather_copies(logits, dim=-1, group=self.region.group)   # type: ignore[no-any-return]
+        """The logits of all ids, to generate text: an all-gather of `vocabulary` numbers a row."""
+        return collectives.gather_copies(logits, dim=-1, group=self.region.group)

@@ -1,10 +1,11 @@
-"""Units: parameters that are gathered and freed together, of which this rank keeps its chunks (shard_store.py).
+"""Units: parameters that are gathered and freed together, of which this rank keeps its chunks (shards.py).
 
-A freed parameter has its shape and dtype and nothing else: it reads as NaN, so that a use outside its unit cannot pass
-unnoticed, and takes one element for all of them.
+A freed parameter keeps its shape and dtype alone. It takes one element, and reads as NaN, so that a use outside its
+unit is noticed.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from minidist.autograd.tensor import Parameter
 from minidist.comm.calls.async_call import Pending
@@ -14,32 +15,30 @@ from minidist.device.backend import Array, module_for
 from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.nn.weights import Weight
-from minidist.parallel.data.replica_groups import Others, owners
 from minidist.parallel.step.flat import Flat
 from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.zero.shard_store import Home
+from minidist.parallel.step.replicas import sharers
+from minidist.parallel.zero.shards import ShardStore
 
 
 class Unit:
     """Some parameters, whole only between fetch and free.
 
     Args:    module: whose calls need them, or None for the root; parameters: not empty unless it is the root.
-             others: who shares a parameter; apart: ids of parameters that get vectors of their own.
-    Attributes: flats     the parameters by dtype, whether they learn, who shares them and whether they are apart
+    Attributes: flats     the parameters by dtype, by whether they learn, by the ranks that share them, by layout
                 learning  those that do
                 calls     calls of the module whose backward is still to come
     """
 
-    def __init__(self, name: str, module: Module | None, parameters: Sequence[Parameter], group: Group, *, home: Home,
-                 algorithm: str, recorder: Recorder, others: Others, apart: Collection[int] = ()) -> None:
+    def __init__(self, name: str, module: Module | None, parameters: Sequence[Parameter], group: Group, *,
+                 store: ShardStore, algorithm: str, recorder: Recorder) -> None:
         self.name, self.module, self.algorithm, self.recorder = name, module, algorithm, recorder
-        self.home = home
-        kinds: dict[tuple[str, bool, int, bool], list[Parameter]] = {}
+        self.store = store
+        kinds: dict[tuple[Any, ...], list[Parameter]] = {}
         for parameter in parameters:
-            kind = (parameter.dtype.name, parameter.requires_grad, owners([parameter], group, others).id,
-                    id(parameter) in apart)
+            kind = (parameter.dtype.name, parameter.requires_grad, sharers([parameter], group).id, parameter.layout)
             kinds.setdefault(kind, []).append(parameter)
-        self.flats = [Flat(run, owners(run, group, others)) for run in kinds.values()]
+        self.flats = [Flat(run, group) for run in kinds.values()]
         self.learning = [flat for flat in self.flats if flat.parameters[0].requires_grad]
         self.calls = 0
         self.device = "cpu"
@@ -52,7 +51,7 @@ class Unit:
         return sum(flat.nbytes for flat in self.flats)
 
     def shard(self, seed: int | None, device: str) -> None:
-        """Hand this rank's chunks to the home: drawn, where weights were not yet, else cut out."""
+        """Hand this rank's chunks to the store: drawn, where weights were not yet, else cut out."""
         self.device = device
         for number, flat in enumerate(self.flats):
             chunk = self._empty(flat.owned, flat)
@@ -61,25 +60,25 @@ class Unit:
                     chunk[place] = parameter.draw(seed, positions, device=device)
                 else:
                     chunk[place] = parameter.data.reshape(-1)[positions.start:positions.stop]
-            self.home.keep(flat, chunk, f"{self.name} {number}" if number else self.name)
+            self.store.keep(flat, chunk, f"{self.name} {number}" if number else self.name)
         self.free()
 
     def _empty(self, size: int, flat: Flat) -> Array:
         return account.current().hold(module_for(self.device).empty(size, flat.dtype), "parameters")
 
     def prefetch(self) -> None:
-        """Tell the home that fetch will come soon."""
+        """Tell the store that `fetch` comes soon."""
         if not self._whole and not self._pending:
             for flat in self.flats:
-                self.home.prefetch(flat)
+                self.store.prefetch(flat)
 
     def fetch(self) -> None:
-        """Begin to gather, unless that was begun: one all-gather a flat."""
+        """Begin to gather, unless that has begun: one all-gather a flat."""
         if self._whole or self._pending:
             return
         for flat in self.flats:
             vector = self._empty(flat.size, flat)
-            chunk = self.home.weights(flat, vector[flat.own])
+            chunk = self.store.weights(flat, vector[flat.own])
             self.recorder.announce(flat.group.axis, f"all_gather {self.name}")
             self._pending.append((flat, vector, flat.group.start_all_gather(chunk, out=vector,
                                                                             algorithm=self.algorithm)))
@@ -106,18 +105,18 @@ class Unit:
         self._whole = False
 
 
-def make_units(model: Module, modules: Sequence[Module] | None, ahead: int, group: Group, *, home: Home,
-               algorithm: str, recorder: Recorder, seed: int | None, device: str, others: Others,
-               whole: Sequence[Parameter] = (), apart: Collection[int] = ()) -> tuple[list[Unit], Unit]:
+def make_units(model: Module, modules: Sequence[Module] | None, ahead: int, group: Group, *, store: ShardStore,
+               algorithm: str, recorder: Recorder, seed: int | None, device: str) -> tuple[list[Unit], Unit]:
     """The units of `modules` (None: the model's children) and the root with the rest, each cut down to its shards.
 
-    What stays `whole` is in none of them.
+    Parameters that stay whole are in none of them.
     Raises:  ConfigError if two units share a parameter, a module is not the model's, or ahead is negative.
     """
     if ahead < 0:
         raise ConfigError(f"ahead={ahead}: how many units may be gathered before their turn; take 1, or 0 for none")
     paths = {id(module): path for path, module in model.named_modules()}
     chosen = [child for _, child in model.children()] if modules is None else list(modules)
+    whole = [parameter for parameter in model.parameters() if parameter.stays_whole]
     taken, left_out = set[int](), set(map(id, whole))
     units: list[Unit] = []
     model.assign_names()
@@ -130,11 +129,10 @@ def make_units(model: Module, modules: Sequence[Module] | None, ahead: int, grou
             raise ConfigError(f"units: {twice[0]!r} belongs to two units; leave the modules that share it to the root")
         taken.update(map(id, parameters))
         if parameters:
-            units.append(Unit(paths[id(module)], module, parameters, group, home=home, algorithm=algorithm,
-                              recorder=recorder, others=others, apart=apart))
+            units.append(Unit(paths[id(module)], module, parameters, group, store=store, algorithm=algorithm,
+                              recorder=recorder))
     rest = [p for p in model.parameters() if id(p) not in taken | left_out]
-    root = Unit("root", None, rest, group, home=home, algorithm=algorithm, recorder=recorder, others=others,
-                apart=apart)
+    root = Unit("root", None, rest, group, store=store, algorithm=algorithm, recorder=recorder)
     for weight in whole:
         if seed is not None and isinstance(weight, Weight) and not weight.drawn:
             weight.data = weight.draw(seed, device=device)

@@ -1,12 +1,12 @@
-"""Gradients that nobody holds whole: each run of parameters borrows a buffer, is reduced, and keeps a shard.
+"""Gradients that no rank holds whole: each run of parameters borrows a buffer, is reduced, and keeps a shard.
 
     lend         the first gradient of a run comes: the run gets a buffer, its parameters views of it
     start(i)     the run's gradients are final: reduce-scatter begins; the run started before is waited for, and freed
     finish()     the last one is waited for, and in the last backward of a step the sums over other copies
 
 So at most two buffers live beside the shards: one that fills and one in flight (and those of runs that are in use all
-along, as a tied weight's, or that wait for their turn). Where shards lie is a home's affair (shard_store.py); one that
-is not the device holds a third buffer, while its sum is on the way there.
+along, as a tied weight's, or that wait for their turn). A store says where shards lie (shards.py); a store off the
+device holds a third buffer, while its sum is on the way there.
 """
 
 from collections.abc import Sequence
@@ -18,32 +18,31 @@ from minidist.device.backend import Array
 from minidist.parallel.step.flat import Flat, empty_like
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import zero_unused
-from minidist.parallel.zero.hybrid_sharding import Sharing
-from minidist.parallel.zero.shard_store import Home
+from minidist.parallel.zero.shards import HybridSharding, ShardStore
 
 
-class Scattered:
+class GradientShards:
     """The gradients of some runs of parameters, of which this rank keeps its chunks.
 
     Args:    flats: the runs; their parameters' gradients are lent from here on; sharing: with whom.
-             home: keeps for each run its chunk's sum over the ranks and over the backwards since `forget`.
+             store: keeps for each run its chunk's sum over the ranks and over the backwards since `forget`.
              algorithm: of the reduce-scatter; what: "bucket" or "unit", for the recorder.
-    Raises:  ConfigError for several copies whose gradients have their home off the device.
+    Raises:  ConfigError for several copies whose gradients are stored off the device.
     """
 
-    def __init__(self, flats: Sequence[Flat], sharing: Sharing, *, home: Home, algorithm: str, recorder: Recorder,
-                 what: str) -> None:
-        self.flats, self.sharing, self.home, self.algorithm = flats, sharing, home, algorithm
+    def __init__(self, flats: Sequence[Flat], sharing: HybridSharding, *, store: ShardStore, algorithm: str,
+                 recorder: Recorder, what: str) -> None:
+        self.flats, self.sharing, self.store, self.algorithm = flats, sharing, store, algorithm
         self.recorder, self.what = recorder, what
         self._last = True                               # this is the step's last backward
         self._empty = [True] * len(flats)               # nothing has been added to the shard yet
         self._buffers: dict[int, Array] = {}
         self._in_flight: tuple[int, Pending, bool] | None = None    # the last: whether its sum must still be added
         for index, flat in enumerate(flats):
-            home.keep_gradients(flat)
+            store.keep_gradients(flat)
             for parameter in flat.parameters:
                 parameter.lender = partial(self._lend, index)
-        sharing.require_room(home.room(flat) is not None for flat in flats)
+        sharing.require_room(store.gradient_room(flat) is not None for flat in flats)
 
     def forget(self) -> None:
         """A step begins: the next sums replace the shards."""
@@ -59,7 +58,7 @@ class Scattered:
         if index not in self._buffers:
             if sum(earlier < index for earlier in self._buffers) > 1:
                 self.settle()       # one flies and one still fills (a bias may come after the weight behind it)
-            self.home.let_go()
+            self.store.before_use()
             self._buffers[index] = empty_like(flat.parameters[0].data, flat.size, "gradients")
         return next(view for other, view in flat.views(self._buffers[index]) if other is parameter)
 
@@ -71,7 +70,7 @@ class Scattered:
         flat = self.flats[index]
         zero_unused(flat.parameters)
         buffer = self._buffers[index]
-        room = self.home.room(flat) if self._empty[index] else None
+        room = self.store.gradient_room(flat) if self._empty[index] else None
         out = buffer[flat.own] if room is None else room
         group = flat.group
         self.recorder.announce(group.axis, f"reduce_scatter {self.what} {index}")
@@ -80,15 +79,15 @@ class Scattered:
         self._in_flight = index, pending, room is None
 
     def finish(self) -> None:
-        """Backward is over: return when the shards have their sums, wherever their home is."""
+        """Backward is over: return when the shards have their sums, wherever they lie."""
         self.settle()
         self.sharing.settle()
-        self.home.settle()
+        self.store.settle()
 
     def sum_copies(self) -> None:
-        """All backwards of a step are over, and none was called the last: sum the shards over the copies."""
+        """All backwards of a step are over, and none was the `last`: sum the shards over the copies."""
         for index, flat in enumerate(self.flats):
-            shard = self.home.room(flat)
+            shard = self.store.gradient_room(flat)
             if shard is not None and flat.group is self.sharing.shard:
                 self.sharing.start_sum(shard, f"{self.what} {index}")
         self.sharing.settle()
@@ -102,10 +101,10 @@ class Scattered:
             pending.wait()
         buffer, flat = self._buffers.pop(index), self.flats[index]
         if apart:
-            self.home.add(flat, buffer[flat.own], first=self._empty[index])
+            self.store.add(flat, buffer[flat.own], first=self._empty[index])
         self._empty[index] = False
         for parameter in flat.parameters:
             parameter.bind_gradient(None)
-        shard = self.home.room(flat)
+        shard = self.store.gradient_room(flat)
         if self._last and shard is not None and flat.group is self.sharing.shard:
             self.sharing.start_sum(shard, f"{self.what} {index}")

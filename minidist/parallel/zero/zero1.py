@@ -39,25 +39,22 @@ Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tr
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from minidist.autograd.tensor import Parameter, Tensor
+from minidist.autograd.backward import WeightGradient
+from minidist.autograd.tensor import Tensor
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
-from minidist.nn import GPT, Module
+from minidist.device.backend import Array
+from minidist.nn import GPT
 from minidist.optim import Optimizer
-from minidist.parallel.data.bucket_order import InOrder
-from minidist.parallel.data.buckets import BUCKET_BYTES, make_buckets
-from minidist.parallel.data.replica_groups import Others, check_equal_owners, owners
-from minidist.parallel.step.flat import Flat, Piece, squares_of_shards, sum_in_order, trainable
-from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of
-from minidist.parallel.zero.hybrid_sharding import Sharing
-from minidist.parallel.zero.parameter_arrival import Arrivals
-from minidist.parallel.zero.shard_store import Home
+from minidist.parallel.data.buckets import Bucket
+from minidist.parallel.step.flat import Flat, Piece
+from minidist.parallel.step.step import Batch, part_of
+from minidist.parallel.step.strategy import Collective
+from minidist.parallel.zero.replica import ShardedReplica
 
 
 def plain_zero1(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], group: Group,
@@ -82,86 +79,50 @@ def plain_zero1(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], g
 # gradients, and its all-gather while the next forward computes; a weight that is used waits for its own bucket alone.
 
 
-class Zero1:
+class Zero1(ShardedReplica):
     """A replica of a model whose optimizer is divided among the ranks of a group.
 
-    Args:    model: equal on all ranks; its weights and gradients move into buckets. Frozen weights stay as they are.
-             group: the ranks that share the batch.
-             loss: of a part of the batch (default: `model.loss`).
-             bucket_bytes: a bucket's most bytes.
-             algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
-             shard: how many neighbours share one copy of the state (default: all; zero/hybrid_sharding.py).
-             apart: parameters that travel in buckets of their own (data/buckets.py); others: of these, those that
-             another group shares, with whom (data/replica_groups.py).
-             precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
-             recorder: is told what runs when.
-    Attributes: parameters: what the optimizer is made of: this rank's pieces.
-             squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
-             always: a rank without a row computes too, for others wait for it on their way (chapter 18).
-             rows: the ranks that divide a batch's rows; fewer than group, where ranks divide tokens too (chapter 17).
-    Raises:  MismatchError if the replicas do not start equal.
+    Its gradients move into buckets. Args, Attributes, Raises: as ShardedReplica (zero/replica.py).
     """
 
-    def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 algorithm: str = "ring", shard: int | None = None, apart: Sequence[Sequence[Parameter]] = (),
-                 others: Others | None = None, precision: Precision | None = None, home: Home | None = None,
-                 recorder: Recorder | None = None) -> None:
-        self.model, self.group, self.rows, self.algorithm = model, group, group, algorithm
-        self.loss = loss or loss_of(model)
-        self.precision, self.always = precision or Precision(), False
-        self.recorder = recorder or Silent()
-        self.sharing = Sharing(group, shard, algorithm=algorithm, recorder=self.recorder)
-        others = others or {}
-        check_equal_owners(model.parameters(), group, others, when="before the first step")
-        self.buckets = make_buckets(trainable(model.parameters()), bucket_bytes, apart)
-        self.flats = [Flat(run, owners(run, self.sharing.shard, others))
-                      for run in (bucket.parameters for bucket in self.buckets)]
-        self.weights = [flat.join() for flat in self.flats]
-        self.home = home or Home()
-        self.home.begin(f"rank {group.rank}")
-        for flat, weights, bucket in zip(self.flats, self.weights, self.buckets, strict=True):
-            self.home.keep(flat, weights[flat.own], f"bucket {bucket.index}")
-            self.home.keep_gradients(flat, bucket.data[flat.own])
-        self.parameters = [piece for flat in self.flats for piece in self.home.pieces(flat, self.precision)]
-        self.sharing.require_room(self.home.room(flat) is not None for flat in self.flats)
+    name, update_step = "ZeRO-1", "ZeRO-1 3"
+
+    def _make_gradients(self) -> None:
+        """Buckets, each with this rank's own gradients; in its chunk of one the sum over the ranks arrives."""
+        self.buckets = [Bucket(index, flat.parameters) for index, flat in enumerate(self.flats)]
+        for flat, bucket in zip(self.flats, self.buckets, strict=True):
+            self.store.keep_gradients(flat, bucket.data[flat.own])
+        self.sharing.require_room(self.store.gradient_room(flat) is not None for flat in self.flats)
         self._pending: deque[tuple[int, Pending]] = deque()     # buckets on their way within the copy
-        self.squares: Callable[[], float] = lambda: squares_of_shards(self.sharing.shard, self.home.squares)
-        self.arrivals = Arrivals(self.flats, self.weights, algorithm=algorithm, recorder=self.recorder)
-        self._order = InOrder([bucket.parameters for bucket in self.buckets], self._start_reduce,
-                              who=f"ZeRO-1 rank {group.rank} of {group.size}", by="Zero1.backward")
-
-    # ------------------------------------------------------------------------------------------------- partition
-
-    def part_of(self, batch: Batch) -> Part:
-        """This rank's rows of a global batch; views, and perhaps none."""
-        return part_of(batch, size=self.rows.size, rank=self.rows.rank)
-
-    # --------------------------------------------------------------------------------------------------- forward
-
-    def forward(self, part: Part, *, divisor: int) -> Tensor | None:
-        """This rank's share of the global mean loss; None without a row. `divisor`: the targets of the whole batch."""
-        return self.loss(part, divisor) if len(part.inputs) or self.always else None
 
     # -------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, share: Tensor | None, *, last: bool = True) -> None:
-        """Add gradients into the buckets; in the `last` backward of a step their sums go to who owns them.
+    def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
+                 defer: bool = False) -> list[WeightGradient]:
+        """Add gradients into the buckets; in the `last` backward of a step each rank gets the sums of its chunks.
 
+        Args:    as DataAxis.backward.
         Cost:    one reduce-scatter a bucket, begun during the last backward; returns when all have ended.
         """
+        deferred: list[WeightGradient] = []
         self._order.begin(quiet=not last)
         with self.recorder.span("backward", notes="ZeRO-1 1"):
             if share is not None:
-                self.precision.backward(share, surveyed=self._order.expect)
+                deferred = self.precision.backward(share, dy, defer_weights=defer, surveyed=self._order.expect)
             self._order.finish()
-        with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
-            self._take_sums(wait=True)
-            self.sharing.settle()
-            self.home.settle()
+        if last:
+            with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
+                self._take_sums(wait=True)
+                self.sharing.settle()
+                self.store.settle()
+            self._summed = True
+        return deferred
 
-    def hold(self) -> None:
-        """A step begins whose backwards somebody else runs (chapter 17); then `backward(None)` sums what has come."""
-        self._order.hold()
+    def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
+        """Add the gradients that a backward has put off into the buckets."""
+        self._order.begin(quiet=True)
+        self.precision.backward_weights(deferred)
+        self._order.finish()
 
     def _start_reduce(self, index: int) -> None:
         """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps this rank's own."""
@@ -172,49 +133,17 @@ class Zero1:
         self._take_sums(wait=False)
 
     def _take_sums(self, *, wait: bool) -> None:
-        """Chunks whose sum is there go home, or on to the other copies; `wait`: all of them."""
+        """Sums that are there go to the store, or on to the other copies; `wait`: all of them."""
         while self._pending and (wait or self._pending[0][1].done()):
             index, pending = self._pending.popleft()
             pending.wait()
             flat, gradients = self.flats[index], self.buckets[index].data
-            if self.home.room(flat) is None:
-                self.home.add(flat, gradients[flat.own], first=True)
+            if self.store.gradient_room(flat) is None:
+                self.store.add(flat, gradients[flat.own], first=True)
             if flat.group is self.sharing.shard:
                 self.sharing.start_sum(gradients[flat.own], f"bucket {index}")
 
-    # ---------------------------------------------------------------------------------------------------- weights
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights (masters, in mixed precision), whole, on the host, by dotted path. Every rank calls it.
-
-        Cost:    one all-gather a bucket, counted under `control`.
-        """
-        return self.home.state(self.model, self.flats, algorithm=self.algorithm)
-
-    # ------------------------------------------------------------------------------------------------------ step
-
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
-        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
-
-        Args:    optimizer: made of `self.parameters`; lr: this step's learning rate (None: the optimizer's own).
-                 clip: bound of the whole gradient's norm; accumulate: in how many passes the rank takes its rows.
-        """
-        self.model.zero_grad()
-        total, micros = 0.0, micro_parts(self.part_of(batch), accumulate)
-        for number, part in enumerate(micros, start=1):
-            with self.recorder.span("forward", rows=len(part.inputs)):
-                share = self.forward(part, divisor=batch[1].size)
-            self.backward(share, last=number == accumulate)
-            total += 0.0 if share is None else float(share.item())
-        with self.recorder.span("loss", "communication"):
-            loss = sum_in_order(self.group, total)
-        self.update(optimizer, lr=lr, clip=clip)
-        return loss
-
-    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
-        """The optimizer's step on this rank's pieces, and the new weights set out; args as `step`."""
-        self.arrivals.settle()
-        with self.recorder.span("optimizer", notes="ZeRO-1 3"):
-            self.precision.update(optimizer, self.squares, lr=lr, clip=clip)
-        self.arrivals.start()
+    def traffic(self, passes: int) -> list[Collective]:
+        """A reduce-scatter and an all-gather a bucket, whatever the number of passes."""
+        return [Collective(verb, flat.nbytes, flat.group) for verb in ("reduce_scatter", "all_gather")
+                for flat in self.flats] + self.sums_of_copies()

@@ -18,11 +18,11 @@ Who holds what, Ψ parameters in float32 with Adam (K = 8) on P ranks:
                                         2Ψ + (2+K)Ψ/P. (N4:336 leaves out the 2Ψ, and gives this one for stage 1)
 
 A weight that is used twice, as a tied embedding, holds its bucket from its first gradient to its last. A weight that a
-backward will not reach holds back nothing: backward tells before it runs what it will reach (data/bucket_order.py).
+backward will not reach holds back nothing: backward tells before it runs what it will reach (data/buckets.py).
 
 Cost, a step and rank, with A backward passes:
 
-    bytes        (A+1)(P-1)/P × 4Ψ   every pass must reduce, since nobody can keep the sum of several; A = 1: as DDP
+    bytes        (A+1)(P-1)/P × 4Ψ   every pass must reduce, since no rank can keep the sum of several; A = 1: as DDP
     messages     (A+1)(P-1) × buckets
     control      two float64: the loss, the squares of the gradient's norm
 
@@ -38,26 +38,21 @@ notes:   N0 ZeRO2, N4 §6
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from minidist.autograd.backward import WeightGradient
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
-from minidist.parallel.data.bucket_order import InOrder
-from minidist.parallel.data.buckets import BUCKET_BYTES, cut
-from minidist.parallel.data.replica_groups import Others, check_equal_owners, owners
-from minidist.parallel.step.flat import Flat, Piece, squares_of_shards, sum_in_order, trainable
-from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of
-from minidist.parallel.zero.gradient_shards import Scattered
-from minidist.parallel.zero.hybrid_sharding import Sharing
-from minidist.parallel.zero.parameter_arrival import Arrivals
-from minidist.parallel.zero.shard_store import Home
+from minidist.parallel.step.flat import Flat, Piece
+from minidist.parallel.step.step import Batch, part_of
+from minidist.parallel.step.strategy import Collective
+from minidist.parallel.zero.gradient_shards import GradientShards
+from minidist.parallel.zero.replica import ShardedReplica
 
 
 def plain_zero2(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], group: Group,
@@ -87,125 +82,77 @@ def plain_zero2(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], g
 # forward as in chapter 14.
 
 
-class Zero2:
+class Zero2(ShardedReplica):
     """A replica of a model whose gradients and optimizer are divided among the ranks of a group.
 
-    Args:    model: equal on all ranks; its weights move into vectors. Frozen weights stay as they are.
-             group: the ranks that share the batch.
-             loss: of a part of the batch (default: `model.loss`).
-             bucket_bytes: a bucket's most bytes, and so half of what gradients take beside the shard.
-             algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
-             shard: how many neighbours share one copy of the state (default: all; zero/hybrid_sharding.py).
-             apart: parameters that travel in buckets of their own (data/buckets.py); others: of these, those that
-             another group shares, with whom (data/replica_groups.py).
-             precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
-             recorder: is told what runs when.
-    Attributes: parameters: what the optimizer is made of: this rank's pieces.
-             squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
-             always: a rank without a row computes too, for others wait for it on their way (chapter 18).
-             rows: the ranks that divide a batch's rows; fewer than group, where ranks divide tokens too (chapter 17).
-    Raises:  MismatchError if the replicas do not start equal.
+    Its gradients take a shard, and for a while two buckets.
+    Args, Attributes, Raises: as ShardedReplica (zero/replica.py).
     """
 
-    def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 algorithm: str = "ring", shard: int | None = None, apart: Sequence[Sequence[Parameter]] = (),
-                 others: Others | None = None, precision: Precision | None = None, home: Home | None = None,
-                 recorder: Recorder | None = None) -> None:
-        self.model, self.group, self.rows, self.algorithm = model, group, group, algorithm
-        self.loss = loss or loss_of(model)
-        self.precision, self.always = precision or Precision(), False
-        self.recorder = recorder or Silent()
-        self.sharing = Sharing(group, shard, algorithm=algorithm, recorder=self.recorder)
-        others = others or {}
-        check_equal_owners(model.parameters(), group, others, when="before the first step")
-        self.flats = [Flat(run, owners(run, self.sharing.shard, others))
-                      for run in cut(trainable(model.parameters()), bucket_bytes, apart)]
-        self.weights = [flat.join() for flat in self.flats]
-        self.home = home or Home()
-        self.home.begin(f"rank {group.rank}")
-        for index, (flat, weights) in enumerate(zip(self.flats, self.weights, strict=True)):
-            self.home.keep(flat, weights[flat.own], f"bucket {index}")
-        self.gradients = Scattered(self.flats, self.sharing, home=self.home, algorithm=algorithm,
-                                   recorder=self.recorder, what="bucket")
-        self.parameters = [piece for flat in self.flats for piece in self.home.pieces(flat, self.precision)]
-        self.squares: Callable[[], float] = lambda: squares_of_shards(self.sharing.shard, self.home.squares)
-        self.arrivals = Arrivals(self.flats, self.weights, algorithm=algorithm, recorder=self.recorder)
-        self._reached = list(range(len(self.flats)))    # runs that the next backward may reach
-        self._order = InOrder([flat.parameters for flat in self.flats],
-                              lambda number: self.gradients.start(self._reached[number]),
-                              who=f"ZeRO-2 rank {group.rank} of {group.size}", by="Zero2.backward")
+    name, update_step = "ZeRO-2", "ZeRO-2 2"
+    reduces_each_pass = True
 
-    # ------------------------------------------------------------------------------------------------- partition
+    def _make_gradients(self) -> None:
+        """Shards, and buffers that are lent to buckets."""
+        self.gradients = GradientShards(self.flats, self.sharing, store=self.store, algorithm=self.algorithm,
+                                        recorder=self.recorder, what="bucket")
+        self._segments = [list(range(len(self.flats)))]         # the runs of each segment
 
-    def part_of(self, batch: Batch) -> Part:
-        """This rank's rows of a global batch; views, and perhaps none."""
-        return part_of(batch, size=self.rows.size, rank=self.rows.rank)
+    def set_segments(self, segments: Sequence[Sequence[Module]]) -> None:
+        """A backward of a segment reaches, and reduces, the runs of its modules alone."""
+        reached = [{id(parameter) for module in segment for parameter in module.parameters()} for segment in segments]
+        self._segments = [[index for index, flat in enumerate(self.flats) if id(flat.parameters[0]) in parameters]
+                          for parameters in reached]
 
-    # --------------------------------------------------------------------------------------------------- forward
-
-    def forward(self, part: Part, *, divisor: int) -> Tensor | None:
-        """This rank's share of the global mean loss; None without a row. `divisor`: the targets of the whole batch."""
-        return self.loss(part, divisor) if len(part.inputs) or self.always else None
+    def begin_step(self) -> None:
+        """The next sums replace the shards."""
+        self._summed = False
+        self.gradients.forget()
 
     # -------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, share: Tensor | None, dy: Array | None = None, *, last: bool = True) -> None:
+    def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
+                 defer: bool = False) -> list[WeightGradient]:
         """Add the sums of the gradients over the ranks of this copy to the shards; the `last` adds the other copies'.
 
-        Args:    dy: the gradient of a share that is no loss, but what a later stage of a pipeline goes on with.
+        Args:    as DataAxis.backward. What is put off is reduced by backward_weights.
         Cost:    one reduce-scatter a bucket, begun during backward; returns when all have ended.
         """
-        self._order.begin()
+        deferred: list[WeightGradient] = []
+        self._begin(segment, quiet=defer)
         self.gradients.begin(last=last)
         with self.recorder.span("backward", notes="ZeRO-2 1a"):
             if share is not None:
-                self.precision.backward(share, dy, surveyed=self._order.expect)
+                deferred = self.precision.backward(share, dy, defer_weights=defer, surveyed=self._order.expect)
             self._order.finish()
-        with self.recorder.span("wait for gradients", notes="ZeRO-2 1b"):
-            self.gradients.finish()
+        if not defer:
+            with self.recorder.span("wait for gradients", notes="ZeRO-2 1b"):
+                self.gradients.finish()
+        self._summed = last
+        return deferred
 
-    def hold(self) -> None:
-        """Backwards come that somebody else runs (chapter 17); then `backward(None)` reduces what they have left."""
-        self._order.hold()
+    def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
+        """Compute what a backward has put off, and reduce all that the segment's parameters have then."""
+        self._begin(segment, quiet=True)
+        self.precision.backward_weights(deferred)
+        self.backward(None, segment=segment, last=False)
 
-    def reach(self, parameters: Collection[int]) -> None:
-        """From here on backwards reach runs of these parameters (ids) alone, and reduce no others."""
-        self._reached = [index for index, flat in enumerate(self.flats) if id(flat.parameters[0]) in parameters]
-        self._order.arrange([self.flats[index].parameters for index in self._reached])
+    def finish_step(self) -> None:
+        """Sum the shards over the copies, unless a last backward did."""
+        if not self._summed:
+            self.gradients.sum_copies()
 
-    # ---------------------------------------------------------------------------------------------------- weights
+    def _begin(self, segment: int, *, quiet: bool = False) -> None:
+        if len(self._segments) > 1:
+            self._order.arrange([self.flats[index].parameters for index in self._segments[segment]])
+        self._segment = segment
+        self._order.begin(quiet=quiet)
 
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights (masters, in mixed precision), whole, on the host, by dotted path. Every rank calls it.
+    def _start_reduce(self, index: int) -> None:
+        """The bucket, by its number among those of the segment, sets out."""
+        self.gradients.start(self._segments[self._segment][index])
 
-        Cost:    one all-gather a bucket, counted under `control`.
-        """
-        return self.home.state(self.model, self.flats, algorithm=self.algorithm)
-
-    # ------------------------------------------------------------------------------------------------------ step
-
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
-        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
-
-        Args:    optimizer: made of `self.parameters`; lr: this step's learning rate (None: the optimizer's own).
-                 clip: bound of the whole gradient's norm; accumulate: in how many passes the rank takes its rows.
-        """
-        self.gradients.forget()
-        total = 0.0
-        for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
-            with self.recorder.span("forward", rows=len(part.inputs)):
-                share = self.forward(part, divisor=batch[1].size)
-            self.backward(share, last=number == accumulate)
-            total += 0.0 if share is None else float(share.item())
-        with self.recorder.span("loss", "communication"):
-            loss = sum_in_order(self.group, total)
-        self.update(optimizer, lr=lr, clip=clip)
-        return loss
-
-    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
-        """The optimizer's step on this rank's pieces, and the new weights set out; args as `step`."""
-        self.arrivals.settle()
-        with self.recorder.span("optimizer", notes="ZeRO-2 2"):
-            self.precision.update(optimizer, self.squares, lr=lr, clip=clip)
-        self.arrivals.start()
+    def traffic(self, passes: int) -> list[Collective]:
+        """A reduce-scatter a bucket and pass, an all-gather a bucket."""
+        return [Collective(verb, flat.nbytes, flat.group) for verb in ["reduce_scatter"] * passes + ["all_gather"]
+                for flat in self.flats] + self.sums_of_copies()

@@ -26,13 +26,12 @@ Cost, a step and rank, with A backward passes, R of the Ψ parameters in the roo
 
     bytes        (P-1)/P × 4 × (3A(Ψ-R) + (1+A)R)   gather, gather, reduce; the notes' "50 % more" than DDP for A = 1
                  (P-1)/P × 4 × (2A(Ψ-R) + (1+A)R)   where units stay to backward (`free_after_forward=False`)
-    messages     P-1 for each of these collectives
-    With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies
-    (zero/hybrid_sharding.py). control      two float64: the loss, the squares of the gradient's norm
+    messages     P-1 for each of these collectives, on a ring
+    control      two float64: the loss, the squares of the gradient's norm
 
-No all-gather ends the step (N0:375 has one, which would make it 4Ψ): the next forward gathers anyway.
-
-All ranks must run the same units in the same order. So a rank without a row runs them too, on none.
+With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies (zero/shards.py). No
+all-gather ends the step (N0:375 has one, which would make it 4Ψ): the next forward gathers anyway. All ranks must run
+the same units in the same order; so a rank without a row runs them too, on no row.
 
 The notes' steps (N4:398), as they happen here:
 
@@ -45,27 +44,28 @@ notes:   N0 ZeRO3, N4 §7
 Source:  Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from minidist.autograd.backward import WeightGradient
-from minidist.autograd.tensor import Parameter, Tensor
+from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.errors import GradientError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer
-from minidist.parallel.data.replica_groups import Others, check_equal_owners
-from minidist.parallel.step.flat import Flat, Piece, squares_of_shards, sum_in_order, trainable
+from minidist.parallel.step.flat import Flat, Piece, Squares, trainable
 from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of
+from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.replicas import check_equal_replicas
+from minidist.parallel.step.step import Batch, Loss, part_of
+from minidist.parallel.step.strategy import Collective
 from minidist.parallel.zero.fsdp_units import Unit, make_units
-from minidist.parallel.zero.gradient_shards import Scattered
-from minidist.parallel.zero.hybrid_sharding import Sharing
-from minidist.parallel.zero.shard_store import Home
+from minidist.parallel.zero.gradient_shards import GradientShards
+from minidist.parallel.zero.shards import ShardStore, ZeroAxis
 
 
 def plain_zero3(model: GPT, units: Iterable[Module], new_optimizer: Callable[[list[Piece]], Optimizer], group: Group,
@@ -114,74 +114,57 @@ def plain_zero3(model: GPT, units: Iterable[Module], new_optimizer: Callable[[li
 # whole on any rank, several passes, and gradients of low precision.
 
 
-class Zero3:
+class Zero3(ZeroAxis):
     """A model of which each rank of a group keeps a chunk.
 
     Args:    model: weights drawn, equal on all ranks; or not yet drawn, with `seed`: then each rank draws its chunks.
-             group: the ranks that share the batch.
              units: modules of the model, without a parameter in common and used through their calls alone (default: its
              children); the rest is the root.
-             loss: of a part of the batch (default: `model.loss`).
              ahead: how much may be gathered before its turn, in units as large as the largest; 0: nothing.
              free_after_forward: or keep a unit until its backward, for memory instead of traffic.
-             algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
-             shard: how many neighbours share one copy of the state (default: all; zero/hybrid_sharding.py).
-             others: the parameters that another group shares, with whom (data/replica_groups.py); whole: those that
-             stay whole, which nobody learns; apart: those that travel in vectors of their own, within their units.
-             chains: units that are called in a row, and go backward by `backward_chain`: a pipeline's stages.
-             precision: of weights and update (default: one dtype for all); home: where chunks lie (default: here).
-             recorder: is told what runs when.
+             group, loss, algorithm, shard, precision, store, recorder: as ZeroAxis (zero/shards.py).
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
-             squares: finds the sum of the squares of the whole gradient; another, where a model is cut (chapter 17).
-             always: a rank without a row computes too: it must gather when the others do.
-             rows: the ranks that divide a batch's rows; fewer than group, where ranks divide tokens too (chapter 17).
     Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not start equal.
     """
 
+    computes_without_rows = reduces_each_pass = True
+
     def __init__(self, model: Module, group: Group, *, units: Sequence[Module] | None = None, loss: Loss | None = None,
                  ahead: int = 1, free_after_forward: bool = True, algorithm: str = "ring", seed: int | None = None,
-                 device: str = "cpu", shard: int | None = None, others: Others | None = None,
-                 whole: Sequence[Parameter] = (), apart: Sequence[Parameter] = (),
-                 chains: Sequence[Sequence[Module]] = (), precision: Precision | None = None,
-                 home: Home | None = None, recorder: Recorder | None = None) -> None:
-        self.model, self.group, self.rows, self.algorithm = model, group, group, algorithm
-        self.ahead, self.free_after_forward, self.always = ahead, free_after_forward, True
-        self.loss, self.precision = loss or loss_of(model), precision or Precision()
-        self.recorder = recorder or Silent()
+                 device: str = "cpu", shard: int | None = None, precision: Precision | None = None,
+                 store: ShardStore | None = None, recorder: Recorder | None = None) -> None:
+        super().__init__(model, group, loss=loss, algorithm=algorithm, shard=shard, precision=precision, store=store,
+                         recorder=recorder)
+        self.ahead, self.free_after_forward = ahead, free_after_forward
         trainable(model.parameters())
-        self.sharing = Sharing(group, shard, algorithm=algorithm, recorder=self.recorder)
         if seed is None:
-            check_equal_owners(model.parameters(), group, others or {}, when="before the first step")
-        self.home = home or Home()
-        self.home.begin(f"rank {group.rank}")
-        self.units, self.root = make_units(model, units, ahead, self.sharing.shard, home=self.home,
-                                           algorithm=algorithm, recorder=self.recorder, seed=seed, device=device,
-                                           others=others or {}, whole=whole, apart={id(weight) for weight in apart})
-        of_module = {id(unit.module): unit for unit in self.units}
-        self.chains = [[of_module[id(module)] for module in chain if id(module) in of_module] for chain in chains]
-        self.sequence: list[Unit] = []      # units as the first forward met them
-        self._met: list[Unit] = []          # those that this forward has met
-        self._left: list[Unit] = []         # those that this backward has still to meet
-        learning = [flat for unit in (*self.units, self.root) for flat in unit.learning]
-        self.gradients = Scattered(learning, self.sharing, home=self.home, algorithm=algorithm,
-                                   recorder=self.recorder, what="unit part")
-        self.parameters = [piece for flat in learning for piece in self.home.pieces(flat, self.precision)]
-        self.squares: Callable[[], float] = lambda: squares_of_shards(self.sharing.shard, self.home.squares)
+            check_equal_replicas(model.parameters(), group, when="before the first step")
+        self.units, self.root = make_units(model, units, ahead, self.sharing.shard, store=self.store,
+                                           algorithm=algorithm, recorder=self.recorder, seed=seed, device=device)
+        self.segments: list[list[Unit]] = []    # of a pipeline: the units of each stage, in the order of their calls
+        self.sequence: list[Unit] = []          # without segments: units as the first forward met them
+        self._met, self._left = list[Unit](), list[Unit]()      # this forward has met; this backward has still to meet
+        self.stored = [flat for unit in (*self.units, self.root) for flat in unit.flats]
+        self.flats = [flat for flat in self.stored if flat.parameters[0].requires_grad]
+        self.gradients = GradientShards(self.flats, self.sharing, store=self.store, algorithm=algorithm,
+                                        recorder=self.recorder, what="unit part")
+        self.parameters = self.pieces()
         self._reduced: set[int] = set()
-        self._put_off = False               # this backward leaves the gradients of weights for later
+        self._deferring = False                 # this backward leaves the gradients of weights for later
         self._largest = max((unit.nbytes for unit in self.units), default=0)
         for unit in self.units:
             self._watch(unit)
 
     # ------------------------------------------------------------------------------------------------- partition
 
-    def part_of(self, batch: Batch) -> Part:
-        """This rank's rows of a global batch; views, and perhaps none."""
-        return part_of(batch, size=self.rows.size, rank=self.rows.rank)
+    def set_segments(self, segments: Sequence[Sequence[Module]]) -> None:
+        """Each segment's units are gathered in their order, by any number of forwards and backwards of any order."""
+        of_module = {id(unit.module): unit for unit in self.units}
+        self.segments = [[of_module[id(module)] for module in segment if id(module) in of_module]
+                         for segment in segments]
 
     def _watch(self, unit: Unit) -> None:
-        module = unit.module
-        assert module is not None
+        module: Any = unit.module
         module.register_forward_pre_hook(lambda module, args: self._enter(unit))
         module.register_forward_hook(lambda module, args, result: self._leave(unit, result))
         module.register_backward_pre_hook(lambda module: self._enter_backward(unit))
@@ -189,23 +172,23 @@ class Zero3:
 
     # --------------------------------------------------------------------------------------------------- forward
 
-    def forward(self, part: Part, *, divisor: int, spare: Batch) -> Tensor:
-        """This rank's share of the global mean loss. `divisor`: the targets of the whole batch.
+    def begin_step(self) -> None:
+        """The next sums replace the shards."""
+        self._summed = False
+        self.gradients.forget()
 
-        Without a row of its own the rank goes on with none of `spare`'s: it must gather when the others do.
-        """
+    def begin_pass(self) -> None:
+        """Gather the root; it stays until the update."""
         self.root.fetch()
         self.root.complete()
         self._met = []
-        nothing = Part(spare[0][:0], spare[1][:0], 0)
-        return self.loss(part if len(part.inputs) else nothing, divisor)
 
     def _enter(self, unit: Unit) -> None:
         """Before a unit's forward: its weights come, and the next unit's set out."""
         unit.fetch()
-        if not self.chains:
+        if not self.segments:
             self._met.append(unit)
-        self._fetch_ahead(unit, self._chain(unit, 1) if self.chains else self.sequence[len(self._met):])
+        self._fetch_ahead(unit, self._neighbours(unit, 1) if self.segments else self.sequence[len(self._met):])
         unit.complete()
 
     def _leave(self, unit: Unit, result: object) -> None:
@@ -215,10 +198,10 @@ class Zero3:
         if self.free_after_forward or not unit.calls:
             unit.free()
 
-    def _chain(self, unit: Unit, direction: int) -> list[Unit]:
-        """The units behind one in its chain, or with direction -1 those before it, the nearest first."""
-        chain = next(chain for chain in self.chains if unit in chain)[::direction]
-        return chain[chain.index(unit) + 1:]
+    def _neighbours(self, unit: Unit, direction: int) -> list[Unit]:
+        """The units behind one in its segment, or with direction -1 those before it, the nearest first."""
+        segment = next(segment for segment in self.segments if unit in segment)[::direction]
+        return segment[segment.index(unit) + 1:]
 
     def _fetch_ahead(self, unit: Unit, following: Sequence[Unit]) -> None:
         """Begin to gather those whose turn comes after `unit`'s: with it, no more than 1 + ahead of the largest.
@@ -235,34 +218,52 @@ class Zero3:
 
     # -------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, share: Tensor, *, last: bool = True) -> None:
+    def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
+                 defer: bool = False) -> list[WeightGradient]:
         """Add the sums of the gradients over the ranks of this copy to the shards; the `last` adds the other copies'.
 
+        Args:    as DataAxis.backward. With segments any number of forwards may lie before it, and none is the last.
         Cost:    an all-gather and a reduce-scatter a unit, begun during backward; returns when all have ended.
         Raises:  GradientError if the first loss is NaN, as it is where a freed weight was used.
         """
+        assert share is not None
+        self.gradients.begin(last=last)
+        if self.segments:
+            self._deferring = defer
+            deferred = self.precision.backward(share, dy, defer_weights=defer)
+            if not defer:
+                self._reduce_all(self.segments[segment])
+            return deferred
         if not self.sequence and np.isnan(share.item()):
             raise GradientError(f"ZeRO-3 rank {self.group.rank} of {self.group.size}: the first loss is NaN; was a "
                                 f"unit's weight used outside its call (a tied one)? leave its module out of units=")
         if len(self._met) >= len(self.sequence):
             self.sequence = list(self._met)
         self._left = [unit for unit in reversed(self._met) if unit.calls]
-        self._reduced = set()
-        self.gradients.begin(last=last)
         with self.recorder.span("backward", notes="ZeRO-3 backward 2"):
             self.precision.backward(share)
-            for unit in (*reversed(self.units), self.root):
-                self._reduce(unit)
-        with self.recorder.span("wait for gradients", notes="ZeRO-3 backward 3"):
-            self.gradients.finish()
+        self._reduce_all([self.root, *self.units])
         for unit in self.units:
             unit.calls = 0
             unit.free()
+        self._summed = last
+        return []
+
+    def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
+        """Compute what a backward has put off, and reduce all that the segment's units have then."""
+        self.precision.backward_weights(deferred)
+        self._reduce_all(self.segments[segment])
+
+    def finish_step(self) -> None:
+        """With segments: reduce the root, which was held for all, and sum the shards over the copies."""
+        if not self._summed:
+            self._reduce_all([self.root])
+            self.gradients.sum_copies()
 
     def _enter_backward(self, unit: Unit) -> None:
         """Before a unit's backward: its weights come again, and those of the unit before it in forward set out."""
         unit.fetch()
-        self._left = self._chain(unit, -1) if self.chains else self._left[self._left.index(unit) + 1:]
+        self._left = self._neighbours(unit, -1) if self.segments else self._left[self._left.index(unit) + 1:]
         if self.free_after_forward:
             self._fetch_ahead(unit, self._left)
         unit.complete()
@@ -272,75 +273,53 @@ class Zero3:
         unit.calls -= 1
         if self.free_after_forward or not unit.calls:
             unit.free()
-        if not self._put_off and (self.chains or not unit.calls):
+        if not self._deferring and (self.segments or not unit.calls):
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
         for flat in unit.learning:
-            index = self.gradients.flats.index(flat)
+            index = self.flats.index(flat)
             if index not in self._reduced:
                 self._reduced.add(index)
                 self.gradients.start(index)
 
-    def backward_chain(self, chain: int, y: Tensor, dy: Array | None, *, whole: bool) -> list[WeightGradient]:
-        """Backward of one of several calls of a chain, in any order; its sums over this copy are added to the shards.
-
-        Args:    dy: the gradient of y, unless that is a loss.
-                 whole: or put off the gradients of weights, which are returned: when they are computed, reduce_chain.
-        """
-        self._put_off = not whole
-        self.gradients.begin(last=False)
-        put_off = self.precision.backward(y, dy, defer_weights=not whole)
-        if whole:
-            self.reduce_chain(chain)
-        return put_off
-
-    def reduce_chain(self, chain: int) -> None:
-        """Reduce what backwards of a chain have left, put off or not."""
-        for unit in reversed(self.chains[chain]):
-            self._reduce(unit)
-        self.gradients.finish()
+    def _reduce_all(self, units: Sequence[Unit]) -> None:
+        """Reduce what a backward has left of these units, the last unit first, and wait for all sums."""
+        with self.recorder.span("wait for gradients", notes="ZeRO-3 backward 3"):
+            for unit in reversed(units):
+                self._reduce(unit)
+            self.gradients.finish()
         self._reduced = set()
 
-    def finish_chains(self) -> None:
-        """The step's last backward is over: the root, which was held for all, is reduced, and copies are summed."""
-        self._reduce(self.root)
-        self.gradients.finish()
-        self.gradients.sum_copies()
-        self._reduced = set()
+    # ---------------------------------------------------------------------------------------------------- update
 
-    # ---------------------------------------------------------------------------------------------------- weights
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """As Strategy's; the root is freed at its end."""
+        yield
+        self.root.free()
 
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights (masters, in mixed precision), whole, on the host, by dotted path. Every rank calls it.
+    def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
+        """Compare nothing: no rank holds weights whole."""
 
-        Cost:    one all-gather a unit, counted under `control`; a unit at a time.
-        """
-        flats = [flat for unit in (*self.units, self.root) for flat in unit.flats]
-        return self.home.state(self.model, flats, algorithm=self.algorithm)
-
-    # ------------------------------------------------------------------------------------------------------ step
-
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
-        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
-
-        Args:    optimizer: made of `self.parameters`; lr: this step's learning rate (None: the optimizer's own).
-                 clip: bound of the whole gradient's norm; accumulate: in how many passes the rank takes its rows.
-        """
-        self.gradients.forget()
-        total = 0.0
-        for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
-            with self.recorder.span("forward", rows=len(part.inputs)):
-                share = self.forward(part, divisor=batch[1].size, spare=batch)
-            self.backward(share, last=number == accumulate)
-            total += float(share.item())
-        self.update(optimizer, lr=lr, clip=clip)
-        with self.recorder.span("loss", "communication"):
-            return sum_in_order(self.group, total)
-
-    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
-        """The optimizer's step on this rank's pieces; args as `step`."""
+    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None,
+               squares: Squares | None = None) -> None:
+        """The optimizer's step on this rank's pieces. Args: as DataAxis.update."""
         self.root.free()
         with self.recorder.span("optimizer"):
-            self.precision.update(optimizer, self.squares, lr=lr, clip=clip)
+            self.precision.update(optimizer, squares or self.squares, lr=lr, clip=clip)
+
+    def traffic(self, passes: int, fetches: Sequence[int] | None = None) -> list[Collective]:
+        """Gathers and reduce-scatters of units and root.
+
+        Args:    passes: backward passes; fetches: how often the units of each segment are gathered in a step (default:
+                 for each forward and backward, and all units alike).
+        """
+        times = (2 if self.free_after_forward else 1) * passes
+        groups = [(self.units, times)] if fetches is None else zip(self.segments, fetches, strict=True)
+        calls = [("all_gather", flat, times) for units, times in groups for unit in units for flat in unit.flats]
+        calls += [("all_gather", flat, 1) for flat in self.root.flats]          # held all step
+        calls += [("reduce_scatter", flat, passes if fetches is None or flat not in self.root.flats else 1)
+                  for flat in self.flats]
+        return [Collective(verb, flat.nbytes, flat.group) for verb, flat, times in calls
+                for _ in range(times)] + self.sums_of_copies()

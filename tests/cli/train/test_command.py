@@ -477,7 +477,7 @@ def test_a_loss_is_waited_for_when_the_next_step_is_on_its_way(late: bool) -> No
     """Or at once, where it is there. Every step is reported once, in order, and seconds do not overlap."""
     told: list[str] = []
 
-    class Loss:
+    class Failure:
         def __init__(self, number: int) -> None:
             self.number = number
 
@@ -488,9 +488,9 @@ def test_a_loss_is_waited_for_when_the_next_step_is_on_its_way(late: bool) -> No
             told.append(f"loss {self.number}")
             return float(self.number)
 
-    def start_step(batch: int) -> Loss:
+    def start_step(batch: int) -> Failure:
         told.append(f"step {batch}")
-        return Loss(batch)
+        return Failure(batch)
 
     trainer: Any = SimpleNamespace(start_step=start_step, world=SimpleNamespace(ledger=SimpleNamespace(
         sent_bytes=lambda phase: {"dp": {"all_reduce": 3}, "control": {"all_gather": 8}})))

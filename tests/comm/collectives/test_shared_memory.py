@@ -46,13 +46,13 @@ def pieces_of(nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("verb", SHARED)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_sample(verb, data):
     examine(data.draw(calls(verb, "shared", "shm")), run_shm)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_sample_of_short_arrays_in_chunks(data):
     """Arrays that every rank would add by itself."""
@@ -73,7 +73,7 @@ def test_full_count(verb, data):
 
 @on_both_ways
 @pytest.mark.parametrize("verb", LENDING)
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_sample_in_small_pieces(verb, lends, data):
     with pieces_of(data.draw(st.sampled_from((512, 1024)))):

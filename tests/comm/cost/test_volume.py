@@ -1,6 +1,8 @@
 """The formulas' numbers, worked out by hand (that the algorithms send them is tests/comm/collectives/)."""
 
+from minidist.comm.cost.critical_path import PATHS
 from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes
+from minidist.comm.limits import STRETCH_BYTES
 
 
 def test_numbers_worked_out_by_hand():
@@ -41,6 +43,18 @@ def test_surplus_ranks_and_nodes():
     assert numbers["reduce_scatter", "hierarchical"] == (8 + 6, 5 * 48 + 32)
     assert numbers["all_gather", "hierarchical"] == (8 + 6, 5 * 48 + 32)
     assert numbers["all_reduce", "torus"] == (36, 480)                     # 2 x 3: each rank 2 (1 + 2)
+
+
+def test_an_array_of_several_stretches():
+    """4 MiB and a byte go round a ring twice; so do the leaders' ring, and the columns of a torus for their chunk."""
+    case = Case(6, nbytes=2 * STRETCH_BYTES + 1, nodes=[0, 0, 0, 1, 1, 1])
+    numbers = {algorithm: FORMULAS["all_reduce", algorithm].messages_of(case)
+               for algorithm in ("ring", "hierarchical", "torus")}
+    assert numbers == {"ring": 3 * 60, "hierarchical": 8 + 3 * 4, "torus": 24 + 12}
+    long = Case(6, nbytes=3 * STRETCH_BYTES + 1, nodes=[0] * 6)         # only the first column's chunk is beyond 4 MiB
+    assert FORMULAS["all_reduce", "torus"].messages_of(long) == 24 + 4 * 2 + 4 + 4
+    path = PATHS["all_reduce", "ring"](6)
+    assert (path.work(STRETCH_BYTES).waits, path.work(STRETCH_BYTES + 1).waits) == (10, 20)
 
 
 def test_bruck_counts_jumps_and_labels():

@@ -46,7 +46,7 @@ def test_a_cycle_is_spelled_out_and_who_waits_for_it_is_stuck_too():
                   wait(message("recv", "a.py:9"), 0))
     error, text, ranks = told(said)
     assert (error, ranks) == ("DeadlockError", [0, 1, 2])
-    assert text.startswith("nobody can go on: 0 waits for 2 at a.py:14, 2 waits for 0 at a.py:9\n")
+    assert text.startswith("no rank can go on: 0 waits for 2 at a.py:14, 2 waits for 0 at a.py:9\n")
     assert "rank 1 calls send(), its call 1, at c.py:1, and has waited 0.2 s for" in text
 
 
@@ -59,7 +59,7 @@ def test_who_waits_for_one_that_computes_is_not_stuck():
 def test_who_waits_for_one_that_has_ended_is_stuck_unless_a_message_is_in_flight():
     said = states(wait(message("recv", "a.py:1"), 1), None, wait(collective(0, 3), 0, members=(0, 2, 5)))
     assert told(said, {1: State()}).text.startswith(
-        "nobody can go on: 0 waits for 1 at a.py:1, rank 1 has ended\n")
+        "no rank can go on: 0 waits for 1 at a.py:1, rank 1 has ended\n")
     assert told(said, {1: State()}).ranks == [0, 2, 5], "and who will come to the same collective"
     assert stuck(said, {1: State()}) == [0, 2]
     assert stuck(said, {1: State(sent={0: 1})}) == []
@@ -104,7 +104,8 @@ def test_a_wait_for_the_own_worker_goes_on_with_it():
 
 
 def test_a_rank_that_waits_for_itself():
-    assert told(states(wait(message("recv", "a.py:3"), 0))).text.startswith("nobody can go on: 0 waits for 0 at a.py:3")
+    text = told(states(wait(message("recv", "a.py:3"), 0))).text
+    assert text.startswith("no rank can go on: 0 waits for 0 at a.py:3")
 
 
 def test_several_peers_in_the_same_call_have_come():
@@ -144,8 +145,8 @@ def test_states_travel_and_nonsense_does_not():
 def test_the_table_says_who_is_late():
     said = states(wait(collective(0, 2), 1), State.waits, None)
     text = deadlock.table({0: said[0], 1: State(doing="train.py:8")}, {2: State()}, 4)
-    assert text.splitlines()[1:] == ["  rank 1 waits for nobody, at train.py:8; late by 0.2 s", "  rank 2 has ended",
-                                     "  rank 3 waits for nobody and does not answer"]
+    assert text.splitlines()[1:] == ["  rank 1 waits for no rank, at train.py:8; late by 0.2 s", "  rank 2 has ended",
+                                     "  rank 3 waits for no rank and does not answer"]
 
 
 # --- the arbiter -----------------------------------------------------------------------------------------------------

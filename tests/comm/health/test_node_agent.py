@@ -1,4 +1,4 @@
-"""lookout: what becomes of the ranks of another host, and of the host itself; threads of this process play it."""
+"""Node agent: what becomes of the ranks of another host, and of the host itself; threads of this process play it."""
 
 import contextlib
 import os
@@ -18,8 +18,8 @@ from leftovers import nothing_left
 
 from minidist.comm import wire
 from minidist.comm.health import acceptor
-from minidist.comm.health.monitor import ControlLink, Loss, Monitor
-from minidist.comm.health.node_agent import Lookout, LookoutProcess
+from minidist.comm.health.monitor import Failure, Monitor, MonitorClient
+from minidist.comm.health.node_agent import NodeAgent, NodeAgentProcess
 from minidist.comm.health.process_state import has_ended, this_system
 
 TOKEN = wire.new_token()
@@ -27,13 +27,13 @@ TOKEN = wire.new_token()
 
 @pytest.fixture
 def far(monkeypatch):
-    """From here on ranks and lookouts say that they are on another system; the monitor stays where it is."""
+    """From here on ranks and node agents say that they are on another system; the monitor stays where it is."""
     for module in ("monitor_client", "node_agent"):
         monkeypatch.setattr(f"minidist.comm.health.{module}.this_system", lambda: "far")
     monkeypatch.setattr("minidist.comm.health.watchdog.LOOK", 0.05)
     for patience in ("_TRY", "ANSWER_LIMIT"):   # this machine may be busy
         monkeypatch.setattr(f"minidist.comm.health.node_agent.{patience}", SOON)
-    monkeypatch.setattr("minidist.comm.health.watchdog.LOOKOUT_WAIT", SOON)
+    monkeypatch.setattr("minidist.comm.health.watchdog.AGENT_WAIT", SOON)
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def process():
 
 
 @contextlib.contextmanager
-def job(lookout, *, pid=None):
-    """Rank 0 here; ranks 1 and 2 far away, with their lookout; rank 2 is process `pid`. Gives monitor and links."""
+def job(agent, *, pid=None):
+    """Rank 0 here; ranks 1 and 2 far away, with their node agent; rank 2 is process `pid`. Gives monitor and links."""
     with nothing_left(), pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         monitor = Monitor(3, TOKEN)
         monitor.start()
@@ -55,14 +55,14 @@ def job(lookout, *, pid=None):
         links = []
         with pytest.MonkeyPatch.context() as here:
             here.setattr("minidist.comm.health.monitor_client.this_system", this_system)
-            links.append(ControlLink.connect(monitor.address, TOKEN, 0, 3, grace=60))
-        links.append(ControlLink.connect(monitor.address, TOKEN, 1, 3, grace=60))
+            links.append(MonitorClient.connect(monitor.address, TOKEN, 0, 3, grace=60))
+        links.append(MonitorClient.connect(monitor.address, TOKEN, 1, 3, grace=60))
         patch.setattr("minidist.comm.health.monitor_client.os.getpid", lambda: pid or 4711)
-        links.append(ControlLink.connect(monitor.address, TOKEN, 2, 3, grace=60))
+        links.append(MonitorClient.connect(monitor.address, TOKEN, 2, 3, grace=60))
         for link in links:
             stack.callback(link.goodbye)
-        threading.Thread(target=lookout.serve, args=(monitor.address, TOKEN), daemon=True).start()
-        stack.callback(lookout.close)
+        threading.Thread(target=agent.serve, args=(monitor.address, TOKEN), daemon=True).start()
+        stack.callback(agent.close)
         wait_for(monitor._watch.posts)
         yield monitor, links
 
@@ -81,26 +81,26 @@ def vanish(link):
 
 
 def test_a_frozen_rank_alone_on_its_host_is_found_and_ended(far, process):
-    lookout = Lookout([2])
-    with job(lookout, pid=process.pid) as (monitor, links):
+    agent = NodeAgent([2])
+    with job(agent, pid=process.pid) as (monitor, links):
         time.sleep(0.15)
         assert monitor.loss is None
         process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: links[0].loss and links[1].loss and lookout.loss)
-        assert str(links[0].loss) == str(lookout.loss) == f"rank 2 (process {process.pid} on far) is frozen (stopped)"
+        wait_for(lambda: links[0].loss and links[1].loss and agent.loss)
+        assert str(links[0].loss) == str(agent.loss) == f"rank 2 (process {process.pid} on far) is frozen (stopped)"
         monitor.end_frozen()
         assert process.wait(SOON) == -signal.SIGKILL
 
 
 def test_how_a_far_rank_ended_is_known_everywhere(far):
-    with job(Lookout([1, 2], {1: "never", 2: "was killed by SIGSEGV"}.get)) as (_, links):
+    with job(NodeAgent([1, 2], {1: "never", 2: "was killed by SIGSEGV"}.get)) as (_, links):
         vanish(links[2])
         wait_for(lambda: links[0].loss and links[1].loss)
         assert str(links[0].loss) == str(links[1].loss) == "rank 2 (process 4711 on far) was killed by SIGSEGV"
 
 
-def test_a_lookout_of_a_whole_system_looks_for_the_process_itself(far, process):
-    with job(Lookout(), pid=process.pid) as (_, links):
+def test_an_agent_of_a_whole_system_looks_for_the_process_itself(far, process):
+    with job(NodeAgent(), pid=process.pid) as (_, links):
         process.kill()
         wait_for(lambda: has_ended(process.pid))
         vanish(links[2])
@@ -108,18 +108,18 @@ def test_a_lookout_of_a_whole_system_looks_for_the_process_itself(far, process):
         assert str(links[0].loss) == f"rank 2 (process {process.pid} on far) was killed by SIGKILL"
 
 
-def test_a_rank_that_ends_before_it_joins_is_told_by_its_lookout(far):
-    lookout = Lookout([1, 2])
-    with job(lookout) as (_, links):
-        loss = Loss(2, 4711, "far", "exited with status 3 without goodbye")
-        lookout.tell(loss)
-        assert lookout.loss == loss
+def test_a_rank_that_ends_before_it_joins_is_told_by_its_agent(far):
+    agent = NodeAgent([1, 2])
+    with job(agent) as (_, links):
+        loss = Failure(2, 4711, "far", "exited with status 3 without goodbye")
+        agent.tell(loss)
+        assert agent.loss == loss
         wait_for(lambda: links[0].loss and links[1].loss)
         assert links[0].loss == links[1].loss == loss
 
 
 def test_one_that_is_closed_as_it_comes_says_goodbye_still(far, monkeypatch):
-    lookout, late = Lookout([1, 2]), Lookout([2])
+    agent, late = NodeAgent([1, 2]), NodeAgent([2])
     real = late._connect
 
     def connect(*where):
@@ -128,64 +128,64 @@ def test_one_that_is_closed_as_it_comes_says_goodbye_still(far, monkeypatch):
         return sock
 
     monkeypatch.setattr(late, "_connect", connect)
-    with job(lookout) as (monitor, _):
+    with job(agent) as (monitor, _):
         late.serve(monitor.address, TOKEN)
         wait_for(lambda: [post.ranks for post in monitor._watch.posts()] == [(1, 2)])
         assert monitor.loss is None
 
 
 def test_the_death_of_an_expendable_rank_is_told_as_such(far):
-    lookout = Lookout([1, 2])
-    with job(lookout) as (monitor, links):
+    agent = NodeAgent([1, 2])
+    with job(agent) as (monitor, links):
         links[2]._send({"kind": "expendable"})
         wait_for(lambda: monitor._seats[2].expendable)
-        loss = Loss(2, 4711, "far", "was killed by SIGKILL")
-        lookout.tell(loss)
-        assert (lookout.loss, lookout.spared, monitor.loss) == (None, {2: loss}, None)
+        loss = Failure(2, 4711, "far", "was killed by SIGKILL")
+        agent.tell(loss)
+        assert (agent.loss, agent.spared, monitor.loss) == (None, {2: loss}, None)
 
 
 def test_a_host_of_which_nothing_is_heard_is_lost_with_its_ranks(far, monkeypatch):
     monkeypatch.setattr("minidist.comm.health.watchdog.SILENCE", 1.0)
-    lookout, pid = Lookout([1, 2]), os.getpid()
-    with job(lookout) as (_, links):
+    agent, pid = NodeAgent([1, 2]), os.getpid()
+    with job(agent) as (_, links):
         time.sleep(1.3)
         assert links[0].loss is None, "it answers"
-        lookout._take = lambda frame: None
+        agent._take = lambda frame: None
         wait_for(lambda: links[0].loss)
         assert str(links[0].loss) == (f"rank 1 (process {pid} on far) is out of reach with its whole host "
                                       "(ranks 1, 2): nothing was heard of it for 1 s")
 
 
-def test_a_lookout_that_is_gone_takes_its_ranks_along_unless_it_said_goodbye(far):
-    lookout = Lookout([2])
-    with job(lookout) as (monitor, links):
-        lookout.close()
+def test_an_agent_that_is_gone_takes_its_ranks_along_unless_it_said_goodbye(far):
+    agent = NodeAgent([2])
+    with job(agent) as (monitor, links):
+        agent.close()
         wait_for(lambda: not monitor._watch.posts())
         assert monitor.loss is None
-        second = Lookout([2])
+        second = NodeAgent([2])
         threading.Thread(target=second.serve, args=(monitor.address, TOKEN), daemon=True).start()
         wait_for(monitor._watch.posts)
         wait_for(lambda: second._sock)
         second._sock.shutdown(socket.SHUT_RDWR)
         wait_for(lambda: links[0].loss)
         assert re.fullmatch(rf"rank 2 \(process 4711 on far\) is out of reach with its whole host \(rank 2\): its "
-                            rf"lookout \(process {os.getpid()}\) is gone \(.* closed the connection\)",
+                            rf"node agent \(process {os.getpid()}\) is gone \(.* closed the connection\)",
                             str(links[0].loss))
 
 
 @pytest.mark.parametrize("frame", [{"kind": "dance"}, [1, 2], {"no": "kind"}, {"kind": "seen"}, {"kind": "ended"}])
-def test_a_lookout_that_speaks_nonsense_is_lost_not_the_monitor(far, frame):
-    lookout = Lookout([2])
-    with job(lookout) as (monitor, links):
-        wait_for(lambda: lookout._sock)
-        wire.send_frame(lookout._sock, frame)
+def test_an_agent_that_speaks_nonsense_is_lost_not_the_monitor(far, frame):
+    agent = NodeAgent([2])
+    with job(agent) as (monitor, links):
+        wait_for(lambda: agent._sock)
+        wire.send_frame(agent._sock, frame)
         wait_for(lambda: links[0].loss)
-        assert f"its lookout (process {os.getpid()}) is gone" in str(links[0].loss)
+        assert f"its node agent (process {os.getpid()}) is gone" in str(links[0].loss)
         assert not monitor._watch.posts()
 
 
 def test_the_kernels_ask_whether_the_other_host_is_there(far):
-    with job(Lookout()) as (monitor, links):
+    with job(NodeAgent()) as (monitor, links):
         for sock in (links[0]._sock, monitor._seats[0].sock, monitor._watch.posts()[0].sock):
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -193,11 +193,11 @@ def test_the_kernels_ask_whether_the_other_host_is_there(far):
                 assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) + 1 == acceptor.SILENCE
 
 
-def test_a_lookout_as_a_process_ends_with_the_monitor():
+def test_an_agent_as_a_process_ends_with_the_monitor():
     with nothing_left():
         monitor = Monitor(1, TOKEN)
         monitor.start()
-        child = LookoutProcess(monitor.address, TOKEN)
+        child = NodeAgentProcess(monitor.address, TOKEN)
         wait_for(monitor._watch.posts, 60.0)        # it starts Python
         [post] = monitor._watch.posts()
         assert (post.host, post.pid, post.ranks) == (platform.node(), child._process.pid, ())
@@ -206,11 +206,11 @@ def test_a_lookout_as_a_process_ends_with_the_monitor():
         child.close()
 
 
-def test_a_lookout_that_nobody_lets_in_gives_up():
+def test_an_agent_that_nobody_lets_in_gives_up():
     monitor = Monitor(1, TOKEN)
     monitor.start()
     try:
-        Lookout().serve(monitor.address, wire.new_token())
+        NodeAgent().serve(monitor.address, wire.new_token())
         assert not monitor._watch.posts()
     finally:
         monitor.close()

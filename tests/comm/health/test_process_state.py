@@ -12,7 +12,7 @@ def test_frozen_at_two_looks_running_unless_we_did_not_run_either(monkeypatch):
     now, state = [0.0], ["T"]
     monkeypatch.setattr(process_state.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(process_state, "state_of", lambda pid: state[0])
-    looks = process_state.Looks()
+    looks = process_state.ProcessLooks()
 
     def look(after, letter):
         now[0], state[0] = now[0] + after, letter
@@ -41,7 +41,7 @@ def test_a_process_may_end_a_moment_after_its_connection(monkeypatch):
 
 def test_ended_at_two_looks_running(monkeypatch):
     """Between them, the goodbye of one that ended well is read, and nobody looks for it any more."""
-    looks, pid = process_state.Looks(), ended("exit 3")
+    looks, pid = process_state.ProcessLooks(), ended("exit 3")
     assert looks.ended({pid, os.getpid()}) == {}
     assert looks.ended({os.getpid()}) == {}
     assert looks.ended({pid}) == {}

@@ -10,8 +10,8 @@ from leftovers import nothing_left
 
 from minidist.comm import wire
 from minidist.comm.health import rendezvous
-from minidist.comm.health.monitor_client import ControlLink, Loss
-from minidist.comm.health.rendezvous import MonitorProcess, Place, TokenFile
+from minidist.comm.health.monitor_client import Failure, MonitorClient
+from minidist.comm.health.rendezvous import MonitorAddress, MonitorProcess, TokenFile
 from minidist.errors import ConfigError, HandshakeError, LaunchError, TimeoutError
 
 TOKEN = wire.new_token()
@@ -26,7 +26,7 @@ def _clean(monkeypatch, tmp_path):
 
 
 def connect(monitor, rank, size):
-    return ControlLink.connect(monitor.place.address, monitor.place.token, rank, size, limit=10, grace=60)
+    return MonitorClient.connect(monitor.place.address, monitor.place.token, rank, size, limit=10, grace=60)
 
 
 def test_a_monitor_process_ends_with_the_last_goodbye():
@@ -150,9 +150,9 @@ def test_a_wrong_token_in_time_is_what_is_told():
 
 def test_places_in_the_environment(monkeypatch):
     assert rendezvous.place_from_environment() is None
-    for name, value in Place("10.0.0.1", 4711, TOKEN).variables().items():
+    for name, value in MonitorAddress("10.0.0.1", 4711, TOKEN).variables().items():
         monkeypatch.setenv(name, value)
-    assert rendezvous.place_from_environment() == Place("10.0.0.1", 4711, TOKEN)
+    assert rendezvous.place_from_environment() == MonitorAddress("10.0.0.1", 4711, TOKEN)
     monkeypatch.setenv("MINIDIST_MONITOR", "nonsense")
     with pytest.raises(LaunchError, match="host:port"):
         rendezvous.place_from_environment()
@@ -163,4 +163,4 @@ def test_this_host_as_others_see_it():
 
 
 def test_losses_read_well():
-    assert str(Loss(2, 0, "", "never came")) == "rank 2 never came"
+    assert str(Failure(2, 0, "", "never came")) == "rank 2 never came"

@@ -286,7 +286,7 @@ def test_grouped_queries_and_rotary_positions() -> None:
               {"sequences": 2, "checkpoint": "all", "accumulate": 2}, steps=3)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @any_job(context=st.integers(1, 23))
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     check_job(context, elements_sent, size, changes, options, steps=2)
@@ -385,8 +385,8 @@ def no_mask(patch: pytest.MonkeyPatch) -> None:
 
 def share_of_the_loss_by_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """A mean of means."""
-    original = token_shard.OwnOutput.loss
-    patch.setattr(token_shard.OwnOutput, "loss", lambda self, logits, targets, *, divisor: original(
+    original = token_shard.TokenShardOutput.loss
+    patch.setattr(token_shard.TokenShardOutput, "loss", lambda self, logits, targets, *, divisor: original(
         self, logits, targets, divisor=logits.shape[1] * len(targets) * self.group.size))
 
 
@@ -404,7 +404,7 @@ def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) ->
                    run(context, 3, changes, **options))
 
 
-@pytest.mark.parametrize("layer", [token_shard.OwnPositions, token_shard.OwnDropout])
+@pytest.mark.parametrize("layer", [token_shard.TokenShardPositions, token_shard.TokenShardDropout])
 def test_other_tokens_break_parity(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learned positions and dropout, each of the first tokens instead of the own."""
     changes = {"dropout": 0.2}

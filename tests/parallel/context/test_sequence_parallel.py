@@ -51,7 +51,7 @@ def test_same_bits_in_processes() -> None:
     check_same_bits(sequence, "tcp")
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @any_job(context=st.integers(1, 7))
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     check_job(size, changes, options, steps=2)
@@ -142,8 +142,8 @@ def norms_not_added(patch: pytest.MonkeyPatch) -> None:
 
 def positions_of_the_first_tokens(patch: pytest.MonkeyPatch) -> None:
     """The position offset forgotten."""
-    patch.setattr(token_shard.OwnPositions, "forward", lambda self, ids: super(token_shard.OwnPositions, self).forward(
-        ids[:len(ids[self.own(len(ids))])]))
+    layer = token_shard.TokenShardPositions
+    patch.setattr(layer, "forward", lambda self, ids: super(layer, self).forward(ids[:len(ids[self.own(len(ids))])]))
 
 
 def gathered_as_copies(patch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,12 @@ from training import difference, tiny
 import minidist as md
 from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, MixtureConfig, mixture
+from minidist.nn.weight_shard import WeightShard
 from minidist.optim import SGD, AdamW
 from minidist.parallel.context import sequence_parallel
 from minidist.parallel.experts import expert_parallel as chapter
 from minidist.parallel.experts.expert_parallel import expert_parallel
-from minidist.parallel.tensor import tensor_parallel
-from minidist.parallel.zero.weight_shard import WeightShard
+from minidist.parallel.tensor import split_model, tensor_parallel
 
 BOUND = 1e-10
 ITEM = 8
@@ -220,15 +220,15 @@ def experts_averaged(patch: pytest.MonkeyPatch) -> None:
             if isinstance(weight, WeightShard):
                 weight.grad /= 3
 
-    patch.setattr(chapter, "zero_unused", wrong)
+    patch.setattr(split_model, "zero_unused", wrong)
 
 
 def dense_not_summed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(chapter, "add_up", lambda parts, **options: None)
+    patch.setattr(split_model, "add_up", lambda parts, **options: None)
 
 
 def norm_of_own_experts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(chapter, "squares_once", lambda weights, group: sum(float((p.grad ** 2).sum()) for p in weights))
+    patch.setattr(split_model, "squares_once", lambda weights, group: sum(float((p.grad ** 2).sum()) for p in weights))
 
 
 BUGS: dict[Any, dict[str, Any]] = {

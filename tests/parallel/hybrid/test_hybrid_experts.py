@@ -12,9 +12,8 @@ from training import difference, tiny
 import minidist as md
 from minidist.errors import MismatchError, PlanError
 from minidist.nn import MixtureConfig, moe
-from minidist.parallel.context import token_shard
 from minidist.parallel.experts import expert_load
-from minidist.parallel.hybrid import hybrid_step
+from minidist.parallel.hybrid import hybrid_cut, hybrid_step
 from minidist.parallel.hybrid.hybrid import Plan
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.pipeline.pipeline import Pipeline
@@ -142,8 +141,8 @@ def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr("minidist.parallel.tensor.tensor_layers.SplitMixture.enter",
                       lambda self, x: x if x.shape[-1] == 4 else self.region.enter(x))
     elif bug == "balance of own tokens":
-        patch.setattr(token_shard.OwnSequences, "joined", lambda self, chosen: chosen)
-        patch.setattr(token_shard.OwnSequences, "parted", lambda self, kept: kept)
+        patch.setattr(hybrid_cut.TokenShardSequences, "joined", lambda self, chosen: chosen)
+        patch.setattr(hybrid_cut.TokenShardSequences, "parted", lambda self, kept: kept)
     else:
         patch.setattr(Pipeline, "loss_scale", 0.0)
         patch.setattr("minidist.parallel.hybrid.hybrid_pipeline.DataPipeline.loss_scale", 0.0)

@@ -9,13 +9,13 @@ from training import difference, global_batch, tiny
 
 import minidist as md
 from minidist.errors import MismatchError
+from minidist.nn.weight_shard import WeightShard
 from minidist.optim import clip
 from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.hybrid.hybrid_costs import elements_sent
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.pipeline.pipeline import Pipeline
-from minidist.parallel.zero.weight_shard import WeightShard
 
 # ------------------------------------------------------------------------------------------- parallel equals serial
 
@@ -50,8 +50,10 @@ def test_uneven_shards_have_equal_bits() -> None:
     check(MOST, {"dp": 3, "pp": 2, "zero": 1})
 
 
-@pytest.mark.parametrize("transport", ["mpi", pytest.param("tcp", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["mpi", "tcp"])
 def test_processes(transport: str) -> None:
+    """In the default run tests/parallel/test_over_mpi.py has these plans, with the bits of threads."""
     plan = ({"pp": 2, "tp": 2, "microbatches": 2} if transport == "tcp" else
             {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 2})
     serial, = md.run(train, MOST, {}, size=1)
@@ -118,10 +120,10 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
     elif bug == "norm too large":
         monkeypatch.setattr(hybrid_step, "sum_of_squares", lambda arrays: 2 * clip.sum_of_squares(arrays))
     elif bug == "norms counted on every tensor rank":
-        counted = hybrid_step.counted_at
-        monkeypatch.setattr(hybrid_step, "counted_at", lambda parameters, rank: counted(parameters, 0))
+        counts = hybrid_step.counts_at
+        monkeypatch.setattr(hybrid_step, "counts_at", lambda parameter, rank: counts(parameter, 0))
     elif bug == "table counted twice":
-        squares = Hybrid._squares
+        squares = Hybrid.squares
 
         def twice(self: Hybrid) -> float:
             table, self._twice = self._twice, lambda: []        # type: ignore[method-assign]
@@ -130,7 +132,7 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
             finally:
                 self._twice = table                             # type: ignore[method-assign]
 
-        monkeypatch.setattr(Hybrid, "_squares", twice)
+        monkeypatch.setattr(Hybrid, "squares", twice)
     elif bug == "own dropout rows":
         key = Trainer._key
         monkeypatch.setattr(Trainer, "_key", lambda self, inputs, first: key(self, inputs, 0))

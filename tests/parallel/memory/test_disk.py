@@ -14,13 +14,14 @@ from minidist.device.account import MemoryAccount
 from minidist.errors import ConfigError, DiskError, TimeoutError
 from minidist.parallel.memory.disk import Disk
 from minidist.parallel.memory.disk_file import PAGE, Pool
-from minidist.parallel.memory.transfer_lanes import Lane, Pace, Traffic
+from minidist.parallel.memory.transfer_lanes import Pace, TransferLane
 from minidist.parallel.step.recorder import Silent
+from minidist.parallel.step.traffic import MemoryTraffic
 
 
 def disk(buffers: int = 2, **options: object) -> Disk:
     """With an account of its own."""
-    return Disk(None, Traffic(), buffers=buffers, recorder=Silent(), memory=MemoryAccount(), **options)  # type: ignore
+    return Disk(None, MemoryTraffic(), buffers=buffers, recorder=Silent(), memory=MemoryAccount(), **options)  # type: ignore
 
 
 @given(counts=st.lists(st.integers(0, 3000), min_size=1, max_size=4), buffers=st.integers(1, 3),
@@ -91,8 +92,8 @@ def test_too_little_room_is_told_with_the_need(tmp_path: Path) -> None:
 
 
 def test_a_lane_takes_its_time_and_counts() -> None:
-    traffic = Traffic()
-    lane = Lane("host", "disk", traffic, recorder=Silent(), pace=Pace(latency=0.01, per_byte=1e-5))
+    traffic = MemoryTraffic()
+    lane = TransferLane("host", "disk", traffic, recorder=Silent(), pace=Pace(latency=0.01, per_byte=1e-5))
     start = time.monotonic()
     with traffic.during_step():
         one, other = (lane.start("write", 1000, lambda n=n: n) for n in (1, 2))

@@ -25,8 +25,9 @@ from minidist.observe.timeline import Timeline
 from minidist.optim import AdamW
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.memory.activations import pass_bytes
-from minidist.parallel.memory.offload import OnDisk, OnHost
+from minidist.parallel.memory.offload import OnHost
 from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host
+from minidist.parallel.memory.offload_disk import OnDisk
 from minidist.parallel.memory.transfer_lanes import Pace
 from minidist.parallel.step.replicas import weights_digest
 from minidist.parallel.zero.memory_formula import Each
@@ -47,8 +48,8 @@ def job(world: Any, plan: dict[str, Any], changes: dict[str, Any] | None = None,
         memory.reset_peak()
         losses = [trainer.step(global_batch(step, sequences, config)) for step in range(steps)]
         seen = memory.snapshot()
-        result = {"losses": losses, "memory": seen, "moved": dict(trainer.home.traffic.step),
-                  "host": trainer.home.host.snapshot(), "disk": trainer.home.disk_bytes(),
+        result = {"losses": losses, "memory": seen, "moved": dict(trainer.store.traffic.step),
+                  "host": trainer.store.host.snapshot(), "disk": trainer.store.disk_bytes(),
                   "validation": trainer.evaluate([global_batch(7, sequences, config)]),
                   "weights": trainer.state_dict(), "digest": trainer.weights_sha256(),
                   "state": trainer.optimizer.state_dict()}
@@ -101,7 +102,7 @@ def test_accumulated_in_half_precision(home: dict[str, Any]) -> None:
 
 
 @any_plan
-@settings(max_examples=6)
+@settings(max_examples=3)
 def test_any_composition(**drawn: Any) -> None:
     check_any(**drawn)
 
@@ -131,7 +132,7 @@ def test_state_of_an_offloaded_optimizer_is_saved_and_loaded() -> None:
         config, results = tiny(), []
         for resume in (False, True):
             model = GPT(config)
-            strategy = Zero3(model, world, home=home(), seed=3)
+            strategy = Zero3(model, world, store=home(), seed=3)
             optimizer = AdamW(strategy.parameters, 1e-2)
             for step in range(4):
                 if resume and step == 2:
@@ -139,7 +140,7 @@ def test_state_of_an_offloaded_optimizer_is_saved_and_loaded() -> None:
                     optimizer.load_state_dict(saved)
                 strategy.step(global_batch(step, 5, config), optimizer)
             results.append(strategy.state_dict())
-            strategy.home.close()
+            strategy.store.close()
         return results
 
     for home in (OnHost, OnDisk):
@@ -386,7 +387,7 @@ def stream(world: Any, *, buffers: int, access: float = 0.0) -> dict[str, Any]:
     """Two steps of the stack over a disk of `access` seconds; of the second, what was read ahead and what hidden."""
     timeline, pace = Timeline(0), Pace(latency=access)
     home = Counting(buffers=buffers, recorder=timeline, read=pace, write=pace)
-    strategy = Zero3(Stack(12e-3 if access else 0.0), world, home=home, seed=3, recorder=timeline)
+    strategy = Zero3(Stack(12e-3 if access else 0.0), world, store=home, seed=3, recorder=timeline)
     optimizer, batch = AdamW(strategy.parameters, 1e-2), (np.eye(16), np.zeros(16))
     for step in range(2):
         home.wanted = home.ahead = 0
@@ -423,7 +424,7 @@ def test_gradients_go_down_while_backward_runs() -> None:
         model = GPT(config)
         model.initialize(3)
         home = OnHost(recorder=timeline, down=Pace(latency=1e-3))
-        strategy = Zero2(model, world, home=home, bucket_bytes=20_000, recorder=timeline)
+        strategy = Zero2(model, world, store=home, bucket_bytes=20_000, recorder=timeline)
         strategy.step(global_batch(0, 16, config), AdamW(strategy.parameters, 1e-2))
         home.close()
         return [(span.name, span.start, span.stop) for span in timeline.spans]

@@ -11,8 +11,8 @@ from minidist.device import account
 from minidist.errors import PlanError
 from minidist.nn import GPT
 from minidist.optim import AdamW
-from minidist.parallel.pipeline import pipeline as pipeline_module
-from minidist.parallel.pipeline.pipeline import PipeDream
+from minidist.parallel.pipeline import pipedream
+from minidist.parallel.pipeline.pipedream import PipeDream
 from minidist.parallel.pipeline.schedules import make_schedule
 from minidist.parallel.step.step import part_of
 
@@ -100,7 +100,7 @@ def test_copies_of_the_weights() -> None:
 
 @pytest.mark.parametrize("bug", ["no stash", "forward with old weights"])
 def test_planted_bugs_break_the_replay(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stashing = pipeline_module._Stashing
+    stashing = pipedream.StashingPass
     if bug == "no stash":
         put = stashing._put
         monkeypatch.setattr(stashing, "_put", lambda self, arrays: put(self, [w.data for w in self.weights]))

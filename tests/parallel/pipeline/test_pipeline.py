@@ -21,10 +21,20 @@ from minidist.optim import SGD, AdamW
 from minidist.parallel.pipeline import pipeline as pipeline_module
 from minidist.parallel.pipeline import stage_model
 from minidist.parallel.pipeline import stages as stages_module
-from minidist.parallel.pipeline.executor import Worker, computes_of
+from minidist.parallel.pipeline.executor import Executor
+from minidist.parallel.pipeline.instructions import COMPUTES, Schedule
 from minidist.parallel.pipeline.pipeline import Pipeline
-from minidist.parallel.pipeline.schedule_checker import Clock, Span, Times, broken, clock_of, peak_held
-from minidist.parallel.pipeline.schedules import COMPUTES, ORDERS, Schedule, make_schedule
+from minidist.parallel.pipeline.schedule_checker import (
+    Clock,
+    ComputeSpan,
+    Times,
+    broken,
+    check,
+    clock_of,
+    computes_of,
+    peak_held,
+)
+from minidist.parallel.pipeline.schedules import ORDERS, make_schedule
 from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Part
@@ -139,7 +149,7 @@ def test_planted_bugs_break_parity(serial: dict[str, Any], bug: str, monkeypatch
         monkeypatch.setattr(stages_module.Stages, "forward", lambda self, stage, x, *, targets, divisor, key: forward(
             self, stage, x, targets=targets, divisor=4 * targets.size, key=key))
     else:
-        monkeypatch.setattr(pipeline_module._Pass, "backward_weights", lambda self, stage, microbatch: None)
+        monkeypatch.setattr(pipeline_module.PipelinePass, "backward_weights", lambda self, stage, microbatch: None)
     assert not differ(md.run(train_stages, name, CHANGES, size=3)[0], serial) < 1e-6
 
 
@@ -271,19 +281,20 @@ class Sleeper:
 def sleep_through(world: Any, schedule: Schedule, unit: float) -> list[list[Any]] | None:
     """Every rank's computes on rank 0, as what can travel between processes."""
     timeline = Timeline(world.rank)
-    worker = Worker(schedule, world, recorder=timeline)
+    executor = Executor(schedule, world, recorder=timeline)
     world.barrier()
-    worker.run(Sleeper(schedule.stages, unit))
+    executor.run(Sleeper(schedule.stages, unit))
     timelines = timeline.collect(world)
     return None if timelines is None else [
         [span.rank, span.instruction.word, span.instruction.stage, span.instruction.microbatch, span.start, span.stop]
         for span in computes_of(timelines)]
 
 
-def slept(schedule: Schedule, unit: float, transport: str = "threads") -> list[Span]:
+def slept(schedule: Schedule, unit: float, transport: str = "threads") -> list[ComputeSpan]:
     """The spans of a run of stages that sleep."""
     kinds = {kind.word: kind for kind in COMPUTES}
-    return [Span(rank, kinds[word](stage, microbatch), start, stop) for rank, word, stage, microbatch, start, stop in
+    return [ComputeSpan(rank, kinds[word](stage, microbatch), start, stop)
+            for rank, word, stage, microbatch, start, stop in
             md.run(sleep_through, schedule, unit, size=schedule.ranks, transport=transport)[0]]
 
 
@@ -351,8 +362,8 @@ class Together(Sleeper):
 
 def wait_for_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mistake that both tests below must see."""
-    start = Worker._start_send
-    monkeypatch.setattr(Worker, "_start_send", lambda self, send: (start(self, send), self._let_go(wait=True)))
+    start = Executor._start_send
+    monkeypatch.setattr(Executor, "_start_send", lambda self, send: (start(self, send), self._end_sends(wait=True)))
 
 
 @pytest.mark.parametrize("sends", ["on the side", "waiting"])
@@ -361,7 +372,7 @@ def test_a_rank_works_on_while_nobody_takes_what_it_sent(sends: str, monkeypatch
     if sends == "waiting":
         wait_for_what_is_sent(monkeypatch)
     stages, schedule = Together(5, 20.0 if sends == "on the side" else 0.1), make_schedule("gpipe", 2, 5)
-    md.run(lambda world: Worker(schedule, world).run(stages), size=2, transport="threads-unbuffered")
+    md.run(lambda world: Executor(schedule, world).run(stages), size=2, transport="threads-unbuffered")
     alone = [] if sends == "on the side" else [*(("forward", m) for m in (0, 1, 2)),
                                                *(("backward", m) for m in (4, 3, 2))]
     assert stages.alone == alone
@@ -379,10 +390,10 @@ def test_activations_travel_while_the_next_microbatch_is_computed(sends: str, mo
 
     def job(world: Any) -> float:
         with delayed(world, alpha=0.0, beta=unit / np.zeros(3, int).nbytes) as slow:
-            worker = Worker(schedule, slow)
+            executor = Executor(schedule, slow)
             world.barrier()
             begin = time.perf_counter()
-            worker.run(Sleeper(schedule.stages, unit))
+            executor.run(Sleeper(schedule.stages, unit))
             return time.perf_counter() - begin
 
     taken, ideal = 9.0, unit * clock_of(schedule, Times(message=1.0)).length
@@ -418,3 +429,11 @@ def test_what_cannot_work_is_refused_before_anything_runs() -> None:
         md.run(job, 2, [2, 2], size=2)
     with pytest.raises(ShardError, match="take at most 4"):
         md.run(job, 5, None, size=5)
+
+
+def test_a_schedule_must_be_checked_before_it_runs() -> None:
+    right = make_schedule("1f1b", 2, 2)
+    unchecked = Schedule(right.name, right.ranks, right.microbatches, right.chunks, right.lists)
+    assert unchecked == right and not unchecked.checked and right.checked and check(unchecked).checked
+    with pytest.raises(ScheduleError, match=r"schedule 1f1b was not checked, .* pass what schedule_checker.check"):
+        md.run(lambda world: Executor(unchecked, world), size=2)

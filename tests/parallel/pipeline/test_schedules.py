@@ -7,9 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minidist.errors import ScheduleError
-from minidist.parallel.pipeline.schedule_checker import Span, Times, broken, check, check_spans, clock_of, peak_held
-from minidist.parallel.pipeline.schedules import (
-    ORDERS,
+from minidist.parallel.pipeline.instructions import (
     Backward,
     BackwardInput,
     BackwardWeights,
@@ -20,9 +18,17 @@ from minidist.parallel.pipeline.schedules import (
     Schedule,
     SendActivation,
     SendGradient,
-    make_schedule,
-    of_orders,
 )
+from minidist.parallel.pipeline.schedule_checker import (
+    ComputeSpan,
+    Times,
+    broken,
+    check,
+    check_spans,
+    clock_of,
+    peak_held,
+)
+from minidist.parallel.pipeline.schedules import ORDERS, make_schedule, of_orders
 
 any_schedule = given(st.sampled_from([*ORDERS]), st.integers(1, 9), st.integers(1, 12), st.integers(1, 4))
 
@@ -194,7 +200,7 @@ def test_nothing_can_be_left_out(any_place: int, ranks: int, microbatches: int, 
 def test_a_chart_that_breaks_what_a_clock_does_not() -> None:
     spans = list(clock_of(make_schedule("gpipe", 2, 2)).spans)
     check_spans(spans)
-    early = [Span(s.rank, s.instruction, s.start - 1, s.stop - 1) if s.instruction == Backward(0, 1) else s
+    early = [ComputeSpan(s.rank, s.instruction, s.start - 1, s.stop - 1) if s.instruction == Backward(0, 1) else s
              for s in spans]
     with pytest.raises(ScheduleError, match=r"the backward of microbatch 1 on stage 0 begins at 4 on rank 0, but needs "
                                             r"the backward of microbatch 1 on stage 1, which rank 1 ends at 5; 1 dep"):

@@ -1,7 +1,6 @@
 """Stages: which layers go where, and that they together are the model."""
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training import global_batch, tiny
 
-import minidist as md
 from minidist.autograd.tensor import tensor
 from minidist.device import account
 from minidist.errors import ShardError
-from minidist.nn import GPT, MixtureConfig
-from minidist.parallel.pipeline import stages as chapter
-from minidist.parallel.pipeline.stages import Stages, balanced_layers, hollow, measured_costs, stage_layers
+from minidist.nn import GPT
+from minidist.parallel.pipeline.stages import Stages, balanced_layers, hollow
 
 
 @settings(max_examples=20)
@@ -90,26 +87,3 @@ def test_a_hollow_tensor_keeps_no_numbers() -> None:
             held.append(memory.now["activations"])
             assert y.shape == (100, 100)
     assert held[0] - held[1] == 100 * 100 * 8
-
-
-def test_layers_by_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output takes as long as three blocks: a stage of its own."""
-    monkeypatch.setattr(chapter, "measured_costs", lambda config, group, device: (1.0, 0.0, 3.0))
-    for how, expected in (("even", [2, 2, 2]), ("measured", [3, 3, 0]), ("1,4,1", [1, 4, 1])):
-        assert md.run(lambda world, how=how: stage_layers(how, tiny(layers=6), 3, world), size=1) == [expected]
-
-
-def test_measuring_leaves_nothing_behind() -> None:
-    """Neither in the account, whose limit it may pass, nor noise that a mixture of experts would want a key for."""
-    def job(world: Any) -> int:
-        with account.use(account.MemoryAccount(limit=100)) as memory:
-            layers = stage_layers("measured", tiny(mixture=MixtureConfig(experts=2, noise=0.5)), 2, world)
-            assert sum(layers) == tiny().layers
-        return memory.peak["total"]
-
-    assert md.run(job, size=2) == [0, 0]
-
-
-def test_measured_costs_are_rank_0s() -> None:
-    first, *others = md.run(lambda world: measured_costs(tiny(), world, rounds=1), size=3)
-    assert all(seconds > 0 for seconds in first) and others == [first, first]

@@ -28,12 +28,11 @@ from minidist.autograd.tensor import tensor as leaf
 from minidist.device import account
 from minidist.errors import ConfigError, MismatchError, PlanError, ShapeError
 from minidist.nn import GPT, GPTConfig
+from minidist.nn.shares import even_slices, head_shares
+from minidist.nn.weight_shard import WeightShard
 from minidist.optim import SGD
-from minidist.parallel.tensor import split_gpt, tensor_layers
-from minidist.parallel.tensor.split_gpt import head_shares
+from minidist.parallel.tensor import split_gpt, split_model, tensor_layers
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent, tensor_parallel
-from minidist.parallel.zero import weight_shard
-from minidist.parallel.zero.weight_shard import WeightShard
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def test_same_bits_over_tcp() -> None:
     check_same_bits(tensor, "tcp")
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @any_job(vocabulary=st.integers(5, 14))
 def test_any_job(size: int, changes: dict[str, Any], options: dict[str, Any]) -> None:
     check_job(size, changes, options, steps=2)
@@ -167,12 +166,12 @@ Spoil = Callable[[pytest.MonkeyPatch], Callable[[GPT], None] | None]
 
 def no_f(patch: pytest.MonkeyPatch) -> None:
     """Megatron's f forgotten: what enters the regions is not all-reduced in backward."""
-    patch.setattr(tensor_layers.Region, "enter", lambda self, x: x)
+    patch.setattr(tensor_layers.TensorRegion, "enter", lambda self, x: x)
 
 
 def reduce_twice(patch: pytest.MonkeyPatch) -> None:
     """g's backward as the sum that it need not be."""
-    patch.setattr(tensor_layers.Region, "leave", lambda self, x: collectives.copy_to(
+    patch.setattr(tensor_layers.TensorRegion, "leave", lambda self, x: collectives.copy_to(
         collectives.reduce_from(x, group=self.group), group=self.group))
 
 
@@ -182,17 +181,12 @@ def bias_before_the_sum(patch: pytest.MonkeyPatch) -> None:
 
 
 def shared_heads_not_added(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(weight_shard, "add_up", lambda parts, **options: None)
-    import minidist.parallel.tensor.split_model as split_model
-
     patch.setattr(split_model, "add_up", lambda parts, **options: None)
 
 
 def norm_counts_twice(patch: pytest.MonkeyPatch) -> None:
-    import minidist.parallel.tensor.split_model as split_model
-
     def squares(parameters: Any, group: Any) -> float:
-        own = weight_shard.sum_of_squares(p.grad for p in parameters)
+        own = split_model.sum_of_squares(p.grad for p in parameters)
         return float(group.all_reduce(np.array([own]))[0])
 
     patch.setattr(split_model, "squares_once", squares)
@@ -202,7 +196,7 @@ def contiguous_columns(patch: pytest.MonkeyPatch) -> None:
     """qkv cut as one matrix: a rank gets queries of all heads and no values."""
     patch.setattr(split_gpt, "head_columns", lambda heads, keys, width, shares: [
         (np.arange(3 * heads * width)[part], np.arange(0))
-        for part in tensor_layers.ranges(3 * heads * width, len(shares))])
+        for part in even_slices(3 * heads * width, len(shares))])
 
 
 def target_counted_everywhere(patch: pytest.MonkeyPatch) -> None:
@@ -325,7 +319,7 @@ def test_cross_entropy_of_slices(size: int) -> None:
     expected.backward()
 
     def job(world: Any) -> None:
-        own = tensor_layers.ranges(11, size)[world.rank]
+        own = even_slices(11, size)[world.rank]
         x = leaf(logits[..., own].copy(), requires_grad=True)
         loss = vocabulary.split_cross_entropy(x, targets, first=own.start, vocabulary=11, group=world, divisor=7)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-13)

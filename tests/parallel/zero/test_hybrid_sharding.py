@@ -12,12 +12,13 @@ import minidist as md
 from minidist.cli.train import report
 from minidist.errors import ConfigError
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.parallel.step import flat
 from minidist.parallel.step.flat import sum_in_order
 from minidist.parallel.step.recorder import Silent
-from minidist.parallel.zero.gradient_shards import Scattered
-from minidist.parallel.zero.hybrid_sharding import Sharing, divisors
+from minidist.parallel.step.step import divisors
+from minidist.parallel.zero import shards
+from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.memory_formula import SINGLE, state_bytes
+from minidist.parallel.zero.shards import HybridSharding
 
 any_shard = given(
     stage=st.sampled_from([1, 2, 3]), size=st.sampled_from([2, 4, 6]), choice=st.integers(0, 3),
@@ -58,11 +59,11 @@ def test_equals_one_process_after_twenty_steps(stage: int, transport: str) -> No
 @pytest.mark.parametrize("bug", ["copies are forgotten", "every pass is summed", "the norm counts copies"])
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "copies are forgotten":
-        monkeypatch.setattr(Sharing, "start_sum", lambda self, chunk, what: None)
+        monkeypatch.setattr(HybridSharding, "start_sum", lambda self, chunk, what: None)
     elif bug == "every pass is summed":
-        monkeypatch.setattr(Scattered, "begin", lambda self, last: None)
+        monkeypatch.setattr(GradientShards, "begin", lambda self, last: None)
     else:
-        monkeypatch.setattr(flat, "sum_in_order", lambda group, value: 2 * sum_in_order(group, value))
+        monkeypatch.setattr(shards, "sum_in_order", lambda group, value: 2 * sum_in_order(group, value))
     with pytest.raises(AssertionError):
         check_equal(2, 4, optimizer="sgd", clip=0.1, step_options={"accumulate": 2}, strategy_options={"shard": 2})
 
@@ -128,11 +129,11 @@ def test_a_rank_holds_the_share_of_its_copy(stage: int) -> None:
 def test_one_copy_is_the_group_itself() -> None:
     def job(world: Any) -> None:
         for shard in (None, world.size):
-            sharing = Sharing(world, shard, algorithm="ring", recorder=Silent())
+            sharing = HybridSharding(world, shard, algorithm="ring", recorder=Silent())
             assert sharing.shard is world and sharing.copies == 1
-        sharing = Sharing(world, 2, algorithm="ring", recorder=Silent())
+        sharing = HybridSharding(world, 2, algorithm="ring", recorder=Silent())
         assert sharing.shard.world_ranks == ((0, 1), (2, 3))[world.rank // 2] and sharing.copies == 2
         with pytest.raises(ConfigError, match="4 ranks cannot be cut into copies of 3; choose one of 1, 2, 4"):
-            Sharing(world, 3, algorithm="ring", recorder=Silent())
+            HybridSharding(world, 3, algorithm="ring", recorder=Silent())
 
     md.run(job, size=4)

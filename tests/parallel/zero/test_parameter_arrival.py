@@ -10,7 +10,7 @@ import minidist as md
 from minidist.comm.transports.throttled import delayed
 from minidist.nn import GPT
 from minidist.optim import SGD
-from minidist.parallel.zero.parameter_arrival import Arrivals
+from minidist.parallel.zero.replica import ParameterArrivals
 from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2
 
@@ -59,14 +59,14 @@ def test_they_set_out_in_the_order_of_use() -> None:
 def test_an_update_waits_for_weights_that_nobody_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a rank would change what it is still sending."""
     waited: list[int] = []
-    settle = Arrivals.settle
+    settle = ParameterArrivals.settle
 
     def watched(self: Any) -> None:
         waited.append(len(self._pending))
         settle(self)
         assert not self._pending
 
-    monkeypatch.setattr(Arrivals, "settle", watched)
+    monkeypatch.setattr(ParameterArrivals, "settle", watched)
 
     def job(world: Any) -> None:
         model = GPT(tiny())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from minidist.comm.group import WORLD
+from minidist.comm.calls.members import WORLD
 from minidist.comm.health.wait_state import QUIET
 from minidist.comm.native import Native
 from minidist.comm.transports.progress.engine import Engine, yield_core

@@ -32,7 +32,7 @@ log = logging.getLogger("minidist.comm")
 
 
 class Meeting(Protocol):
-    """The part of ControlLink (health/monitor_client.py) that connecting needs."""
+    """The part of MonitorClient (health/monitor_client.py) that connecting needs."""
 
     world_rank: int
 

@@ -1,0 +1,106 @@
+"""Weights of which each rank holds a part: how they are drawn, gathered and cut.
+
+A shard keeps the name of the whole tensor and draws its own part under that name, so any split starts with the bits of
+the whole. If a rank has several parts of one tensor, each part adds a last `word` to the name. Several ranks may hold
+the same part (a key head that more than one rank needs): `sharers` is the group of these ranks. Each of them then has
+one summand of the part's gradient, and the gradient is the sum over the sharers.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from minidist.comm.group import Group
+from minidist.device.backend import Array
+from minidist.errors import ShapeError
+from minidist.nn.module import Module
+from minidist.nn.weights import Part, Weight, positions_of
+
+ShardIndex = tuple[Any, ...]
+"""Which elements of a tensor a rank has: a slice or an integer array for each leading dim."""
+
+
+class WeightShard(Weight):
+    """This rank's part of a declared weight; data, gradient and optimizer state are of that part alone.
+
+    Args:    weight: the whole weight, not yet drawn; or a shard, which is then cut further.
+             parts: of every rank of the group, as indices of the whole tensor; rank: this rank in that list.
+             sharers: the ranks that hold this part too, or None.
+             among: the ranks that have the parts, if it is another group than that of the model's other shards.
+             word: added to the name, if the rank has other parts of the same tensor.
+    Attributes: whole: shape of the whole tensor
+    """
+
+    __slots__ = ("whole", "parts", "rank", "sharers", "among", "word")
+
+    def __init__(self, weight: Weight, parts: Sequence[ShardIndex], rank: int, *, sharers: Group | None = None,
+                 among: Group | None = None, word: str = "") -> None:
+        self.whole: tuple[int, ...] = weight.whole if isinstance(weight, WeightShard) else weight.shape
+        own = np.broadcast_to(np.zeros(()), self.whole)[_grid(parts[rank], self.whole)]
+        super().__init__(own.shape, weight.init, dtype=weight.dtype, name=weight.name)
+        self.requires_grad = weight.requires_grad
+        self.parts, self.rank, self.sharers, self.among, self.word = parts, rank, sharers, among, word
+
+    def whole_name(self, name: str) -> str:
+        """The name of the whole tensor; `name` is that of this part."""
+        return name.removesuffix(f".{self.word}") if self.word else name
+
+    def first_sharer(self) -> bool:
+        """Whether this rank counts the part in sums over all weights: the first of the ranks that hold it."""
+        return self.sharers is None or self.sharers.rank == 0
+
+    def draw(self, seed: int, part: Part = (), *, device: str = "cpu") -> Array:
+        """The first values of this rank's part, or of `part` of it; as Weight.draw."""
+        places = positions_of(self.whole, self.parts[self.rank])
+        if not (isinstance(part, tuple) and not part):
+            places = places.reshape(-1)[np.asarray(positions_of(self.shape, part), np.int64)]
+        self._require_name()
+        return self.init.draw(self.whole_name(self.name), seed, places, self.dtype, device=device)
+
+
+def _grid(index: ShardIndex, shape: Sequence[int]) -> tuple[Any, ...]:
+    """`index` as one NumPy index, in which integer arrays of several dims combine as a grid."""
+    chosen = [np.arange(size)[index[dim] if dim < len(index) else slice(None)] for dim, size in enumerate(shape)]
+    return np.ix_(*chosen)
+
+
+def assemble(model: Module, own: Mapping[str, np.ndarray], group: Group) -> dict[str, np.ndarray]:
+    """All weights in the serial layout, on every rank: shards are gathered, other weights stay as they are.
+
+    Args:    own: this rank's arrays by dotted path; group: the ranks that have the parts, unless a shard names others.
+    Returns: arrays by the dotted paths of the whole model.
+    Cost:    one all-gather for each sharded weight.
+    """
+    state: dict[str, np.ndarray] = {}
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, WeightShard):
+            state[name] = own[name]
+            continue
+        flat = (parameter.among or group).all_gather(np.ascontiguousarray(own[name]).reshape(-1))
+        whole = state.setdefault(parameter.whole_name(name), np.empty(parameter.whole, own[name].dtype))
+        start = 0
+        for part in parameter.parts:
+            where = _grid(part, parameter.whole)
+            shape = tuple(index.size for index in where)
+            whole[where] = flat[start:start + math.prod(shape)].reshape(shape)
+            start += math.prod(shape)
+    return state
+
+
+def cut(model: Module, whole: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The inverse of `assemble`: this rank's arrays for `model.load_state_dict`, cut from weights in the serial layout.
+
+    Raises:  ShapeError if a weight has not the shape of the whole tensor; load_state_dict checks names and dtypes.
+    """
+    own, taken = {}, set()
+    for name, parameter in model.named_parameters():
+        of = parameter.whole_name(name) if isinstance(parameter, WeightShard) else name
+        if isinstance(parameter, WeightShard) and of in whole:
+            if whole[of].shape != parameter.whole:
+                raise ShapeError(f"{of} is {whole[of].shape}, the whole weight {parameter.whole}; load what one "
+                                 f"process or state_dict saved, not a part")
+            own[name] = whole[of][_grid(parameter.parts[parameter.rank], parameter.whole)]
+            taken.add(of)
+    return {**{name: array for name, array in whole.items() if name not in taken}, **own}

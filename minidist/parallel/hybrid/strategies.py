@@ -1,0 +1,60 @@
+"""The strategies that a plan names, each loaded when a plan asks for it: to read one is to read its chapter alone."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from minidist.comm.group import Group
+from minidist.nn import GPT
+from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.strategy import DataAxis
+
+PLACES = {
+    "data-parallel": "data.data_parallel.DataParallel", "parameter-server": "data.parameter_server.ParameterServer",
+    "zero=0": "data.ddp.DDP", "zero=1": "zero.zero1.Zero1", "zero=2": "zero.zero2.Zero2", "zero=3": "zero.zero3.Zero3",
+    "tensor": "tensor.tensor_parallel.tensor_parallel", "sequence": "context.sequence_parallel.sequence_parallel",
+    "experts": "experts.expert_parallel.expert_parallel", "ring": "context.ring_attention.attend_by_ring",
+    "all-to-all": "context.ulysses.attend_by_heads", "offload=none": "zero.shards.ShardStore",
+    "offload=optimizer": "memory.offload.OnHost", "offload=all": "memory.offload_disk.OnDisk",
+    "precision": "precision.mixed_precision.MixedPrecision",
+}
+"""What a plan names -> module and name, inside parallel/."""
+
+
+def load(name: str) -> Any:
+    """The class or function of a plan's word.
+
+    Raises:  KeyError for a word that no plan has.
+    """
+    module, _, attribute = PLACES[name].rpartition(".")
+    return getattr(import_module(f"minidist.parallel.{module}"), attribute)
+
+
+def make_store(plan: Plan, folder: str | Path | None, *, device: str, recorder: Recorder) -> Any:
+    """Where the chunks of ZeRO lie, as the plan's `offload` says; `folder`: for the files of "all".
+
+    Raises:  DiskError, as OnDisk.
+    """
+    store = load(f"offload={plan.offload}")
+    if plan.offload == "all":
+        return store(folder, device=device, recorder=recorder)
+    return store(recorder=recorder) if plan.offload == "optimizer" else store()
+
+
+def make_data_axis(model: GPT, group: Group, plan: Plan, *, seed: int, device: str, store: Any = None,
+                   **options: Any) -> DataAxis:
+    """What trains the replicas of a model, or of a part of it: DDP or ZeRO.
+
+    Args:    model: drawn; with ZeRO-3 not yet, and each rank draws its chunks alone. group: the ranks that share it.
+             store: where ZeRO's chunks lie; options: further ones of the strategy.
+    """
+    options["algorithm"] = plan.algorithm
+    stage = plan.zero or (2 if plan.offload == "optimizer" else 0)      # on one rank: gradients by buckets
+    if stage:
+        options |= {"shard": plan.shard, "store": store}
+    if stage < 3:
+        return load(f"zero={stage}")(model, group, bucket_bytes=plan.bucket_bytes, **options)   # type: ignore
+    tied = model.tokens if model.config.tied else None      # used at both ends: held all step
+    return load("zero=3")(model, group, units=[child for _, child in model.children() if child is not tied],  # type: ignore
+                          seed=seed, device=device, free_after_forward=not plan.keep_gathered, **options)

@@ -1,0 +1,109 @@
+"""Chapter 11 · Instructions: what a rank of a pipeline can be told to do. A schedule is a list of them for each rank.
+
+    rank 0   Forward(0, 0)  SendActivation(0, 0)  …  RecvGradient(0, 0)  Backward(0, 0)
+    rank 1   RecvActivation(1, 0)  Forward(1, 0)  Backward(1, 0)  SendGradient(1, 0)  …         (stage, microbatch)
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One thing that a rank does for one microbatch on one of its stages."""
+
+    stage: int
+    microbatch: int
+    word: ClassVar[str] = "instruction"
+
+    def __str__(self) -> str:
+        return f"{self.word} of microbatch {self.microbatch} on stage {self.stage}"
+
+
+class Forward(Instruction):
+    """Run the stage's layers."""
+    word = "forward"
+
+
+class Backward(Instruction):
+    """Compute the gradients of the stage's weights and of its input."""
+    word = "backward"
+
+
+class BackwardInput(Instruction):
+    """Compute the gradient of the stage's input; BackwardWeights computes those of its weights later."""
+    word = "backward for the input"
+
+
+class BackwardWeights(Instruction):
+    """Compute the gradients of the stage's weights."""
+    word = "backward for the weights"
+
+
+class SendActivation(Instruction):
+    """Start to send the stage's output to the next stage."""
+    word = "send of the activation"
+
+
+class RecvActivation(Instruction):
+    """Wait for the stage's input, from the previous stage."""
+    word = "receive of the activation"
+
+
+class SendGradient(Instruction):
+    """Start to send the gradient of the stage's input to the previous stage."""
+    word = "send of the gradient"
+
+
+class RecvGradient(Instruction):
+    """Wait for the gradient of the stage's output, from the next stage."""
+    word = "receive of the gradient"
+
+
+COMPUTES = (Forward, Backward, BackwardInput, BackwardWeights)
+SENDS = (SendActivation, SendGradient)
+RECEIVES = (RecvActivation, RecvGradient)
+
+
+def sent_as(receive: Instruction) -> Instruction:
+    """The send that belongs to a receive."""
+    if isinstance(receive, RecvActivation):
+        return SendActivation(receive.stage - 1, receive.microbatch)
+    return SendGradient(receive.stage + 1, receive.microbatch)
+
+
+def received_as(send: Instruction) -> Instruction:
+    """The receive that belongs to a send."""
+    if isinstance(send, SendActivation):
+        return RecvActivation(send.stage + 1, send.microbatch)
+    return RecvGradient(send.stage - 1, send.microbatch)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The instructions of every rank; stage s is on rank s mod ranks.
+
+    Attributes: lists: in rank order, each in the order in which the rank runs it.
+                chunks: stages a rank (v).
+                checked: whether schedule_checker.check has proved it; make_schedule returns checked schedules.
+    """
+
+    name: str
+    ranks: int
+    microbatches: int
+    chunks: int
+    lists: tuple[tuple[Instruction, ...], ...]
+    checked: bool = field(default=False, compare=False)
+
+    @property
+    def stages(self) -> int:
+        """Stages of all ranks together."""
+        return self.ranks * self.chunks
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that has this stage."""
+        return stage % self.ranks
+
+    def computes(self, rank: int) -> list[Instruction]:
+        """A rank's list without its messages."""
+        return [instruction for instruction in self.lists[rank] if isinstance(instruction, COMPUTES)]

@@ -1,0 +1,119 @@
+"""Chapter 11 · PipeDream: a pipeline whose stages update after each microbatch, without waiting for the others.
+
+It has no bubble but the first and the last. Each microbatch makes an update of its own on each stage, while other
+microbatches are on their way. The backward of a microbatch must then see the same weights as its forward, so a stage
+that changes its weights keeps the old ones for the microbatches on their way (weight stashing):
+
+    stage 0   F0 F1 F2 B0 update F3 B1 update …   F3 sees the update of B0 only: p - 1 - stage updates late
+    stage 2   .. .. F0 B0 update F1 B1 update …   the last stage is never late
+
+This is not the serial training, but a definite other one: one process that uses weights equally late gives the same
+result, up to rounding.
+
+Cost: the messages of the pipeline (pipeline.py) without those of clipping, and p - 1 - stage copies of the stage's
+weights.
+
+notes:   N1 §2.3 (names PipeDream)
+Source:  Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training".
+"""
+
+from collections.abc import Sequence
+
+from minidist.comm.group import Group
+from minidist.device import account
+from minidist.device.backend import Array
+from minidist.errors import PlanError
+from minidist.nn import GPT
+from minidist.optim import Optimizer
+from minidist.parallel.pipeline.instructions import BackwardInput, Schedule
+from minidist.parallel.pipeline.pipeline import Pipeline, PipelinePass
+from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.step import Batch, Key, Part, micro_parts, zero_unused
+
+
+class PipeDream(Pipeline):
+    """A pipeline whose microbatches each make an update, without waiting for the others.
+
+    Args:    as Pipeline; the schedule has one stage a rank and whole backwards (1f1b as in the paper; naive is serial).
+    Attributes: updates: of the last step: (microbatch, version of the weights that it used), in the order in which this
+                rank made them, for a replay; version n is the weights after n updates of that step.
+    Raises:  PlanError for a tied output, whose two ends would wait for each other, and for balance losses.
+    """
+
+    def __init__(self, model: GPT, group: Group, schedule: Schedule, *, seed: int, layers: Sequence[int] | None = None,
+                 device: str = "cpu", key: Key | None = None, recorder: Recorder | None = None) -> None:
+        if model.config.tied and group.size > 1:
+            raise PlanError("PipeDream: a tied output has its table on the first and the last rank, which would have "
+                            "to meet for each update; take a model with tied=False, or Pipeline")
+        if model.config.mixture is not None and model.config.mixture.balance == "loss":
+            raise PlanError("PipeDream: each microbatch's loss has its own scale, which a balance loss does not know; "
+                            "take balance=\"bias\", or Pipeline")
+        if schedule.chunks > 1 or any(isinstance(i, BackwardInput) for i in schedule.computes(0)):
+            raise PlanError(f"PipeDream: schedule {schedule.name} has several stages a rank or backwards in two "
+                            f"halves; choose 1f1b")
+        super().__init__(model, group, schedule, seed=seed, layers=layers, device=device, key=key, recorder=recorder)
+        self.updates: list[tuple[int, int]] = []
+
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
+        """One update for each microbatch of a *global* batch; returns the mean of the losses in the forwards.
+
+        Each update is by the mean loss of its own microbatch. All microbatches are complete at the end.
+
+        Raises:  PlanError for `clip` or `accumulate`: no stage knows the others' gradients, or waits for a second.
+        """
+        if clip is not None or accumulate != 1:
+            raise PlanError(f"PipeDream: clip={clip}, accumulate={accumulate}: each stage updates by itself after each "
+                            f"microbatch; leave both out")
+        optimizer.zero_grad()
+        work = StashingPass(self, micro_parts(Part(*batch, first=0), self.schedule.microbatches), optimizer, lr)
+        self.executor.run(work)
+        self.updates = work.updates
+        return self.sum_shares(work.total / batch[1].size)
+
+
+class StashingPass(PipelinePass):
+    """A run in which each backward ends in an update; old weights are kept for the microbatches that have used them."""
+
+    def __init__(self, pipeline: PipeDream, parts: list[Part], optimizer: Optimizer, lr: float | None) -> None:
+        super().__init__(pipeline, parts, 1)
+        self.weights, self.optimizer, self.lr = pipeline.weights, optimizer, lr
+        self.recorder, self.version, self.updates = pipeline.recorder, 0, list[tuple[int, int]]()
+        self._used: dict[int, int] = {}                 # microbatch on its way -> version that its forward used
+        self._stash: dict[int, list[Array]] = {}        # version -> weights
+
+    def forward(self, stage: int, microbatch: int, x: Array | None) -> Array | None:
+        """With the newest weights."""
+        self._used[microbatch] = self.version
+        return super().forward(stage, microbatch, x)
+
+    def backward(self, stage: int, microbatch: int, dy: Array | None, *, whole: bool) -> Array | None:
+        """With the weights of the forward, from the mean of the microbatch's losses; then update the newest weights."""
+        used, newest = self._used.pop(microbatch), [weight.data for weight in self.weights]
+        if dy is None:
+            size = self.parts[microbatch].targets.size
+            start, loss = self._kept[stage, microbatch]
+            self._kept[stage, microbatch] = start, loss * (1.0 / size)
+        self._put(self._stash.get(used, newest))
+        dx = super().backward(stage, microbatch, dy, whole=whole)
+        self._put(newest)
+        if used not in self._used.values():
+            self._stash.pop(used, None)
+        self._update(microbatch, used)
+        return dx
+
+    def _put(self, arrays: list[Array]) -> None:
+        for weight, array in zip(self.weights, arrays, strict=True):
+            weight.data = array
+
+    def _update(self, microbatch: int, used: int) -> None:
+        """Update in place; first copy the weights if a microbatch on its way has used them."""
+        if self.version in self._used.values():
+            self._stash[self.version] = [account.current().hold(weight.data.copy(), "parameters")
+                                         for weight in self.weights]
+        with self.recorder.span("optimizer", microbatch=microbatch):
+            zero_unused(self.weights)
+            self.pipeline.precision.update(self.optimizer, lambda: 0.0, lr=self.lr, clip=None)
+        self.optimizer.zero_grad()
+        self.updates.append((microbatch, used))
+        self.version += 1

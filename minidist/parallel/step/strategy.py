@@ -1,0 +1,217 @@
+"""One protocol: what a Trainer asks of any strategy, and what chapter 17 asks of the strategy of a data axis.
+
+    Strategy     Single, DataParallel, ParameterServer, Hybrid
+    DataAxis     DDP, ZeRO-1, ZeRO-2, ZeRO-3: the ranks of a group divide the rows of a batch and sum their gradients
+
+The step of all data axes is the same, and stands here; a chapter says what its parts do:
+
+    begin_step                       the gradients of the last step go
+    begin_pass, forward, backward    for each microbatch of the rank's rows; the `last` backward sums over the ranks
+    finish_step                      sums the gradients, where no backward was the last one
+    update                           the optimizer's step
+
+Chapter 17 calls these parts itself, because its passes go through other axes too.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from minidist.autograd.backward import WeightGradient
+from minidist.autograd.tensor import Parameter, Tensor
+from minidist.comm.group import Group
+from minidist.device.backend import Array
+from minidist.nn import Module
+from minidist.optim import Optimizer
+from minidist.parallel.step.flat import Squares, sum_in_order
+from minidist.parallel.step.late_loss import LateLoss
+from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.recorder import Recorder, Silent
+from minidist.parallel.step.replicas import check_equal_replicas
+from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of
+
+
+class Collective(NamedTuple):
+    """A collective of a step, of an array of `nbytes`; `once`: made by this group alone, and by no group like it."""
+
+    verb: str
+    nbytes: int
+    group: Group
+    once: bool = False
+
+
+class Strategy(ABC):
+    """Trains a model, a step at a time.
+
+    Attributes: model, loss, precision, recorder; parameters: what the optimizer is made of.
+    """
+
+    model: Module
+    loss: Any
+    precision: Precision
+    recorder: Recorder
+    parameters: list[Any]
+
+    @property
+    def data(self) -> "Strategy":
+        """The strategy of the data axis: of a composed one a part."""
+        return self
+
+    @abstractmethod
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
+        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
+
+        Args:    optimizer: made of `self.parameters`; lr: the learning rate of this step (None: the optimizer's own).
+                 clip: bound of the norm of the whole gradient; accumulate: in how many passes a rank takes its rows.
+        """
+
+    def start_step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+                   accumulate: int = 1) -> LateLoss:
+        """As `step`; on a GPU the loss may still be on its way."""
+        return LateLoss.known(self.step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate))
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted path."""
+        return self.precision.state_dict(self.model)
+
+    def traffic(self, passes: int) -> list[Collective]:
+        """The collectives of gradients and weights in a step of so many backward passes; none on one rank."""
+        return []
+
+    # ------------------------------------------------------------------------------------------------ evaluation
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """Where `loss_share` may be called; at its end what evaluation has gathered is freed."""
+        return nullcontext()
+
+    def readers(self, everyone: Group) -> tuple[Group, int]:
+        """Ranks that divide the rows of an evaluation, the first so many of a group. `everyone`: the ranks left."""
+        return everyone, everyone.size
+
+    def loss_share(self, part: Part) -> float:
+        """The sum of the losses of some rows, of which this rank may have none; without gradients."""
+        return float(self.loss(part, 1).item()) if len(part.inputs) else 0.0
+
+    def sum_shares(self, loss: float, tokens: int, group: Group) -> tuple[float, float]:
+        """Losses and tokens of all readers, added in rank order.
+
+        Cost:    one all-gather of two float64 a rank, counted under `control`.
+        """
+        with group.ledger.control():
+            sums = group.all_gather(np.array([loss, tokens], dtype=np.float64)).reshape(-1, 2).sum(axis=0)
+        return float(sums[0]), float(sums[1])
+
+    # ---------------------------------------------------------------------------------------------- after the run
+
+    def finish(self) -> Collection[int]:
+        """After the last step. Returns the ranks that were lost on the way."""
+        return ()
+
+    def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
+        """Compare a digest of the weights over the ranks of `group` that hold them whole. Every rank calls it.
+
+        Raises:  MismatchError naming the ranks that differ.
+        """
+        check_equal_replicas(self.model.parameters(), group, when=when)
+
+
+class DataAxis(Strategy):
+    """Ranks of a group that divide the rows of a batch. Args: as DDP."""
+
+    computes_without_rows: ClassVar[bool] = False
+    """A rank without a row runs forward and backward too, because others gather weights with it (ZeRO-3)."""
+
+    reduces_each_pass: ClassVar[bool] = False
+    """Each backward ends in sums over the ranks, because no rank can keep whole gradients (ZeRO-2, ZeRO-3)."""
+
+    divides: ClassVar[bool] = True
+    """`owned()` are pieces of parameters, and the optimizer's state is divided among the ranks (ZeRO)."""
+
+    def __init__(self, model: Module, group: Group, *, loss: Loss | None, algorithm: str, precision: Precision | None,
+                 recorder: Recorder | None) -> None:
+        self.model, self.group, self.algorithm = model, group, algorithm
+        self.loss, self.precision = loss or loss_of(model), precision or Precision()
+        self.recorder = recorder or Silent()
+        self.first_copy = group.rank == 0
+        self._summed = True         # this step's gradients are summed over the ranks
+
+    first_copy: bool
+    """Whether this rank belongs to the first copy of the state; each rank of DDP is a copy."""
+
+    def part_of(self, batch: Batch) -> Part:
+        """This rank's rows of a global batch; views, and perhaps none."""
+        return part_of(batch, size=self.group.size, rank=self.group.rank)
+
+    def set_segments(self, segments: Sequence[Sequence[Module]]) -> None:
+        """Before the first step: the model runs in segments (stages of a pipeline), each some modules in order."""
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the last step."""
+        self._summed = False
+        self.model.zero_grad()
+
+    def begin_pass(self) -> None:
+        """A forward is about to run."""
+
+    def forward(self, part: Part, *, divisor: int) -> Tensor | None:
+        """This rank's share of the mean loss: the sum of its losses over `divisor`, the targets of all ranks.
+
+        None without a row: a share of zero. With ZeRO-3 a rank without a row computes too.
+        """
+        return self.loss(part, divisor) if len(part.inputs) or self.computes_without_rows else None
+
+    @abstractmethod
+    def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
+                 defer: bool = False) -> list[WeightGradient]:
+        """Add the gradients of a pass; the `last` backward of a step leaves their sums over all ranks.
+
+        Args:    share: what forward gave, None without a row; dy: its gradient, where it is an activation and no loss.
+                 segment: the number of the segment that computed it.
+                 defer: put off the gradients of weights, and return them for backward_weights; not in the last.
+        """
+
+    @abstractmethod
+    def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
+        """Compute what a backward of the segment has put off."""
+
+    def finish_step(self) -> None:
+        """All backwards of the step are over: sum the gradients, unless one of them was the last."""
+        if not self._summed:
+            self.backward(None)
+
+    @abstractmethod
+    def owned(self) -> list[tuple[Parameter, Any]]:
+        """The parameters that learn, each with what this rank updates of it: itself, or with ZeRO a piece."""
+
+    @abstractmethod
+    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None,
+               squares: Squares | None = None) -> None:
+        """The optimizer's step. Args: as `step`; squares: finds the sum of the squares of the whole gradient."""
+
+    # ------------------------------------------------------------------------------------------------------ step
+
+    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
+             accumulate: int = 1) -> float:
+        """One step on the *global* batch. Args, Returns: as Strategy.step."""
+        self.begin_step()
+        total = 0.0
+        for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
+            self.begin_pass()
+            with self.recorder.span("forward", rows=len(part.inputs)):
+                share = self.forward(part, divisor=batch[1].size)
+            self.backward(share, last=number == accumulate)
+            total += 0.0 if share is None else float(share.item())
+        with self.recorder.span("loss", "communication"):
+            loss = sum_in_order(self.group, total)
+        self.update(optimizer, lr=lr, clip=clip)
+        return loss
+
+    def loss_share(self, part: Part) -> float:
+        """As Strategy's."""
+        self.begin_pass()
+        share = self.forward(part, divisor=1)
+        return 0.0 if share is None else float(share.item())

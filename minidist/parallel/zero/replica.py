@@ -1,0 +1,110 @@
+"""What ZeRO-1 and ZeRO-2 share: each rank holds the whole model, updates its chunk, and gathers the others' chunks.
+
+Gathering hides behind the next forward. A step ends when the updated chunks have set out; a read of a weight waits for
+that weight alone. Forward takes weights in the order in which the model declares them, so they set out in that order:
+
+    compute         … optimizer | forward: layer 1 | layer 2  | layer 3  | backward …
+    communication               | gather 1 | gather 2 | gather 3 |
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
+
+from minidist.comm.calls.async_call import Pending
+from minidist.comm.group import Group
+from minidist.device.backend import Array
+from minidist.nn import Module
+from minidist.optim import Optimizer
+from minidist.parallel.data.buckets import BUCKET_BYTES, BucketOrder, cut
+from minidist.parallel.step.flat import Flat, Squares, trainable
+from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.replicas import check_equal_replicas
+from minidist.parallel.step.step import Loss
+from minidist.parallel.zero.shards import ShardStore, ZeroAxis
+
+
+class ParameterArrivals:
+    """Gathers runs of parameters, of which each rank has its chunk, into whole vectors.
+
+    Args:    flats: the runs, last used first; weights: their whole vectors, of which the parameters are views.
+             algorithm: of the all-gather.
+    """
+
+    def __init__(self, flats: Sequence[Flat], weights: Sequence[Array], *, algorithm: str,
+                 recorder: Recorder) -> None:
+        self.flats, self.weights = flats, weights
+        self.algorithm, self.recorder = algorithm, recorder
+        self._pending: dict[int, Pending] = {}
+
+    def start(self) -> None:
+        """This rank's chunks are new: begin to gather the chunks of all ranks.
+
+        Cost:    one all-gather a flat; returns at once.
+        """
+        for index in reversed(range(len(self.flats))):
+            flat, vector = self.flats[index], self.weights[index]
+            self.recorder.announce(flat.group.axis, f"all_gather bucket {index}")
+            self._pending[index] = flat.group.start_all_gather(vector[flat.own], out=vector, algorithm=self.algorithm)
+            for parameter in flat.parameters:
+                parameter.arrival = partial(self._arrive, index)
+
+    def _arrive(self, index: int) -> None:
+        with self.recorder.span("wait for weights"):
+            self._pending[index].wait()
+        del self._pending[index]
+        for parameter in self.flats[index].parameters:
+            parameter.arrival = None
+
+    def settle(self) -> None:
+        """Wait for all that is on its way: the vectors may change again."""
+        for index in list(self._pending):
+            self._arrive(index)
+
+
+class ShardedReplica(ZeroAxis):
+    """A replica of a model whose optimizer is divided among the ranks of a group.
+
+    Args:    model: equal on all ranks; its weights move into vectors. Frozen weights stay as they are.
+             bucket_bytes: a bucket's most bytes; the others as ZeroAxis.
+    Attributes: parameters: what the optimizer is made of: this rank's pieces.
+    Raises:  MismatchError if the replicas do not start equal.
+    """
+
+    name: str               # of the stage
+    update_step: str        # the notes' step that is the update
+
+    def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
+                 algorithm: str = "ring", shard: int | None = None, precision: Precision | None = None,
+                 store: ShardStore | None = None, recorder: Recorder | None = None) -> None:
+        super().__init__(model, group, loss=loss, algorithm=algorithm, shard=shard, precision=precision, store=store,
+                         recorder=recorder)
+        check_equal_replicas(model.parameters(), group, when="before the first step")
+        runs = cut(trainable(model.parameters()), bucket_bytes)
+        self.flats = self.stored = [Flat(run, self.sharing.shard) for run in runs]
+        self.weights = [flat.join() for flat in self.flats]
+        for index, (flat, weights) in enumerate(zip(self.flats, self.weights, strict=True)):
+            self.store.keep(flat, weights[flat.own], f"bucket {index}")
+        self._make_gradients()
+        self.parameters = self.pieces()
+        self.arrivals = ParameterArrivals(self.flats, self.weights, algorithm=algorithm, recorder=self.recorder)
+        self._order = BucketOrder([flat.parameters for flat in self.flats], self._start_reduce,
+                                  who=f"{self.name} rank {group.rank} of {group.size}",
+                                  by=f"{type(self).__name__}.backward")
+
+    @abstractmethod
+    def _make_gradients(self) -> None:
+        """Say where the gradients of each bucket, and their sums, lie."""
+
+    @abstractmethod
+    def _start_reduce(self, index: int) -> None:
+        """The gradients of a bucket are final, and those before it have set out: begin the reduce-scatter."""
+
+    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None,
+               squares: Squares | None = None) -> None:
+        """The optimizer's step on this rank's pieces; then the new weights set out. Args: as DataAxis.update."""
+        self.arrivals.settle()
+        with self.recorder.span("optimizer", notes=self.update_step):
+            self.precision.update(optimizer, squares or self.squares, lr=lr, clip=clip)
+        self.arrivals.start()

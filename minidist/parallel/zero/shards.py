@@ -1,0 +1,222 @@
+"""What the three ZeRO stages share: which ranks share a copy of the state, and where a rank's chunks of it lie.
+
+Hybrid sharding: the ranks of a node share one copy of the state, and every node has a copy. Gathering and scattering
+use the links inside a node, which are fast; only sums of shards travel between nodes:
+
+    8 ranks, shard=4       node 0           node 1
+    share a copy        0   1   2   3    4   5   6   7     gather weights, reduce-scatter gradients
+    same shard          0 ─────────────── 4                 all-reduce that shard's gradients; 1-5, 2-6, 3-7 too
+
+With S ranks a copy and R = P/S copies a rank holds 1/S where it would hold 1/P, and sends in a step, for n bytes that
+are gathered or scattered in c collectives:
+
+    inside, axis "dp.shard"         (S-1)/S × cn
+    between, axis "dp.replicas"     2(R-1)/R × n/S, once a step, whatever the number of backward passes
+
+A shard store says where a rank's chunk of a run (step/flat.py) lies while no rank computes with it: its weights, the
+sum of its gradients, the optimizer's state. ShardStore keeps all on the device, the stores of chapter 20 do not.
+
+notes:   N2:426 names hybrid sharding (混合分片策略), and means ZeRO-3 with tensor parallelism; not its usual meaning
+Source:  Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", §3.2.2.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from minidist.autograd.tensor import Parameter
+from minidist.comm.calls.async_call import Pending
+from minidist.comm.chunks import bounds
+from minidist.comm.group import Group
+from minidist.device import account
+from minidist.device.account import MemoryAccount
+from minidist.device.backend import Array, array_module
+from minidist.errors import ConfigError
+from minidist.nn import Module
+from minidist.optim.clip import sum_of_squares
+from minidist.parallel.step.flat import Flat, Piece, gather_state, sum_in_order
+from minidist.parallel.step.precision import Precision
+from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.step import Loss, divisors
+from minidist.parallel.step.strategy import Collective, DataAxis
+from minidist.parallel.step.traffic import MemoryTraffic
+
+
+class HybridSharding:
+    """The ranks that share a copy with this rank, and those that hold the same shard of other copies.
+
+    Args:    group: all ranks of the data axis; shard: how many neighbours share one copy (None: all of them).
+             algorithm: of the all-reduce between copies.
+    Attributes: shard: the ranks that share this rank's copy; copies: how many there are.
+             replicas: the ranks that hold this rank's shard, one a copy; None where there is one copy.
+    Raises:  ConfigError if `shard` does not divide the group.
+    """
+
+    def __init__(self, group: Group, shard: int | None, *, algorithm: str, recorder: Recorder) -> None:
+        size = group.size if shard is None else shard
+        if size not in divisors(group.size):
+            raise ConfigError(f"shard={shard}: {group.size} ranks cannot be cut into copies of {size}; choose one of "
+                              f"{', '.join(map(str, divisors(group.size)))}")
+        self.group, self.copies, self.algorithm, self.recorder = group, group.size // size, algorithm, recorder
+        self.shard: Group = group
+        self.replicas: Group | None = None
+        if self.copies > 1:
+            self.shard = _split(group, group.rank // size, "shard")
+            self.replicas = _split(group, group.rank % size, "replicas")
+        self._pending: list[Pending] = []
+
+    def start_sum(self, chunk: Array, what: str) -> None:
+        """Begin to sum a shard's gradients, already summed within this copy, over all copies, in place.
+
+        Cost:    one all-reduce of the chunk over the copies; nothing where there is one copy.
+        """
+        if self.replicas is not None:
+            self.recorder.announce(self.replicas.axis, f"all_reduce {what}")
+            self._pending.append(self.replicas.start_all_reduce(chunk, out=chunk, algorithm=self.algorithm))
+
+    def require_room(self, there: Iterable[bool]) -> None:
+        """Refuse several copies where a shard's gradients are not on the device, to be summed there."""
+        if self.copies > 1 and not all(there):
+            raise ConfigError(f"shard={self.shard.size} of {self.group.size} ranks: the gradients of {self.copies} "
+                              f"copies are summed on the device, and an offload takes them away; use one of the two")
+
+    def settle(self) -> None:
+        """Return when all sums are there."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+
+
+def _split(group: Group, color: int, what: str) -> Group:
+    part = group.split(color, axis=f"{group.axis}.{what}")
+    assert part is not None
+    return part
+
+
+class ShardStore:
+    """The plain store: everything on the device, nothing moves.
+
+    Attributes: traffic: bytes moved between device, host and disk; host: the account of the host's memory.
+    """
+
+    def __init__(self) -> None:
+        self.traffic, self.host = MemoryTraffic(), MemoryAccount(whose="host memory")
+        self._weights: dict[int, Array] = {}        # by id(flat), as all below
+        self._gradients: dict[int, Array] = {}
+        self._masters: dict[int, Array] = {}
+        self._pieces: list[Piece] = []
+
+    def begin(self, who: str) -> None:
+        """A strategy takes this store; `who` is its rank, for errors."""
+
+    def keep(self, flat: Flat, weights: Array, name: str) -> None:
+        """This rank's chunk of a run's weights, on the device: (owned,); `name` for errors and the timeline."""
+        self._weights[id(flat)] = weights
+
+    def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
+        """Make room for the sums of the chunk's gradients; `shard`: where on the device they arrive by themselves."""
+        if shard is None:
+            weights = self._weights[id(flat)]
+            zeros = array_module(weights).zeros(flat.owned, flat.dtype)
+            shard = account.current().hold(zeros, "gradients")
+        self._gradients[id(flat)] = shard
+
+    def pieces(self, flat: Flat, precision: Precision) -> list[Piece]:
+        """What the optimizer is made of: a piece of each parameter of a run, for this rank's chunk."""
+        self._masters[id(flat)] = precision.master(self._weights[id(flat)])
+        pieces = flat.pieces(self._masters[id(flat)], self._gradients[id(flat)])
+        self._pieces += pieces
+        return pieces
+
+    def prefetch(self, flat: Flat) -> None:
+        """The chunk's weights will be needed soon."""
+
+    def weights(self, flat: Flat, place: Array) -> Array:
+        """The chunk's weights, on the device: in `place` (owned,), or where they are anyway."""
+        return self._weights[id(flat)]
+
+    def gradient_room(self, flat: Flat) -> Array | None:
+        """Where a sum of gradients may be written instead of a call of add, or None."""
+        return self._gradients[id(flat)]
+
+    def add(self, flat: Flat, chunk: Array, *, first: bool) -> None:
+        """Add a sum of gradients (owned,), on the device, to the chunk's; the `first` of a step replaces them."""
+        if first:
+            self._gradients[id(flat)][...] = chunk
+        else:
+            self._gradients[id(flat)] += chunk
+
+    def before_use(self) -> None:
+        """Memory on the device is about to be taken."""
+
+    def settle(self) -> None:
+        """A backward is over: return when the gradients are where they belong."""
+
+    def squares(self) -> float:
+        """Sum of the squares of this rank's gradients, in float64."""
+        return sum_of_squares(piece.grad for piece in self._pieces)
+
+    def state(self, model: Module, flats: Sequence[Flat], *, algorithm: str) -> dict[str, np.ndarray]:
+        """Copies of a model's master weights, whole, on the host; every rank calls it. Cost: as gather_state."""
+        return gather_state(model, flats, map(self.master, flats), algorithm=algorithm)
+
+    def master(self, flat: Flat) -> Array:
+        """The chunk's master weights, on the device or the host; of a frozen run its weights."""
+        return self._masters.get(id(flat), self._weights[id(flat)])
+
+    def disk_bytes(self) -> int:
+        """What lies on disk."""
+        return 0
+
+    def close(self) -> None:
+        """End threads and give space back. The strategy is not used any more."""
+
+
+class ZeroAxis(DataAxis):
+    """A data axis whose ranks divide state: a rank updates its chunks.
+
+    Args:    group: the ranks that share the batch; loss: of a part of the batch (default: `model.loss`).
+             algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
+             shard: how many neighbours share one copy of the state (default: all); store: where chunks lie (default:
+             on the device); precision: of weights and update (default: one dtype for all); recorder: is told what runs.
+    Attributes: flats: the runs of parameters that learn; stored: all that are divided; sharing; store.
+    """
+
+    flats: Sequence[Flat]
+    stored: Sequence[Flat]
+
+    def __init__(self, model: Module, group: Group, *, loss: Loss | None, algorithm: str, shard: int | None,
+                 precision: Precision | None, store: ShardStore | None, recorder: Recorder | None) -> None:
+        super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
+        self.sharing = HybridSharding(group, shard, algorithm=algorithm, recorder=self.recorder)
+        self.first_copy = group.rank < self.sharing.shard.size
+        self.store = store or ShardStore()
+        self.store.begin(f"rank {group.rank}")
+
+    def pieces(self) -> list[Piece]:
+        """This rank's piece of each parameter that learns, for the optimizer."""
+        return [piece for flat in self.flats for piece in self.store.pieces(flat, self.precision)]
+
+    def owned(self) -> list[tuple[Parameter, Piece]]:
+        """The parameters that learn, each with this rank's piece of it."""
+        owners = [parameter for flat in self.flats for parameter in flat.parameters]
+        return list(zip(owners, self.parameters, strict=True))
+
+    def squares(self) -> float:
+        """The sum of the squares of the whole gradient. Cost: one all-gather of a float64 a rank, under `control`."""
+        return sum_in_order(self.sharing.shard, self.store.squares())
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all weights (masters, in mixed precision), whole, on the host, by dotted path. Every rank calls it.
+
+        Cost:    one all-gather a bucket or unit, counted under `control`; one at a time.
+        """
+        return self.store.state(self.model, self.stored, algorithm=self.algorithm)
+
+    def sums_of_copies(self) -> list[Collective]:
+        """The all-reduces of every shard of one copy over the copies, once a step."""
+        ranks, replicas = self.sharing.shard, self.sharing.replicas
+        return [] if replicas is None else [
+            Collective("all_reduce", (stop - start) * flat.dtype.itemsize, replicas, once=True)
+            for flat in self.flats if flat.group is ranks for start, stop in pairwise(bounds(flat.size, ranks.size))]
