@@ -1,4 +1,4 @@
-"""python -m minidist.kernels [NAME …]: what each kernel takes on each architecture, compiled here, without a GPU."""
+"""python -m minidist.kernels [NAME …]: the resources of each kernel on each architecture, compiled without a GPU."""
 
 import sys
 

@@ -6,7 +6,7 @@
     dgate, dup = swiglu_gradient(gate, up, dy)
 
 float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy; computed in float32, rounded once. Version 2 loads
-16 bytes at a time and is taken where every row begins at a multiple of that. Bytes moved: at the head of activation.cu.
+16 bytes at a time and runs if every row begins at a multiple of that. Bytes moved: at the head of activation.cu.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ SOURCE = Source("activation.cu", [
     *(f"{name}_v{version}<{kind}>" for name in ("bias_gelu", "bias_gelu_gradient", "swiglu", "swiglu_gradient")
       for version in VERSIONS for kind in FLOATS), *(f"sum_rows<{kind}>" for kind in FLOATS)])
 BLOCK = 256             # threads
-ROW_PARTS = 64          # at most so many blocks share the rows of a bias' gradient; its sums are float32
+ROW_PARTS = 64          # the most blocks that share the rows of a bias gradient; its sums are float32
 
 _IN, _CUBE = np.sqrt(2 / np.pi), 0.044715
 
@@ -63,7 +63,7 @@ def bias_gelu(x: Array, bias: Array | None = None, *, version: int | None = None
 
 
 def bias_gelu_gradient(x: Array, bias: Array | None, dy: Array, *, version: int | None = None) -> tuple[Array, Array]:
-    """dx and dbias (columns,), the second summed in float32 in an order that depends on the shape alone."""
+    """dx and dbias (columns,), summed in float32 in an order that depends on the shape alone. Raises: ShapeError."""
     xp, columns = array_module(x), x.shape[-1]
     _check_bias(x, bias)
     check_alike("bias_gelu_gradient", x, dy)
@@ -91,7 +91,7 @@ def swiglu(gate: Array, up: Array, *, version: int | None = None) -> Array:
 
 
 def swiglu_gradient(gate: Array, up: Array, dy: Array, *, version: int | None = None) -> tuple[Array, Array]:
-    """The gradients of gate and up."""
+    """The gradients of gate and up: new arrays. Raises: ShapeError."""
     check_alike("swiglu_gradient", gate, up, dy)
     xp = array_module(gate)
     dgate, dup = (xp.empty(gate.shape, gate.dtype) for _ in range(2))
@@ -100,17 +100,19 @@ def swiglu_gradient(gate: Array, up: Array, dy: Array, *, version: int | None = 
 
 
 def _given(*arrays: Any) -> list[Any]:
+    """The arrays that are not None."""
     return [array for array in arrays if array is not None]
 
 
 def _check_bias(x: Array, bias: Array | None) -> None:
+    """Raises: ShapeError if the bias is not one row of x."""
     if bias is not None and bias.shape != x.shape[-1:]:
         raise ShapeError(f"bias_gelu: a bias of shape {bias.shape} does not fit x {x.shape}; it needs {x.shape[-1:]}")
 
 
 def _elementwise(name: str, first: Array, arrays: tuple[Any, ...], numbers: tuple[int, ...],
                  version: int | None) -> None:
-    """A thread an element (version 1) or 16 bytes (version 2)."""
+    """Launch with one thread per element (version 1) or per 16 bytes (version 2)."""
     if first.size == 0:
         return
     version = version_for(name, version, *_given(*arrays))

@@ -1,4 +1,4 @@
-"""Adam and AdamW over all tensors in one launch, with nothing decided on the host: the reference, then the launchers.
+"""Adam and AdamW over all tensors in one launch, without decisions on the host: the reference, then the launchers.
 
     tensors = AdamTensors(masters, decays=[0.1, 0.0], copies=weights)                   # tables, made once
     gradients = Gradients([p.grad for p in parameters])
@@ -36,10 +36,10 @@ def adam_reference(p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, *
 
 
 class AdamTensors:
-    """The tensors of an optimizer, with its state, but for the gradients, which come anew with each step.
+    """The tensors of an optimizer and its state; the gradients are new in each step, and so a separate argument.
 
-    Args:    masters: float32 weights, changed in place; decays: of each tensor; copies: weights in the gradients'
-             dtype, written in each step, or None; moments: lists of m and v to go on with, or None: zeros.
+    Args:    masters: float32 weights, changed in place; decays: one for each tensor; copies: weights in the
+             gradients' dtype, written in each step, or None; moments: lists of m and v, or None: zeros.
     Attributes: m, v    moments, float32, like masters
                 count   int32 (1,) on the device: updates made
     Raises:  ShapeError if the lists or the shapes differ.
@@ -60,21 +60,22 @@ class AdamTensors:
         self.aligned = begin_aligned(*(array for arrays in lists for array in arrays))
 
 
-def _same_shapes(who: str, lists: Sequence[Sequence[Array]]) -> None:
+def _same_shapes(caller: str, lists: Sequence[Sequence[Array]]) -> None:
+    """Raises: ShapeError if the lists differ in shapes."""
     shapes = [[array.shape for array in arrays] for arrays in lists]
     if any(other != shapes[0] for other in shapes):
-        raise ShapeError(f"{who}: masters {shapes[0]}, the others {shapes[1:]}; they must agree one by one")
+        raise ShapeError(f"{caller}: masters {shapes[0]}, the others {shapes[1:]}; they must agree one by one")
 
 
 def adam_step(tensors: AdamTensors, gradients: Gradients, *, lr: float | Array,
               betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, apart: bool = True, scale: float = 1.0,
               factor: Array | None = None, norm: Array | None = None, limit: float = 0.0,
               version: int | None = None) -> None:
-    """One update of every tensor, in place; none at all, and none counted, where norm is inf or NaN.
+    """One update of every tensor, in place. If norm is inf or NaN, no tensor changes and no update is counted.
 
     Args:    lr: the rate; or float64 (1,) on the device, read when the kernel runs.
              scale: gradients are multiplied by it (1 / loss scale), and by `factor`, float32 (1,) on the device.
-             norm: global_norm(factor=scale), float32 (1,); None: no overflow is looked for, nothing clipped.
+             norm: global_norm(factor=scale), float32 (1,); None: no check for overflow, no clipping.
              limit: the largest norm, 0 for any; apart: AdamW's decay, else Adam's.
     Raises:  ShapeError if gradients do not fit; KernelError if version 3 is asked for and a tensor does not begin at a
              multiple of 16 bytes.
@@ -99,6 +100,7 @@ def adam_step(tensors: AdamTensors, gradients: Gradients, *, lr: float | Array,
 
 
 def _a_launch_each(tensors: AdamTensors, gradients: Gradients, constants: tuple[float, ...]) -> None:
+    """Version 1: a launch for each tensor."""
     copies = [None] * len(tensors.decays) if tensors.copies is None else tensors.copies.arrays
     for p, g, m, v, copy, decay in zip(tensors.masters.arrays, gradients.arrays, tensors.m.arrays,
                                        tensors.v.arrays, copies, tensors.decays, strict=True):

@@ -4,11 +4,11 @@
     dq, dk, dv = attention_gradient(q, k, v, y, log_total, dy, causal=True)
 
 q (B, H, T, D), k and v (B, H_kv, S, D), float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy. H / H_kv
-query heads in a row share one key head. log_total (B, H, T), float32, is log(sum(exp(scores))) of each query: all that
-backward needs beside the inputs and y. `blocks` (ceil(T / 64), ceil(S / 64)), bool, says which 64 queries see which 64
-keys, for all heads (block-sparse attention); a query that sees no key gets zeros. Sums are float32.
-Cost: 4·B·H·T·S·D operations forward; tiles that nobody sees (ahead of all their queries, or left out of `blocks`) are
-skipped. Speed is not yet measured.
+query heads in a row share one key head. log_total (B, H, T), float32, is log(sum(exp(scores))) of each query; backward
+needs only this beside the inputs and y. `blocks` (ceil(T / 64), ceil(S / 64)), bool: which 64 queries see which 64
+keys, for all heads (block-sparse attention); a query without keys gets zeros. Sums are float32.
+Cost: 4·B·H·T·S·D operations forward, less those of skipped tiles: tiles after all of their queries, or False in
+`blocks`. Speed is not yet measured.
 """
 
 from typing import Any
@@ -36,12 +36,12 @@ GRADIENTS = Source("attention_gradient.cu", [f"attention_{name}<{kind}>" for nam
 # ---------------------------------------------------------------------------------------------------------- references
 
 def _repeated(x: np.ndarray, heads: int) -> np.ndarray:
-    """(B, H_kv, S, D) -> (B, H, S, D): each key head for the query heads that share it."""
+    """(B, H_kv, S, D) -> (B, H, S, D): each key head repeated for the query heads that share it."""
     return np.repeat(x, heads // x.shape[1], axis=1)
 
 
 def seen(queries: int, keys: int, causal: bool, blocks: np.ndarray | None) -> np.ndarray:
-    """(T, S), bool: which query sees which key."""
+    """(T, S), bool: whether a query sees a key."""
     mask = np.ones((queries, keys), bool)
     if causal:
         mask &= np.arange(keys) <= np.arange(queries)[:, None]
@@ -66,7 +66,7 @@ def attention_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: 
 
 def attention_gradient_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, dy: np.ndarray, *, causal: bool = False,
                                  blocks: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """dq, dk, dv; the formulas stand in attention_gradient.cu."""
+    """dq, dk, dv; the formulas are in attention_gradient.cu."""
     heads, scale = q.shape[1], q.shape[-1] ** -0.5
     y, log_total = attention_reference(q, k, v, causal=causal, blocks=blocks)
     k_all, v_all = _repeated(k, heads), _repeated(v, heads)
@@ -113,7 +113,7 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool = False, blocks: Arr
 
 def attention_gradient(q: Array, k: Array, v: Array, y: Array, log_total: Array, dy: Array, *, causal: bool = False,
                        blocks: Array | None = None, version: int | None = None) -> tuple[Array, Array, Array]:
-    """dq, dk, dv, of the shapes and the dtype of q, k, v, from what `attention` returned and y's gradient.
+    """dq, dk, dv, with the shapes and the dtype of q, k, v. y, log_total: from `attention`; dy: the gradient of y.
 
     Raises: ShapeError, DtypeError; KernelError if `version` does not fit.
     """
@@ -159,7 +159,7 @@ def _tiled_gradient(version: int, given: tuple[Array, ...], results: tuple[Array
 
 
 def fastest(q: Array) -> int:
-    """The version to take: tensor cores for half types; version 1 where a head is wider than tiles are."""
+    """The fastest version that fits: tensor cores for half types; version 1 if a head is wider than a tile."""
     return 1 if q.shape[-1] > WIDTHS[-1] else 3 if q.dtype in LOW_PRECISION else 2
 
 

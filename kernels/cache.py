@@ -1,4 +1,4 @@
-"""What compilers built stays in the user's cache folder, under a name that holds a hash of everything it came from."""
+"""Compiled files in the user's cache folder. The name of a file contains a hash of all its sources and flags."""
 
 import contextlib
 import fcntl
@@ -15,7 +15,7 @@ LIMIT = 100.0       # seconds that a process waits for another's build
 
 
 def folder() -> Path:
-    """Where it stays: minidist/kernels in the user's cache folder. Raises: KernelError for a user without a home."""
+    """The folder: minidist/kernels in the user's cache folder. Raises: KernelError for a user without a home."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minidist" / "kernels"
     except RuntimeError as error:
@@ -24,16 +24,17 @@ def folder() -> Path:
 
 
 def place(stem: str, suffix: str, *parts: str) -> Path:
-    """The file of what is built from these texts (sources, flags, the compiler's version)."""
+    """The path of the file built from these texts (sources, flags, the compiler's version)."""
     digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=10).hexdigest()
     return folder() / f"{stem}-{digest}{suffix}"
 
 
 @contextlib.contextmanager
 def missing(path: Path) -> Iterator[Path | None]:
-    """A file to write if `path` is not there; it then takes its place. One process builds, others wait for it.
+    """Context manager: a new file to write if `path` does not exist, else None; it is renamed to `path` at the end.
 
-    Raises: KernelError if that one has not ended after LIMIT seconds, or if nothing can be written there.
+    One process builds, others wait for it.
+    Raises:  KernelError if the builder has not ended after LIMIT seconds, or if the folder cannot be written.
     """
     if path.exists():
         yield None

@@ -1,9 +1,9 @@
-"""Casts to fewer bits, with a scale on the way and the largest |element| as a by-product: casts.cu's launchers.
+"""Casts to fewer bits, with a scale and the largest |element| as a by-product: the launchers of casts.cu.
 
     y, amax = cast(x, "float8_e4m3fn", scale)       # scale float32 (1,) on the device, or None for 1
-    x = restore(y, "float8_e4m3fn", scale)          # fp8 alone: exactly, then / scale; float32 or bfloat16
+    x = restore(y, "float8_e4m3fn", scale)          # of fp8 only: exact, then / scale; float32 or bfloat16
 
-float32 or bfloat16 to fp8 (e4m3, e5m2: y is uint8, since CuPy has no dtype for it; `y.view(ml_dtypes.…)` on the host),
+float32 or bfloat16 to fp8 (e4m3, e5m2: y is uint8, as CuPy has no dtype for it; `y.view(ml_dtypes.…)` on the host),
 float32 to float16 or bfloat16. Rounded as ml_dtypes does, bit for bit; fp8 saturates. Bytes: at the head of casts.cu.
 """
 
@@ -34,7 +34,7 @@ SOURCE = Source("casts.cu", [*(_instance(version, source, target) for version in
 
 
 def cast_reference(x: np.ndarray, target: str, scale: float = 1.0) -> tuple[np.ndarray, np.float32]:
-    """x (float32 or bfloat16) times scale in float32, cut off at fp8's ends, rounded once; and the largest |x|."""
+    """x (float32 or bfloat16) times scale in float32, clipped to fp8's range, rounded once; and the largest |x|."""
     wide = x.astype(np.float32)
     amax = np.abs(wide).max(initial=0)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -1,4 +1,4 @@
-"""Many tensors in one launch: cut into chunks of equal length, a block of threads for each.
+"""Many tensors in one launch: they are cut into chunks of equal length, one for each block of threads.
 
     chunks = Chunks([w.size for w in weights], xp)
     launch(…, grid=len(chunks), args=(Table(weights), chunks.owner, chunks.start, chunks.lengths, …))
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-CHUNK = 4096            # elements; a multiple of what any version loads at once
+CHUNK = 4096            # elements; a multiple of the elements that any version loads at once
 
 
 class Chunks:
-    """Which tensor each block works on, and from which element: no chunk crosses a tensor's end.
+    """The tensor and the first element of each block. No chunk crosses the end of a tensor.
 
     Attributes: owner    int32 (chunks,): the number of the tensor
                 start    int64 (chunks,): its first element, a multiple of CHUNK

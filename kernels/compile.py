@@ -1,9 +1,9 @@
-"""Every kernel compiled for the GPUs it is meant for, on a machine without one: registers, shared memory, spills.
+"""Compiling every kernel for its GPUs, on a machine without one: registers, shared memory, spills.
 
     python -m minidist.kernels                       # the table
 
-By NVRTC where its wheels are installed (extra test-kernels; it is what CuPy compiles with), else by nvcc. Both parse
-the same text and end in the same ptxas; NVRTC is the quicker by far.
+NVRTC compiles if its wheels are installed (extra test-kernels; CuPy uses it too), else nvcc. Both parse the same text
+and run the same ptxas; NVRTC is much faster.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")        # A100, H100 and H200, B200
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """What one kernel takes on one architecture: registers a thread, bytes of static shared memory a block, spills."""
+    """A kernel's resources on an architecture: registers a thread, bytes of static shared memory a block, spills."""
 
     kernel: str
     architecture: str
@@ -41,7 +41,7 @@ class ResourceUsage:
 
 
 def sources() -> list[Source]:
-    """Every Source of this folder's modules."""
+    """The Sources of all modules in this folder."""
     found = []
     for path in sorted(HERE.glob("*.py")):
         if path.stem not in ("__init__", "__main__") and path.with_suffix(".cu").exists():
@@ -59,7 +59,7 @@ def one_of_each(source: Source, turn: int) -> list[str]:
 
 
 def compile_for(source: Source, architecture: str, kernels: Sequence[str] = ()) -> list[ResourceUsage]:
-    """What each kernel of a source (or these of them) takes on an architecture. Raises: KernelError with file and line.
+    """The resources of each kernel of a source, or of `kernels`. Raises: KernelError with file and line.
 
     Cost: 50 ms a kernel by NVRTC, unless it is in the cache.
     """
@@ -73,7 +73,7 @@ def compile_for(source: Source, architecture: str, kernels: Sequence[str] = ()) 
 
 
 def _usages(log: str, architecture: str) -> list[ResourceUsage]:
-    """Read what ptxas says (-v), each kernel under the name that `names` lines before it give."""
+    """The resources in the log of ptxas -v; `name` lines before it give the kernels' names."""
     names = dict(re.findall(r"^name (\S+) (.*)$", log, re.MULTILINE))
     found = []
     for part in log.split("Compiling entry function '")[1:]:
@@ -120,7 +120,7 @@ def _wheels() -> tuple[Path, Path] | None:
 
 @cache
 def _nvrtc(folder: Path) -> ctypes.CDLL:
-    """The library. What it loads by itself, its builtins, must be there first and for all to see."""
+    """The NVRTC library. Its builtins library, which it loads itself, must be loaded before, with global symbols."""
     ctypes.CDLL(str(next(folder.glob("libnvrtc-builtins.so.*"))), ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(next(folder.glob("libnvrtc.so.*"))))
 

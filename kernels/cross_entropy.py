@@ -1,4 +1,4 @@
-"""Cross-entropy, forward and backward in one pass over the logits: NumPy reference, then cross_entropy.cu's launcher.
+"""Cross-entropy, forward and backward in one pass over the logits: the NumPy reference, then the launcher.
 
     losses, dlogits = cross_entropy(logits, targets, scale=1 / tokens)                # a new array
     losses, dlogits = cross_entropy(logits, targets, scale=1 / tokens, out=logits)    # over the logits
@@ -22,7 +22,7 @@ MOST_KEPT = MOST_SHARED - 256           # bytes of a row that version 3 can keep
 
 
 def is_kept(logits: Array) -> bool:
-    """Whether version 3 can keep a row where these logits are: sm_80 has 163 KiB, sm_89 and others 99."""
+    """Whether version 3 can keep a row in shared memory on this device: sm_80 has 163 KiB, sm_89 and others 99."""
     row = logits.shape[-1] * logits.dtype.itemsize
     if isinstance(logits, np.ndarray) or row <= 48 << 10:       # as every GPU has; asking takes a while
         return row <= MOST_KEPT
@@ -43,10 +43,11 @@ def cross_entropy_reference(logits: np.ndarray, targets: np.ndarray, scale: floa
 
 def cross_entropy(logits: Array, targets: Array, *, scale: float, factor: Array | None = None, gradient: bool = True,
                   out: Array | None = None, version: int | None = None) -> tuple[Array, Array | None]:
-    """Losses and dlogits; None for the second without `gradient`. `out`: where dlogits go, the logits themselves too.
+    """Losses and dlogits. A target outside the row gives NaN, because the host does not wait to check targets.
 
-    factor: one float32 number beside the logits, so that nobody waits for the GPU to read it.
-    Raises: ShapeError if targets, factor or `out` do not fit. A target outside the row gives NaN: nobody waits to look.
+    Args:    gradient: False: dlogits is None; out: the array for dlogits, possibly the logits themselves.
+             factor: one float32 number on the device of the logits, so that the host does not wait to read it.
+    Raises:  ShapeError if targets, factor or `out` do not fit.
     """
     xp, columns = array_module(logits), logits.shape[-1]
     if targets.shape != logits.shape[:-1]:

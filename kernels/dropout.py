@@ -1,4 +1,4 @@
-"""Residual + dropout whose mask is drawn again, not kept: NumPy reference, then dropout.cu's launcher.
+"""Residual + dropout; the mask is drawn again in backward, not kept: the NumPy reference, then the launcher.
 
     y = residual_dropout(x, residual, rate=0.1, key=stream_key("layer/dropout/3", seed))     # residual None: 0
     dx = residual_dropout(dy, None, rate=0.1, key=…)                                        # its gradient for x
@@ -32,7 +32,7 @@ def residual_dropout(x: Array, residual: Array | None = None, *, rate: float, ke
 
     Args:    key: backend.stream_key of the layer, step and seed; or uint64 (1,) beside x, read when the kernel runs.
              tokens: (…) int64, the global index of each row (default: 0, 1, …).
-             first_column, width: which columns of the whole width these are (default: all).
+             first_column, width: the first of these columns, and the number of all columns (default: these are all).
     Raises:  ConfigError for a rate outside [0, 1); ShapeError if residual or tokens do not fit.
     """
     if not 0.0 <= rate < 1.0:

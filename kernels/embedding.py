@@ -4,7 +4,7 @@
 
 dy float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy. Sums are float32, in a fixed order: the same
 bits each time. Moved: dy.nbytes read, the result's written; versions 2 and 3 sort the ids first. Ids may stay on the
-host where dy is on a GPU: they are sorted there then, while the GPU computes.
+host while dy is on a GPU; then the host sorts them while the GPU computes.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ BLOCK, LANES = 256, 32      # threads a block, and a warp
 
 
 def embedding_gradient_reference(ids: np.ndarray, dy: np.ndarray, count: int) -> np.ndarray:
-    """Row t: the sum of dy's rows whose id is t, one after the other."""
+    """Row t is the sum of the rows of dy whose id is t, in their order."""
     result = np.zeros((count, dy.shape[-1]), dy.dtype)
     np.add.at(result, ids.reshape(-1), dy.reshape(-1, dy.shape[-1]))
     return result
@@ -27,10 +27,10 @@ def embedding_gradient_reference(ids: np.ndarray, dy: np.ndarray, count: int) ->
 
 def embedding_gradient(ids: Array, dy: Array, count: int, *, found: tuple[Array, Array] | None = None,
                        version: int | None = None) -> Array:
-    """A new array (count, width) of dy's dtype. Ids outside of 0 … count - 1 count nowhere.
+    """A new array (count, width) of dy's dtype. Ids outside of 0 … count - 1 are ignored.
 
-    Args:    found: runs(ids, count), beside dy, where somebody has them.
-    Raises: ShapeError if dy does not fit ids; KernelError if `version` does not fit.
+    Args:    found: runs(ids, count) on the device of dy, if the caller has them.
+    Raises:  ShapeError if dy does not fit ids; KernelError if `version` does not fit.
     """
     if dy.shape[:-1] != ids.shape or dy.ndim == 0:
         raise ShapeError(f"embedding_gradient: dy {dy.shape} does not fit ids {ids.shape}; it needs a row for each")
@@ -53,10 +53,10 @@ def embedding_gradient(ids: Array, dy: Array, count: int, *, found: tuple[Array,
 
 
 def runs(ids: Array, count: int) -> tuple[Array, Array]:
-    """Where each id stands, the smallest id first and equal ones in their order: (n,), and where the runs begin.
+    """The positions of each id, sorted by id and then by position, and the bounds of each id's run.
 
-    Of ids on the host it is found there, while the GPU computes; CuPy's sort returns when it is done.
-    Returns: order (n,) int32; starts (count + 1,) int32: id t stands at order[starts[t]:starts[t + 1]].
+    For ids on the host, the host sorts while the GPU computes. CuPy's sort waits for the GPU.
+    Returns: order (n,) int32; starts (count + 1,) int32: id t is at order[starts[t]:starts[t + 1]].
     """
     xp = array_module(ids)
     order = xp.argsort(ids, kind="stable")

@@ -1,7 +1,7 @@
-"""The global norm of many gradients, which also tells an overflow: the reference, then global_norm.cu's launchers.
+"""The global norm of many gradients, inf or NaN after an overflow: the reference, then the launchers.
 
     gradients = Gradients([p.grad for p in parameters])         # a table on the device, made once
-    norm = global_norm(gradients, factor=1 / loss_scale)        # float32 (1,), on the device: nobody waits
+    norm = global_norm(gradients, factor=1 / loss_scale)        # float32 (1,), on the device; the host does not wait
     squares = sum_of_squares([p.grad for p in parameters])      # the same before the root, float64 ()
 
 Tensors of one dtype (float32, float16, bfloat16), contiguous, any shapes; version 1, the naive one, float32 alone.
@@ -30,10 +30,10 @@ def global_norm_reference(gradients: Sequence[np.ndarray]) -> float:
 
 
 class Gradients:
-    """Tensors of one dtype as kernels find them: a table of pointers, and chunks for the blocks.
+    """Tensors of one dtype for a kernel: a table of pointers, and chunks for the blocks.
 
     Args:    chunks: those of earlier tensors of the same lengths, or None: they are made.
-             places: those of an earlier table; nothing is sent to the device if these tensors lie there too.
+             places: the addresses of an earlier table; they are used again if these tensors have the same addresses.
     """
 
     def __init__(self, arrays: Sequence[Array], chunks: Chunks | None = None, places: Places | None = None) -> None:
@@ -44,7 +44,7 @@ class Gradients:
 
     @cached_property
     def aligned(self) -> bool:
-        """Whether each begins at a multiple of 16 bytes; how long it is does not matter."""
+        """Whether each array begins at a multiple of 16 bytes; its length does not matter."""
         return begin_aligned(*self.arrays)
 
 
@@ -59,7 +59,7 @@ def global_norm(gradients: Gradients, *, factor: float = 1.0, version: int | Non
 
 
 def sum_of_squares(arrays: Sequence[Array] | Gradients) -> Array:
-    """The sum of the squares of all elements: float64, no dims, beside the arrays."""
+    """The sum of the squares of all elements: float64, without dims, on the device of the arrays."""
     gradients = arrays if isinstance(arrays, Gradients) else Gradients(arrays)
     sums, squares = _sums(gradients, None), array_module(*gradients.arrays).empty((1,), np.float64)
     launch(SOURCE, "global_norm_finish", grid=1, block=256, args=(sums, sums.size, squares, None, 1.0))
@@ -67,7 +67,7 @@ def sum_of_squares(arrays: Sequence[Array] | Gradients) -> Array:
 
 
 def _sums(gradients: Gradients, version: int | None) -> Array:
-    """Of the squares, float32: of each chunk, or with version 1 of each tensor."""
+    """The sums of the squares, float32: of each chunk, or with version 1 of each tensor."""
     first, chunks = gradients.arrays[0], gradients.chunks
     version = version or (3 if gradients.aligned else 2)
     if version == 3 and not gradients.aligned:

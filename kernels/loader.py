@@ -1,14 +1,14 @@
-"""From a .cu to a kernel that runs: reading, checking a launch, and handing it to the GPU or to the CPU build.
+"""From a .cu to a kernel that runs: read it, check a launch, run it on the GPU or in the CPU build.
 
     SOURCE = Source("softmax.cu", ["softmax_v1<float>", "softmax_v1<__half>"])
     launch(SOURCE, "softmax_v1<float>", grid=rows, block=128, args=(x, y, rows, columns))
 
-The arrays say where: CuPy's run on their GPU, compiled by CuPy's RawModule (which keeps what it compiled, on disk too,
-and picks the architecture of the device); NumPy's run on the CPU, on the same source built by g++ (on_cpu.py), slowly
-but with every access to memory checked. Nothing is copied or converted behind your back.
+The arrays choose the device. With CuPy arrays the kernel runs on their GPU, compiled by CuPy's RawModule, which caches
+compiled code on disk and picks the architecture of the device. With NumPy arrays it runs on the CPU, from the same
+source built by g++ (on_cpu.py): slowly, but with every memory access checked. No argument is copied or converted.
 
-A kernel's arguments are read from its own text, so that a wrong dtype, a missing argument or a number that does not
-fit is an error that names the argument, not a wrong result.
+The parameters of a kernel are read from its source. So a wrong dtype, a missing argument or a number that does not fit
+is an error that names the argument, not a wrong result.
 """
 
 import re
@@ -35,7 +35,7 @@ C_TYPES = {np.dtype(kind): name for kind, name in (
     (np.uint32, "unsigned"), (np.int64, "long long"), (np.uint64, "unsigned long long"), (np.bool_, "bool"))}
 _DTYPES = {name: kind for kind, name in C_TYPES.items()}
 
-FLOATS = ("float", "__half", "__nv_bfloat16")       # what most kernels take
+FLOATS = ("float", "__half", "__nv_bfloat16")       # the types that most kernels take
 
 MOST_THREADS, MOST_BLOCK_Z, MOST_GRID, MOST_GRID_YZ = 1024, 64, 2 ** 31 - 1, 65535
 MOST_SHARED = 227 * 1024            # bytes a block, of sm_90 and sm_100; sm_80 has 163 KiB
@@ -58,14 +58,14 @@ def aligned(*arrays: Array) -> bool:
 
 
 def begin_aligned(*arrays: Array) -> bool:
-    """Whether each array begins at a multiple of 16 bytes; how long its rows are does not matter."""
+    """Whether each array begins at a multiple of 16 bytes; the length of its rows does not matter."""
     return all(address_of(array) % 16 == 0 for array in arrays)
 
 
 def version_for(name: str, wanted: int | None, *arrays: Array, packed: int = 2) -> int:
     """The version to run: the wanted one, or the last that fits. From `packed` on, versions load 16 bytes at a time.
 
-    Raises: KernelError where the wanted one loads packs and an array does not fit.
+    Raises:  KernelError if the wanted version loads 16 bytes at a time and an array does not fit.
     """
     fits = aligned(*arrays)
     if wanted is not None and wanted >= packed and not fits:
@@ -75,7 +75,7 @@ def version_for(name: str, wanted: int | None, *arrays: Array, packed: int = 2) 
 
 
 def address_of(array: Array) -> int:
-    """Where an array's first element lies, in its device's memory."""
+    """The address of an array's first element, in the memory of its device."""
     return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
 
 
@@ -96,21 +96,21 @@ class KernelParameter:
 
 
 class Places:
-    """Addresses, and as a kernel reads them, uint64 beside what they point to."""
+    """Addresses of arrays, as numbers and, for a kernel, as a uint64 array on the device of the arrays."""
 
     def __init__(self, where: tuple[int, ...], module: Any) -> None:
         self.where, self._module = where, module
 
     @cached_property
     def array(self) -> Array:
-        """On the device; made when a kernel first wants them."""
+        """The addresses on the device; made at the first use."""
         return self._module.asarray(np.array(self.where, np.uint64))
 
 
 class Table:
-    """Arrays of one dtype, any shapes, for a kernel's `T* const*`: many tensors in one launch. Made once.
+    """Arrays of one dtype and any shapes, for a kernel's `T* const*`: many tensors in one launch. Made once.
 
-    Args:    earlier: the places of an earlier table, which need no array; those of this one, if nothing has moved.
+    Args:    earlier: the addresses of an earlier table; they are used again if no array has moved.
     """
 
     def __init__(self, arrays: Sequence[Array], earlier: Places | None = None) -> None:
@@ -121,12 +121,12 @@ class Table:
 
     @property
     def addresses(self) -> Array:
-        """Where each begins, beside the arrays: uint64."""
+        """The address of each array: uint64, on the device of the arrays."""
         return self.places.array
 
 
 class Source:
-    """A .cu beside its .py, and the kernels of it that are used: names, templates with their arguments filled in."""
+    """A .cu file and its kernels in use. Args: path: in this folder; kernels: names, with template arguments."""
 
     def __init__(self, path: str | Path, kernels: Sequence[str]) -> None:
         self.path = HERE / path
@@ -134,7 +134,7 @@ class Source:
 
     @cached_property
     def text(self) -> str:
-        """The source with its own #includes ("…") put in, each line still known by its file and number."""
+        """The source with its #includes ("…") expanded; #line directives keep the file and number of each line."""
         return _expand(self.path, set())
 
     @cached_property
@@ -163,7 +163,7 @@ class Source:
 
     @cached_property
     def module(self) -> Any:
-        """CuPy's module of it, not compiled yet."""
+        """CuPy's module of the source, not compiled yet."""
         import cupy  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
 
         return cupy.RawModule(code=self.text, options=(STANDARD,), name_expressions=self.kernels)
@@ -189,7 +189,7 @@ def _expand(path: Path, seen: set[Path]) -> str:
 
 
 def compile_error(source: Source, compiler: str, log: str) -> KernelError:
-    """One line of a compiler's log, with file and line: the first error."""
+    """The first error in a compiler's log as one line, with file and line number."""
     found = re.search(r"^(\S+?)(?:\((\d+)\)|:(\d+)(?::\d+)?): (?:catastrophic |fatal )?error:? *(?:#\d+\S*: )?(.*)$",
                       log, re.MULTILINE)
     if found is None:
@@ -206,14 +206,14 @@ def launch(source: Source, kernel: str, *, grid: int | tuple[int, ...], block: i
     """Run a kernel over its arguments: arrays, all NumPy or all CuPy, and numbers. Outputs are written in place.
 
     Args:    grid, block: blocks, and threads a block, along x, y, z. shared: bytes of `extern __shared__` memory.
-             None in place of an array is a null pointer; a Table stands for an array of pointers.
+             args: None is a null pointer; a Table is an array of pointers.
     Raises:  KernelError: no such kernel, a compile error, a launch beyond the limits, a broken rule (CPU build);
              DtypeError, ShapeError: an argument does not fit its parameter, or is not contiguous.
     """
     values = _bind(source, kernel, args)
     sizes = _check_sizes(kernel, grid, block, shared)
     if array_module(*args, *(arg.arrays[0] for arg in args if isinstance(arg, Table) and arg.arrays)) is np:
-        from minidist.kernels import on_cpu  # noqa: PLC0415 - what it needs (g++, fcntl) a GPU's user may not have
+        from minidist.kernels import on_cpu  # noqa: PLC0415 - it needs g++ and fcntl, which a machine with a GPU may lack
 
         on_cpu.run(source, kernel, *sizes, values, shared)
     else:

@@ -2,10 +2,10 @@
 
     c = matmul(a, b)                            # the fastest version that fits
     c = matmul(a, b, version=2)                 # one rung of the ladder
-    dw = matmul(x, dy, transpose_a=True)        # xᵀ @ dy by tensor cores, x as it lies in memory
+    dw = matmul(x, dy, transpose_a=True)        # xᵀ @ dy by tensor cores, without transposing x in memory
 
-a (m, k), b (k, n), float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy; sums are float32. This is a
-course: minidist multiplies by cuBLAS (backend.matmul), the mark that the ladder climbs towards. Not yet measured.
+a (m, k), b (k, n), float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy; sums are float32. These
+kernels are for learning: minidist multiplies by cuBLAS (backend.matmul). Not yet measured.
 Cost: 2·m·n·k operations; matmul.cu states the bytes that each version reads, `read_bytes` counts them.
 """
 
@@ -18,7 +18,7 @@ from minidist.errors import DtypeError, KernelError, ShapeError
 
 VERSIONS = (1, 2, 3, 4, 5)
 HALVES = FLOATS[1:]
-SIDES = {1: 1, 2: 32, 3: 128, 4: 128, 5: 128}       # results (side, side) that share what is read
+SIDES = {1: 1, 2: 32, 3: 128, 4: 128, 5: 128}       # results (side, side) that share their loads
 DEPTHS = {1: 1, 2: 32, 3: 8, 4: 16, 5: 32}          # of a tile, along k
 THREADS = 256
 
@@ -38,14 +38,14 @@ def matmul_reference(a: np.ndarray, b: np.ndarray, *, transpose_a: bool = False,
 
 
 def read_bytes(version: int, m: int, n: int, k: int, itemsize: int) -> int:
-    """What a version reads of global memory: each tile of results reads its rows of a and its columns of b once."""
+    """The bytes that a version reads from global memory: each tile of results reads its rows and columns once."""
     side = SIDES[version]
     return (-(-n // side) * m * k + -(-m // side) * n * k) * itemsize
 
 
 def matmul(a: Array, b: Array, *, version: int | None = None, transpose_a: bool = False,
            transpose_b: bool = False) -> Array:
-    """A new array (m, n) of a's dtype. transpose_a: a is given as (k, m); transpose_b: b as (n, k). Version 5 only.
+    """A new array (m, n) of a's dtype. transpose_a: a is (k, m); transpose_b: b is (n, k); both for version 5 only.
 
     Raises: ShapeError, DtypeError; KernelError if `version` does not fit.
     """
@@ -64,7 +64,7 @@ def matmul(a: Array, b: Array, *, version: int | None = None, transpose_a: bool 
 
 
 def fastest(a: Array) -> int:
-    """The version to take: tensor cores for half types, else vector loads."""
+    """The fastest version that fits: tensor cores for half types, else vector loads."""
     return 5 if a.dtype in LOW_PRECISION else 4
 
 

@@ -31,7 +31,7 @@ Arrays = tuple[Array, ...]
 
 
 def norm_reference(x: np.ndarray, w: np.ndarray, b: np.ndarray | None, eps: float = EPS) -> np.ndarray:
-    """Layer norm, or RMS norm where b is None, in x's dtype."""
+    """Layer norm, or RMS norm if b is None, in x's dtype."""
     apart = x if b is None else x - x.mean(axis=-1, keepdims=True)
     y = apart / np.sqrt((apart * apart).mean(axis=-1, keepdims=True) + eps) * w
     return y if b is None else y + b
@@ -39,7 +39,7 @@ def norm_reference(x: np.ndarray, w: np.ndarray, b: np.ndarray | None, eps: floa
 
 def norm_gradient_reference(x: np.ndarray, w: np.ndarray, dy: np.ndarray, *, centre: bool,
                             eps: float = EPS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The gradients of x, w and b (RMS norm, without `centre`, has no b to use the third)."""
+    """The gradients of x, w and b; centre: False for RMS norm, which has no b and ignores the third."""
     apart = x - x.mean(axis=-1, keepdims=True) if centre else x
     scale = 1 / np.sqrt((apart * apart).mean(axis=-1, keepdims=True) + eps)
     hat, g = apart * scale, dy * w
@@ -61,12 +61,12 @@ def rms_norm(x: Array, w: Array, *, eps: float = EPS, version: int | None = None
 
 def layer_norm_gradient(x: Array, w: Array, dy: Array, mean: Array, scale: Array, *,
                         version: int | None = None) -> Arrays:
-    """dx, dw and db, given what layer_norm returned."""
+    """dx, dw and db; mean and scale: from layer_norm. Raises: as layer_norm."""
     return _gradient("layer_norm_gradient", x, w, dy, mean, scale, version)
 
 
 def rms_norm_gradient(x: Array, w: Array, dy: Array, scale: Array, *, version: int | None = None) -> Arrays:
-    """dx and dw, given what rms_norm returned."""
+    """dx and dw; scale: from rms_norm. Raises: as layer_norm."""
     return _gradient("rms_norm_gradient", x, w, dy, None, scale, version)
 
 

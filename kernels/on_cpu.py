@@ -1,18 +1,19 @@
-"""The CPU build: a .cu built by g++ and run with every access to memory checked. To learn and to test, not for speed.
+"""The CPU build: a .cu built by g++ and run with every memory access checked. For learning and tests, not for speed.
 
     softmax(x, version=2)                               # NumPy arrays: it runs here
     with watch(seed=3, count=True) as seen:
         softmax(x, version=2)
     seen[0].loads.sectors                               # 32-byte sectors that the warps' loads touched
 
-What it catches, each as a KernelError that names kernel, block, thread, array and line: an index out of bounds, a read
-of shared memory that nobody wrote, a race (two threads, one of them writing, and no barrier between), a barrier that
-not all threads of the block come to, a shuffle from a lane that takes no part, a misaligned vector load, no end.
+It finds these errors, each a KernelError that names kernel, block, thread, array and line: an index out of bounds, a
+read of shared memory that was not written, a race (two threads, one of them writing, without a barrier between), a
+barrier that some threads of the block do not reach, a shuffle from an inactive lane, a misaligned vector load, a kernel
+that does not end.
 
-How: cuda_on_cpu/cuda_on_cpu.h gives g++ CUDA's words; runtime.cpp runs the threads of a block as fibres, in an order
-drawn from a seed; g++ -fsanitize=thread (only its instrumentation, not its library) makes a call of every load and
-store, and memory.cpp answers. Arrays are copied between guards before the launch and back after it. What g++ built
-stays in the user's cache folder, by the content of the source.
+cuda_on_cpu/cuda_on_cpu.h defines CUDA's keywords for g++. runtime.cpp runs a block's threads as fibres, in a random
+order by a seed. g++ -fsanitize=thread (only its instrumentation, not its library) turns every load and store into a
+call, and memory.cpp checks it. Arrays are copied between guards before the launch, and back after it. Compiled files
+stay in the user's cache folder, by the content of the source.
 
 Cost: 20 to 40 ns a load or store, 0.5 µs a thread at a barrier, shuffle or atomic; 96 bytes of notes a checked element
 of an argument or byte of shared memory.
@@ -39,18 +40,18 @@ from minidist.kernels.loader import HERE, KernelParameter, Source, Table, addres
 from minidist.errors import KernelError
 
 HEADERS = HERE / "cuda_on_cpu"
-# No fortified longjmp: it refuses to jump from one fibre's stack to another's.
+# No fortified longjmp, because it refuses to jump from the stack of one fibre to that of another.
 _RUNTIME_FLAGS = ("-std=c++20", "-O2", "-U_FORTIFY_SOURCE", "-fPIC", "-fvisibility=hidden")
-# No SRA: a float4 stays one access. No loop patterns: a loop does not become a memset, which nobody would check.
+# No SRA: a float4 stays one access. No loop patterns: a loop does not become a memset, which is not checked.
 _KERNEL_FLAGS = ("-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-fsanitize=thread", "-fno-tree-sra",
                  "-fno-tree-loop-distribute-patterns", "-ffp-contract=off", "-Wno-unknown-pragmas")
-_GUARD = 4096            # bytes, at least, that belong to nobody before and after each array
+_GUARD = 4096            # unused bytes, at least, before and after each array
 _ALIGN = 256             # of an array that cudaMalloc gave
 _MOST_STEPS = 2 ** 31    # of a launch, about a minute
 _one_at_a_time = threading.Lock()       # libraries loaded, and launches: a library's shared memory exists once
 
 
-# ----------------------------------------------------------------------------------------------------- what is reported
+# ------------------------------------------------------------------------------------------------------------ reports
 
 class _Array(ctypes.Structure):         # runtime.h: Array
     _fields_ = [("begin", ctypes.c_uint64), ("nbytes", ctypes.c_uint64), ("itemsize", ctypes.c_uint64),
@@ -66,7 +67,7 @@ class _Launch(ctypes.Structure):        # runtime.h: Launch
 
 
 class Traffic(ctypes.Structure):        # runtime.h: Traffic
-    """Loads or stores: bytes threads asked for, requests of warps, 32-byte sectors these touched; `shared`: bytes."""
+    """Loads or stores: bytes requested by threads, requests of warps, 32-byte sectors touched; `shared`: bytes."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("bytes", "requests", "sectors", "shared")]
 
@@ -78,7 +79,7 @@ class _Report(ctypes.Structure):        # runtime.h: Report
 
 @dataclass
 class Seen:
-    """One launch as it ran. loads and stores are counted where `watch(count=True)` asked for it."""
+    """The record of one launch. loads and stores are counted inside `watch(count=True)`."""
 
     kernel: str
     grid: tuple[int, ...]
@@ -101,7 +102,7 @@ _watching: ContextVar[_Watch | None] = ContextVar("watching", default=None)
 
 @contextlib.contextmanager
 def watch(*, seed: int = 0, count: bool = False) -> Iterator[list[Seen]]:
-    """The launches on the CPU within this block: their threads and blocks in the order that `seed` draws, counted."""
+    """Context manager: the launches on the CPU inside the block. Args: seed: of the order of threads and blocks."""
     watching = _Watch(seed, count)
     token = _watching.set(watching)
     try:
@@ -113,7 +114,7 @@ def watch(*, seed: int = 0, count: bool = False) -> Iterator[list[Seen]]:
 # ------------------------------------------------------------------------------------------------------------ building
 
 def compiler() -> str | None:
-    """The path of g++, or None where there is none."""
+    """The path of g++, or None if there is none."""
     return shutil.which("g++")
 
 
@@ -123,7 +124,7 @@ def _version(path: str) -> str:
 
 
 def _built(stem: str, suffix: str, *parts: str) -> tuple[Path, str]:
-    """Where the result of building these texts stands, and the compiler that makes it. Raises: KernelError."""
+    """The path of the file built from these texts, and the compiler that builds it. Raises: KernelError."""
     path = compiler()
     if path is None:
         raise KernelError("kernels on NumPy arrays are built by g++, which is not on this machine; "
@@ -149,7 +150,7 @@ def _runtime(source: Source) -> Path:
 
 
 def _cpp(source: Source) -> str:
-    """The .cu as C++: CUDA's words before it, a table of its kernels after it.
+    """The .cu as C++: CUDA's keywords before it, a table of its kernels after it.
 
     `extern __shared__ float tile[];` becomes a pointer; a namespace of its own keeps templates' shared arrays apart.
     """
@@ -200,7 +201,7 @@ class _Library:
             if not name.startswith("cuda_on_cpu_gap")))
 
     def line(self, offset: int) -> str:
-        """" at file:line" of an address in the code, and from where it was called; nothing where it is not known."""
+        """" at file:line" of an address in the code, and of its caller; an empty string if it is not known."""
         tool = shutil.which("addr2line")
         if not offset or tool is None:
             return ""
@@ -269,7 +270,7 @@ def _arrays(values: Sequence[tuple[KernelParameter, Any]]) -> Iterator[tuple[Ker
 
 
 def _offset(array: np.ndarray) -> int:
-    """Where a view begins within the array that owns its memory."""
+    """The offset of a view in the array that owns its memory, in bytes."""
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base

@@ -26,24 +26,24 @@ MOST_THREADS = 256      # a block
 
 
 class RowPlacement(Protocol):
-    """Who goes where, as ops.experts.place_rows says it: rows are sorted by expert, and an expert's by token."""
+    """The placement made by ops.experts.place_rows: rows are sorted by expert, the rows of an expert by token."""
 
     @property
     def tokens(self) -> Array:
-        """(R,) int32: each row's token."""
+        """(R,) int32: the token of each row."""
 
     @property
     def slots(self) -> Array:
-        """(T, k) int32: each token's rows, rising, behind -1 for those that are dropped."""
+        """(T, k) int32: the rows of each token, ascending, after a -1 for each dropped choice."""
 
 
 def to_experts_reference(x: np.ndarray, placement: RowPlacement) -> np.ndarray:
-    """Each row's token's row."""
+    """The token of each row: (T, width) -> (R, width)."""
     return x[placement.tokens]
 
 
 def from_experts_reference(results: np.ndarray, weights: np.ndarray | None, placement: RowPlacement) -> np.ndarray:
-    """A token's rows, each times its weight, added up."""
+    """The sum of each token's rows, each times its weight: (R, width) -> (T, width)."""
     y = np.zeros((len(placement.slots), results.shape[1]), results.dtype)
     np.add.at(y, placement.tokens, results if weights is None else results * weights[:, None])
     return y
@@ -51,7 +51,7 @@ def from_experts_reference(results: np.ndarray, weights: np.ndarray | None, plac
 
 def from_experts_gradient_reference(dy: np.ndarray, results: np.ndarray, weights: np.ndarray,
                                     placement: RowPlacement) -> tuple[np.ndarray, np.ndarray]:
-    """Of results: dy of the row's token times the weight; of a weight: the product of the row and that dy."""
+    """With dy of the row's token: the gradients of results, weight · dy, and of weights, the dot product row · dy."""
     rows = dy[placement.tokens]
     return rows * weights[:, None], (rows * results).sum(axis=1)
 

@@ -6,7 +6,7 @@
     y = restore_signs(words, scales, n)
 
 x float32 or bfloat16, n elements in any shape, contiguous, NumPy (CPU build) or CuPy. A group of codes with inf or NaN
-in it is restored as NaN, of signs as NaN or ±inf. What is lost, x - y, is the caller's to keep and add the next time.
+is restored as NaN, a group of signs as NaN or ±inf. The caller keeps the error x - y and adds it to the next x.
 Bytes moved: at the head of quantise.cu.
 """
 
@@ -28,7 +28,7 @@ BLOCK = 256             # threads
 
 
 def quantise_reference(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Codes (n,) int8, not packed, and scales, computed in float32 as the kernel does: bit for bit."""
+    """Codes (n,) int8, not packed, and scales, in float32 with the bits of the kernel."""
     groups, largest = _grouped(x.astype(np.float32), GROUP), LARGEST[bits]
     scales = np.abs(groups).max(axis=1) / np.float32(largest)
     fine = np.isfinite(scales) & (scales > 0)
@@ -44,14 +44,14 @@ def restore_reference(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def pack_signs_reference(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whether each is not below zero, (n,) bool, and the mean of |x| of each group."""
+    """Whether each element is 0 or more, (n,) bool, and the mean of |x| of each group."""
     flat = x.reshape(-1)
     sums = _grouped(np.abs(flat), SIGNS_GROUP).sum(axis=1)
     return ~(flat < 0), sums / _grouped(np.ones(x.size), SIGNS_GROUP).sum(axis=1)
 
 
 def _grouped(x: np.ndarray, group: int) -> np.ndarray:
-    """(⌈n/group⌉, group), zeros at the end."""
+    """x as (⌈n/group⌉, group), padded with zeros."""
     return np.pad(x.reshape(-1), (0, -x.size % group)).reshape(-1, group)
 
 
@@ -75,7 +75,7 @@ def quantise(x: Array, *, bits: int, version: int | None = None) -> tuple[Array,
 
 
 def restore(codes: Array, scales: Array, count: int, *, bits: int, dtype: str = "float32") -> Array:
-    """(count,) numbers in `dtype`. Raises: ConfigError, DtypeError, ShapeError for what quantise does not give."""
+    """(count,) numbers in `dtype`. Raises: ConfigError, DtypeError, ShapeError if codes or scales do not fit."""
     _check("restore", np.dtype(dtype), bits)
     _check_sizes("restore", codes, -(-count * bits // 8), scales, -(-count // GROUP))
     y = array_module(codes).empty(count, dtype)
@@ -86,7 +86,7 @@ def restore(codes: Array, scales: Array, count: int, *, bits: int, dtype: str = 
 
 
 def pack_signs(x: Array, *, version: int | None = None) -> tuple[Array, Array]:
-    """Sign bits, 32 a word, those beyond the last element 0; and scales. Raises: DtypeError for another x."""
+    """Sign bits, 32 in a word, 0 beyond the last element; and scales. Raises: DtypeError for another x."""
     _check("pack_signs", x.dtype)
     xp, n, version = array_module(x), x.size, version or 2
     words, scales = xp.empty(-(-n // 32), np.uint32), xp.empty(-(-n // SIGNS_GROUP), np.float32)
@@ -98,7 +98,7 @@ def pack_signs(x: Array, *, version: int | None = None) -> tuple[Array, Array]:
 
 
 def restore_signs(words: Array, scales: Array, count: int, *, dtype: str = "float32") -> Array:
-    """(count,) numbers, scale or -scale. Raises: DtypeError, ShapeError for what pack_signs does not give."""
+    """(count,) numbers, scale or -scale. Raises: DtypeError, ShapeError if words or scales do not fit."""
     _check("restore_signs", np.dtype(dtype))
     _check_sizes("restore_signs", words, -(-count // 32), scales, -(-count // SIGNS_GROUP))
     y = array_module(words).empty(count, dtype)

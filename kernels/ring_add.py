@@ -1,10 +1,10 @@
 """The add of a ring step with float32 accumulation: the reference, then the launchers of ring_add.cu's two versions.
 
-    ring_add(incoming, own, outgoing=chunk)             # what the next rank gets, rounded once
-    ring_add(incoming, own, total=own)                  # the last step: the sum, float32, here in place
+    ring_add(incoming, own, outgoing=chunk)             # for the next rank, rounded once
+    ring_add(incoming, own, total=own)                  # the last step: the sum in float32, in place
 
-incoming and outgoing: (n,) float32, float16 or bfloat16, what travels; own and total: (n,) float32. Contiguous, NumPy
-(CPU build) or CuPy. Moved: 4 + 2 itemsize bytes an element, 4 more where total is written too.
+incoming and outgoing, received and sent: (n,) float32, float16 or bfloat16; own and total: (n,) float32. Contiguous,
+NumPy (CPU build) or CuPy. Moved: 4 + 2 itemsize bytes an element, 4 more if total is written too.
 """
 
 import numpy as np
@@ -27,9 +27,8 @@ def ring_add(incoming: Array, own: Array, *, outgoing: Array | None = None, tota
              version: int | None = None) -> None:
     """Write incoming + own, added in float32, into `outgoing` (rounded once) or `total` or both.
 
-    outgoing may be incoming, and total own.
-
-    Raises: ConfigError if there is nothing to write; ShapeError if lengths differ; KernelError if `version` does not
+    outgoing may be incoming, and total may be own.
+    Raises: ConfigError without outgoing and total; ShapeError if lengths differ; KernelError if `version` does not
             fit.
     """
     arrays = [array for array in (incoming, own, outgoing, total) if array is not None]

@@ -19,7 +19,7 @@ BLOCK = 256             # threads
 
 
 def rotary_reference(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Each pair (x[i], x[i + width/2]) turned by its angle; by the angle's negative with -sin: the gradient."""
+    """Each pair (x[i], x[i + width/2]) rotated by its angle; with -sin by the negative angle, for the gradient."""
     a, b = np.split(x, 2, axis=-1)
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
@@ -30,7 +30,7 @@ def rotary(x: Array, cos: Array, sin: Array, *, version: int | None = None) -> A
 
 
 def rotary_gradient(dy: Array, cos: Array, sin: Array, *, version: int | None = None) -> Array:
-    """The gradient of x: dy turned back."""
+    """The gradient of x: dy rotated back. Raises: as rotary."""
     return _turned(dy, cos, sin, -1.0, version)
 
 

@@ -23,13 +23,13 @@ MOST_BLOCKS = 8 * 132                   # that count digits: 8 for each of 132 m
 
 
 def top_k_reference(x: np.ndarray, k: int) -> np.ndarray:
-    """The indices: sorted by size, NaN first and of equals the first first, k taken, and put into their order."""
+    """The indices of the first k by size (NaN first, ties in order), in ascending order."""
     flat = np.abs(x.reshape(-1))
     return np.sort(np.lexsort((np.arange(flat.size), -flat, ~np.isnan(flat)))[:k])
 
 
 def at_least_reference(x: np.ndarray, threshold: float) -> np.ndarray:
-    """The indices of all that are not smaller."""
+    """The indices of all elements with |x| not below the threshold."""
     return np.flatnonzero(~(np.abs(x.reshape(-1)) < threshold))
 
 
@@ -54,7 +54,7 @@ def top_k(x: Array, k: int, *, version: int | None = None) -> tuple[Array, Array
 
 
 def at_least(x: Array, threshold: float) -> tuple[Array, Array]:
-    """Indices and values of all |x| >= threshold. Raises: ConfigError for one below 0; DtypeError."""
+    """Indices and values of all |x| >= threshold. Raises: ConfigError for a threshold below 0; DtypeError."""
     name = _name("at_least", x)
     if not threshold >= 0:
         raise ConfigError(f"at_least: a threshold of {threshold}; sizes are compared with it, so choose 0 or more")
@@ -63,13 +63,13 @@ def at_least(x: Array, threshold: float) -> tuple[Array, Array]:
     with np.errstate(over="ignore"):
         size = np.array([threshold], np.float64).astype(np.float32)
     if float(size[0]) < threshold:
-        size = np.nextafter(size, np.float32(np.inf))           # rounded up: what is smaller stays out
+        size = np.nextafter(size, np.float32(np.inf))           # rounded up, so that smaller elements are not selected
     state = np.concatenate([size.view(np.uint32), np.array([x.size], np.uint32)])
     return _selected(x, name, array_module(x).asarray(state), None)
 
 
 def _selected(x: Array, name: str, state: Array, k: int | None) -> tuple[Array, Array]:
-    """What state says; k: how many that is, or None to ask the device."""
+    """The indices and values selected by `state`; k: their number, or None to read it from the device."""
     xp, blocks = array_module(x), -(-x.size // A_BLOCK)
     counts = xp.empty((2, blocks), np.int32)
     launch(SOURCE, f"select_count<{name}>", grid=blocks, block=BLOCK, args=(x, state, counts[0], counts[1], x.size))
@@ -82,11 +82,13 @@ def _selected(x: Array, name: str, state: Array, k: int | None) -> tuple[Array, 
 
 
 def _nothing(x: Array, k: int = 0) -> tuple[Array, Array]:
+    """New arrays for k indices and values."""
     xp = array_module(x)
     return xp.empty(k, np.int32), xp.empty(k, x.dtype)
 
 
-def _name(who: str, x: Array) -> str:
+def _name(caller: str, x: Array) -> str:
+    """The C name of x's element type. Raises: DtypeError."""
     if dtype_name(x.dtype) not in KINDS:
-        raise DtypeError(f"{who}: no kernel for {dtype_name(x.dtype)}; it takes {' or '.join(KINDS)}")
+        raise DtypeError(f"{caller}: no kernel for {dtype_name(x.dtype)}; it takes {' or '.join(KINDS)}")
     return c_type(x)

@@ -22,7 +22,7 @@ BLOCK = 128             # threads
 
 
 def softmax_reference(x: np.ndarray) -> np.ndarray:
-    """exp(x) / sum(exp(x)) along the last dim, in x's dtype; zeros for a row of -inf alone."""
+    """exp(x) / sum(exp(x)) along the last dim, in x's dtype; zeros for a row with only -inf."""
     top = x.max(axis=-1, keepdims=True)
     e = np.exp(x - np.where(top == -np.inf, 0, top))
     total = e.sum(axis=-1, keepdims=True)

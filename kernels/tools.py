@@ -1,4 +1,4 @@
-"""Running compilers and the like: with a time limit, and in the language in which their errors are looked for."""
+"""Running compilers and other tools: with a time limit, and with messages in English."""
 
 import os
 import subprocess
@@ -8,9 +8,9 @@ LIMIT = 300.0       # seconds that a compiler may take
 
 
 def run(command: Sequence[str], *, check: bool = False) -> "subprocess.CompletedProcess[str]":
-    """The tool's end, with what it said as text, whatever the user's language and its encoding.
+    """Run a tool to its end. Returns: its status and its output as text, in English whatever the user's language.
 
-    Raises: subprocess.CalledProcessError where it fails and `check` is set; subprocess.TimeoutExpired after LIMIT.
+    Raises:  subprocess.CalledProcessError if it fails and `check` is set; subprocess.TimeoutExpired after LIMIT.
     """
     return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=LIMIT, check=check,
                           env={**os.environ, "LC_ALL": "C"})

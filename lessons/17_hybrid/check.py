@@ -128,7 +128,7 @@ def _run(world: Group, exercise: ModuleType, shape: dict[str, int]) -> dict[str,
             "world": {name: world.all_reduce(grad) for name, grad in local.items()}, "local": local}
     first = mesh["tp"].rank == 0
 
-    def add(group: Group, counted: bool) -> float:
+    def add(group: Group | None, counted: bool) -> float:
         squares = np.array([float((right["shard"] ** 2).sum()) + counted * float((right["whole"] ** 2).sum())])
         total = squares if group is None else group.all_reduce(squares)
         return float(np.sqrt(total[0]))

@@ -1,1 +1,11 @@
-"""`minidist bench`: collectives, kernels and training steps timed beside other libraries."""
+"""`minidist bench`: collectives, kernels and training steps timed beside other libraries.
+
+    command, arguments      the command and its options
+    jobs                    contenders as processes that take turns
+    collectives, floors     all-reduce and three verbs more, beside gloo and MPI
+    overlap, overlap_step   communication hidden by computation
+    calibrate               cost of messages, for the profile of `auto`
+    step/                   a training step beside PyTorch's
+    kernels/                each CUDA kernel beside PyTorch's
+    tables, plots           of all but step/ and kernels/, which have their own
+"""

@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         verb)
     _add_step(what.add_parser("step", help="tokens/s and peak memory of a training step"))
     _add_overlap(what.add_parser("overlap", help="how much of an all-reduce hides behind matrix products"))
-    _add_overlap_step(what.add_parser("overlap-step", help="how much of a step's communication lies under computation"))
-    _add_calibrate(what.add_parser("calibrate", help="latency and bandwidth of each link class, for auto to choose by"))
+    _add_overlap_step(what.add_parser("overlap-step", help="share of a step's communication hidden by computation"))
+    _add_calibrate(what.add_parser("calibrate", help="latency and bandwidth of each link class; auto chooses by them"))
     _add_kernels(what.add_parser("kernels", help="each rung of each CUDA kernel beside PyTorch, on a GPU; or counted"))
     for command in what.choices.values():
         command.add_argument("--json", metavar="FILE", help="write the figures for machines")
@@ -57,7 +57,7 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graph", action="store_true", help="beside it ours again, the step captured as one CUDA "
                         "graph (with --device cuda --precision bf16)")
     _add_model(parser, Model())
-    parser.set_defaults(**dict.fromkeys(vars(Model())))      # None: the named model's, or the default one's
+    parser.set_defaults(**dict.fromkeys(vars(Model())))      # None: as in --model, or in the default model
 
 
 def _add_overlap(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +90,7 @@ def _add_links(parser: argparse.ArgumentParser, *, bandwidth: int) -> None:
 
 _MODEL = {"layers": "blocks", "width": "model width", "heads": "attention heads", "context": "tokens a sequence",
           "batch": "sequences a rank", "vocab": "embedding rows"}
-"""What each field of Model is."""
+"""Help for each field of Model."""
 
 
 def _add_model(parser: argparse.ArgumentParser, model: Model) -> None:
@@ -112,9 +112,9 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", action="store_true",
                         help="no GPU needed: count bytes and sectors of each rung on the CPU build, at small sizes")
     parser.add_argument("--peers", type=_torch_ways, default=list(_TORCH_WAYS.values()), metavar="NAME,NAME",
-                        help="PyTorch's contenders: eager, compile, which takes its minutes, or none (eager,compile)")
+                        help="PyTorch's contenders: eager, compile (which takes minutes), or none (eager,compile)")
     parser.add_argument("--rounds", type=positive, default=30, metavar="K", help="turns each contender gets (30)")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the inputs (default: another one each time)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the inputs (default: a new one each time)")
 
 
 _TORCH_WAYS = {"eager": "PyTorch eager", "compile": "torch.compile"}

@@ -3,19 +3,19 @@
     minidist bench calibrate                                        between ranks of this host
     minidist launch -n 2 --nnodes 2 ... minidist bench calibrate    on every node: between hosts, over their network
 
-What was measured takes its place in the profile, and leaves the other links that stand there.
+Measured links replace their entries in the profile; other links stay there.
 
-The ranks stand in a circle and do what collectives do, over the same code: `exchange`, each sending to the next and
-receiving from the one before. Measured are
+The ranks form a ring and run the code of collectives: in `exchange` each rank sends to the next and receives from the
+previous one. Measured are
 
     exchange   of each size, steps that wait for each other       α + n·β
-    add        the same, adding what arrives to an array          α + n·(β + γ)
+    add        the same, each arriving piece added to an array    α + n·(β + γ)
     spread     the same bytes, a part to every other rank at once α + (P-2)·o + n·(β + κ)
     burst      empty messages that do not wait for each other     α + (messages-1)·o
 
-A figure is the time of its slowest rank, the median over repetitions, the least over rounds (what disturbs a round only
-adds to it); links take turns within a round. The fit is weighted least squares on the relative error; the worst misfit
-is reported, for real links are not straight lines: protocols change with the size, and small arrays stay in caches.
+A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a disturbance only adds time).
+Links take turns within a round. The fit is weighted least squares on the relative error. Its worst misfit is reported,
+because real links are not straight lines: protocols change with the size, and small arrays stay in caches.
 """
 
 import shutil
@@ -37,7 +37,7 @@ from minidist.comm.transport import Handle
 MODULE = "minidist.bench.calibrate"
 LINKS = ("threads", "tcp", "shm", "mpi")
 BURST = 8                   # messages of a burst, to one neighbour
-STEPS = 4                   # exchanges in a row, so that starting the call counts little
+STEPS = 4                   # exchanges in a row: the start of the call counts little
 BUDGET = 8 << 20            # bytes that the repetitions of one figure may move
 
 Measure = Callable[..., list[float]]
@@ -56,7 +56,7 @@ def links_here() -> list[str]:
 
 
 def work_of(kind: str, nbytes: int, ranks: int) -> Work:
-    """What one repetition of a kind does, per step."""
+    """The work of one step of a repetition, as the fit takes it."""
     if kind == "burst":
         return Work(1, BURST, 0, 0)
     if kind == "spread":
@@ -67,7 +67,7 @@ def work_of(kind: str, nbytes: int, ranks: int) -> Work:
 
 def measure_all(links: list[str], ranks: list[int], sizes: list[int], rounds: int,
                 progress: Callable[[str], None]) -> list[Fitted]:
-    """Each link class of this host among each count of ranks."""
+    """Measure and fit each link class of this host at each number of ranks."""
     fitted: list[Fitted] = []
     for count in ranks:
         jobs: dict[str, Job] = {}
@@ -83,7 +83,7 @@ def measure_all(links: list[str], ranks: list[int], sizes: list[int], rounds: in
 
 
 def measure_job(world: Group, sizes: list[int], rounds: int, progress: Callable[[str], None]) -> list[Fitted]:
-    """The link class of the job that every rank calls this in: "network" where it is on several machines."""
+    """Measure and fit this job's own link class: "network" if it is on several machines. Every rank calls it."""
     own = measuring(world)
 
     def ask(**question: Any) -> list[float]:
@@ -99,9 +99,9 @@ def _slowest_of(job: Job) -> Measure:
 
 def _fit_all(asks: dict[str, Measure], ranks: int, sizes: list[int], rounds: int,
              progress: Callable[[str], None]) -> list[Fitted]:
-    """Ask for every figure in every round, links taking turns; fit what comes.
+    """Measure every figure in every round, links in turn, then fit each link.
 
-    Args:    asks: for each link a function that gives the seconds of each repetition on its slowest rank.
+    Args:    asks: for each link a function that returns the seconds of each repetition on its slowest rank.
     """
     figures: dict[tuple[str, str, int], list[float]] = {}   # of a step, in each round
     for round_number in range(rounds):
@@ -168,7 +168,7 @@ def _exchange_and_add(call: Call, send: np.ndarray, into: np.ndarray) -> None:
 
 
 def _add(target: np.ndarray, start: int, piece: np.ndarray) -> None:
-    """Add a piece where it belongs, straight from the receive buffer."""
+    """Add a piece to its place in `target`, directly from the receive buffer."""
     part = target[start:start + len(piece)]
     np.add(part, piece, out=part)
 
@@ -190,7 +190,7 @@ def _burst(call: Call, send: np.ndarray, into: np.ndarray) -> None:
 
 
 def main() -> None:
-    """Run as one rank of a link class; as all of them, where they are threads."""
+    """Run as one rank of a link class, or as all of its ranks if they are threads."""
     import minidist as md
 
     options = worker_arguments().parse_args()

@@ -1,20 +1,20 @@
 """`minidist bench all-reduce|all-gather|reduce-scatter|all-to-all`: our transports beside gloo and MPI, in one run.
 
-Each contender's ranks time the same float32 call, whose result was checked before. A repetition takes as long as its
-slowest rank; the figure of a round is the median over repetitions, and the table shows the median over rounds.
+Each contender's ranks time the same float32 call after a check of its result. A repetition takes as long as its slowest
+rank; the figure of a round is the median over repetitions, and the table shows the median over rounds.
 
-Sizes and bus bandwidth are nccl-tests'. A size is the larger of the two buffers a rank has: for all-reduce what every
-rank brings and gets; for all-gather the whole that it gets; for reduce-scatter and all-to-all the whole that it brings
-(cut in P equal blocks of whole numbers: what does not divide is left off). Bus bandwidth is bytes / seconds times the
-part of them that must cross a rank's link, so that it is comparable across P and between verbs:
+Sizes and bus bandwidth are those of nccl-tests. A size is the larger of a rank's two buffers: both of all-reduce, the
+output of all-gather, the input of reduce-scatter and all-to-all (P equal blocks of whole numbers; the remainder is left
+off). Bus bandwidth is bytes / seconds times the part of the bytes that must cross a rank's link, so it is comparable
+across P and between verbs:
 
     all-reduce  2(P-1)/P        all-gather, reduce-scatter, all-to-all  (P-1)/P
 
-Of messages up to 4 MiB a repetition is several calls in a row, as nccl-tests times them: how far apart the ranks leave
-the barrier before them hardly counts.
+For messages up to 4 MiB a repetition is several calls in a row, as in nccl-tests: then it hardly counts that ranks
+leave the barrier before them at different times.
 
-The contenders `copies` and `tcp` do but what each rank must in any algorithm (floors.py). What a peer is slower
-than that is about all that could be won over shared memory, and over TCP.
+The contenders `copies` and `bare-tcp` do only the work that no algorithm avoids (floors.py): the distance of a peer
+from them is about the most that can be won over shared memory and over TCP.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ GLOO = "gloo"
 MODULE = "minidist.bench.collectives"
 ITEM = 4            # bytes of a float32
 IN_A_ROW = 10       # most calls of a repetition
-ROW_BYTES = 8 << 20     # and all their messages together, where they are more than one
+ROW_BYTES = 8 << 20     # most bytes of all calls of a repetition, if it has several
 
 Measure = Callable[..., list[float]]
 
@@ -49,9 +49,9 @@ class Verb:
 
     Attributes: name    as groups have it: "all_reduce"
                 mpi     MPI's name for it, and the contender's: "MPI_Allreduce"
-                about   what the table's title says of it
-                brings  (rank, P) -> the value that fills each block that a rank brings
-                gets    (rank, P) -> the value that each block it gets must be filled with
+                about   for the table's title
+                brings  (rank, P) -> the value that fills each block of the rank's input
+                gets    (rank, P) -> the value that must fill each block of its output
     """
 
     name: str
@@ -62,7 +62,7 @@ class Verb:
 
     @property
     def title(self) -> str:
-        """As the command line and nccl-tests spell it: "all-reduce"."""
+        """The name on the command line and in nccl-tests: "all-reduce"."""
         return self.name.replace("_", "-")
 
     @property
@@ -71,11 +71,11 @@ class Verb:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Contenders that are not ours, and choose no algorithm of ours."""
+        """Contenders other than our transports."""
         return (GLOO, self.mpi, *FLOORS)
 
     def block(self, nbytes: int, ranks: int) -> int:
-        """Elements of a block, of which the larger buffer has one (all-reduce) or P."""
+        """Elements of a block; the larger buffer has one block (all-reduce) or P."""
         return nbytes // ITEM if self.in_place else nbytes // ITEM // ranks
 
     def bus_bandwidth(self, nbytes: int, seconds: float, ranks: int) -> float:
@@ -86,7 +86,7 @@ class Verb:
 
 
 def _sum_over(ranks: int) -> int:
-    """1 + 2 + ... + P: what the ranks' rank+1 add up to."""
+    """1 + 2 + ... + P, the sum of rank+1 over all ranks."""
     return ranks * (ranks + 1) // 2
 
 
@@ -105,7 +105,7 @@ VERBS = {verb.title: verb for verb in (
 
 
 def contenders_here(verb: Verb) -> list[str]:
-    """Every contender this machine can run: ours, gloo where PyTorch is installed, MPI where mpirun is."""
+    """Every contender that this machine can run: ours, gloo if PyTorch is installed, MPI if mpirun is."""
     names = ["tcp", "shm", *FLOORS]
     if shutil.which("mpirun"):
         names += ["mpi", verb.mpi]
@@ -130,15 +130,15 @@ def start_job(verb: Verb, contender: str, size: int) -> Job:
 
 
 def in_a_row(nbytes: int) -> int:
-    """How many calls with messages of so many bytes a repetition has."""
+    """The number of calls in a repetition with messages of `nbytes`."""
     return max(1, min(IN_A_ROW, ROW_BYTES // nbytes))
 
 
 def measure_all(verb: Verb, sizes: list[int], ranks: int, rounds: int, contenders: Sequence[str], asked: bool,
                 progress: Callable[[str], None]) -> tuple[dict[str, dict[int, float]], list[str]]:
-    """Contenders take turns within every round.
+    """Measure all contenders, which take turns within every round.
 
-    Args:    asked: whether the user named the contenders; else a peer that cannot do this is left out.
+    Args:    sizes: bytes. asked: whether the user named the contenders; if not, a peer without the verb is left out.
     Returns: {contender: {size: median seconds}}, and a line for each contender that was left out.
     Raises:  LaunchError if a contender that must run does not start.
     """
@@ -173,7 +173,7 @@ def measure_all(verb: Verb, sizes: list[int], ranks: int, rounds: int, contender
 
 
 def our_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
-    """One rank of minidist's own, by the algorithm that the contender's name ends in, or auto's choice."""
+    """One rank of minidist, with the algorithm after the colon of the contender's name, or with auto's choice."""
     import minidist as md
 
     world = md.init(transport=base(contender))
@@ -182,7 +182,7 @@ def our_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
 
 
 def our_call(world: Group, verb: Verb, algorithm: str) -> Run:
-    """The group's verb, as it is timed."""
+    """The call of the group's verb that is timed."""
     call = getattr(world, verb.name)
     if verb.name == "all_to_all":
         return lambda send, recv: call(blocks(send, world.size), out=blocks(recv, world.size), algorithm=algorithm)
@@ -190,7 +190,7 @@ def our_call(world: Group, verb: Verb, algorithm: str) -> Run:
 
 
 def floor_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
-    """One rank that does but what it must (floors.py); it meets the others over shared memory."""
+    """One rank of a floor (floors.py); the ranks meet over shared memory."""
     import minidist as md
 
     world = md.init(transport="shm")
@@ -212,7 +212,7 @@ def mpi_rank(verb: Verb) -> tuple[int, Measure]:
 
 
 def gloo_rank(verb: Verb, folder: str, rank: int, size: int) -> tuple[int, Measure]:
-    """One rank of PyTorch's collective over gloo, meeting through a file; one line and status 1 if gloo has none."""
+    """One rank of PyTorch's collective over gloo; exits with one line and status 1 if gloo lacks the verb."""
     import torch
     import torch.distributed as dist
 

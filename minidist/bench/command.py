@@ -10,7 +10,7 @@
     minidist bench calibrate                                what messages cost on this machine; auto goes by it
     minidist bench kernels                                  each rung of each kernel beside PyTorch; or --count
 
-A peer that is not installed is left out, and the table says so. Contenders take turns; medians over rounds are shown.
+A peer that is not installed is left out, as the table says. Contenders take turns; medians over rounds are shown.
 """
 
 import argparse
@@ -51,12 +51,16 @@ class Bench(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, write what was asked for."""
+    """Measure, print the table, write the files that the options ask for.
+
+    Returns: the exit status 0.
+    Raises:  ConfigError for wrong options or a file that cannot be written; LaunchError if ours does not start.
+    """
     console = Console(width=None if sys.stdout.isatty() else 200)  # a table in a log or a file is not folded
     bench = _BENCHES[args.what]
     with console.status("starting the ranks") as status:
         result = bench.measure(args, Progress(console, status))
-    if result is None:          # another rank has it
+    if result is None:          # rank 0 has it
         return 0
     result["machine"] = machine()
     bench.show(result, console)
@@ -92,7 +96,7 @@ def _collective(args: argparse.Namespace, progress: Progress) -> Result:
 
 
 def _chosen(verb: collectives.Verb, only: str | None) -> list[str]:
-    """The contenders asked for, or all that are here."""
+    """The contenders that --only names, or all that are here."""
     here = collectives.contenders_here(verb)
     if only is None:
         return here
@@ -110,7 +114,7 @@ def _chosen(verb: collectives.Verb, only: str | None) -> list[str]:
 
 
 def _missing(verb: collectives.Verb, contenders: list[str], only: str | None) -> list[str]:
-    """A line for each peer that is not installed, where all that are here were to be measured."""
+    """A line for each peer that is not installed, unless --only chose the contenders."""
     return [f"{peer} was left out: {_install(peer)}" for peer in verb.peers if only is None and peer not in contenders]
 
 
@@ -157,7 +161,7 @@ def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
 
 
 def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
-    """In a job that a launcher started, its own link; rank 0 has the result."""
+    """Calibrate the links of this host; in a job that a launcher started, the job's own link (None but on rank 0)."""
     links = _known("calibrate", args.only, calibrate.LINKS, calibrate.links_here())
     if min(args.ranks) < 2 or len(args.sizes) < 2 or min(args.sizes) < 4:
         raise ConfigError("bench calibrate: choose -n of at least 2, and two --sizes or more, of at least 4 bytes")
@@ -179,7 +183,7 @@ def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
 
 
 def _known(what: str, only: str | None, known: tuple[str, ...], here: list[str]) -> list[str]:
-    """The contenders asked for, or all that are here."""
+    """The contenders that --only names, or all that are here."""
     chosen = here if only is None else [current_name(name) for name in only.split(",")]
     for name in chosen:
         if name not in known:
@@ -193,7 +197,7 @@ def _known(what: str, only: str | None, known: tuple[str, ...], here: list[str])
 
 
 def _kernels(args: argparse.Namespace, progress: Progress) -> Result:
-    """Timed, or counted. The kernels are imported here: nobody else needs them."""
+    """Time or count the kernels, which are imported only here."""
     if args.count:
         from minidist.bench.kernels.counting import counted
         return counted(args.names, args.seed, progress)

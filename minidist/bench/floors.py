@@ -1,11 +1,11 @@
-"""What no algorithm spares a rank: contenders of `minidist bench all-reduce|...` that do but that. Values are nobody's.
+"""Floors of `minidist bench all-reduce|...`: the work that no algorithm avoids, without meaningful values.
 
-    copies   communicates nothing: copies and adds as many bytes as each rank must, in its own memory, all ranks at once
-    bare-tcp reduces nothing, and sends no headers: as many bytes as each rank must send and receive, to and from all
-             others at once, by bare sockets
+    copies   no communication: each rank copies and adds its least bytes in its own memory, all ranks at once
+    bare-tcp no reduction and no headers: each rank sends and receives its least bytes, to and from all others at once,
+             over bare sockets
 
-Neither is the quickest that can be: NumPy's copies are not, and an all-reduce that goes by stretches which the caches
-hold can be quicker than bare-tcp, which streams all at once.
+Neither is the fastest possible: NumPy's copies are not, and an all-reduce in stretches that fit the caches can be
+faster than bare-tcp, which streams all bytes at once.
 """
 
 import select
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from minidist.bench.collectives import Verb
 
 COPIES, TCP = FLOORS = ("copies", "bare-tcp")
-CACHED = 32 << 10   # elements of a sum that stays in the processor's cache while it is added to
-LIMIT = 60.0        # seconds that an exchange may stand still
+CACHED = 32 << 10   # elements of a partial sum, which stays in the processor's cache
+LIMIT = 60.0        # seconds without a byte that end an exchange
 
 Run = Callable[[np.ndarray, np.ndarray], Any]
-"""`run(send, recv)`: the call that is timed; `send is recv` where it is in place."""
+"""`run(send, recv)`: the call that is timed; in place, `send is recv`."""
 
 
 def blocks(array: np.ndarray, count: int) -> list[np.ndarray]:
-    """Its equal blocks, as views; np.split takes as long as sending some KiB."""
+    """`count` equal blocks as views (np.split takes as long as sending some KiB)."""
     block = len(array) // count
     return [array[number * block:(number + 1) * block] for number in range(count)]
 
 
 def copies_call(verb: "Verb", size: int) -> Run:
-    """What no algorithm spares a rank, as NumPy does it; the values are nobody's.
+    """The least copies and sums of a rank, by NumPy.
 
     all-gather and all-to-all: n bytes copied. reduce-scatter: P blocks of n/P added. all-reduce: that, and the sum
     copied P-1 times.
@@ -64,7 +64,9 @@ def copies_call(verb: "Verb", size: int) -> Run:
 
 
 def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
-    """With each other rank, to whom there is one of the sockets: n/P bytes sent and received; for an all-reduce twice.
+    """The least exchange of a rank: with each other rank n/P bytes sent and received, for an all-reduce twice.
+
+    Args:    sockets: one to each other rank.
     """
     size = len(sockets) + 1
 
@@ -85,7 +87,7 @@ def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
 
 def _step(reached: dict[socket.socket, int], sock: socket.socket, move: Callable[[socket.socket, int], int],
           count: int) -> int:
-    """Move what can be moved now; how many bytes that were. Who has reached `count` is done."""
+    """Move the bytes that can move now, and return their number. A socket that has reached `count` is done."""
     moved = 0
     with suppress(BlockingIOError):
         moved = move(sock, reached[sock])
@@ -98,7 +100,7 @@ def _step(reached: dict[socket.socket, int], sock: socket.socket, move: Callable
 
 
 def connected(world: Group) -> list[socket.socket]:
-    """A connection over loopback to each other rank, which does not block."""
+    """A non-blocking connection over loopback to each other rank."""
     with socket.create_server(("127.0.0.1", 0), backlog=world.size) as listener:
         listener.settimeout(LIMIT)
         ports = world.all_gather(np.array([listener.getsockname()[1]]))

@@ -1,8 +1,8 @@
-"""Jobs that measure on command, so that contenders take turns in one run on a noisy machine.
+"""Jobs that measure on command: contenders take turns in one run, because the machine is noisy.
 
-A job is a set of processes (the ranks of one contender). Each rank connects back over a Unix socket and sleeps in the
-kernel until it is told what to measure; only one job measures at a time. Rounds go over the contenders in turn, and the
-median over rounds is reported, so a disturbance hits all of them alike.
+A job is a set of processes, the ranks of one contender. Each rank connects back over a Unix socket and sleeps in the
+kernel until it gets a question; only one job measures at a time. Every round asks all contenders in turn, and the
+median over rounds is reported, so a disturbance hits all contenders equally.
 """
 
 import argparse
@@ -21,19 +21,19 @@ from minidist.errors import LaunchError, PeerLostError
 
 START_LIMIT = 60.0  # seconds until every rank of a job must have connected: PyTorch alone takes a few to import
 ANSWER_LIMIT = 300.0  # seconds one measurement may take
-LAST_WORDS = 10.0  # seconds a rank that has hung up gets to say why, and to end
+LAST_WORDS = 10.0  # seconds for a rank that closed its connection to print the reason and end
 
 
 class Job:
     """The ranks of one contender, waiting for commands.
 
     Args:
-        name: what the table calls it.
-        size: how many ranks `command` starts.
-        command: argument list that starts all ranks (a launcher does it), or one of them.
-        once_per_rank: start `size` copies, each told its --rank and --size.
+        name: for the table.
+        size: number of ranks.
+        command: the words that start all ranks (by a launcher), or one rank.
+        once_per_rank: start `size` copies of `command`, each with its --rank and --size.
     Raises:
-        LaunchError if a rank does not connect in time, with what the processes printed.
+        LaunchError, with the output of the processes, if a rank does not connect in time.
     """
 
     def __init__(self, name: str, size: int, command: list[str], *, once_per_rank: bool = False) -> None:
@@ -54,7 +54,7 @@ class Job:
         self._accept_ranks()
 
     def _accept_ranks(self) -> None:
-        self._listener.settimeout(0.2)  # between looks at whether the processes still live
+        self._listener.settimeout(0.2)  # then check that the processes still live
         deadline = time.monotonic() + START_LIMIT
         while len(self._ranks) < self.size:
             try:
@@ -77,7 +77,11 @@ class Job:
         return self._log.read()[-2000:].strip() or "(it printed nothing)"
 
     def ask(self, **question: Any) -> list[Any]:
-        """Send every rank the same question; returns their answers in rank order."""
+        """Send every rank the same question.
+
+        Returns: their answers in rank order.
+        Raises:  PeerLostError, with the output of the processes, if a rank ends without an answer.
+        """
         for rank in range(self.size):
             self._ranks[rank].write(json.dumps(question) + "\n")
             self._ranks[rank].flush()
@@ -100,7 +104,7 @@ class Job:
         self._folder.cleanup()
 
     def _wait(self, limit: float) -> None:
-        """Wait for the processes to end, each at most `limit` seconds, then end them."""
+        """Wait for each process at most `limit` seconds, then kill it."""
         for process in self._processes:
             try:
                 process.wait(timeout=limit)
@@ -110,7 +114,7 @@ class Job:
 
 
 def answer(folder: str, rank: int, measure: Callable[..., Any]) -> None:
-    """The rank's side: connect, then answer every question with `measure(**question)` until the asker hangs up."""
+    """The rank's side: connect, then answer every question with `measure(**question)` until the job closes."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(str(Path(folder) / "meet"))
         with connection.makefile("rw") as stream:
@@ -122,7 +126,7 @@ def answer(folder: str, rank: int, measure: Callable[..., Any]) -> None:
 
 
 def worker_arguments() -> argparse.ArgumentParser:
-    """The arguments that every rank's program takes."""
+    """A parser of the arguments that every rank's program takes."""
     parser = argparse.ArgumentParser(description="one rank of a contender; minidist bench starts it")
     parser.add_argument("contender")
     parser.add_argument("--meet", required=True, help="the folder of the job")
@@ -132,5 +136,5 @@ def worker_arguments() -> argparse.ArgumentParser:
 
 
 def worker_command(module: str, contender: str) -> list[str]:
-    """How one rank of a contender is started."""
+    """The words that start one rank of a contender."""
     return [sys.executable, "-m", module, contender]

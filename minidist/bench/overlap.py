@@ -1,11 +1,11 @@
 """`minidist bench overlap`: how much of an all-reduce hides behind a matrix product that runs meanwhile.
 
-    x alone          start, wait                         how long communication takes
-    products alone   as many as take about as long       how long computation takes
+    x alone          start, wait                         the time of communication
+    products alone   a number that takes about as long   the time of computation
     both             start, products, wait               at best the longer of the two, at worst their sum
 
-`delayed` is ours over links that sleep α + n·β a message (comm/transports/throttled.py): what overlap is worth where a
-network does the carrying. The others are this machine as it is, where the cores that compute also carry the bytes.
+`delayed` is ours over links that sleep α + n·β a message (comm/transports/throttled.py): the value of overlap where a
+network moves the bytes. The others are this machine as it is, where the cores that compute also carry the bytes.
 """
 
 import importlib.util
@@ -39,17 +39,16 @@ class OverlapRow:
 
     @property
     def of_longer(self) -> float:
-        """1 where the shorter of the two hides wholly."""
+        """`both` over the longer of the two: 1 if the shorter is hidden completely."""
         return self.both / max(self.communicate, self.compute)
 
     @property
     def hidden(self) -> float:
-        """The part of the shorter that the longer hides: 1 at best; below 0 where both at once cost more than apart."""
+        """The hidden part of the shorter: 1 at best; below 0 if both at once take longer than one after the other."""
         return (self.communicate + self.compute - self.both) / min(self.communicate, self.compute)
 
-
     def as_json(self) -> dict[str, Any]:
-        """For --json, the table and the figure."""
+        """The row for --json, the table and the figure."""
         return {**asdict(self), "of_longer": self.of_longer, "hidden": self.hidden}
 
 
@@ -102,14 +101,17 @@ def slowest(job: Job, **question: int) -> float:
 
 
 class TimedOverlap:
-    """What a rank does when asked: communicate, compute, or both at once; seconds of each repetition."""
+    """A rank's communication and computation, timed alone or at once.
+
+    Args:    start: start(x) -> a handle with wait(). multiply: one product. barrier: of all ranks.
+    """
 
     def __init__(self, start: Callable[[np.ndarray], Any], multiply: Callable[[], Any], barrier: Callable[[], Any],
                  ranks: int) -> None:
         self.start, self.multiply, self.barrier, self.ranks = start, multiply, barrier, ranks
 
     def measure(self, nbytes: int, products: int, repeats: int = 5) -> list[float]:
-        """All-reduce `nbytes` (none if 0) while `products` products are computed."""
+        """Seconds of each repetition: all-reduce `nbytes` (none if 0) while `products` products are computed."""
         x, seconds = np.ones(nbytes // 4, np.float32), []
         for _ in range(repeats + 1):        # one to warm up
             x.fill(1)
@@ -127,7 +129,7 @@ class TimedOverlap:
 
 
 def our_rank(folder: str, contender: str, alpha: float, beta: float) -> None:
-    """One rank of minidist, over delayed links or the transport it is called after."""
+    """One rank of minidist, over delayed links or over the transport named like the contender."""
     import minidist as md
     from minidist.comm.transports.throttled import delayed
 
@@ -148,7 +150,7 @@ def our_rank(folder: str, contender: str, alpha: float, beta: float) -> None:
 
 
 def gloo_rank(folder: str, rank: int, size: int) -> None:
-    """One rank of PyTorch's all_reduce(async_op=True) over gloo, meeting through a file."""
+    """One rank of PyTorch's all_reduce(async_op=True) over gloo."""
     import torch
     import torch.distributed as dist
 

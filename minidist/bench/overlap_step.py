@@ -1,10 +1,10 @@
-"""`minidist bench overlap-step`: how much of a training step's communication lies under its computation.
+"""`minidist bench overlap-step`: the share of a training step's communication that is hidden by computation.
 
-    delayed   over links that sleep α + n·β a message (comm/transports/throttled.py): what overlap is worth on a network
+    delayed   over links that sleep α + n·β a message (comm/transports/throttled.py), as on a network
     tcp       this machine as it is, where the cores that compute also carry the bytes
 
-ZeRO-3 is measured with its prefetch off and on. Contenders take turns round by round; each turn records its steps, and
-observe/overlap.py takes the share from what was recorded, over all ranks.
+ZeRO-3 is measured with its prefetch off and on. Contenders take turns round by round. Each turn records its steps, and
+observe/overlap.py computes the share from the records of all ranks.
 """
 
 import statistics
@@ -29,7 +29,7 @@ MODEL = Model(layers=8, width=128, heads=4, context=128, batch=8)
 
 @dataclass(frozen=True)
 class Contender:
-    """A strategy over a kind of link; `ahead`: how many units ZeRO-3 gathers before their turn."""
+    """A strategy over a kind of link. `ahead`: the number of units that ZeRO-3 prefetches."""
 
     strategy: str
     link: str
@@ -48,7 +48,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class OverlapStepRow:
-    """One contender, over all rounds, steps and ranks: seconds a step and rank, and the share that is hidden."""
+    """One contender over all rounds, steps and ranks: seconds a step and rank, and the hidden share."""
 
     name: str
     strategy: str
@@ -91,7 +91,7 @@ def measure_all(chosen: list[Contender], model: Model, ranks: int, rounds: int, 
 
 
 def _row(contender: Contender, rounds: list[list[dict[str, Any]]], steps: int) -> OverlapStepRow:
-    """The shares' median over rounds; the times are those of the round with the median share."""
+    """The median share over rounds, with the times of that round."""
     jobs = [together([Overlap(**rank["overlap"]) for rank in ranks]) for ranks in rounds]
     middle = sorted(range(len(jobs)), key=lambda index: jobs[index].share)[len(jobs) // 2]
     each, overlap = steps * len(rounds[middle]), jobs[middle]
@@ -105,7 +105,7 @@ def _row(contender: Contender, rounds: list[list[dict[str, Any]]], steps: int) -
 # ---------------------------------------------------------------------------------------------- the ranks' side
 
 def make_strategy(name: str, model: Any, group: Any, *, bucket_bytes: int, ahead: int, recorder: Any) -> Any:
-    """The strategy that is called so."""
+    """The strategy called `name`, for `model` over `group`."""
     from minidist.parallel.data.ddp import DDP
     from minidist.parallel.zero.zero1 import Zero1
     from minidist.parallel.zero.zero2 import Zero2
@@ -118,7 +118,7 @@ def make_strategy(name: str, model: Any, group: Any, *, bucket_bytes: int, ahead
 
 
 def recorded_steps(group: Any, name: str, model: Model, bucket_bytes: int, ahead: int) -> Callable[..., Any]:
-    """A function that takes `steps` steps and tells their seconds, their overlap, and the spans of the last."""
+    """A function that makes `steps` steps and returns their seconds, their overlap, and the spans of the last."""
     from minidist.nn import GPT
     from minidist.optim import AdamW
 
@@ -133,7 +133,7 @@ def recorded_steps(group: Any, name: str, model: Model, bucket_bytes: int, ahead
     def take(steps: int) -> dict[str, Any]:
         timeline.spans.clear()
         seconds = []
-        for step in range(steps + 1):       # one to get going: the first must gather what the last round updated
+        for step in range(steps + 1):       # the first, which gathers the last round's update, does not count
             start = time.perf_counter()
             with timeline.span("step", step=step):
                 strategy.step(batch, optimizer)
@@ -149,7 +149,7 @@ def recorded_steps(group: Any, name: str, model: Model, bucket_bytes: int, ahead
 
 @contextmanager
 def linked(world: Any, link: str, alpha: float, beta: float) -> Iterator[Any]:
-    """The world's ranks over links of that kind."""
+    """The world's group over links of the kind `link`."""
     from minidist.comm.transports.throttled import delayed
 
     if link == "delayed":

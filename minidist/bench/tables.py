@@ -1,4 +1,4 @@
-"""The tables of `minidist bench`: what was measured, for people."""
+"""The tables of collectives, overlap and calibration."""
 
 from typing import Any
 
@@ -36,14 +36,14 @@ def show_collective(result: dict[str, Any], console: Console) -> None:
 
 
 def _peer_of(verb: collectives.Verb, contender: str) -> str:
-    """The peer that a contender is held against; "" for a peer."""
+    """The peer that a contender is compared with; "" for a peer."""
     peers = {"tcp": collectives.GLOO, "shm": verb.mpi, "mpi": verb.mpi, COPIES: verb.mpi,
              TCP: collectives.GLOO}
     return peers.get(collectives.base(contender), "")
 
 
 def show_overlap(result: dict[str, Any], console: Console) -> None:
-    """A row for each contender: each alone, both at once, and what that is of the longer."""
+    """A row for each contender: each alone, both at once, and the latter over the longer."""
     table = new_table(f"all-reduce of {size_text(result['nbytes'])} beside matrix products, {result['ranks']} ranks "
                       "(ms)")
     for column in ("", "all-reduce", "products", "both", "of the longer", "hidden"):
@@ -61,7 +61,7 @@ def show_overlap(result: dict[str, Any], console: Console) -> None:
 
 
 def show_overlap_step(result: dict[str, Any], console: Console) -> None:
-    """A row for each contender: a step, its communication, and how much of that lies under computation."""
+    """A row for each contender: a step, its communication, and the hidden share."""
     table = new_table(f"communication under computation in a training step, {result['ranks']} ranks (ms a step and "
                       "rank): " + ", ".join(f"{name} {value}" for name, value in result["model"].items()))
     for column in ("", "step", "communication", "of it hidden", "", "waited"):

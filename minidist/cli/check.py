@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from minidist import lessons
@@ -41,7 +42,7 @@ def show(result: Grade, title: str) -> None:
         table.add_column(column, overflow="fold")
     for item in result.results:
         table.add_row("[green]ok[/green]" if item.passed else "[bold red]no[/bold red]", item.task,
-                      item.target.replace("[", "\\["), item.measured.replace("[", "\\["))
+                      escape(item.target), escape(item.measured))
     console.print(table)
     if result.passed:
         console.print(f"passed: all {len(result.results)} tasks", style="bold green")

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import threadpoolctl
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from minidist.comm.cost.link_model import load_profile, profile_path
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     for column in ("what", "found", "what to do"):
         table.add_column(column, overflow="fold")
     for finding in findings:
-        table.add_row(MARKS[finding.state], finding.what, _plain(finding.found), _plain(finding.advice))
+        table.add_row(MARKS[finding.state], finding.what, escape(finding.found), escape(finding.advice))
     Console(highlight=False).print(table)
     if args.json:
         write_json(args.json, {"findings": [asdict(finding) for finding in findings]})
@@ -227,7 +228,3 @@ def _first_line(error: Exception) -> str:
 
 def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["it said nothing"])[-1]
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")

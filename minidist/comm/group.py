@@ -198,7 +198,7 @@ class Group(Members):
                  algorithm: naive, pairwise, bruck, native, shared.
         Returns: a list of `size` arrays: from rank 0, from rank 1, ...
         """
-        return self._run(verbs.all_to_all(self, x, out, algorithm))
+        return list(self._run(verbs.all_to_all(self, x, out, algorithm)))
 
     def start_all_to_all(self, x: Sequence[Any], *, out: Sequence[Any] | None = None,
                          algorithm: str = "auto") -> Pending:

@@ -125,7 +125,8 @@ def _dtype_text(dtype: np.dtype[Any]) -> str:
 
 def _dtype_named(text: str) -> np.dtype[Any]:
     if _is_extra(text):
-        return np.dtype(getattr(ml_dtypes, text))
+        extra: np.dtype[Any] = np.dtype(getattr(ml_dtypes, text))
+        return extra
     if not _PLAIN_DTYPE.fullmatch(text):
         raise CommError(f"malformed message: no dtype {text[:40]!r}")
     return np.dtype(text)

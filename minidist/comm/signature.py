@@ -106,7 +106,7 @@ def unpack(meta: bytes) -> tuple[Signature, BlockHeader | None]:
     """
     try:
         call, where, *block = _objects(meta)
-        return Signature(*call, where), _block(block)
+        return Signature._make((*call, where)), _block(block)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MismatchError(f"a message whose header is not a call's: {meta[:80]!r}") from error
 

@@ -21,11 +21,12 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from minidist.device.backend import Array, is_array
 from minidist.errors import ConfigError, MemoryLimitError
 
+SomeArray = TypeVar("SomeArray")
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "workspace")
 
 
@@ -61,14 +62,14 @@ class MemoryAccount:
         self._now = dict.fromkeys((*CATEGORIES, "total"), 0)
         self._peak = dict(self._now)
 
-    def hold(self, array: Array, category: str) -> Array:
+    def hold(self, array: SomeArray, category: str) -> SomeArray:
         """Count the buffer that owns `array` under `category` until the buffer is freed.
 
         Returns: `array` itself.
         Raises:  ConfigError for a category that is not one of CATEGORIES; MemoryLimitError if the buffer passes the
                  limit, and then it is not counted.
         """
-        owner = array if array.base is None else owner_of(array)
+        owner = owner_of(array)
         key = id(owner)
         if key in self._held:
             return array

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from minidist.errors import ConfigError
@@ -81,7 +82,7 @@ def _cell(value: Any) -> str:
         return "[green]ok[/green]"
     if text.startswith("off"):
         return f"[bold red]{text}[/bold red]"
-    return text.replace("[", "\\[")
+    return escape(text)
 
 
 def size_text(nbytes: float) -> str:

@@ -55,10 +55,11 @@ def flip(x: Array) -> Array:
     return x.swapaxes(-1, -2)
 
 
-def _scores(q: Array, k: Array, queries: slice, keys: slice, mask: Array) -> Array:
-    """k qᵀ of one block, -inf where the key is after the query: (…, T, D) twice -> (…, K, Q); q is scaled already."""
-    scores = matmul(k[..., keys, :], flip(q[..., queries, :]))
-    scores[..., queries, :] += mask
+def block_scores(q: Array, k: Array, queries: slice, keys: slice, mask: Array | None) -> Array:
+    """k qᵀ of one block, plus the mask: (…, H, T, D), (…, H or H_kv, S, D) -> (…, H, K, Q); q is scaled already."""
+    scores = matmul(shared(k, q.shape[-3])[..., keys, :], flip(q[..., queries, :]))
+    if mask is not None:
+        scores[..., queries, :] += mask
     return scores
 
 
@@ -82,7 +83,7 @@ def _attend(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: list
     xp = array_module(q)
     q = q * q.dtype.type(q.shape[-1] ** -0.5)
     for queries, keys, mask in query_blocks(q):
-        p = _scores(q, k, queries, keys, mask)
+        p = block_scores(q, k, queries, keys, mask)
         top = highest(p)
         p -= top
         xp.exp(p, out=p)
@@ -109,7 +110,7 @@ def _attend_gradients(q: Array, k: Array, v: Array, y: Array, log_total: Array, 
         q_block, dy_block = q[..., queries, :], dy[..., queries, :]
         p = next(kept, None)
         if p is None:
-            p = _scores(q, k, queries, keys, mask)
+            p = block_scores(q, k, queries, keys, mask)
             p -= log_total[..., queries]
             xp.exp(p, out=p)
         ds = matmul(v[..., keys, :], flip(dy_block))
@@ -128,6 +129,12 @@ def _attend_gradients(q: Array, k: Array, v: Array, y: Array, log_total: Array, 
 def shared(x: Array, heads: int) -> Array:
     """(…, H_kv, T, D) with each head repeated for the query heads that share it; x itself if none is shared."""
     return x if x.shape[-3] == heads else array_module(x).repeat(x, heads // x.shape[-3], axis=-3)
+
+
+def sum_heads(x: Array, kv_heads: int) -> Array:
+    """(…, H, T, D) -> (…, H_kv, T, D): the gradient of a key head is the sum over its query heads."""
+    *lead, heads, t, d = x.shape
+    return x if heads == kv_heads else x.reshape(*lead, kv_heads, heads // kv_heads, t, d).sum(axis=-3)
 
 
 def _forward(q: Array, k: Array, v: Array, y: Array, keep: bool) -> tuple[Array, list[Array]]:
@@ -156,9 +163,7 @@ def _backward(q: Array, k: Array, v: Array, y: Array, log_total: Array, kept: li
         dk_all, dv_all = xp.empty(q[i].shape, q.dtype), xp.empty(q[i].shape, q.dtype)
         _attend_gradients(q[i], shared(k[i], heads), shared(v[i], heads), y[i], log_total[i], blocks, dy[i],
                           dq[i], dk_all, dv_all)
-        for target, each in ((dk, dk_all), (dv, dv_all)):   # the gradient of a key head sums over its query heads
-            shape = target[i].shape
-            target[i] = each.reshape(*shape[:-2], heads // kv_heads, *shape[-2:]).sum(axis=-3)
+        dk[i], dv[i] = sum_heads(dk_all, kv_heads), sum_heads(dv_all, kv_heads)
 
 
 def check_shapes(name: str, q: Array, k: Array, v: Array) -> None:

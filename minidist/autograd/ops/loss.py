@@ -8,18 +8,16 @@ from minidist.device.dispatch import kernel
 from minidist.errors import DtypeError, ShapeError
 
 
-def _check(logits: Array, targets: Array) -> None:
+def check_targets(name: str, logits: Array, targets: Array, vocabulary: int) -> None:
     """Raises: DtypeError, ShapeError. The range is checked on the host only: for a GPU the host would have to wait."""
     if targets.dtype.kind not in "iu":
-        raise DtypeError(f"cross_entropy: targets are token ids, integers, not {targets.dtype}")
+        raise DtypeError(f"{name}: targets are token ids, integers, not {targets.dtype}")
     if logits.ndim < 1 or targets.shape != logits.shape[:-1]:
-        raise ShapeError(f"cross_entropy: targets {targets.shape} do not fit logits {logits.shape}; "
+        raise ShapeError(f"{name}: targets {targets.shape} do not fit logits {logits.shape}; "
                          f"they need shape {logits.shape[:-1]}")
-    if device_of(targets) != "cpu" or not targets.size:
-        return
-    if int(targets.min()) < 0 or int(targets.max()) >= logits.shape[-1]:
-        raise ShapeError(f"cross_entropy: targets {int(targets.min())}..{int(targets.max())} outside the vocabulary; "
-                         f"logits {logits.shape} allow 0..{logits.shape[-1] - 1}")
+    if device_of(targets) == "cpu" and targets.size and (int(targets.min()) < 0 or int(targets.max()) >= vocabulary):
+        raise ShapeError(f"{name}: targets {int(targets.min())}..{int(targets.max())} outside the vocabulary, "
+                         f"which allows 0..{vocabulary - 1}; logits {logits.shape}")
 
 
 def _int64(ids: Array) -> Array:
@@ -41,7 +39,7 @@ def cross_entropy(logits: Array, targets: Array, *, divisor: float | None = None
     Returns: one number, in float32 for low precision too.
     Raises:  DtypeError, ShapeError if targets do not fit.
     """
-    _check(logits, targets)
+    check_targets("cross_entropy", logits, targets, logits.shape[-1] if logits.ndim else 0)
     targets = beside(targets, logits)
     xp = array_module(logits)
     count = divisor if divisor is not None else targets.size
@@ -64,18 +62,27 @@ def cross_entropy(logits: Array, targets: Array, *, divisor: float | None = None
 @cross_entropy.gradient("logits")
 def _(node: Node, dy: Array) -> Array:
     """(softmax - one-hot) dy / divisor"""
-    xp = array_module(dy)
     fast = kernel("cross_entropy", node.logits)
     if fast is not None:
         _, dx = fast(node.logits, _int64(node.ids), scale=1.0 / node.divisor, factor=widen(dy))
         return dx
-    wide = rows(widen(node.logits))
-    scale = widen(dy) / wide.dtype.type(node.divisor)
-    dx = xp.empty(wide.shape, wide.dtype)
+    ids = array_module(dy).arange(len(node.ids)), node.ids
+    return logits_gradient(node.logits, node.top, node.total, ids, dy, node.divisor)
+
+
+def logits_gradient(logits: Array, top: Array, total: Array, places: tuple[Array, Array], dy: Array,
+                    divisor: float) -> Array:
+    """(exp(logits - top) / total - one-hot) dy / divisor, of the shape and dtype of the logits.
+
+    Args:    top, total: (rows, 1), a row's maximum and the sum of its exponentials; places: rows and columns of the
+             targets; dy: one number.
+    """
+    xp, wide = array_module(logits), rows(widen(logits))
+    dx, scale = xp.empty(wide.shape, wide.dtype), widen(dy) / wide.dtype.type(divisor)
     for where, _ in row_blocks(xp, wide):
         d = dx[where]
-        xp.subtract(wide[where], node.top[where], out=d)
+        xp.subtract(wide[where], top[where], out=d)
         xp.exp(d, out=d)
-        d *= scale / node.total[where]
-    dx[xp.arange(len(dx)), node.ids] -= scale
-    return narrow(dx.reshape(node.logits.shape), node.logits.dtype)
+        d *= scale / total[where]
+    dx[places] -= scale
+    return narrow(dx.reshape(logits.shape), logits.dtype)

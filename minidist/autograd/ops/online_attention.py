@@ -21,7 +21,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minidist.autograd.ops.attention import QUERY_BLOCK, QUERY_BLOCK_GPU, flip, highest, query_blocks, sequences, shared
+from minidist.autograd.ops.attention import (
+    QUERY_BLOCK,
+    QUERY_BLOCK_GPU,
+    block_scores,
+    flip,
+    highest,
+    query_blocks,
+    sequences,
+    shared,
+    sum_heads,
+)
 from minidist.device.backend import Array, array_module, matmul
 
 
@@ -52,7 +62,7 @@ class OnlineSoftmax:
             return
         y, top, total = self.y[:, :, queries], self.top[..., queries], self.total[..., queries]
         for i, rows, keys, mask in _tiles(q, causal):
-            p = _scores(q[i], k[i], rows, keys, mask)
+            p = block_scores(q[i], k[i], rows, keys, mask)
             _update(p, shared(v[i], q.shape[1])[..., keys, :], y[i][..., rows, :], top[i][..., rows],
                     total[i][..., rows])
 
@@ -111,15 +121,15 @@ class OnlineGradients:
         log_total, row = self.log_total[..., queries], self.row[..., queries]
         heads = q.shape[1]
         for i, rows, keys, mask in _tiles(q, causal):
-            p = _scores(q[i], k[i], rows, keys, mask)
+            p = block_scores(q[i], k[i], rows, keys, mask)
             p -= log_total[i][..., rows]
             array_module(p).exp(p, out=p)
             ds = matmul(shared(v[i], heads)[..., keys, :], flip(dy[i][..., rows, :]))
             ds -= row[i][..., rows]
             ds *= p
             dq[i][..., rows, :] += matmul(flip(ds), shared(k[i], heads)[..., keys, :])
-            _add_heads(dv[i][..., keys, :], matmul(p, dy[i][..., rows, :]))
-            _add_heads(dk[i][..., keys, :], matmul(ds, q[i][..., rows, :]))
+            dv[i][..., keys, :] += sum_heads(matmul(p, dy[i][..., rows, :]), k.shape[1])
+            dk[i][..., keys, :] += sum_heads(matmul(ds, q[i][..., rows, :]), k.shape[1])
 
     def finish(self) -> Array:
         """The gradient of the unscaled q; overwrites dq."""
@@ -137,19 +147,3 @@ def _tiles(q: Array, causal: bool) -> Iterator[tuple[slice, slice, slice, Array 
         else:
             yield from ((i, slice(at, min(at + height, length)), slice(None), None)
                         for at in range(0, length, height))
-
-
-def _scores(q: Array, k: Array, rows: slice, keys: slice, mask: Array | None) -> Array:
-    """k qᵀ of a tile, -inf where the mask has it: (…, K, Q)."""
-    scores = matmul(shared(k, q.shape[1])[..., keys, :], flip(q[..., rows, :]))
-    if mask is not None:
-        scores[..., rows, :] += mask
-    return scores
-
-
-def _add_heads(target: Array, each: Array) -> None:
-    """Add (…, H, K, D) to (…, H_kv, K, D): the gradient of a key head is the sum over its query heads."""
-    heads, kv_heads = each.shape[1], target.shape[1]
-    if heads != kv_heads:
-        each = each.reshape(len(each), kv_heads, heads // kv_heads, *each.shape[2:]).sum(axis=2)
-    target += each

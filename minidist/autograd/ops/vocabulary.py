@@ -2,22 +2,10 @@
 
 from minidist.autograd.ops.blocks import row_blocks
 from minidist.autograd.ops.linear import rows
+from minidist.autograd.ops.loss import check_targets, logits_gradient
 from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.comm.group import Group
-from minidist.device.backend import Array, array_module, beside, device_of, narrow, widen
-from minidist.errors import DtypeError, ShapeError
-
-
-def _check(logits: Array, targets: Array, vocabulary: int) -> None:
-    """Raises: DtypeError, ShapeError. The range of targets on a GPU is not checked."""
-    if targets.dtype.kind not in "iu":
-        raise DtypeError(f"split_cross_entropy: targets are token ids, integers, not {targets.dtype}")
-    if logits.ndim < 1 or targets.shape != logits.shape[:-1]:
-        raise ShapeError(f"split_cross_entropy: targets {targets.shape} do not fit logits {logits.shape}; "
-                         f"they need shape {logits.shape[:-1]}")
-    if device_of(targets) == "cpu" and targets.size and (int(targets.min()) < 0 or int(targets.max()) >= vocabulary):
-        raise ShapeError(f"split_cross_entropy: targets {int(targets.min())}..{int(targets.max())} outside the "
-                         f"vocabulary, which allows 0..{vocabulary - 1}")
+from minidist.device.backend import Array, array_module, beside, widen
 
 
 @op
@@ -37,7 +25,7 @@ def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary
              communication, because the gradient on each rank is (softmax - one-hot) of its own slice.
     Source:  Shoeybi et al. 2019, section 3.
     """
-    _check(logits, targets, vocabulary)
+    check_targets("split_cross_entropy", logits, targets, vocabulary)
     xp = array_module(logits)
     wide, ids = rows(widen(logits)), targets.reshape(-1) - first
     count = divisor if divisor is not None else ids.size
@@ -58,14 +46,4 @@ def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary
 @split_cross_entropy.gradient("logits")
 def _(node: Node, dy: Array) -> Array:
     """(softmax - one-hot) dy / divisor, of the own slice"""
-    xp = array_module(dy)
-    wide = rows(widen(node.logits))
-    scale = widen(dy) / wide.dtype.type(node.divisor)
-    dx = xp.empty(wide.shape, wide.dtype)
-    for where, _ in row_blocks(xp, wide):
-        d = dx[where]
-        xp.subtract(wide[where], node.highest[where, None], out=d)
-        xp.exp(d, out=d)
-        d *= scale / node.total[where, None]
-    dx[node.places] -= scale
-    return narrow(dx.reshape(node.logits.shape), node.logits.dtype)
+    return logits_gradient(node.logits, node.highest[:, None], node.total[:, None], node.places, dy, node.divisor)

@@ -1,8 +1,8 @@
-"""A case of `minidist bench kernels`: one kernel at one size, its rungs, what they must give and what they must move.
+"""A case of `minidist bench kernels`: one kernel at one size, its rungs, their right results and least bytes.
 
     inputs = case.draw(model, Draw(seed, "bfloat16"))           # on the host
-    work = case.build({name: on the device}, version)           # what is timed
-    wrong = error(case, inputs, work(), sample)                 # before it is
+    work = case.build({name: on the device}, version)           # the function that is timed
+    wrong = error(case, inputs, work(), sample)                 # checked before
 
 The tables of cases stand in row_cases.py, flat_cases.py and product_cases.py.
 """
@@ -17,14 +17,14 @@ from minidist.bench.step.ranks import Model
 from minidist.device import backend
 from minidist.device.backend import Array, dtype_name, is_array, to_device, to_host
 
-KIND = "bfloat16"                       # of rungs that take it
+KIND = "bfloat16"                       # dtype of the rungs that take it
 EAGER, COMPILED = "PyTorch eager", "torch.compile"
-COPY, MATRIX = "copy", "matrix"         # what a case is held against: bandwidth of a copy, rate of matrix products
-FLASH = 0.5                             # of the speed of PyTorch's flash attention, that attention is to reach
-COPY_SHARE = 0.85                       # of the copy bandwidth, that all others are to reach
+COPY, MATRIX = "copy", "matrix"         # ceilings of a case: bandwidth of a copy, rate of matrix products
+FLASH = 0.5                             # the aim of attention: this share of PyTorch's flash attention's speed
+COPY_SHARE = 0.85                       # the aim of all other kernels: this share of the copy bandwidth
 _BLOCK = 1 << 24                        # numbers drawn at once
 
-# What rounding once may lose of the largest number; in float32, what a sum of ten thousand numbers in a row may.
+# Error of rounding once, over the largest number; for float32 the error of a sum of ten thousand numbers in a row.
 ROUNDING = {"float32": 2e-5, "float16": 5e-4, "bfloat16": 4e-3}
 
 Inputs = dict[str, Any]
@@ -43,7 +43,7 @@ def every(values: Iterable[Any]) -> Iterator[Array]:
 
 
 def once(inputs: Inputs, outputs: Outputs) -> int:
-    """Bytes of each input and each output: the least that a kernel moves whose inputs fit no cache."""
+    """Bytes of all inputs and outputs: the least that a kernel moves if its inputs fit no cache."""
     return sum(array.nbytes for array in every([*inputs.values(), *outputs]))
 
 
@@ -59,17 +59,16 @@ class KernelCase:
                 versions         its rungs, from naive to fast
                 draw             draw(model, draw) -> the inputs, on the host
                 build            build(inputs, version) -> work() -> outputs: a rung over arrays of any device
-                want             want(inputs, rows) -> what each output must be, in float64 or integers: whole, or those
-                                 rows of it alone
-                operations       operations(inputs): of arithmetic, as the kernel's header states them
+                want             want(inputs, rows) -> the right outputs in float64 or integers, whole or only `rows`
+                operations       operations(inputs): arithmetic operations, as the kernel's header states them
                 moved            moved(inputs, outputs): the least bytes
-                rows             rows(inputs): in how many parts an output can be looked at
-                held             against which ceiling, COPY or MATRIX
+                rows             rows(inputs): number of parts of an output that can be checked one by one
+                held             its ceiling, COPY or MATRIX
                 flash            whether it has attention's aim, FLASH
-                float32          versions that take float32 alone
+                float32          versions that take only float32
                 left_out         versions too slow at a step's size, and why
-                sampled          rows that are looked at
-                slack            roundings that an output may be off by
+                sampled          number of rows that are checked
+                slack            allowed error of an output, in roundings
     """
 
     name: str
@@ -89,12 +88,12 @@ class KernelCase:
     slack: float = 1.0
 
     def kind(self, version: int, kind: str) -> str:
-        """The dtype in which a version runs, where the bench is of `kind`."""
+        """The dtype of a version in a bench of `kind`."""
         return "float32" if version in self.float32 else kind
 
 
 class Draw:
-    """Fresh random inputs. Args: seed; kind: the dtype of what has none of its own."""
+    """Fresh random inputs. Args: seed; kind: dtype of the arrays that state none."""
 
     def __init__(self, seed: int, kind: str) -> None:
         self.rng, self.kind = np.random.default_rng(seed), kind
@@ -119,7 +118,7 @@ def wide(array: np.ndarray) -> np.ndarray:
 
 
 def place(inputs: Inputs, device: str) -> Inputs:
-    """The same on a device; on the host, copies, since some rungs write over what they get."""
+    """The inputs on a device; on the host, copies, because some rungs overwrite their inputs."""
     def there(value: Any) -> Any:
         if isinstance(value, list):
             return [there(one) for one in value]
@@ -129,7 +128,7 @@ def place(inputs: Inputs, device: str) -> Inputs:
 
 
 def sample(case: KernelCase, inputs: Inputs, rng: np.random.Generator) -> np.ndarray:
-    """Which rows are looked at: the first, the last and some between, in order."""
+    """The rows that are checked, in order: the first, the last and some between."""
     count = case.rows(inputs)
     if count <= case.sampled:
         return np.arange(count)
@@ -138,10 +137,10 @@ def sample(case: KernelCase, inputs: Inputs, rng: np.random.Generator) -> np.nda
 
 
 def error(case: KernelCase, inputs: Inputs, rows: np.ndarray, want: list[np.ndarray], outputs: Outputs) -> float:
-    """How far outputs are from `want`: the largest difference over the largest number wanted, in ROUNDINGs.
+    """The largest difference between outputs and `want` over the largest number in `want`, in ROUNDINGs.
 
-    inf is worse than any: an integer that differs, NaN, a size that does not fit, a number that nobody wrote (all ones
-    in its bits, where memory held those before the launch).
+    Returns: inf for a wrong integer, NaN, a wrong size, or a number that was never written (memory holds bits of all
+             ones before the launch).
     """
     if len(outputs) != len(want):
         return float("inf")
@@ -150,7 +149,7 @@ def error(case: KernelCase, inputs: Inputs, rows: np.ndarray, want: list[np.ndar
 
 
 def _error(got: np.ndarray, want: np.ndarray, rows: np.ndarray, count: int) -> float:
-    """Of one output: whole where `want` is, else in those rows."""
+    """The error of one output: of the whole if `want` is whole, else of those rows."""
     if _unwritten(got):
         return float("inf")
     if got.size != want.size and got.size * len(rows) == want.size * count:

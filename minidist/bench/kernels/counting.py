@@ -1,7 +1,7 @@
-"""`minidist bench kernels --count`: what each rung of each kernel moves, counted on the CPU build. No GPU is needed.
+"""`minidist bench kernels --count`: bytes that each rung of each kernel moves, counted on the CPU build without a GPU.
 
-Sizes are small; the last dims, which decide how a warp's lanes lie to each other, are a model's. Every result is held
-against the NumPy reference, and the CPU build checks every access.
+Sizes are small; the last dims, which decide the access pattern of a warp, are those of a model. Each result is compared
+with the NumPy reference, and the CPU build checks every access.
 """
 
 import time
@@ -25,7 +25,7 @@ Progress = Callable[[str], None]
 
 
 def counted(names: Sequence[str], seed: int | None, progress: Progress) -> dict[str, Any]:
-    """What the table and the JSON show. Raises: as count_all; ConfigError for an unknown name."""
+    """The result for table and JSON. Raises: as count_all; ConfigError for an unknown name."""
     seed = time.time_ns() % 2 ** 32 if seed is None else seed
     rows = count_all(chosen(names), seed=seed, progress=progress)
     return {"what": "kernels", "model": vars(COUNTED), "seed": seed, "counts": [asdict(row) for row in rows]}
@@ -33,12 +33,12 @@ def counted(names: Sequence[str], seed: int | None, progress: Progress) -> dict[
 
 @dataclass(frozen=True)
 class KernelCount:
-    """What one rung moves, counted on the CPU build, all its launches together.
+    """The traffic of one rung in all its launches, counted on the CPU build.
 
     Attributes: least      bytes of inputs and outputs, each once: by formula
                 asked      bytes that threads loaded and stored, in global memory
-                sectors    of 32 bytes that warps' requests touched, caches not regarded; fetched: their bytes
-                needed     least / fetched; what is small, or lies where a sector was fetched already, may pass 1
+                sectors    of 32 bytes touched by the requests of warps, without caches; fetched: their bytes
+                needed     least / fetched; above 1 for small arrays, or for data in sectors fetched already
                 shared     bytes that threads loaded and stored in shared memory
                 error      as KernelRow's
     """

@@ -1,8 +1,8 @@
 """How `minidist bench kernels` times a GPU: events, caches emptied before each run, ceilings measured first.
 
 A launch takes the host longer than a short kernel takes the GPU; timed alone, the GPU would wait between the events.
-So the GPU is given reading to do first, long enough for the host to queue all of a contender's work behind it. That
-reading, of a buffer four times the second-level cache, also throws out what the last run left there.
+So the GPU first reads a buffer, long enough for the host to queue all work of a contender behind it. The buffer is four
+times as large as the second-level cache, so the reading also empties that cache.
 """
 
 import math
@@ -23,10 +23,10 @@ from minidist.errors import DeviceError
 COPIED = 1 << 30            # bytes of the array that is copied to find the bandwidth
 SIDE = 8192                 # of the matrices multiplied to find the rate
 DTYPES = ("bfloat16", "float32")
-READ_CACHES = 4             # what is read before each run, in second-level caches
+READ_CACHES = 4             # bytes read before each run, in second-level caches
 WARM_UPS = 5                # runs before any is timed
 MOST_READINGS = 200         # of the buffer, before one run
-ROUNDS = 10                 # a ceiling is the median of
+ROUNDS = 10                 # a ceiling is the median of so many runs
 
 Work = Callable[[], Any]
 
@@ -52,7 +52,10 @@ class CudaGpu:
         self._buffer = self.xp.asarray(np.ones(nbytes // 4, np.float32))
 
     def timer(self, work: Work) -> Callable[[], float]:
-        """Warm up, see how long the host takes to queue the work; what then gives the seconds of one run."""
+        """Warm up and measure how long the host takes to queue the work.
+
+        Returns: a function that returns the seconds of one run.
+        """
         for _ in range(WARM_UPS):
             self._between_events(work)
         stream = self.cuda.get_current_stream()
@@ -66,7 +69,7 @@ class CudaGpu:
         return partial(self._seconds, work, readings(max(queueing), reading))
 
     def _seconds(self, work: Work, times: int) -> float:
-        """One run, after so many readings of the buffer."""
+        """Seconds of one run after `times` readings of the buffer."""
         for _ in range(times):
             self._buffer.sum()
         return self._between_events(work)
@@ -81,7 +84,7 @@ class CudaGpu:
 
     @contextmanager
     def poisoned(self) -> Iterator[None]:
-        """New arrays are all ones in their bits, so that what nobody writes shows."""
+        """In the block, new arrays have all bits set, so that an element without a write is found."""
         pool = self.xp.get_default_memory_pool()
 
         def allocate(nbytes: int) -> Any:
@@ -94,12 +97,12 @@ class CudaGpu:
             yield
 
     def free(self) -> None:
-        """Give back what the pools keep: the next kernel's arrays are of other sizes."""
+        """Empty the memory pools, because the next kernel's arrays have other sizes."""
         self.xp.get_default_memory_pool().free_all_blocks()
         self.xp.get_default_pinned_memory_pool().free_all_blocks()
 
     def ceilings(self, kinds: Sequence[str] = DTYPES) -> dict[str, Any]:
-        """What this GPU gives: bytes a second of a large copy, read and written; operations a second of cuBLAS."""
+        """Measured rates: "copy", bytes a second read and written; "matrix", cuBLAS's operations a second by dtype."""
         from_, to = (self.xp.empty((COPIED // 4,), np.float32) for _ in range(2))
         from_[...] = 1.0
         copy = 2 * COPIED / self.median(lambda: to.data.copy_from_device_async(from_.data, COPIED))
@@ -111,28 +114,28 @@ class CudaGpu:
         return lambda: matmul(a, b)
 
     def median(self, work: Work) -> float:
-        """Seconds of one run."""
+        """Median seconds of a run."""
         timer = self.timer(work)
         return statistics.median(timer() for _ in range(ROUNDS))
 
     def about(self) -> dict[str, Any]:
-        """Name, driver and versions, as numbers need them to be worth something later."""
+        """Name, driver and versions of the GPU and its libraries."""
         return {"name": self.properties["name"].decode(), "multiprocessors": self.properties["multiProcessorCount"],
                 "cupy": self.xp.__version__, "cuda": self.cuda.runtime.runtimeGetVersion(), "driver": _driver()}
 
 
 def readings(queueing: float, reading: float) -> int:
-    """How often to read the buffer first: twice as long as the host takes to queue the work, and once at least."""
+    """How often to read the buffer: for twice the time that the host takes to queue the work, and at least once."""
     return min(MOST_READINGS, 1 + math.ceil(2 * queueing / reading)) if reading else MOST_READINGS
 
 
 def _without_advice(error: DeviceError) -> str:
-    """What it says, but for the other device, which is no help here."""
+    """The message without its advice to choose another device."""
     return str(error).removesuffix("choose --device cpu").rstrip().removesuffix(", or").removesuffix(";")
 
 
 def _driver() -> str:
-    """The driver's version, or "" where nothing tells it."""
+    """The driver's version, or "" without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return ""
     told = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
@@ -141,7 +144,7 @@ def _driver() -> str:
 
 
 def as_torch(torch: Any, array: Array) -> Any:
-    """PyTorch's tensor of the same memory; bfloat16 by way of int16, which CuPy can hand over."""
+    """PyTorch's tensor over the same memory; bfloat16 goes as int16, which CuPy can pass."""
     if array.dtype.name == "bfloat16":
         return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
     if array.dtype == np.uint32:

@@ -1,5 +1,5 @@
-"""Pictures of `minidist bench kernels`: fractions of a copy, rungs under a measured roofline; or, without a GPU, what
-of the bytes each rung fetches was needed. matplotlib is loaded on first use."""
+"""Pictures of `minidist bench kernels`: fractions of a copy and rungs under a measured roofline; or, without a GPU, the
+needed share of the bytes that each rung fetches. matplotlib is loaded on first use."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ AIM = 0.85
 
 
 def draw_kernels(path: Path, result: dict[str, Any]) -> None:
-    """What was timed, or, where nothing was, what was counted. Raises: OSError if `path` cannot be written."""
+    """Draw the times, or the counts if nothing was timed. Raises: OSError if `path` cannot be written."""
     (_draw_counts if result["counts"] else _draw_times)(path, result)
 
 
@@ -94,7 +94,7 @@ def _legend(ax: Any) -> None:
 
 
 def _draw_counts(path: Path, result: dict[str, Any]) -> None:
-    """For each rung of each kernel, how much of what was fetched was needed."""
+    """For each rung of each kernel, the needed share of the fetched bytes."""
     from matplotlib.figure import Figure
 
     rows = result["counts"]

@@ -1,4 +1,4 @@
-"""The tables of `minidist bench kernels`: what was timed on a GPU, and what was counted without one."""
+"""The tables of `minidist bench kernels`: times on a GPU, or counts without one."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from minidist.bench.tables import new_table
 
 
 def show_kernels(result: dict[str, Any], console: Console) -> None:
-    """What was timed, or, where nothing was, what was counted."""
+    """Print the times, or the counts if nothing was timed."""
     (_show_counts if result["counts"] else _show_times)(result, console)
 
 
@@ -47,7 +47,7 @@ def _figures(row: dict[str, Any]) -> list[str]:
 
 
 def _show_counts(result: dict[str, Any], console: Console) -> None:
-    """A row for each rung: bytes by formula, asked for, fetched; what of that was needed; shared memory."""
+    """A row for each rung: bytes by formula, asked for, fetched; the needed share; shared memory."""
     sizes = ", ".join(f"{name} {value}" for name, value in result["model"].items())
     table = new_table(f"kernels, counted on the CPU build: {sizes}")
     for column in ("kernel", "rung", "dtype", "launches", "least bytes", "asked for", "requests", "sectors",

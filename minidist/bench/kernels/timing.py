@@ -4,9 +4,9 @@
     minidist bench kernels softmax matmul           those of kernels/softmax.py and matmul.py
     minidist bench kernels --count                  on a laptop: what each rung moves, counted on the CPU build
 
-Kernels that move bytes are held against the bandwidth of a large copy, products and attention against cuBLAS's rate,
-both measured in the same run. Inputs are drawn anew in each run. A rung is checked against its NumPy reference before
-it is timed, over memory that held rubbish; one that is wrong has no time. Contenders take turns in every round, each
+Kernels that move bytes are compared with the bandwidth of a large copy, products and attention with cuBLAS's rate, both
+measured in the same run. Inputs are drawn anew in each run. A rung is checked against its NumPy reference before
+it is timed, over memory with all bits set; a wrong one has no time. Contenders take turns in every round, each
 with empty caches, timed by CUDA events; the median counts.
 
 A fraction is the least bytes that the kernel's inputs and outputs are (or the operations of its header) over the time,
@@ -53,18 +53,18 @@ Work = Callable[[], Any]
 
 
 class TimingGpu(Protocol):
-    """What measuring needs of a device (gpu.py; tests bring their own)."""
+    """The interface that timing needs of a device: CudaGpu (gpu.py), or a stand-in of the tests."""
 
     device: str                         # as backend.to_device names it
 
     def poisoned(self) -> Any:
-        """A context in which new arrays are all ones in their bits."""
+        """A context in which new arrays have all bits set."""
 
     def free(self) -> None:
-        """Give back the memory of arrays that are gone."""
+        """Free the memory of dead arrays."""
 
     def timer(self, work: Work) -> Callable[[], float]:
-        """Run it until compilers and allocators are done; what then gives the seconds of one run, caches empty."""
+        """Warm up. Returns: a function that returns the seconds of one run with empty caches."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def chosen(names: Sequence[str]) -> list[KernelCase]:
 
 def measured(names: Sequence[str], peers_named: Sequence[str], rounds: int, seed: int | None,
              progress: Progress) -> dict[str, Any]:
-    """What the table and the JSON show. Raises: ConfigError for an unknown name, or without a GPU."""
+    """The result for table and JSON. Raises: ConfigError for an unknown name; DeviceError without a GPU."""
     cases, seed = chosen(names), time.time_ns() % 2 ** 32 if seed is None else seed
     gpu = CudaGpu()
     progress("the ceilings: a large copy, and cuBLAS")
@@ -129,7 +129,7 @@ Peers = Callable[[KernelCase, Inputs], tuple[dict[str, Work], list[str]]]
 
 def measure_all(cases: list[KernelCase], model: Model, gpu: TimingGpu, ceilings: dict[str, Any], peers: Peers, *,
                 rounds: int, seed: int, progress: Progress) -> tuple[list[KernelRow], list[str]]:
-    """Every contender of every case, and who was left out.
+    """Measure every contender of every case.
 
     Args:    ceilings: {"copy": bytes a second, "matrix": {dtype: operations a second}}.
     """
@@ -170,7 +170,7 @@ def _measure(case: KernelCase, model: Model, gpu: TimingGpu, ceilings: dict[str,
 
 def _checked(case: KernelCase, inputs: Inputs, versions: list[int], gpu: TimingGpu, seed: int,
              progress: Progress) -> tuple[list[tuple[KernelRow, Work]], list[str]]:
-    """Each rung, run once, with its error and without a time; and a line for each that does not run."""
+    """Run each rung once. Returns: rows with errors, without times; and a line for each rung that does not run."""
     picked = sample(case, inputs, np.random.default_rng(seed))
     want = case.want(inputs, picked)
     dtype, operations = dtype_name(next(every(inputs.values())).dtype), case.operations(inputs)
@@ -192,7 +192,7 @@ def _checked(case: KernelCase, inputs: Inputs, versions: list[int], gpu: TimingG
 
 
 def _take_turns(works: dict[str, Work], gpu: TimingGpu, rounds: int, progress: Progress) -> dict[str, float]:
-    """Median seconds of each; every round asks each once."""
+    """Median seconds of each; every round runs each once."""
     timers = {}
     for name, work in works.items():
         progress(name)
@@ -202,7 +202,7 @@ def _take_turns(works: dict[str, Work], gpu: TimingGpu, rounds: int, progress: P
 
 
 def timed(row: KernelRow, seconds: float | None, ceilings: dict[str, Any]) -> KernelRow:
-    """The row with its time, rate and fraction of the ceiling; as it is without a time."""
+    """The row with its time, rate and fraction of the ceiling; unchanged if `seconds` is None."""
     if seconds is None:
         return row
     work, ceiling = (row.bytes, ceilings["copy"]) if row.held == COPY else (
@@ -211,7 +211,7 @@ def timed(row: KernelRow, seconds: float | None, ceilings: dict[str, Any]) -> Ke
 
 
 def judged(rows: list[KernelRow], case: KernelCase) -> list[KernelRow]:
-    """Each beside PyTorch eager, and the last rung held against its aim."""
+    """Each row compared with PyTorch eager, and the last rung with its aim."""
     eager = next((row for row in rows if row.contender == EAGER and row.seconds), None)
     last = f"v{case.versions[-1]}"
     done = []

@@ -5,10 +5,9 @@ their users write it: autocast, float32 weights, AdamW (fused on a GPU), clippin
 and take turns round by round; a turn is several steps, timed from first to last with the device idle before and after.
 
 The rate of matrix products and the bandwidth of a copy are measured first, on the same device. Utilisation is the
-model's operations (floor.py: products, and a causal attention's half of the scores) over the time, over that
-rate. The floor is what the step would take if each of its parts did. Nothing here is divided: several ranks, ZeRO
-stages and plans are `bench step` without --device. With --graph our step stands there twice, the second time captured
-as one CUDA graph (cuda_graph.py).
+model's operations (floor.py: products, and a causal attention's half of the scores) over the time, over that rate. The
+floor is the time of a step whose parts all run at these rates. Several ranks, ZeRO stages and plans are `bench step`
+without --device. With --graph our step has two rows, the second captured as one CUDA graph (cuda_graph.py).
 """
 
 import argparse
@@ -45,8 +44,8 @@ class DeviceRow:
 
     Attributes: step_seconds    median over turns
                 utilisation     of the measured rate of matrix products
-                of_floor        the floor over the step: 1 where every part is at its ceiling
-                peak_bytes      cuda: what its allocator held; cpu: resident above import
+                of_floor        the floor over the step: 1 if every part is at its ceiling
+                peak_bytes      cuda: bytes of the allocator; cpu: resident bytes above import
                 memory          ours: the account's peak by category
     """
 
@@ -60,7 +59,7 @@ class DeviceRow:
 
 
 def measure_asked(args: argparse.Namespace, model: Model, progress: Progress) -> dict[str, Any]:
-    """What the options of `minidist bench step` ask for. Raises: ConfigError for what goes with several ranks."""
+    """Measure one process by the options of `minidist bench step`. Raises: ConfigError for options of several ranks."""
     if args.ranks not in (None, [1]) or args.plan or args.zero or args.schedule or args.microbatches:
         raise ConfigError("bench step: --model, --device and --precision time one process on one device; leave -n, "
                           "--plan and --zero out")
@@ -74,7 +73,7 @@ def measure_asked(args: argparse.Namespace, model: Model, progress: Progress) ->
 
 def measure(model: Model, device: str, precision: str, rounds: int, steps: int, progress: Progress, *,
             graph: bool = False) -> dict[str, Any]:
-    """What the table and the JSON show. Raises: DeviceError where the device is not here."""
+    """The result for table and JSON. Raises: DeviceError without that device."""
     module_for(device)
     progress("the ceilings: a large copy, and matrix products")
     ceilings = ceilings_of(device, precision)
@@ -125,7 +124,7 @@ def _start(name: str, model: Model, device: str, precision: str) -> Job:
 
 def _take_turns(jobs: list[Job], rounds: int, steps: int,
                 progress: Progress) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
-    """Each job's answers; every round asks each in turn. A peer that fails is left out, and the reason is told."""
+    """Each job's answers; every round asks each in turn. Returns also a line for each peer that failed."""
     turns: dict[str, list[dict[str, Any]]] = {job.name: [] for job in jobs}
     lost = []
     for round_number in range(rounds):
@@ -143,7 +142,7 @@ def _take_turns(jobs: list[Job], rounds: int, steps: int,
 
 def row_of(name: str, turns: list[dict[str, Any]], model: Model, parts: list[step_floor.FloorPart],
            ceilings: dict[str, float]) -> DeviceRow:
-    """Medians and fractions of what a contender answered."""
+    """Medians and fractions of a contender's answers."""
     seconds = statistics.median(turn["seconds"] for turn in turns)
     least = step_floor.floor(parts, copy=ceilings["copy"], matrix=ceilings["matrix"])
     return DeviceRow(name, seconds, model.batch * model.context / seconds,
@@ -155,9 +154,9 @@ def row_of(name: str, turns: list[dict[str, Any]], model: Model, parts: list[ste
 
 
 def timed(start_step: Callable[[], Any], finish: Callable[[Any], float], memory: Callable[[], dict[str, Any]]) -> Turn:
-    """Answers {"steps": K}: mean seconds of K steps in a row, the last loss, and `memory()`.
+    """A function that answers {"steps": K}: mean seconds of K steps in a row, the last loss, and `memory()`.
 
-    Args:    start_step: queue a step; finish: wait until the device is idle and give what start_step gave as a number.
+    Args:    start_step: queue a step and return its loss. finish: wait until the device is idle; the loss as a number.
     """
     done = 0
 
@@ -176,7 +175,7 @@ def timed(start_step: Callable[[], Any], finish: Callable[[Any], float], memory:
 
 
 def ours(model: Model, device: str, precision: str, *, captured: bool = False) -> Turn:
-    """minidist: one rank, bf16 with float32 master weights; its step as it is, or as one graph."""
+    """One rank of minidist, in bf16 with float32 master weights; its step as it is, or as one graph."""
     import minidist as md
     from minidist.parallel.hybrid.cuda_graph import CapturedStep
 
@@ -203,7 +202,7 @@ def ours(model: Model, device: str, precision: str, *, captured: bool = False) -
 
 
 def measured_ceilings(device: str, precision: str) -> dict[str, Any]:
-    """What ceilings_of gives. On a CPU products are float32's, which low precision is computed in there."""
+    """The result of ceilings_of. On a CPU products are in float32, as low precision is computed there."""
     limit_blas_threads(1, local_size=1)
     if device == "cuda":
         from minidist.bench.kernels.gpu import CudaGpu
@@ -264,7 +263,7 @@ def main() -> None:
 
 
 def turn_of(options: argparse.Namespace, model: Model) -> Turn:
-    """What answers for the contender."""
+    """The function that answers for the contender."""
     if options.contender == CEILINGS:
         return lambda: measured_ceilings(options.device, options.precision)
     if options.contender in (OURS, CAPTURED):

@@ -1,11 +1,11 @@
-"""What a training step of a GPT must compute and move at least, and how long that takes at measured rates.
+"""The floor of a training step of a GPT: its least operations and bytes, and their time at measured rates.
 
     parts = step_parts(model, itemsize=2)
     floor(parts, copy=4e12, matrix=7e14)            # seconds: each part takes the longer of its two times
 
-Operations are those of products and of attention, a causal one's half of the scores; bytes are each part's inputs and
-outputs once, with sums, biases and casts in the kernel that has the number at hand. The output layer is the embedding's
-table. No caches: what one part leaves and the next reads is moved twice.
+Operations are those of products and of causal attention, with half of the scores. Bytes are the inputs and outputs of
+each part, once; sums, biases and casts are part of the kernel before them. The output layer is the embedding's table.
+There are no caches: an output of one part that is the input of the next is moved twice.
 """
 
 from dataclasses import dataclass
@@ -56,12 +56,12 @@ def step_parts(model: Model, itemsize: int) -> list[FloorPart]:
 
 
 def parameters(model: Model) -> int:
-    """Numbers that are learnt."""
+    """The number of learned numbers."""
     return sum(parameter.size for parameter in GPT(model.config(tied=True)).parameters())
 
 
 def operations(parts: list[FloorPart]) -> float:
-    """Of a step."""
+    """The operations of a step."""
     return sum(part.operations for part in parts)
 
 

@@ -1,8 +1,7 @@
 """The peers of `minidist bench step`: the same GPT in PyTorch eager, as its users would write it.
 
 Pre-norm blocks, biases, GELU in its tanh form (GPT-2's), `scaled_dot_product_attention`, AdamW, clipping by global
-norm; over gloo where there are several ranks, with what PyTorch has for each ZeRO stage (PEERS). PyTorch is imported
-only here, when asked for.
+norm; several ranks over gloo, with PyTorch's counterpart of each ZeRO stage (PEERS).
 """
 
 from collections.abc import Callable, Mapping

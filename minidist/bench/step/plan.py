@@ -1,12 +1,12 @@
 """`minidist bench step --plan pp=2 --plan tp=2`: the step under each plan beside one rank's and beside PyTorch's.
 
-    minidist    the plan, over as many ranks; and one rank
-    separate    as many processes of ours that train without each other: what this machine's cores give
-    PyTorch     the same cut with what PyTorch has for it, over gloo (plan_peers.py); and one process
+    minidist    the plan over its ranks; and one rank
+    separate    as many processes of ours that train without communication: the limit of this machine's cores
+    PyTorch     the same plan by PyTorch's own means, over gloo (plan_peers.py); and one process
 
-Each takes `batch` sequences a rank, one BLAS thread a rank, and its turn in every round. PyTorch's ranks begin with our
-weights and take our rows in as many microbatches; it is timed only if its first losses are ours, for then both do the
-same work.
+Each takes `batch` sequences and one BLAS thread a rank, and its turn in every round. PyTorch's ranks begin with our
+weights and take our rows in as many microbatches. PyTorch is timed only if its first losses equal ours: then both do
+the same work.
 """
 
 import importlib.util
@@ -35,7 +35,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One contender beside a plan: `cut` is how it divides the model, None where each of its ranks trains alone."""
+    """One contender of a plan. `cut`: how it divides the job; None if each of its ranks trains alone."""
 
     plan: str
     name: str
@@ -57,12 +57,12 @@ def plan_label(row: dict[str, Any]) -> str:
 
 
 def replicates(plan: Plan) -> str:
-    """What PyTorch cuts the data axis by: DDP takes no DTensor, and its reducer miscounts behind GPipe's (2.13)."""
+    """PyTorch's wrapper for the data axis: DDP takes no DTensor, and its reducer miscounts under GPipe (2.13)."""
     return "DDP" if plan.tp == 1 and (plan.pp == 1 or plan.schedule != "gpipe") else "FSDP2 keep"
 
 
 def peer_of(plan: Plan) -> str:
-    """What PyTorch has for a plan, axis by axis."""
+    """PyTorch's counterpart of a plan, axis by axis."""
     kinds = ((plan.dp, replicates(plan)), (plan.pp, SCHEDULES.get(plan.schedule, plan.schedule)), (plan.tp, "DTensor"))
     return " + ".join(kind for ranks, kind in kinds if ranks > 1)
 
@@ -92,7 +92,10 @@ def start_job(contender: str, plan: Plan, axes: str, model: Model, transport: st
 
 def measure_plan(axes: str, plan: Plan, model: Model, rounds: int, steps: int, transport: str,
                  progress: Callable[[str], None]) -> tuple[list[PlanRow], list[str]]:
-    """A row for each contender, ours first, and why PyTorch's was left out. They take turns within every round."""
+    """Measure all contenders of a plan, which take turns within every round.
+
+    Returns: a row for each, ours first; and a line with the reason if PyTorch's was left out.
+    """
     jobs: list[Job] = []
     left_out: list[str] = []
     try:
@@ -120,7 +123,7 @@ def measure_plan(axes: str, plan: Plan, model: Model, rounds: int, steps: int, t
 
 
 def _start_peer(ours: Job, plan: Plan, axes: str, model: Model, transport: str) -> tuple[Job | None, str | None]:
-    """PyTorch's ranks, once their first losses have been found to be ours; else None, and why."""
+    """PyTorch's ranks if their first losses equal ours; else None and the reason."""
     why = lacks(plan, model)
     if why:
         return None, why
@@ -139,7 +142,7 @@ def _start_peer(ours: Job, plan: Plan, axes: str, model: Model, transport: str) 
 
 
 def first_losses(job: Job) -> list[float]:
-    """Of the steps to warm up and one more: the mean over the ranks that know their rows' loss."""
+    """Losses of the warm-up steps and one more: each the mean over the ranks that know their rows' loss."""
     known = [answered["losses"] for answered in job.ask(steps=1) if answered["losses"][0] is not None]
     return [float(np.mean(losses)) for losses in zip(*known, strict=True)]
 
@@ -148,7 +151,7 @@ def first_losses(job: Job) -> list[float]:
 
 
 def our_step(model: Model, plan: Plan, transport: str) -> tuple[int, Callable[[], float]]:
-    """The step of one rank of ours; weight decay as in PyTorch's AdamW: of all weights."""
+    """The step of one rank of ours, with weight decay on all weights, as in PyTorch's AdamW."""
     import minidist as md
 
     limit_blas_threads(1, local_size=1)

@@ -1,12 +1,13 @@
 """`minidist bench step`: one training step of ours beside PyTorch eager's, in one run, one BLAS thread a rank.
 
-Beside ours on P ranks stand P processes of ours that train without each other: what the machine itself gives when P
-cores compute at once (two threads of one core give little more than one), so that their distance is communication's.
+Beside ours on P ranks there are P processes of ours that train without communication: the limit of the machine when P
+cores compute at once (two threads of one core give little more than one). The distance to them is the cost of
+communication.
 
-With `--zero 0,1,2,3` it is each stage of ours beside what PyTorch has for it, over gloo (PEERS).
+With `--zero 0,1,2,3` each stage of ours stands beside PyTorch's counterpart over gloo (PEERS).
 
-Jobs take turns round by round. Memory is the peak resident size less what the process held after its imports and one
-warm-up step of a tiny model (so that nobody pays for modules loaded on first use), in separate processes.
+Jobs take turns round by round. Memory is the peak resident size minus that after the imports and one warm-up step of a
+tiny model, which loads the modules of first use.
 """
 
 import argparse
@@ -32,14 +33,14 @@ MODULE = "minidist.bench.step.ranks"
 CLIP = 1.0
 PEERS = {0: ("DDP",), 1: ("ZeroRedundancyOptimizer",), 2: ("FSDP1 SHARD_GRAD_OP", "FSDP2 keep"),
          3: ("FSDP1 FULL_SHARD", "FSDP2 reshard")}
-"""What PyTorch has for each ZeRO stage (peers.py); FSDP that keeps weights after forward divides as stage 2."""
+"""PyTorch's counterparts of each ZeRO stage (peers.py); FSDP that keeps weights after forward divides as stage 2."""
 
 STAGES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained: a GPT and how many sequences each rank takes."""
+    """The model of a bench: a GPT, and the number of sequences a rank."""
 
     layers: int = 4
     width: int = 256
@@ -49,7 +50,7 @@ class Model:
     vocab: int = 256
 
     def config(self, *, tied: bool = False) -> GPTConfig:
-        """The model as minidist.nn names it; tied: its output layer is the embedding's table, as in GPT-2."""
+        """The model's GPTConfig; tied: the output layer is the embedding's table, as in GPT-2."""
         return GPTConfig(vocabulary=self.vocab, context=self.context, layers=self.layers, width=self.width,
                          heads=self.heads, tied=tied)
 
@@ -59,7 +60,7 @@ class Model:
 
 
 MODELS = {"gpt2-124m": Model(layers=12, width=768, heads=12, context=1024, batch=16, vocab=50304)}
-"""By name. GPT-2's 50,257 tokens are rounded up to a multiple of 128, as trainings do."""
+"""Models by name. GPT-2's 50,257 tokens are rounded up to a multiple of 128, as is usual."""
 
 
 def stages(text: str) -> list[int]:
@@ -92,7 +93,7 @@ def start_job(contender: str, ranks: int, model: Model, transport: str, zero: in
 
 def measure_all(model: Model, ranks: list[int], rounds: int, steps: int, transport: str,
                 progress: Callable[[str], None]) -> list[StepRow]:
-    """A row for ours at each rank count, and for PyTorch's where it is installed; every round asks each job in turn."""
+    """A row for ours at each number of ranks, and for PyTorch's if it is installed; jobs take turns in every round."""
     names = [OURS, SEPARATE, PEER] if importlib.util.find_spec("torch") else [OURS, SEPARATE]
     jobs = [start_job(name, count, model, transport) for count in ranks for name in names
             if count > 1 or name != SEPARATE]
@@ -101,9 +102,10 @@ def measure_all(model: Model, ranks: list[int], rounds: int, steps: int, transpo
 
 def measure_stages(model: Model, ranks: list[int], stages: list[int], rounds: int, steps: int, transport: str,
                    progress: Callable[[str], None]) -> tuple[list[StepRow], list[str]]:
-    """A row for each stage of ours and for its peers in PyTorch, at each rank count; and which were left out and why.
+    """Measure each stage of ours and its peers in PyTorch at each number of ranks.
 
-    The contenders of one stage and rank count take turns within every round.
+    The contenders of one stage and number of ranks take turns within every round.
+    Returns: rows, and a line with the reason for each peer that was left out.
     """
     rows: list[StepRow] = []
     left_out: list[str] = []
@@ -121,7 +123,7 @@ def measure_stages(model: Model, ranks: list[int], stages: list[int], rounds: in
 
 
 class Answers(NamedTuple):
-    """What a job answered over all rounds: seconds of each step on its slowest rank, peak bytes of its largest rank."""
+    """A job's answers over all rounds: seconds of each step on the slowest rank, peak bytes of the largest rank."""
 
     seconds: list[float]
     peak_bytes: int
@@ -185,7 +187,7 @@ def our_rank(model: Model, transport: str, zero: int) -> tuple[int, Callable[[in
 
 def torch_rank(model: Model, folder: str, rank: int, size: int,
                peer: str) -> tuple[int, Callable[[int], dict[str, Any]]]:
-    """One rank of PyTorch eager; over gloo where there are several."""
+    """One rank of PyTorch eager; several ranks communicate over gloo."""
     import torch
 
     from minidist.bench.step.peers import torch_step
@@ -209,9 +211,9 @@ def random_batch(vocabulary: int, sequences: int, context: int) -> tuple[np.ndar
 
 
 def timed(step: Callable[[], Any], floor: int = 0) -> Callable[[int], dict[str, Any]]:
-    """Answer a question: run `steps` steps (after two to warm up, the first time), give seconds, peak bytes, losses.
+    """A function that runs `steps` steps (the first time after two to warm up) and returns seconds, peak bytes, losses.
 
-    The losses are of all steps so far, as `step` returned them.
+    The losses are those of all steps so far, as `step` returned them.
     """
     losses: list[Any] = []
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from minidist.cli.train.arguments import add_arguments
 from minidist.cli.train.axis_traffic import stage_layers
 from minidist.cli.train.metrics import run_metrics
-from minidist.cli.train.progress import Report, Silence, make_console, make_report
+from minidist.cli.train.progress import ProgressReport, make_console, make_report
 from minidist.cli.train.report import print_report
 from minidist.cli.train.run_folder import run_folder, write_folder
 from minidist.cli.train.sample import sample
@@ -99,7 +99,7 @@ def train(settings: Settings, world: Group, threads: int) -> int:
     trainer.require_room(args.batch)
     if speaks:
         announce(console, settings, world, stage_layers(trainer))
-    report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else Silence()
+    report = make_report(args.steps, console, on_terminal=on_terminal) if speaks else ProgressReport()
     losses, seconds, early = train_steps(trainer, settings, report)
     world = trainer.survivors()
     trainer.check_replicas()
@@ -136,7 +136,7 @@ def whole_model(trainer: Trainer, weights: Weights) -> GPT:
 
 
 def train_steps(trainer: Trainer, settings: Settings,
-                report: Report) -> tuple[list[float], list[float], Weights | None]:
+                report: ProgressReport) -> tuple[list[float], list[float], Weights | None]:
     """Make every step.
 
     A step may return before its loss is known; that loss is then read after the next step was started.

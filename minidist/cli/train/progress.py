@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -16,37 +16,21 @@ from minidist.parallel.step.step import Batch
 LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "srun", "orterun", "prterun")
 
 
-class Report(Protocol):
-    """Shows each step, then each batch of held-out text."""
+class ProgressReport:
+    """Shows the progress of a run: each step, then each batch of held-out text. This one shows nothing (--quiet)."""
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
         """Show step `number` (from 1) with its `loss`; `sent_bytes` of this rank so far."""
-        ...
 
     def close(self) -> None:
         """End the part of the training steps."""
-        ...
 
     def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """Yield the batches one by one, and show how many are done."""
-        ...
-
-
-class Silence:
-    """Shows nothing."""
-
-    def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
-        """Show nothing."""
-
-    def close(self) -> None:
-        """Show nothing."""
-
-    def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Show nothing."""
         yield from batches
 
 
-class Lines:
+class Lines(ProgressReport):
     """Prints a line for the first step, for the last, and at most one every `seconds` between."""
 
     def __init__(self, steps: int, print_line: Callable[[str], Any], *, seconds: float = 5.0) -> None:
@@ -62,9 +46,6 @@ class Lines:
         self.print_line(f"step {number:>{len(str(self.steps))}} of {self.steps}  loss {loss:.4f}  "
                         f"{tokens_per_second:,.0f} tokens/s  {size_text(sent_bytes)} sent a rank")
 
-    def close(self) -> None:
-        """Do nothing."""
-
     def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """Print a line at most every `seconds`."""
         self._last = time.monotonic()
@@ -75,7 +56,7 @@ class Lines:
             yield batch
 
 
-class Bar:
+class Bar(ProgressReport):
     """A progress bar that stays in its place on the screen."""
 
     def __init__(self, steps: int, console: Console) -> None:
@@ -131,7 +112,7 @@ def make_console() -> tuple[Console, bool]:
     return Console(highlight=False, force_terminal=True, width=columns or 100), True
 
 
-def make_report(steps: int, console: Console, *, on_terminal: bool) -> Report:
+def make_report(steps: int, console: Console, *, on_terminal: bool) -> ProgressReport:
     """A bar on a terminal, else lines."""
     if on_terminal:
         return Bar(steps, console)

@@ -131,6 +131,11 @@ def address_of(array: Any) -> int:
     return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
 
 
+def bytes_view(array: np.ndarray) -> np.ndarray:
+    """The bytes of a contiguous array, as a uint8 array of one dim."""
+    return array.reshape(-1).view(np.uint8)
+
+
 def device_of(*arrays: Any) -> str | None:
     """Where the first of these that is an array lives; "cpu" for other values; None if all are None."""
     for array in arrays:
@@ -245,7 +250,7 @@ class Rows:
             edges = start + np.cumsum([0, *map(len, blocks)])
             if all(_same_elements(self.whole[edges[i]:edges[i + 1]], block) for i, block in enumerate(blocks)):
                 return self.whole[start:edges[-1]]
-        return account.current().hold(np.concatenate(blocks), "communication")  # type: ignore[no-any-return]
+        return account.current().hold(np.concatenate(blocks), "communication")
 
     def place_whole(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Where all blocks at once are received."""

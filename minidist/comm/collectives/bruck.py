@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minidist.comm.calls.buffers import PlaceOf
+from minidist.comm.calls.buffers import PlaceOf, bytes_view
 from minidist.comm.calls.call import Call
 from minidist.comm.collectives.blocking import BlockingGroup
 from minidist.comm.collectives.naive import in_workspace
-from minidist.comm.collectives.packed_shapes import labels_in, labels_of, parts_of
+from minidist.comm.collectives.packed_shapes import labels_of, shapes_in
 
 
 def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -71,12 +71,12 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
 def pack(call: Call, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Arrays as one array of bytes: a label (number of dims, then the dims) for each, then their elements."""
-    pieces = [labels_of(parts), *(part.reshape(-1).view(np.uint8) for part in parts)]
+    pieces = [labels_of(parts), *(bytes_view(part) for part in parts)]
     return np.concatenate(pieces, out=call.workspace(sum(map(len, pieces)), np.dtype(np.uint8)))
 
 
 def unpack(bundle: np.ndarray, count: int, dtype: np.dtype) -> list[np.ndarray]:
     """The `count` arrays that were packed, as views of the bundle."""
-    parts = parts_of(labels_in(bundle, count), dtype.itemsize)
+    packed = shapes_in(bundle, count, dtype.itemsize)
     return [bundle[start:start + length].view(dtype).reshape(shape)
-            for shape, length, start in zip(parts.shapes, parts.lengths, parts.starts[:-1], strict=True)]
+            for shape, length, start in zip(packed.shapes, packed.lengths, packed.starts[:-1], strict=True)]

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minidist.comm.calls.buffers import Place, PlaceOf, Rows
+from minidist.comm.calls.buffers import Place, PlaceOf, Rows, bytes_view
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
@@ -88,7 +88,7 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
     if call.size > 1:
         if call.rank == root:
             call.count(array.nbytes)
-        call.native().broadcast(_octets(array), root)
+        call.native().broadcast(bytes_view(array), root)
     return array
 
 
@@ -107,11 +107,11 @@ def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.nda
     counts = [(stop - start) * row for start, stop in zip(edges[:-1], edges[1:], strict=True)]
     if x is None:
         part = place((mine.stop - mine.start, *shape[1:]), dtype)
-        call.native().scatter(None, counts, _octets(part), root)
+        call.native().scatter(None, counts, bytes_view(part), root)
         return part
     if call.size > 1:
         call.count(x.nbytes)
-        call.native().scatter(_octets(x), counts, None, root)
+        call.native().scatter(bytes_view(x), counts, None, root)
     return x[mine]
 
 
@@ -128,11 +128,11 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
     lengths, row = _lengths(call, own), _row_bytes(own.shape, own.dtype)
     call.count(own.nbytes)
     if rows is None:
-        call.native().gather(_octets(own), None, [row * length for length in lengths], root)
+        call.native().gather(bytes_view(own), None, [row * length for length in lengths], root)
         return None
     mine = own.copy()
     whole = rows.place_whole((sum(lengths), *own.shape[1:]), own.dtype)
-    call.native().gather(_octets(mine), _octets(whole), [row * length for length in lengths], root)
+    call.native().gather(bytes_view(mine), bytes_view(whole), [row * length for length in lengths], root)
     return whole
 
 
@@ -149,7 +149,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     mine = own.copy()
     whole = rows.place_whole((sum(lengths), *own.shape[1:]), own.dtype)
     call.count(own.nbytes)
-    call.native().all_gather(_octets(mine), _octets(whole), [row * length for length in lengths])
+    call.native().all_gather(bytes_view(mine), bytes_view(whole), [row * length for length in lengths])
     return whole
 
 
@@ -171,7 +171,7 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     leaving = np.array([len(bundles[rank]) if rank in bundles else 0 for rank in range(call.size)], np.int64)
     coming, eight = np.empty_like(leaving), [8] * call.size
     call.count(leaving.nbytes)
-    call.native().all_to_all(_octets(leaving), eight, _octets(coming), eight)
+    call.native().all_to_all(bytes_view(leaving), eight, bytes_view(coming), eight)
     arrived = call.workspace(int(coming.sum()), np.dtype(np.uint8))
     call.count(int(leaving.sum()))
     call.native().all_to_all(np.concatenate(list(bundles.values())), leaving.tolist(), arrived, coming.tolist())
@@ -195,7 +195,7 @@ def _all_to_all_on_gpu(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) 
     leaving = [0 if rank == call.rank else parts[rank].nbytes for rank in ranks]
     coming = [0 if rank == call.rank else received[rank].nbytes for rank in ranks]
     arrived = xp.empty(sum(coming), np.uint8)
-    call.native().all_to_all(xp.concatenate([_octets(parts[rank])[:leaving[rank]] for rank in ranks]), leaving,
+    call.native().all_to_all(xp.concatenate([bytes_view(parts[rank])[:leaving[rank]] for rank in ranks]), leaving,
                              arrived, coming)
     for src, edge in zip(ranks, np.cumsum([0, *coming[:-1]]).tolist(), strict=True):
         if coming[src]:
@@ -229,13 +229,9 @@ def _lengths(call: Call, own: np.ndarray) -> list[int]:
     dissemination.barrier(call)
     mine, lengths = np.array([len(own)], np.int64), np.empty(call.size, np.int64)
     call.count(mine.nbytes)
-    call.native().all_gather(_octets(mine), _octets(lengths), [8] * call.size)
+    call.native().all_gather(bytes_view(mine), bytes_view(lengths), [8] * call.size)
     return [int(length) for length in lengths]
 
 
 def _row_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
     return math.prod(shape[1:]) * dtype.itemsize
-
-
-def _octets(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)

@@ -1,12 +1,11 @@
-"""Labels: the shapes of several arrays that travel as one, before their bytes. A header has no room for so many.
+"""The shapes of several arrays that travel as one, packed before their bytes: a header has no room for so many.
 
     [ number of dims, dim, dim, ... | number of dims, ... ][ bytes of part 0 | bytes of part 1 | ... ]
-      8 bytes each, a label for each part
+      8 bytes each, the label of each part
 """
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 WORD = np.dtype("<i8")
 
 
-class Parts(NamedTuple):
+class PackedShapes(NamedTuple):
     """What labels say of the parts behind them.
 
     Attributes: shapes, lengths   of each, in elements and in bytes
@@ -29,30 +28,17 @@ class Parts(NamedTuple):
 
 def labels_of(parts: Sequence[np.ndarray]) -> np.ndarray:
     """The labels of arrays, as uint8; only to be read."""
-    return _labels(tuple([part.shape for part in parts]))
-
-
-@lru_cache(maxsize=256)
-def _labels(shapes: tuple[tuple[int, ...], ...]) -> np.ndarray:
-    labels = np.array([number for shape in shapes for number in (len(shape), *shape)], WORD).view(np.uint8)
-    labels.setflags(write=False)    # they are remembered
+    labels = np.array([number for part in parts for number in (part.ndim, *part.shape)], WORD).view(np.uint8)
+    labels.setflags(write=False)
     return labels
 
 
-def labels_in(octets: np.ndarray, count: int) -> bytes:
-    """The labels of `count` parts, from what begins with them (uint8)."""
-    words, length = octets[:len(octets) & -WORD.itemsize].view(WORD), 0
+def shapes_in(packed: np.ndarray, count: int, itemsize: int) -> PackedShapes:
+    """What the labels of `count` parts say, at the beginning of `packed` (uint8)."""
+    words, read, shapes = packed[:len(packed) & -WORD.itemsize].view(WORD), 0, []
     for _ in range(count):
-        length += 1 + int(words[length])
-    return words[:length].tobytes()
-
-
-@lru_cache(maxsize=256)
-def parts_of(labels: bytes, itemsize: int) -> Parts:
-    """What labels say. Remembered, as the same parts come again."""
-    numbers, shapes = np.frombuffer(labels, WORD).tolist(), []
-    while numbers:
-        dims, numbers = numbers[1:1 + numbers[0]], numbers[1 + numbers[0]:]
-        shapes.append(tuple(dims))
+        behind = read + 1 + int(words[read])
+        shapes.append(tuple(words[read + 1:behind].tolist()))
+        read = behind
     lengths = tuple(math.prod(shape) * itemsize for shape in shapes)
-    return Parts(tuple(shapes), lengths, tuple(accumulate(lengths, initial=len(labels))))
+    return PackedShapes(tuple(shapes), lengths, tuple(accumulate(lengths, initial=read * WORD.itemsize)))

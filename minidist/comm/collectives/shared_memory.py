@@ -25,12 +25,12 @@ from itertools import accumulate
 
 import numpy as np
 
-from minidist.comm.calls.buffers import Place, PlaceOf, Rows
+from minidist.comm.calls.buffers import Place, PlaceOf, Rows, bytes_view
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
 from minidist.comm.collectives.blocking import SharingGroup
-from minidist.comm.collectives.packed_shapes import labels_in, labels_of, parts_of
+from minidist.comm.collectives.packed_shapes import labels_of, shapes_in
 from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES
 
 
@@ -94,9 +94,9 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     """
     if call.size == 1:
         return rows.join([own])
-    octets = _octets(own)
+    data = bytes_view(own)
     lent = [_lendable(call, own)] if call.lends and _is_long(own.nbytes) else []
-    told = call.show_block(own, *([] if lent else [octets[:SHOWN_BYTES]]), lent=lent)
+    told = call.show_block(own, *([] if lent else [data[:SHOWN_BYTES]]), lent=lent)
     blocks = {call.rank: own}
     for rank in _others(call):
         theirs, shown = told[rank]
@@ -105,14 +105,14 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
         if call.lends and _is_long(blocks[rank].nbytes):
             call.read(rank, _addresses(shown)[0], blocks[rank])
         else:
-            _octets(blocks[rank])[:len(shown)] = shown
+            bytes_view(blocks[rank])[:len(shown)] = shown
     longest = max(block.nbytes for block in blocks.values())
     if call.lends and _is_long(longest):
         call.show(_NOTHING)             # every rank has read
     for start in range(SHOWN_BYTES, 0 if call.lends else longest, SHOWN_BYTES):
-        pieces = call.show(octets[start:start + SHOWN_BYTES])
+        pieces = call.show(data[start:start + SHOWN_BYTES])
         for rank in _others(call):
-            _octets(blocks[rank])[start:start + len(pieces[rank])] = pieces[rank]
+            bytes_view(blocks[rank])[start:start + len(pieces[rank])] = pieces[rank]
     return rows.join([blocks[rank] for rank in range(call.size)])
 
 
@@ -122,17 +122,17 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
     Args:    x: the root's array; place: where the others receive it.
     Cost:    1 message a piece and rank; nbytes once, exactly.
     """
-    octets = _NOTHING if x is None else _octets(x)
+    data = _NOTHING if x is None else bytes_view(x)
     if call.size == 1 and x is not None:
         return x
-    block, part = call.show_block(x, octets[:SHOWN_BYTES])[root]
+    block, part = call.show_block(x, data[:SHOWN_BYTES])[root]
     assert block is not None, "the root has an array"
     array = place(block.shape, block.dtype) if x is None else x
     for start in range(0, array.nbytes, SHOWN_BYTES):
         if start:
-            part = call.show(octets[start:start + SHOWN_BYTES])[root]
+            part = call.show(data[start:start + SHOWN_BYTES])[root]
         if x is None:
-            _octets(array)[start:start + len(part)] = part
+            bytes_view(array)[start:start + len(part)] = part
     return array
 
 
@@ -154,25 +154,25 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     if call.size == 1:
         return [received[call.rank]]
     others = [part for dst, part in enumerate(parts) if dst != call.rank]
-    octets, labels = [_octets(part) for part in others], labels_of(others)
-    long = _is_long(len(labels) + sum(map(len, octets)))
-    lent = [_lendable(call, part) for part in octets] if long and call.lends else []
-    bundles = [_Bundle(shown, call.size - 1, parts[0].itemsize, labels)
-               for shown in call.show(labels, *([] if long else octets), lent=lent)]
+    data, labels = [bytes_view(part) for part in others], labels_of(others)
+    long = _is_long(len(labels) + sum(map(len, data)))
+    lent = [_lendable(call, part) for part in data] if long and call.lends else []
+    bundles = [_Bundle(shown, call.size - 1, parts[0].itemsize)
+               for shown in call.show(labels, *([] if long else data), lent=lent)]
     longest = max(max(bundle.lengths) if bundle.long else 0 for bundle in bundles)
     try:
         for src in _others(call):
             mine = call.rank - (call.rank > src)
             received[src] = place(src)(bundles[src].shapes[mine], parts[0].dtype)
             if not bundles[src].long:
-                _octets(received[src])[...] = bundles[src].part(mine)
+                bytes_view(received[src])[...] = bundles[src].part(mine)
             elif call.lends:
                 call.read(src, bundles[src].address(mine), received[src])
     finally:
         if longest and call.lends:
             call.show(_NOTHING)     # also after an error: others may still be reading what this rank lent
     if longest and not call.lends:
-        _all_to_all_in_pieces(call, octets if long else [_NOTHING], bundles, received, longest)
+        _all_to_all_in_pieces(call, data if long else [_NOTHING], bundles, received, longest)
     return [received[src] for src in range(call.size)]
 
 
@@ -229,14 +229,11 @@ class _Bundle:
 
     Attributes: shapes, lengths   of the parts, in elements and in bytes
                 long              whether they are more than what is shown at a time
-    Args:       usual: the labels of this rank's own parts, which are mostly those of every rank.
     """
 
-    def __init__(self, shown: np.ndarray, count: int, itemsize: int, usual: np.ndarray) -> None:
-        self._shown, labels = shown, shown[:len(usual)].tobytes()
-        if labels != usual.tobytes():
-            labels = labels_in(shown, count)
-        self.shapes, self.lengths, self._starts = parts_of(labels, itemsize)
+    def __init__(self, shown: np.ndarray, count: int, itemsize: int) -> None:
+        self._shown = shown
+        self.shapes, self.lengths, self._starts = shapes_in(shown, count, itemsize)
         self.long = _is_long(self._starts[-1])
 
     def part(self, number: int) -> np.ndarray:
@@ -247,18 +244,18 @@ class _Bundle:
         return _addresses(self._shown[self._starts[0]:])[number]
 
 
-def _all_to_all_in_pieces(call: Call, octets: Sequence[np.ndarray], bundles: Sequence[_Bundle],
+def _all_to_all_in_pieces(call: Call, data: Sequence[np.ndarray], bundles: Sequence[_Bundle],
                           received: Mapping[int, np.ndarray], longest: int) -> None:
     """Every rank shows a piece of all its parts, as often as the longest needs it."""
     step = piece_bytes(call.size)
     for start in range(0, longest, step):
-        shown = call.show(*(part[start:start + step] for part in octets))
+        shown = call.show(*(part[start:start + step] for part in data))
         for src in _others(call):
             if bundles[src].long:
                 pieces = [min(max(length - start, 0), step) for length in bundles[src].lengths]
                 mine = call.rank - (call.rank > src)
                 begin = sum(pieces[:mine])
-                _octets(received[src])[start:start + pieces[mine]] = shown[src][begin:begin + pieces[mine]]
+                bytes_view(received[src])[start:start + pieces[mine]] = shown[src][begin:begin + pieces[mine]]
 
 
 def _is_long(nbytes: int) -> bool:
@@ -282,7 +279,3 @@ def _others(call: Call) -> list[int]:
 
 def _addresses(shown: np.ndarray) -> list[int]:
     return shown.view(np.uint64).tolist()  # type: ignore[no-any-return]
-
-
-def _octets(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)

@@ -1,6 +1,6 @@
 """Some ranks of a call, as a call of their own: how an algorithm of several levels is put together from simple ones.
 
-    row = SubsetCall(call, [4, 5, 6, 7])              # on each of these ranks
+    row = SubsetCall(call, [4, 5, 6, 7])        # on each of these ranks
     ring.all_reduce(row, x, out, op)            # row.rank, row.size, row.next_rank count among them
 
 No group is made and no message is needed for it: every rank derives the same subsets from what all know. Messages go
@@ -14,6 +14,7 @@ import numpy as np
 from minidist.comm.calls.buffers import Place
 from minidist.comm.calls.call import Call
 from minidist.comm.handle import Handle
+from minidist.comm.signature import pack_block
 from minidist.comm.transport import Reduce
 
 
@@ -28,36 +29,22 @@ class SubsetCall(Call):
 
     def start_send(self, dst: int, array: np.ndarray, *, header: bytes = b"", step: int | None = None,
                    chunk: int | None = None) -> Handle:
-        return self._whole.start_send(self._ranks[dst], array, header=header, step=self._told(step), chunk=chunk)
+        step = None if step is None else self._first_step + step
+        return self._whole.start_send(self._ranks[dst], array, header=header, step=step, chunk=chunk)
+
+    def start_send_block(self, dst: int, block: np.ndarray, *, step: int | None = None,
+                         chunk: int | None = None) -> Handle:
+        header = pack_block(block.dtype, block.shape, self._whole.origin or "cpu")
+        return self.start_send(dst, block, header=header, step=step, chunk=chunk)
 
     def start_recv(self, src: int, into: np.ndarray, reduce: Reduce | None = None) -> Handle:
         return self._whole.start_recv(self._ranks[src], into, reduce)
 
-    def exchange(self, dst: int, outgoing: np.ndarray, src: int, into: np.ndarray, reduce: Reduce | None = None, *,
-                 step: int | None = None, chunk: int | None = None) -> None:
-        self._whole.exchange(self._ranks[dst], outgoing, self._ranks[src], into, reduce, step=self._told(step),
-                             chunk=chunk)
-
-    def start_send_block(self, dst: int, block: np.ndarray, *, step: int | None = None,
-                         chunk: int | None = None) -> Handle:
-        return self._whole.start_send_block(self._ranks[dst], block, step=self._told(step), chunk=chunk)
-
     def start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
         return self._whole.start_recv_block(self._ranks[src], place)
-
-    def recv_block(self, src: int, place: Place) -> np.ndarray:
-        return self._whole.recv_block(self._ranks[src], place)
-
-    def exchange_blocks(self, dst: int, outgoing: np.ndarray, src: int, place: Place, *, step: int | None = None,
-                        chunk: int | None = None) -> np.ndarray:
-        return self._whole.exchange_blocks(self._ranks[dst], outgoing, self._ranks[src], place, step=self._told(step),
-                                           chunk=chunk)
 
     def agree(self) -> None:
         """Nothing: the whole call has agreed."""
 
     def workspace(self, length: int, dtype: np.dtype) -> np.ndarray:
         return self._whole.workspace(length, dtype)
-
-    def _told(self, step: int | None) -> int | None:
-        return None if step is None else self._first_step + step

@@ -82,7 +82,7 @@ class Acceptor:
         self._lock = threading.Lock()
         self._closed = False
 
-    def answer(self) -> None:
+    def accept(self) -> None:
         """A connection is waiting: accept it."""
         try:
             sock, _ = self.listener.accept()
@@ -97,15 +97,15 @@ class Acceptor:
             if len(self.strangers) > PENDING:
                 oldest = next(iter(self.strangers))
                 del self.strangers[oldest]
-                hang_up(oldest)
+                end_connection(oldest)
         self._run(self._receive, sock)
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """Close the listener and every connection that has not come in."""
         with self._lock:
             self._closed = True
             for sock in (self.listener, *self.strangers):
-                hang_up(sock)
+                end_connection(sock)
 
     def _receive(self, sock: socket.socket) -> None:
         try:
@@ -121,8 +121,9 @@ class Acceptor:
                 self.strangers.pop(sock, None)
 
 
-def knock(address: tuple[str, int], token: bytes, hello: dict[str, Any], who: str, limit: float) -> socket.socket:
-    """The caller's side: a connection to the monitor, tried again until it listens; `who` is for messages.
+def connect_to_monitor(address: tuple[str, int], token: bytes, hello: dict[str, Any], name: str,
+                       limit: float) -> socket.socket:
+    """The caller's side: a connection to the monitor, tried again until it listens; `name` is for messages.
 
     Raises: HandshakeError if it refuses us; TimeoutError naming the address after `limit` seconds.
     """
@@ -134,7 +135,7 @@ def knock(address: tuple[str, int], token: bytes, hello: dict[str, Any], who: st
             break
         except OSError as error:
             if left <= 0:
-                raise TimeoutError(f"{who} could not reach the job's monitor at {address[0]}:{address[1]} within "
+                raise TimeoutError(f"{name} could not reach the job's monitor at {address[0]}:{address[1]} within "
                                    f"{limit:g} s ({error})") from error
             time.sleep(min(0.05, left))
     try:
@@ -143,7 +144,7 @@ def knock(address: tuple[str, int], token: bytes, hello: dict[str, Any], who: st
         wire.greet(sock, token, hello, max(deadline - time.monotonic(), 1.0))
         welcome = wire.recv_frame(sock, max(deadline - time.monotonic(), 1.0))
         if welcome.get("kind") != "welcome":
-            raise HandshakeError(f"the monitor at {address[0]}:{address[1]} refused {who}: {welcome.get('reason')}")
+            raise HandshakeError(f"the monitor at {address[0]}:{address[1]} refused {name}: {welcome.get('reason')}")
     except (CommError, OSError):
         sock.close()
         raise
@@ -163,7 +164,7 @@ def _set_up(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def hang_up(sock: socket.socket) -> None:
+def end_connection(sock: socket.socket) -> None:
     """Wake the thread that reads or accepts on `sock`; it closes the socket."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -11,7 +11,7 @@ class BarrierStore:
         self._size = size
         self._brought: defaultdict[int, dict[int, Any]] = defaultdict(dict)
 
-    def come(self, number: int, world_rank: int, info: Any) -> list[Any] | None:
+    def arrive(self, number: int, world_rank: int, info: Any) -> list[Any] | None:
         """What all brought, in world rank order, if this rank is the last to come; else None."""
         brought = self._brought[number]
         brought[world_rank] = info

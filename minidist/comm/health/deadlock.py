@@ -132,11 +132,11 @@ def _hopeless_peer(node: Node, peer: int, states: States, ended: States, nodes: 
     if strict and not node.wait.incoming and node.rank in states[peer].reads and (
             states[node.rank].sent.get(peer, 0) != states[peer].taken.get(node.rank, 0)):
         return False                                # and is being taken
-    others = _who_would(node, peer, states[peer], strict)
+    others = _waits_before(node, peer, states[peer], strict)
     return bool(others) and nodes.issuperset(others)
 
 
-def _who_would(node: Node, peer: int, state: State, strict: bool) -> list[Node]:
+def _waits_before(node: Node, peer: int, state: State, strict: bool) -> list[Node]:
     """The waits of `peer` that stand before what `node` waits for; empty where there may be none.
 
     The calls of a group are carried out one after the other: if `peer` is in one, no other thread of it will help.
@@ -163,7 +163,7 @@ def _path(nodes: list[Node], states: States, ended: States) -> tuple[list[Node],
         for peer in _peers(node):
             if peer in ended:
                 return [each for each in path if each.wait.peers], peer
-            others = [other for other in _who_would(node, peer, states[peer], False) if other in among] \
+            others = [other for other in _waits_before(node, peer, states[peer], False) if other in among] \
                 if peer in states else []
             if others:
                 onward = next((other for other in others if other.wait.peers), others[0])

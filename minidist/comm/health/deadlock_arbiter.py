@@ -53,7 +53,7 @@ class Arbiter:
         if number and number == self._round and rank in self._asked:
             self._answers[rank] = state
             if len(self._answers) == len(self._asked):
-                self._weigh()
+                self._judge()
         elif not number:
             self._news = True
             self._look()
@@ -110,7 +110,7 @@ class Arbiter:
         self._next = time.monotonic() + PATIENCE
         self._ask(sorted(self._asked), self._round)
 
-    def _weigh(self) -> None:
+    def _judge(self) -> None:
         """A round is complete."""
         answers, before = self._answers, self._before
         self._asked = set()

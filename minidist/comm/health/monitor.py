@@ -62,8 +62,8 @@ class Monitor:
                  how: Callable[[Seat], str | None] | None = None) -> None:
         self.size = size
         self._how = how or (lambda seat: None)
-        self._door = Acceptor(host, port, max(128, size), token, self._admit, self._run)
-        self.address = self._door.address
+        self._acceptor = Acceptor(host, port, max(128, size), token, self._admit, self._run)
+        self.address = self._acceptor.address
         self.loss: Failure | None = None
         self.spared: dict[int, Failure] = {}
         self._changed = threading.Condition()
@@ -72,21 +72,21 @@ class Monitor:
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
         self._closed = False
-        self._watch = Watchdog(size, self._present, self.lose)
+        self._watchdog = Watchdog(size, self._present, self.lose)
 
     def start(self) -> None:
         """Begin to accept ranks. Before this there is no thread, so the caller may fork; the kernel keeps a queue."""
-        self._door.listener.setblocking(False)
+        self._acceptor.listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._door.listener, selectors.EVENT_READ)
+        self._selector.register(self._acceptor.listener, selectors.EVENT_READ)
         self._run(self._hear_all)
-        self._run(self._bury)
+        self._run(self._record_deaths)
 
     def close(self) -> None:
         """Close every connection and end every thread."""
         with self._changed:
             self._closed = True
-            self._door.shut()
+            self._acceptor.close()
             threads = list(self._threads)
         self._deaths.put(None)
         for thread in threads:
@@ -94,12 +94,12 @@ class Monitor:
         self.end_frozen()
         for seat in self._seats.values():
             seat.sock.close()
-        self._watch.hang_up()
-        self._door.listener.close()
+        self._watchdog.close()
+        self._acceptor.listener.close()
 
     def close_in_child(self) -> None:
         """In a forked child: let go of the inherited socket."""
-        self._door.listener.close()
+        self._acceptor.listener.close()
 
     def lose(self, loss: Failure) -> bool:
         """Note a loss and tell every rank that is still there; returns whether it was news."""
@@ -114,7 +114,7 @@ class Monitor:
                 self.loss = loss
             others = [seat for seat in self._seats.values() if seat.world_rank != loss.world_rank and not seat.left]
             self._changed.notify_all()
-        for seat in [*others, *self._watch.posts()]:
+        for seat in [*others, *self._watchdog.agents()]:
             seat.send("died" if expendable else "lost", loss=dataclasses.asdict(loss))
         return True
 
@@ -142,11 +142,11 @@ class Monitor:
             if seat.frozen and seat.system == this_system():
                 kill_stopped(seat.pid)
             elif seat.frozen:
-                self._watch.end_stopped(seat)
+                self._watchdog.end_stopped(seat)
 
     def table(self) -> str:
         """What every rank waits for, a line each; those that do not wait get a moment to say what they do."""
-        return self._watch.final_table()
+        return self._watchdog.final_table()
 
     def has_left(self, world_rank: int) -> bool:
         """Whether this rank has said goodbye, or its connection is gone."""
@@ -167,12 +167,12 @@ class Monitor:
         """One thread hears every rank: what happens at two of them is seen in the order in which it happened."""
         with self._selector:
             while not self._closed:
-                for key, _ in self._selector.select(self._watch.due()):
+                for key, _ in self._selector.select(self._watchdog.due()):
                     if key.data is None:
-                        self._door.answer()
+                        self._acceptor.accept()
                     else:
                         self._hear(key.data)
-                self._watch.tick()
+                self._watchdog.tick()
 
     def _admit(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """After the handshake: the questions a rightful rank answers rightly."""
@@ -204,7 +204,7 @@ class Monitor:
 
     def _admit_agent(self, post: AgentSeat) -> None:
         wire.send_frame(post.sock, {"kind": "welcome"}, 1.0)
-        self._watch.add(post)
+        self._watchdog.add(post)
         self._hear_from(post)
 
     def _hear_from(self, seat: Seat) -> None:
@@ -219,20 +219,20 @@ class Monitor:
         try:
             frame = wire.recv_frame(seat.sock, FRAME_LIMIT)
             if isinstance(seat, AgentSeat):
-                self._watch.heard_agent(seat, frame)
+                self._watchdog.heard_agent(seat, frame)
             else:
                 self._take(seat, frame)
         except (CommError, OSError, KeyError, TypeError, ValueError) as error:
             self._selector.unregister(seat.sock)
             if isinstance(seat, AgentSeat):
-                self._watch.lose_agent(seat, error)
+                self._watchdog.lose_agent(seat, error)
                 seat.sock.close()
             elif seat.left:
                 seat.sock.close()
             else:
                 self._deaths.put((seat, error))
 
-    def _bury(self) -> None:
+    def _record_deaths(self) -> None:
         """In a thread of its own: find out how the ranks ended whose connections did; that may take a moment."""
         while (death := self._deaths.get()) is not None:
             seat, error = death
@@ -249,7 +249,7 @@ class Monitor:
 
     def _how_it_ended(self, seat: Seat) -> str | None:
         here = seat.system == this_system()
-        return (self._how(seat) if here else None) or self._watch.how_it_ended(seat, far=not here)
+        return (self._how(seat) if here else None) or self._watchdog.how_it_ended(seat, far=not here)
 
     def _take(self, seat: Seat, frame: dict[str, Any]) -> None:
         match frame["kind"]:
@@ -266,13 +266,13 @@ class Monitor:
             case "expendable":
                 seat.expendable = True
             case "waits":
-                self._watch.heard(seat, State.unpacked(frame["state"]), int(frame["round"]))
+                self._watchdog.heard(seat, State.unpacked(frame["state"]), int(frame["round"]))
             case "mismatch":
-                self._watch.disagreed(str(frame["text"]), [int(rank) for rank in frame["ranks"]])
+                self._watchdog.disagreed(str(frame["text"]), [int(rank) for rank in frame["ranks"]])
             case "table":
-                self._watch.asked(seat, State.unpacked(frame["state"]))
+                self._watchdog.asked(seat, State.unpacked(frame["state"]))
             case "goodbye":
-                self._watch.left(seat, State.unpacked(frame["state"]))
+                self._watchdog.left(seat, State.unpacked(frame["state"]))
                 with self._changed:
                     seat.left = True
                     self._changed.notify_all()
@@ -285,7 +285,7 @@ class Monitor:
             return {rank: seat for rank, seat in self._seats.items() if not seat.left}
 
     def _meet(self, seat: Seat, number: int, info: Any) -> None:
-        infos = self._meetings.come(number, seat.world_rank, info)
+        infos = self._meetings.arrive(number, seat.world_rank, info)
         if infos is None:
             return
         with self._changed:

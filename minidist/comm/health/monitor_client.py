@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from minidist import errors
 from minidist.comm import wire
-from minidist.comm.health.acceptor import knock
+from minidist.comm.health.acceptor import connect_to_monitor
 from minidist.comm.health.failure import Failure, how_it_ended, monitor_gone, say_line
 from minidist.comm.health.process_state import this_system
 from minidist.comm.health.wait_state import State, Waits
@@ -70,7 +70,7 @@ class MonitorClient:
         self._transport: Waiting | None = None
         self._rounds = itertools.count()
         self._answers: dict[tuple[str, int], Any] = {}
-        self._watch: threading.Timer | None = None
+        self._end_timer: threading.Timer | None = None
         self._leaving = self._closed = False
         self._listener = threading.Thread(target=self._listen, name="minidist control", daemon=True)
         self._listener.start()
@@ -85,7 +85,7 @@ class MonitorClient:
         """
         hello = {"world_rank": world_rank, "world_size": world_size, "pid": os.getpid(), "host": platform.node(),
                  "system": this_system()}
-        sock = knock(address, token, hello, f"rank {world_rank}", limit)
+        sock = connect_to_monitor(address, token, hello, f"rank {world_rank}", limit)
         return cls(sock, world_rank, world_size, grace=grace, end=end)
 
     def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
@@ -164,8 +164,8 @@ class MonitorClient:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._end_timer is not None:
+            self._end_timer.cancel()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)          # wakes the listener, which closes the socket
         if threading.current_thread() is not self._listener:
@@ -261,12 +261,12 @@ class MonitorClient:
     def _expect_end(self, why: str) -> None:
         """End the process by force if it has not said goodbye `grace` seconds from now."""
         with self._changed:
-            if self._watch is not None or self._closed:
+            if self._end_timer is not None or self._closed:
                 return
             message = f"minidist: rank {self.world_rank} was still busy {self._grace:g} s after {why}; ended"
-            self._watch = threading.Timer(self._grace, self._end, [message])
-            self._watch.daemon = True
-            self._watch.start()
+            self._end_timer = threading.Timer(self._grace, self._end, [message])
+            self._end_timer.daemon = True
+            self._end_timer.start()
 
 
 def end_process(message: str) -> None:

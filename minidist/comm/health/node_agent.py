@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import knock
+from minidist.comm.health.acceptor import connect_to_monitor
 from minidist.comm.health.failure import Failure
 from minidist.comm.health.process_state import ProcessLooks, exit_of, kill_stopped, this_system
 from minidist.errors import CommError, HandshakeError
@@ -99,7 +99,7 @@ class NodeAgent:
         deadline = time.monotonic() + CONNECT_LIMIT
         while not self._closed and time.monotonic() < deadline:
             try:
-                return knock(address, token, hello, f"the node agent of {platform.node()}", _TRY)
+                return connect_to_monitor(address, token, hello, f"the node agent of {platform.node()}", _TRY)
             except HandshakeError:
                 return None
             except (CommError, OSError):

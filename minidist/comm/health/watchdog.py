@@ -35,9 +35,9 @@ class Watchdog:
         self._size, self._present, self._lose = size, present, lose
         self._arbiter = Arbiter(self._ask, self._tell)
         self._looks, self._looked = ProcessLooks(), time.monotonic()
-        self._posts: list[AgentSeat] = []                          # of all node agents that ever came
+        self._agents: list[AgentSeat] = []                          # of all node agents that ever came
         self._news = threading.Condition()                    # of node agents, and what they say
-        self._curious: list[tuple[float, Seat, State]] = []   # when to answer which rank, and its state
+        self._table_requests: list[tuple[float, Seat, State]] = []   # when to answer which rank, and its state
 
     def heard(self, seat: Seat, state: State, number: int) -> None:
         """A rank has said what it waits for, in answer to question `number`, or unasked (0)."""
@@ -53,21 +53,21 @@ class Watchdog:
 
     def asked(self, seat: Seat, state: State) -> None:
         """A rank whose wait has reached its limit asks for the table; `state`: as it waited."""
-        self._curious.append((time.monotonic() + TABLE_WAIT, seat, state))
+        self._table_requests.append((time.monotonic() + TABLE_WAIT, seat, state))
         self._ask_idle()
 
     def due(self) -> float:
         """Seconds until tick() has something to do."""
         now, arbiter = time.monotonic(), self._arbiter.due()
         return min(max(0.0, self._looked + LOOK - now), LOOK if arbiter is None else arbiter,
-                   *(max(0.0, when - now) for when, *_ in self._curious[:1]))
+                   *(max(0.0, when - now) for when, *_ in self._table_requests[:1]))
 
     def tick(self) -> None:
         """Do what is due."""
         self._arbiter.tick()
-        while self._curious and self._curious[0][0] <= time.monotonic():
-            _, seat, state = self._curious.pop(0)
-            others = {other.world_rank: waited for _, other, waited in self._curious}   # at their limits, too
+        while self._table_requests and self._table_requests[0][0] <= time.monotonic():
+            _, seat, state = self._table_requests.pop(0)
+            others = {other.world_rank: waited for _, other, waited in self._table_requests}   # at their limits, too
             seat.send("table", value=self._table({**others, seat.world_rank: state}))
         if time.monotonic() - self._looked >= LOOK:
             self._look()
@@ -105,12 +105,12 @@ class Watchdog:
         here = [seat for seat in self._present().values() if seat.system == this_system()]
         pids = {seat.pid for seat in here}
         self._seen(here, self._looks.frozen(pids), self._looks.ended(pids))
-        for post in self.posts():
-            if post.unanswered * LOOK >= SILENCE:
-                self.lose_agent(post, None)
+        for agent in self.agents():
+            if agent.unanswered * LOOK >= SILENCE:
+                self.lose_agent(agent, None)
             else:
-                post.unanswered += 1
-                post.send("look", pids=[seat.pid for seat in self._covered(post)])
+                agent.unanswered += 1
+                agent.send("look", pids=[seat.pid for seat in self._covered(agent)])
 
     def _seen(self, seats: list[Seat], frozen: set[int], ended: Mapping[int, str]) -> None:
         """The ranks whose processes are frozen, or have ended (in which way), are lost."""
@@ -123,46 +123,46 @@ class Watchdog:
 
     # --- node agents of other hosts ----------------------------------------------------------------------------------
 
-    def posts(self) -> list[AgentSeat]:
+    def agents(self) -> list[AgentSeat]:
         """The node agents that are there."""
         with self._news:
-            return [post for post in self._posts if not post.left]
+            return [agent for agent in self._agents if not agent.left]
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """Close the connections of all node agents."""
-        for post in self._posts:
-            post.sock.close()
+        for agent in self._agents:
+            agent.sock.close()
 
-    def add(self, post: AgentSeat) -> None:
+    def add(self, agent: AgentSeat) -> None:
         """A node agent has come."""
         with self._news:
-            self._posts.append(post)
+            self._agents.append(agent)
             self._news.notify_all()
 
-    def heard_agent(self, post: AgentSeat, frame: dict[str, Any]) -> None:
+    def heard_agent(self, agent: AgentSeat, frame: dict[str, Any]) -> None:
         """A node agent has said something; see node_agent.py for what. Raises CommError for what no node agent says."""
-        post.unanswered = 0
+        agent.unanswered = 0
         match frame["kind"]:
             case "seen":
-                self._seen(self._covered(post), set(frame["frozen"]), dict(frame["ended"]))
+                self._seen(self._covered(agent), set(frame["frozen"]), dict(frame["ended"]))
             case "how":
-                self._note(post, int(frame["rank"]), str(frame["text"]))
+                self._note(agent, int(frame["rank"]), str(frame["text"]))
             case "ended":
                 loss = Failure(**frame["loss"])
-                self._note(post, loss.world_rank, loss.how)
+                self._note(agent, loss.world_rank, loss.how)
                 self._lose(loss)
             case "goodbye":
-                self._remove(post)
+                self._remove(agent)
             case kind:
                 raise CommError(f"unknown frame {kind!r}")
 
-    def lose_agent(self, post: AgentSeat, error: Exception | None) -> None:
+    def lose_agent(self, agent: AgentSeat, error: Exception | None) -> None:
         """A node agent's connection ended with `error`, or it is silent; its ranks are lost, unless it said goodbye."""
-        covered = self._covered(post)
-        if self._remove(post) and covered:
+        covered = self._covered(agent)
+        if self._remove(agent) and covered:
             first, silent = covered[0], isinstance(error, OSError | None) and not isinstance(error, CommError)
             why = f"nothing was heard of it for {SILENCE:g} s" if silent else \
-                f"its node agent (process {post.pid}) is gone ({error})"
+                f"its node agent (process {agent.pid}) is gone ({error})"
             self._lose(Failure(first.world_rank, first.pid, first.host, _out_of_reach(covered, why)))
 
     def how_it_ended(self, seat: Seat, *, far: bool) -> str | None:
@@ -171,42 +171,42 @@ class Watchdog:
         Waits for a node agent to come only if the seat is `far`, on another system.
         """
         def its_post() -> AgentSeat | None:
-            return next((post for post in self._posts if post.covers(seat) and not post.left), None)
+            return next((agent for agent in self._agents if agent.covers(seat) and not agent.left), None)
 
         with self._news:
             self._news.wait_for(its_post, AGENT_WAIT if far else 0.0)
-            post = its_post()
-        if post is None:
+            agent = its_post()
+        if agent is None:
             return None
-        post.send("how", rank=seat.world_rank, pid=seat.pid)
+        agent.send("how", rank=seat.world_rank, pid=seat.pid)
         with self._news:
-            self._news.wait_for(lambda: seat.world_rank in post.told or post.left, AGENT_WAIT)
-            if seat.world_rank in post.told:
-                return post.told[seat.world_rank] or None
-        return _out_of_reach(self._covered(post), "its node agent does not answer")
+            self._news.wait_for(lambda: seat.world_rank in agent.told or agent.left, AGENT_WAIT)
+            if seat.world_rank in agent.told:
+                return agent.told[seat.world_rank] or None
+        return _out_of_reach(self._covered(agent), "its node agent does not answer")
 
     def end_stopped(self, seat: Seat) -> None:
         """Have a stopped process of another host killed."""
-        for post in self.posts():
-            if post.covers(seat):
-                post.send("end", pids=[seat.pid])
+        for agent in self.agents():
+            if agent.covers(seat):
+                agent.send("end", pids=[seat.pid])
 
-    def _note(self, post: AgentSeat, rank: int, how: str) -> None:
+    def _note(self, agent: AgentSeat, rank: int, how: str) -> None:
         with self._news:
-            post.told[rank] = how
+            agent.told[rank] = how
             self._news.notify_all()
 
-    def _remove(self, post: AgentSeat) -> bool:
+    def _remove(self, agent: AgentSeat) -> bool:
         """Whether it was still there."""
         with self._news:
-            if post.left:
+            if agent.left:
                 return False
-            post.left = True
+            agent.left = True
             self._news.notify_all()
             return True
 
-    def _covered(self, post: AgentSeat) -> list[Seat]:
-        return [seat for _, seat in sorted(self._present().items()) if post.covers(seat)]
+    def _covered(self, agent: AgentSeat) -> list[Seat]:
+        return [seat for _, seat in sorted(self._present().items()) if agent.covers(seat)]
 
 
 def _out_of_reach(seats: list[Seat], why: str) -> str:

@@ -81,7 +81,7 @@ class Service:
         room = self.rooms[worker]
         with self.group.ledger.control():
             step, lr, scale, *versions = self.group.recv(worker).tolist()
-        comes_again = step >= 0
+        comes_again = bool(step >= 0)
         if comes_again:
             for vector in room:
                 self.group.recv(worker, out=vector)

@@ -50,7 +50,7 @@ def bring(source: Array, ready: Any = None) -> np.ndarray:
     """`source` on the host: itself, or a copy in pinned memory. Args: as copy."""
     if isinstance(source, np.ndarray):
         return source
-    target = host_bytes(source.nbytes, "cuda").view(source.dtype)
+    target: np.ndarray = host_bytes(source.nbytes, "cuda").view(source.dtype)
     copy(source, target, ready)
     return target
 

@@ -435,7 +435,7 @@ def test_held_out_text_that_takes_long_shows_how_far_it_is() -> None:
         lines.clear()
         assert list(progress.Lines(1, lines.append, seconds=seconds).validating(batches)) == batches
         assert lines == [f"held-out text: batch {number:>2} of 12" for number in range(shown)]
-    assert list(progress.Silence().validating(batches)) == batches
+    assert list(progress.ProgressReport().validating(batches)) == batches
 
 
 def test_a_terminal_gets_a_bar() -> None:

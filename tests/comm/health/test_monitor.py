@@ -253,7 +253,7 @@ def test_the_state_that_is_told_last_is_the_later_one():
         return own.packed()
 
     with job(1) as (monitor, [link]):
-        monitor._watch.heard = lambda seat, state, number: heard.append(state.doing)
+        monitor._watchdog.heard = lambda seat, state, number: heard.append(state.doing)
         link._state = state
         first = threading.Thread(target=link._tell)
         first.start()
@@ -269,9 +269,9 @@ def test_who_does_not_end_is_ended():
     with job(3, grace=0.5, end=ended.append) as (_, links):
         links[2]._grace = 60.0
         links[1].report(ValueError("mine"))
-        wait_for(lambda: links[2]._watch)
+        wait_for(lambda: links[2]._end_timer)
         links[2].goodbye()                                 # in time, and left alone
-        assert links[2]._watch.finished.is_set()
+        assert links[2]._end_timer.finished.is_set()
         wait_for(lambda: len(ended) == 2)
         assert sorted(message.split(" s after ")[0] for message in ended) == [
             f"minidist: rank {rank} was still busy 0.5" for rank in (0, 1)]
@@ -307,7 +307,7 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out(caplog, monkeypatch):
         links += [MonitorClient.connect(monitor.address, TOKEN, rank, 2, limit=SOON) for rank in range(2)]
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(lambda link: link.meet({}), links)) == [[{}, {}]] * 2
-        assert len(monitor._door.strangers) <= 8
+        assert len(monitor._acceptor.strangers) <= 8
 
 
 def test_garbage_scanners_and_half_words_do_no_harm(caplog):

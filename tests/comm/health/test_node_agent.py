@@ -63,7 +63,7 @@ def job(agent, *, pid=None):
             stack.callback(link.goodbye)
         threading.Thread(target=agent.serve, args=(monitor.address, TOKEN), daemon=True).start()
         stack.callback(agent.close)
-        wait_for(monitor._watch.posts)
+        wait_for(monitor._watchdog.agents)
         yield monitor, links
 
 
@@ -130,7 +130,7 @@ def test_one_that_is_closed_as_it_comes_says_goodbye_still(far, monkeypatch):
     monkeypatch.setattr(late, "_connect", connect)
     with job(agent) as (monitor, _):
         late.serve(monitor.address, TOKEN)
-        wait_for(lambda: [post.ranks for post in monitor._watch.posts()] == [(1, 2)])
+        wait_for(lambda: [post.ranks for post in monitor._watchdog.agents()] == [(1, 2)])
         assert monitor.loss is None
 
 
@@ -160,11 +160,11 @@ def test_an_agent_that_is_gone_takes_its_ranks_along_unless_it_said_goodbye(far)
     agent = NodeAgent([2])
     with job(agent) as (monitor, links):
         agent.close()
-        wait_for(lambda: not monitor._watch.posts())
+        wait_for(lambda: not monitor._watchdog.agents())
         assert monitor.loss is None
         second = NodeAgent([2])
         threading.Thread(target=second.serve, args=(monitor.address, TOKEN), daemon=True).start()
-        wait_for(monitor._watch.posts)
+        wait_for(monitor._watchdog.agents)
         wait_for(lambda: second._sock)
         second._sock.shutdown(socket.SHUT_RDWR)
         wait_for(lambda: links[0].loss)
@@ -181,12 +181,12 @@ def test_an_agent_that_speaks_nonsense_is_lost_not_the_monitor(far, frame):
         wire.send_frame(agent._sock, frame)
         wait_for(lambda: links[0].loss)
         assert f"its node agent (process {os.getpid()}) is gone" in str(links[0].loss)
-        assert not monitor._watch.posts()
+        assert not monitor._watchdog.agents()
 
 
 def test_the_kernels_ask_whether_the_other_host_is_there(far):
     with job(NodeAgent()) as (monitor, links):
-        for sock in (links[0]._sock, monitor._seats[0].sock, monitor._watch.posts()[0].sock):
+        for sock in (links[0]._sock, monitor._seats[0].sock, monitor._watchdog.agents()[0].sock):
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             if hasattr(socket, "TCP_USER_TIMEOUT"):
                 assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * acceptor.SILENCE
@@ -198,8 +198,8 @@ def test_an_agent_as_a_process_ends_with_the_monitor():
         monitor = Monitor(1, TOKEN)
         monitor.start()
         child = NodeAgentProcess(monitor.address, TOKEN)
-        wait_for(monitor._watch.posts, 60.0)        # it starts Python
-        [post] = monitor._watch.posts()
+        wait_for(monitor._watchdog.agents, 60.0)        # it starts Python
+        [post] = monitor._watchdog.agents()
         assert (post.host, post.pid, post.ranks) == (platform.node(), child._process.pid, ())
         assert TOKEN not in Path(f"/proc/{post.pid}/cmdline").read_bytes()
         monitor.close()
@@ -211,6 +211,6 @@ def test_an_agent_that_nobody_lets_in_gives_up():
     monitor.start()
     try:
         NodeAgent().serve(monitor.address, wire.new_token())
-        assert not monitor._watch.posts()
+        assert not monitor._watchdog.agents()
     finally:
         monitor.close()

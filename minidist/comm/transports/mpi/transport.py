@@ -79,7 +79,7 @@ class MpiTransport(StreamTransport):
 
 def _buffer(nbytes: int) -> np.ndarray:
     """Bytes to receive into, told to the memory account."""
-    return account.current().hold(np.empty(nbytes, np.uint8), "communication")      # type: ignore[no-any-return]
+    return account.current().hold(np.empty(nbytes, np.uint8), "communication")
 
 
 class MpiLink(ByteLink):

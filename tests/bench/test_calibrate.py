@@ -1,0 +1,46 @@
+"""minidist bench calibrate: a profile that jobs use."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import minidist as md
+from minidist.cli import main
+from minidist.comm.cost.link_model import LinkCost, Profile, Work, load_profile, save_profile
+from minidist.observe.machine import machine
+
+
+@pytest.mark.soak
+def test_calibrate_in_a_job_measures_the_link_of_that_job(tmp_path):
+    """Rank 0 writes it beside what is there; a profile that cannot be read is replaced."""
+    file = tmp_path / "profile.json"
+    save_profile(Profile([LinkCost("tcp", 2, 1e-6, 0, 0, 0, 0), LinkCost("shm", 2, 7.0, 0, 0, 0, 0)], machine()),
+                 file)
+    job = subprocess.run([sys.executable, "-m", "minidist", "launch", "-n", "2", "-m", "minidist", "bench", "calibrate",
+                          "--sizes", "256B,64KiB", "--rounds", "1", "--out", str(file)], capture_output=True, text=True,
+                         timeout=60, check=True)
+    assert job.stdout.count("worst misfit") == 1
+    links = {cost.link: cost for cost in load_profile(file).links}
+    assert set(links) == {"shm", "tcp"}
+    assert links["tcp"].alpha == 1e-6
+    assert 0 < links["shm"].alpha < 7         # a job on sockets shares memory inside the host
+    assert Profile([links["shm"]], {"processor": "abacus"}).beside(file).links == [links["shm"]]
+    file.write_text("torn")
+    assert Profile([links["shm"]], {}).beside(file).links == [links["shm"]]
+
+
+def test_calibrate_leaves_a_profile_that_jobs_use(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    file, picture = tmp_path / "calibrate.json", tmp_path / "fit.png"
+    assert main(["bench", "calibrate", "--only", "threads,shm", "-n", "2", "--sizes", "256B,64KiB", "--rounds", "1",
+                 "--json", str(file), "--figure", str(picture)]) == 0
+    result, profile = json.loads(file.read_text()), load_profile()
+    assert profile.as_json()["links"] == result["links"]
+    assert [(cost.link, cost.ranks) for cost in profile.links] == [("threads", 2), ("shm", 2)]
+    assert all(cost.seconds(Work(1, 1, 256, 0)) > 0 for cost in profile.links)    # noise may make any one number 0
+    assert [len(samples) for samples in result["samples"]] == [7, 7]        # two sizes, each thrice, and the burst
+    assert str(tmp_path / "minidist" / "profile.json") in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert md.run(lambda world: world.link.link, size=2, transport="shm") == ["shm", "shm"]

@@ -1,0 +1,43 @@
+"""The floors of minidist bench: every byte that no algorithm avoids, and no more."""
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from helpers import run
+
+from minidist.bench import floors
+from minidist.bench.collectives import VERBS
+from minidist.bench.floors import connected, copies_call, tcp_call
+
+
+@pytest.mark.parametrize(("title", "brought", "got", "expected"), [
+    ("all-reduce", 6, 6, [6, 6, 6, 6, 6, 6]),               # chunk 0 of three is summed, and copied over the others
+    ("reduce-scatter", 6, 2, [6, 6]),
+    ("all-gather", 2, 6, [1, 1, 1, 1, 1, 1]),
+    ("all-to-all", 6, 6, [1, 1, 2, 2, 3, 3]),
+])
+def test_copies_touch_every_number_that_a_rank_must(title, brought, got, expected, monkeypatch):
+    """Where every rank brings what this one does, the sums are right."""
+    monkeypatch.setattr(floors, "CACHED", 1)
+    send = np.repeat(np.arange(1, brought // 2 + 1), 2).astype(np.float32)
+    recv = send if title == "all-reduce" else np.zeros(got, np.float32)
+    copies_call(VERBS[title], 3)(send, recv)
+    assert recv.tolist() == expected
+
+
+@pytest.mark.parametrize(("title", "brought", "got", "expected"), [
+    ("all-reduce", 6, 6, 4),            # of three blocks of two numbers: two come from each
+    ("all-reduce", 1, 1, 1),            # no byte more than there is
+    ("reduce-scatter", 6, 2, 2), ("all-gather", 2, 6, 2), ("all-to-all", 6, 6, 2)])
+def test_tcp_carries_what_a_rank_must(title, brought, got, expected):
+    """Every rank sends its rank, and gets one of the others'."""
+    def rank(world):
+        send = np.full(brought, world.rank, np.float32)
+        recv = send.copy() if title == "all-reduce" else np.full(got, -1, np.float32)
+        with ExitStack() as opened:
+            tcp_call(VERBS[title], [opened.enter_context(sock) for sock in connected(world)])(send, recv)
+        others = [other for other in range(world.size) if other != world.rank]
+        return np.isin(recv[:expected], others).all() and not np.isin(recv[expected:], others).any()
+
+    assert all(run(rank, size=3))
