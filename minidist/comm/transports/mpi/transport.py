@@ -129,10 +129,10 @@ class MpiLink(ByteLink):
 
     def read_into(self, target: np.ndarray) -> int:
         if self._start < len(self._buffer):
-            received = self._buffer[self._start:self._start + len(target)]
-            target[:len(received)] = received
-            self._start += len(received)
-            return len(received)
+            buffered = self._buffer[self._start:self._start + len(target)]
+            target[:len(buffered)] = buffered
+            self._start += len(buffered)
+            return len(buffered)
         while len(self._in) < _DEPTH and self._in.nbytes < len(target):
             self._in.post(target[self._in.nbytes:self._in.nbytes + PIECE_BYTES])
         oldest = self._in.oldest()
