@@ -74,7 +74,7 @@ def formula(group: Group, config: GPTConfig, name: str, parameters: int) -> int:
     if name == "sequence":
         return sequence_parallel.elements_sent(config, ranks=group.size, sequences=SEQUENCES)
     module: Any = ring_attention if name == "ring" else ulysses
-    return module.elements_sent(config, parameters, ranks=group.size,       # type: ignore[no-any-return]
+    return module.elements_sent(config, parameters, ranks=group.size,
                                 sequences=SEQUENCES)
 
 
