@@ -60,10 +60,8 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.errors import ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
-from minidist.parallel.context.token_shard import ContextParallel, OwnTokens, pick, shard_tokens
-
-__all__ = ["ContextParallel", "RingSelfAttention", "around", "attend_by_ring", "context_parallel", "elements_sent",
-           "own_blocks", "pass_on", "ring_attention", "visible", "zigzag"]
+from minidist.parallel.context.token_shard import ContextParallel as ContextParallel
+from minidist.parallel.context.token_shard import OwnTokens, pick, shard_tokens
 
 
 def plain_ring_attention(q: Array, k: Array, v: Array, positions: Array, group: Group) -> Array:
@@ -216,8 +214,7 @@ class RingSelfAttention(CausalSelfAttention):
     takes_packed = False
 
     def __init__(self, attention: CausalSelfAttention, group: Group) -> None:
-        self.heads, self.key_heads, self.head_width = attention.heads, attention.key_heads, attention.head_width
-        self.rotary, self.qkv, self.out = attention.rotary, attention.qkv, attention.out
+        vars(self).update(vars(attention))
         self.group, self.own = group, partial(zigzag, rank=group.rank, size=group.size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:

@@ -132,6 +132,4 @@ class ContextParallel(SplitModel):
     Args:    as SplitModel.
     """
 
-    def outside(self) -> Group:
-        """All ranks: each has the gradients of its own tokens."""
-        return self.group
+    sums_undivided = True       # each rank has the gradients of its own tokens

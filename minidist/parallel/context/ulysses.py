@@ -42,9 +42,8 @@ from minidist.device.backend import Array
 from minidist.errors import PlanError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
 from minidist.nn.shares import even_slices, head_shares
-from minidist.parallel.context.token_shard import ContextParallel, OwnTokens, pick, shard_tokens
-
-__all__ = ["ContextParallel", "UlyssesSelfAttention", "attend_by_heads", "elements_sent", "ulysses"]
+from minidist.parallel.context.token_shard import ContextParallel as ContextParallel
+from minidist.parallel.context.token_shard import OwnTokens, pick, shard_tokens
 
 
 def plain_ulysses(q: Array, k: Array, v: Array, group: Group) -> Array:
@@ -72,9 +71,8 @@ class UlyssesSelfAttention(CausalSelfAttention):
     takes_packed = False
 
     def __init__(self, attention: CausalSelfAttention, group: Group, algorithm: str) -> None:
-        self.heads, self.key_heads, self.head_width = attention.heads, attention.key_heads, attention.head_width
-        self.rotary, self.qkv, self.out = attention.rotary, attention.qkv, attention.out
-        self.group, self.algorithm, self.keeps_scores = group, algorithm, attention.keeps_scores
+        vars(self).update(vars(attention))
+        self.group, self.algorithm = group, algorithm
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
         """(B, H, own, D), (B, H_kv, own, D) twice, the positions of *all* tokens (T,) -> (B, H, own, D)."""

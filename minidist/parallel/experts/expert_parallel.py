@@ -51,11 +51,9 @@ from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT, Weight
 from minidist.nn.moe import Experts, loads, mixtures, rebalance
 from minidist.nn.shares import even_slices
-from minidist.nn.weight_shard import ShardIndex, WeightShard
+from minidist.nn.weight_shard import WeightShard
 from minidist.optim import Optimizer
-from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Batch, Loss, micro_parts, part_of
+from minidist.parallel.step.step import Batch, micro_parts, part_of
 from minidist.parallel.tensor.split_model import SplitModel
 
 
@@ -87,15 +85,14 @@ class SplitExperts(Experts):
                       rows of a block that is computed again count once.
     """
 
-    def __init__(self, experts: Experts, group: Group, algorithm: str = "pairwise", copies: Group | None = None,
-                 parts: Group | None = None) -> None:
+    def __init__(self, experts: Experts, group: Group, algorithm: str = "pairwise",
+                 copies: Group | None = None) -> None:
         self.own = even_slices(experts.up.shape[0], group.size)
-        holders = group if parts is None else parts
 
         def mine(weight: Weight) -> Weight:
-            inner: Sequence[ShardIndex] = weight.parts if isinstance(weight, WeightShard) else [()]
+            inner, rank = (weight.parts, weight.rank) if isinstance(weight, WeightShard) else ([()], 0)
             places = [(own, *part[1:]) for own in self.own for part in inner]
-            return WeightShard(weight, places, holders.rank, sharers=copies, among=holders)
+            return WeightShard(weight, places, group.rank * len(inner) + rank, sharers=copies, among=group)
 
         self.group, self.algorithm = group, algorithm
         self.gate = None if experts.gate is None else mine(experts.gate)
@@ -137,13 +134,10 @@ def _by_expert(came: np.ndarray) -> np.ndarray:
     return np.argsort(np.repeat(experts, came.reshape(-1)), kind="stable")
 
 
-def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None, parts: Group | None = None,
-                    algorithm: str = "pairwise") -> GPT:
+def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None, algorithm: str = "pairwise") -> GPT:
     """Divide a mixture's experts between the ranks of `group`, in place; then `model.initialize(seed)` draws.
 
     Args:    copies: the ranks of other groups that hold the same experts and sum their gradients, or None.
-             parts: if tensor parallelism has cut the experts, the ranks of `group` and of the tensor axis together,
-             the tensor axis innermost: each has its part of its experts.
              algorithm: of the all-to-alls.
     Raises:  PlanError if a rank would get no expert; ConfigError without a mixture, or if the weights are drawn.
     """
@@ -159,7 +153,7 @@ def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None, pa
             raise PlanError(f"expert parallelism over ep={group.size} ranks: {layer.config.experts} experts leave a "
                             f"rank without any; choose ep from 1 to {layer.config.experts}, or at least {group.size} "
                             f"experts")
-        layer.experts = SplitExperts(layer.experts, group, algorithm, copies, parts)
+        layer.experts = SplitExperts(layer.experts, group, algorithm, copies)
     model.assign_names()
     return model
 
@@ -174,25 +168,20 @@ class ExpertParallel(SplitModel):
         strategy = ExpertParallel(model, group)
         loss = strategy.step(batch, AdamW(strategy.parameters, lr))
 
-    Args:    as SplitModel; everyone: the ranks that share the batch, if that is several groups, each with all experts
-             (default: `group`). Ranks with the same experts are the `copies` of expert_parallel.
+    Args:    as SplitModel. If `everyone` is several groups, each has all experts, and ranks with the same ones are the
+             `copies` of expert_parallel.
     Attributes: loads: (layers, 2, experts) integers: tokens of the last step's whole batch that chose each expert, and
                        that it took.
                 routed: (layers, P) integers: rows that this rank gave each rank in the last step, itself included.
     """
 
-    def __init__(self, model: GPT, group: Group, *, everyone: Group | None = None, loss: Loss | None = None,
-                 algorithm: str = "ring", precision: Precision | None = None,
-                 recorder: Recorder | None = None) -> None:
-        self.everyone = group if everyone is None else everyone
-        super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
+    sums_undivided = True       # each rank has the gradients of its own rows
+
+    def __init__(self, model: GPT, group: Group, **options: Any) -> None:
+        super().__init__(model, group, **options)
         self.layers = mixtures(model)
         self.loads = loads(model)
         self.routed = np.zeros((len(self.layers), group.size), np.int64)
-
-    def outside(self) -> Group:
-        """All ranks that share the batch: each has the gradients of its own rows."""
-        return self.everyone
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:

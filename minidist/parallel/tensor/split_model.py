@@ -3,7 +3,7 @@
 After the last backward some gradients are still summands, one on each rank of a group:
 
     shards that several ranks hold (key heads, experts)                        summed over their sharers
-    undivided weights, if each rank has the gradient of own tokens or rows     summed over `outside()`
+    undivided weights, if each rank has the gradient of own tokens or rows     summed over `everyone`
 """
 
 import math
@@ -28,9 +28,10 @@ from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts,
 
 
 class SplitModel:
-    """A model divided between the ranks of a group, which all work on the same rows.
+    """A model divided between the ranks of a group.
 
     Args:    model: divided between the ranks of `group`, with weights drawn.
+             everyone: the ranks that share the batch, if these are several groups (default: `group`).
              loss: of a part of the batch (default: `model.loss`), the same number on all ranks.
              algorithm: of the all-reduce of gradients; precision: of weights and update (default: one dtype for all).
              recorder: is told what runs when.
@@ -38,19 +39,19 @@ class SplitModel:
     Raises:  MismatchError if weights that all ranks hold do not start equal.
     """
 
-    def __init__(self, model: GPT, group: Group, *, loss: Loss | None = None, algorithm: str = "ring",
-                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
-        self.model, self.group, self.loss, self.algorithm = model, group, loss or loss_of(model), algorithm
+    sums_undivided = False      # whether each rank has the gradients of its own tokens or rows alone
+
+    def __init__(self, model: GPT, group: Group, *, everyone: Group | None = None, loss: Loss | None = None,
+                 algorithm: str = "ring", precision: Precision | None = None,
+                 recorder: Recorder | None = None) -> None:
+        self.model, self.group, self.everyone = model, group, group if everyone is None else everyone
+        self.loss, self.algorithm = loss or loss_of(model), algorithm
         self.precision, self.recorder = precision or Precision(), recorder or Silent()
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
-        self.summands = summands(self.weights, self.outside())
+        self.summands = summands(self.weights, self.everyone if self.sums_undivided else None)
         check_equal_replicas((p for p in model.parameters() if not isinstance(p, WeightShard)), group,
                              when="before the first step")
-
-    def outside(self) -> Group | None:
-        """The group over which gradients of undivided weights are summed; None: every rank has them whole."""
-        return None
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights (in mixed precision the masters) in the serial layout, on every rank.
@@ -93,11 +94,10 @@ class SplitModel:
     def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
         """Sum the gradients that are summands; then the optimizer's step."""
         zero_unused(self.weights)
-        everyone = self.outside() or self.group
         with self.recorder.span("add up", "communication"):
             add_up(self.summands, algorithm=self.algorithm)
         with self.recorder.span("optimizer"):
-            self.precision.update(optimizer, lambda: squares_once(self.weights, everyone), lr=lr, clip=clip)
+            self.precision.update(optimizer, lambda: squares_once(self.weights, self.everyone), lr=lr, clip=clip)
 
 
 # -------------------------------------------------------------------------------------------------- sums over ranks
@@ -110,7 +110,7 @@ class Summand(NamedTuple):
 
 
 def summands(parameters: Iterable[Parameter], outside: Group | None = None) -> list[Summand]:
-    """The gradients that are summands after backward; `outside` as SplitModel.outside."""
+    """The gradients that are summands after backward; those of undivided weights over `outside`, if it is given."""
     found = []
     for parameter in parameters:
         shard = isinstance(parameter, WeightShard)
