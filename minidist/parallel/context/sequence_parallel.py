@@ -71,13 +71,11 @@ class SequenceRegion(TensorRegion):
 
     def enter(self, x: Tensor) -> Tensor:
         """(B, own, width) -> (B, T, width)."""
-        return collectives.all_gather(x, dim=TOKENS, group=self.group,
-                                      algorithm=self.algorithm)
+        return collectives.all_gather(x, dim=TOKENS, group=self.group, algorithm=self.algorithm)
 
     def leave(self, x: Tensor) -> Tensor:
         """Summands (B, T, width) -> sums (B, own, width)."""
-        return collectives.reduce_scatter(x, dim=TOKENS, group=self.group,
-                                          algorithm=self.algorithm)
+        return collectives.reduce_scatter(x, dim=TOKENS, group=self.group, algorithm=self.algorithm)
 
     def sequences(self) -> Sequences:
         """A mixture's gate sees the own tokens."""

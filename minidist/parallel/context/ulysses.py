@@ -83,8 +83,7 @@ class UlyssesSelfAttention(CausalSelfAttention):
         q = self._swap(q, [queries for queries, _ in shares])
         k, v = (self._swap(x, [keys for _, keys in shares]) for x in (k, v))
         y = ops.causal_attention(q, k, v, keep=self.keeps_scores)               # (B, own heads, T, D)
-        return collectives.all_to_all(y, split=TOKENS, join=HEADS, group=self.group,
-                                      algorithm=self.algorithm)
+        return collectives.all_to_all(y, split=TOKENS, join=HEADS, group=self.group, algorithm=self.algorithm)
 
     def _swap(self, x: Tensor, shares: list[range]) -> Tensor:
         """Own tokens of all heads -> all tokens of own heads: (B, H, own, D) -> (B, own heads, T, D)."""

@@ -119,13 +119,11 @@ class SplitExperts(Experts):
     def _exchange_counts(self, counts: Sequence[int]) -> np.ndarray:
         """The number of rows that come from each rank for each of this rank's experts: (P, own experts)."""
         with self.group.ledger.control():
-            came = self.group.all_to_all([np.array(counts[part], np.int64) for part in self.own],
-                                         algorithm=self.algorithm)
-        return np.stack(came)
+            return np.stack(self.group.all_to_all([np.array(counts[part], np.int64) for part in self.own],
+                                                  algorithm=self.algorithm))
 
     def _travel(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        return collectives.all_to_all(rows, split=0, join=0, counts=counts, group=self.group,
-                                      algorithm=self.algorithm)
+        return collectives.all_to_all(rows, split=0, join=0, counts=counts, group=self.group, algorithm=self.algorithm)
 
 
 def _by_expert(came: np.ndarray) -> np.ndarray:
