@@ -71,11 +71,11 @@ class SequenceRegion(TensorRegion):
 
     def enter(self, x: Tensor) -> Tensor:
         """(B, own, width) -> (B, T, width)."""
-        return collectives.all_gather(x, dim=TOKENS, group=self.group, algorithm=self.algorithm)
+        return collectives.all_gather(x, dim=TOKENS, group=self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         """Summands (B, T, width) -> sums (B, own, width)."""
-        return collectives.reduce_scatter(x, dim=TOKENS, group=self.group, algorithm=self.algorithm)
+        return collectives.reduce_scatter(x, dim=TOKENS, group=self.group)
 
     def sequences(self) -> Sequences:
         """A mixture's gate sees the own tokens."""
@@ -108,13 +108,12 @@ class SequenceOutput(SplitOutput):
         return collectives.take_shard(whole[:, -1:], dim=TOKENS, group=group)
 
 
-def sequence_parallel(model: GPT, group: Group, *, algorithm: str = "ring") -> GPT:
+def sequence_parallel(model: GPT, group: Group) -> GPT:
     """Cut a GPT's layers as chapter 12 does, and the sequence between them; then `model.initialize(seed)` draws.
 
-    Args:    algorithm: of gathers and scatters; one fixed algorithm gives the same bits in every run.
     Raises:  as split_gpt.
     """
-    region = SequenceRegion(group, algorithm)
+    region = SequenceRegion(group)
     split_gpt(model, region)
     set_output(model, SequenceOutput(model.config.vocabulary, region))
     shard_dropouts(model, partial(shard_of, group=group))

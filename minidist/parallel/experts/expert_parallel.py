@@ -85,16 +85,14 @@ class SplitExperts(Experts):
                       rows of a block that is computed again count once.
     """
 
-    def __init__(self, experts: Experts, group: Group, algorithm: str = "pairwise",
-                 copies: Group | None = None) -> None:
-        self.own = even_slices(experts.up.shape[0], group.size)
+    def __init__(self, experts: Experts, group: Group, copies: Group | None = None) -> None:
+        self.group, self.own = group, even_slices(experts.up.shape[0], group.size)
 
         def mine(weight: Weight) -> Weight:
             inner, rank = (weight.parts, weight.rank) if isinstance(weight, WeightShard) else ([()], 0)
             places = [(own, *part[1:]) for own in self.own for part in inner]
             return WeightShard(weight, places, group.rank * len(inner) + rank, sharers=copies, among=group)
 
-        self.group, self.algorithm = group, algorithm
         self.gate = None if experts.gate is None else mine(experts.gate)
         self.up, self.down = mine(experts.up), mine(experts.down)
         self.clear()
@@ -120,10 +118,10 @@ class SplitExperts(Experts):
         """The number of rows that come from each rank for each of this rank's experts: (P, own experts)."""
         with self.group.ledger.control():
             return np.stack(self.group.all_to_all([np.array(counts[part], np.int64) for part in self.own],
-                                                  algorithm=self.algorithm))
+                                                  algorithm="pairwise"))
 
     def _travel(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        return collectives.all_to_all(rows, split=0, join=0, counts=counts, group=self.group, algorithm=self.algorithm)
+        return collectives.all_to_all(rows, split=0, join=0, counts=counts, group=self.group)
 
 
 def _by_expert(came: np.ndarray) -> np.ndarray:
@@ -132,11 +130,10 @@ def _by_expert(came: np.ndarray) -> np.ndarray:
     return np.argsort(np.repeat(experts, came.reshape(-1)), kind="stable")
 
 
-def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None, algorithm: str = "pairwise") -> GPT:
+def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None) -> GPT:
     """Divide a mixture's experts between the ranks of `group`, in place; then `model.initialize(seed)` draws.
 
     Args:    copies: the ranks of other groups that hold the same experts and sum their gradients, or None.
-             algorithm: of the all-to-alls.
     Raises:  PlanError if a rank would get no expert; ConfigError without a mixture, or if the weights are drawn.
     """
     layers = mixtures(model)
@@ -151,7 +148,7 @@ def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None, al
             raise PlanError(f"expert parallelism over ep={group.size} ranks: {layer.config.experts} experts leave a "
                             f"rank without any; choose ep from 1 to {layer.config.experts}, or at least {group.size} "
                             f"experts")
-        layer.experts = SplitExperts(layer.experts, group, algorithm, copies)
+        layer.experts = SplitExperts(layer.experts, group, copies)
     model.assign_names()
     return model
 
@@ -201,7 +198,7 @@ class ExpertParallel(SplitModel):
     def _balance(self) -> None:
         """Sum the loads over the ranks, and move the biases by them."""
         with self.everyone.ledger.control():
-            self.loads = self.everyone.all_reduce(loads(self.model), algorithm=self.algorithm)
+            self.loads = self.everyone.all_reduce(loads(self.model), algorithm="ring")
         rebalance(self.model, self.loads)
         for number, layer in enumerate(self.layers):
             experts: Any = layer.experts

@@ -33,8 +33,7 @@ class SplitModel:
     Args:    model: divided between the ranks of `group`, with weights drawn.
              everyone: the ranks that share the batch, if these are several groups (default: `group`).
              loss: of a part of the batch (default: `model.loss`), the same number on all ranks.
-             algorithm: of the all-reduce of gradients; precision: of weights and update (default: one dtype for all).
-             recorder: is told what runs when.
+             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of.
     Raises:  MismatchError if weights that all ranks hold do not start equal.
     """
@@ -42,11 +41,10 @@ class SplitModel:
     sums_undivided = False      # whether each rank has the gradients of its own tokens or rows alone
 
     def __init__(self, model: GPT, group: Group, *, everyone: Group | None = None, loss: Loss | None = None,
-                 algorithm: str = "ring", precision: Precision | None = None,
-                 recorder: Recorder | None = None) -> None:
+                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
         self.model, self.group, self.everyone = model, group, group if everyone is None else everyone
-        self.loss, self.algorithm = loss or loss_of(model), algorithm
-        self.precision, self.recorder = precision or Precision(), recorder or Silent()
+        self.loss, self.precision = loss or loss_of(model), precision or Precision()
+        self.recorder = recorder or Silent()
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
         self.summands = summands(self.weights, self.everyone if self.sums_undivided else None)
@@ -95,7 +93,7 @@ class SplitModel:
         """Sum the gradients that are summands; then the optimizer's step."""
         zero_unused(self.weights)
         with self.recorder.span("add up", "communication"):
-            add_up(self.summands, algorithm=self.algorithm)
+            add_up(self.summands)
         with self.recorder.span("optimizer"):
             self.precision.update(optimizer, lambda: squares_once(self.weights, self.everyone), lr=lr, clip=clip)
 
@@ -120,10 +118,10 @@ def summands(parameters: Iterable[Parameter], outside: Group | None = None) -> l
     return found
 
 
-def add_up(parts: Sequence[Summand], *, algorithm: str = "ring") -> None:
+def add_up(parts: Sequence[Summand]) -> None:
     """All-reduce summands in place; call it once a step, after the last backward.
 
-    Cost:    one all-reduce for each group and dtype, of all its gradients together, in the order of the parameters.
+    Cost:    one ring all-reduce for each group and dtype, of all its gradients, in the order of the parameters.
     Raises:  GradientError for a parameter without a gradient.
     """
     runs: dict[tuple[int, str], list[Summand]] = {}
@@ -135,7 +133,7 @@ def add_up(parts: Sequence[Summand], *, algorithm: str = "ring") -> None:
         gradients: list[Any] = [part.parameter.grad for part in run]
         xp = array_module(*gradients)
         flat = account.current().hold(xp.concatenate([grad.reshape(-1) for grad in gradients]), "communication")
-        run[0].group.all_reduce(flat, out=flat, algorithm=algorithm)
+        run[0].group.all_reduce(flat, out=flat, algorithm="ring")
         start = 0
         for grad in gradients:
             grad[...] = flat[start:start + grad.size].reshape(grad.shape)
