@@ -35,7 +35,6 @@ notes:   N1 (专家混合), N2 §10.3 MoE专用并行优化
 Source:  Lepikhin et al. 2020, "GShard" (2006.16668); Fedus et al. 2021, "Switch Transformers" (2101.03961).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -192,7 +191,7 @@ class ExpertParallel(SplitModel):
             total += self.add_gradients(part, batch[1].size)
         self.update(optimizer, lr=lr, clip=clip)
         self._balance()
-        with self.recorder.span("loss", "communication"), self.everyone.ledger.control():
+        with self.everyone.ledger.control():
             return float(np.sum(self.everyone.all_gather(np.array([total], dtype=np.float64))))
 
     def _balance(self) -> None:
@@ -208,13 +207,12 @@ class ExpertParallel(SplitModel):
 
 # ------------------------------------------------------------------------------------------------------------ cost
 
-def elements_sent(model: GPT, *, ranks: int, rows: int, copies: int = 1, recomputed: bool = False) -> int:
-    """Numbers that all ranks together send in a step, without `control`: the cost above.
+def elements_sent(model: GPT, *, ranks: int, rows: int) -> int:
+    """Numbers that all ranks together send in a step, without `control`, if one group holds all experts and no block
+    is computed again: the cost above.
 
-    Args:    ranks: that share the batch; rows: R, summed over all layers; copies: D; recomputed: whether blocks run
-             twice.
+    Args:    ranks: that share the batch; rows: R, summed over all layers.
     """
-    experts = sum(math.prod(parameter.whole) for parameter in model.parameters() if isinstance(parameter, WeightShard))
     dense = sum(parameter.size for parameter in model.parameters()
                 if parameter.requires_grad and not isinstance(parameter, WeightShard))
-    return (6 if recomputed else 4) * rows * model.config.width + 2 * (ranks - 1) * dense + 2 * (copies - 1) * experts
+    return 4 * rows * model.config.width + 2 * (ranks - 1) * dense

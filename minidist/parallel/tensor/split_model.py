@@ -22,7 +22,6 @@ from minidist.nn.weight_shard import WeightShard, assemble, cut
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.step.flat import Piece, trainable
 from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, zero_unused
 
@@ -33,7 +32,7 @@ class SplitModel:
     Args:    model: divided between the ranks of `group`, with weights drawn.
              everyone: the ranks that share the batch, if these are several groups (default: `group`).
              loss: of a part of the batch (default: `model.loss`), the same number on all ranks.
-             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
+             precision: of weights and update (default: one dtype for all).
     Attributes: parameters: what the optimizer is made of.
     Raises:  MismatchError if weights that all ranks hold do not start equal.
     """
@@ -41,10 +40,9 @@ class SplitModel:
     sums_undivided = False      # whether each rank has the gradients of its own tokens or rows alone
 
     def __init__(self, model: GPT, group: Group, *, everyone: Group | None = None, loss: Loss | None = None,
-                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
+                 precision: Precision | None = None) -> None:
         self.model, self.group, self.everyone = model, group, group if everyone is None else everyone
         self.loss, self.precision = loss or loss_of(model), precision or Precision()
-        self.recorder = recorder or Silent()
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
         self.summands = summands(self.weights, self.everyone if self.sums_undivided else None)
@@ -83,19 +81,15 @@ class SplitModel:
 
     def add_gradients(self, part: Part, divisor: int) -> float:
         """Forward and backward of some rows; returns the sum of their losses over `divisor`."""
-        with self.recorder.span("forward", rows=len(part.inputs)):
-            loss = self.loss(part, divisor)
-        with self.recorder.span("backward"):
-            self.precision.backward(loss)
+        loss = self.loss(part, divisor)
+        self.precision.backward(loss)
         return float(loss.item())
 
     def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
         """Sum the gradients that are summands; then the optimizer's step."""
         zero_unused(self.weights)
-        with self.recorder.span("add up", "communication"):
-            add_up(self.summands)
-        with self.recorder.span("optimizer"):
-            self.precision.update(optimizer, lambda: squares_once(self.weights, self.everyone), lr=lr, clip=clip)
+        add_up(self.summands)
+        self.precision.update(optimizer, lambda: squares_once(self.weights, self.everyone), lr=lr, clip=clip)
 
 
 # -------------------------------------------------------------------------------------------------- sums over ranks
@@ -109,13 +103,8 @@ class Summand(NamedTuple):
 
 def summands(parameters: Iterable[Parameter], outside: Group | None = None) -> list[Summand]:
     """The gradients that are summands after backward; those of undivided weights over `outside`, if it is given."""
-    found = []
-    for parameter in parameters:
-        shard = isinstance(parameter, WeightShard)
-        group = parameter.sharers if isinstance(parameter, WeightShard) else outside
-        if parameter.requires_grad and group is not None and not (shard and group.size == 1):
-            found.append(Summand(parameter, group))
-    return found
+    groups = [(p, p.sharers if isinstance(p, WeightShard) else outside) for p in parameters if p.requires_grad]
+    return [Summand(p, group) for p, group in groups if group is not None and group.size > 1]
 
 
 def add_up(parts: Sequence[Summand]) -> None:
