@@ -12,11 +12,9 @@ from minidist.nn.moe import loads, mixtures, rebalance
 class ExpertLoad:
     """The loads of the mixtures that this rank has, summed over the ranks that share the batch.
 
-    Args:    model: this rank's part of the model, with names assigned; group: the ranks that share its weights and the
-             batch.
+    Args:    model: this rank's part, with names assigned; group: the ranks that share its weights and the batch.
     Attributes: step: (own layers, 2, experts) integers: tokens of the last step's whole batch that chose each expert,
-                      and that it took.
-                total: the same, since the run began.
+                      and that it took; total: the same, since the run began.
                 sent: (own layers,) integers: rows that this rank gave to experts of other ranks since the run began.
     """
 
@@ -36,11 +34,10 @@ class ExpertLoad:
             self.step = self.group.all_reduce(loads(self.model), algorithm="ring")
         self.total = self.total + self.step
         rebalance(self.model, self.step)
-        for number, layer in enumerate(self.layers):
-            experts: Any = layer.experts
-            rows, group = getattr(experts, "sent", None), getattr(experts, "group", None)
-            if rows is not None and group is not None:
-                self.sent[number] += rows.sum() - rows[group.rank]
+        divided: list[Any] = [layer.experts for layer in self.layers]
+        for number, experts in enumerate(divided):
+            if hasattr(experts, "sent"):        # SplitExperts
+                self.sent[number] += experts.sent.sum() - experts.sent[experts.group.rank]
                 experts.clear()
 
     def sent_by(self, layer: int) -> int:

@@ -57,7 +57,6 @@ class Executor:
     """Runs a rank's list.
 
     Args:    schedule: checked (make_schedule, schedule_checker.check), and for as many ranks as `group` has.
-             recorder: is told what runs when.
     Raises:  ScheduleError if the schedule is for another number of ranks, or not checked.
     """
 
@@ -113,16 +112,15 @@ class Executor:
             work.backward_weights(stage, microbatch)
 
     def _start_send(self, send: Instruction) -> None:
-        receive = received_as(send)
         self._end_sends()
+        receive = received_as(send)
         self._leaving.append(self.group.start_send(self._values.pop(receive), dst=self.schedule.rank_of(receive.stage)))
 
     def _end_sends(self, *, wait: bool = False) -> None:
         """Drop the sends that are complete; `wait`: wait for all of them."""
-        gone = [pending for pending in self._leaving if wait or pending.done()]
-        self._leaving = [pending for pending in self._leaving if pending not in gone]
-        for pending in gone:
+        for pending in [pending for pending in self._leaving if wait or pending.done()]:
             pending.wait()
+            self._leaving.remove(pending)
 
     def _start_receives(self, work: StageWork, following: Sequence[Instruction]) -> None:
         """Start the receives that come before the next compute."""

@@ -123,13 +123,13 @@ def linear_fp8(x: Array, w: Array, b: Array | None = None, *, scales: Scales) ->
 
 def _rounded_dy(node: Node, dy: Array) -> Array:
     """dy as its e5m2 values: (rows, out)."""
-    scales: Scales = node.scales
-    return scales.read("dy", scales.store("dy", rows(dy)))
+    return node.scales.read("dy", node.scales.store("dy", rows(dy)))
 
 
 @linear_fp8.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    w = node.scales.read("w", _again(node.scales, node.w))
+    scale = node.scales.scale("w")      # the weight's bytes are not kept, because ZeRO-3 frees the weight in between
+    w = node.scales.read("w", node.w if scale is None else to_float8(node.w, FORMATS["w"], scale))
     return narrow(matmul(node.once(_rounded_dy, dy), w.T), dy.dtype).reshape(node.shapes["x"])
 
 
@@ -142,12 +142,6 @@ def _(node: Node, dy: Array) -> Array:
 @linear_fp8.gradient("b")
 def _(node: Node, dy: Array) -> Array:
     return column_sums(rows(dy), out=node.room("b"))
-
-
-def _again(scales: Scales, w: Array) -> Array:
-    """The weight's bytes once more: they are not kept, since ZeRO-3 frees the weight in between."""
-    scale = scales.scale("w")
-    return w if scale is None else to_float8(w, FORMATS["w"], scale)
 
 
 class Float8:
