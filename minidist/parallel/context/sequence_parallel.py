@@ -126,8 +126,6 @@ class SequenceParallel(SplitModel):
 
     The step is chapter 12's. After the last backward, gradients of the weights outside the regions are all-reduced,
     because each rank has only the part of its own tokens.
-
-    Args:    as SplitModel.
     """
 
     sums_undivided = True       # each rank has the gradients of its own tokens

@@ -179,30 +179,24 @@ class ExpertParallel(SplitModel):
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
-        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
+        """As SplitModel.step; the loss includes balance losses.
 
-        The loss includes balance losses. A rank without rows takes part, because its experts get tokens of others.
-
-        Args:    as SplitModel.step.
+        A rank without rows takes part, because its experts get tokens of others.
         """
         optimizer.zero_grad()
         total = 0.0
         for part in micro_parts(part_of(batch, size=self.everyone.size, rank=self.everyone.rank), accumulate):
             total += self.add_gradients(part, batch[1].size)
         self.update(optimizer, lr=lr, clip=clip)
-        self._balance()
-        with self.everyone.ledger.control():
-            return float(np.sum(self.everyone.all_gather(np.array([total], dtype=np.float64))))
-
-    def _balance(self) -> None:
-        """Sum the loads over the ranks, and move the biases by them."""
         with self.everyone.ledger.control():
             self.loads = self.everyone.all_reduce(loads(self.model), algorithm="ring")
+            loss = float(np.sum(self.everyone.all_gather(np.array([total], dtype=np.float64))))
         rebalance(self.model, self.loads)
         for number, layer in enumerate(self.layers):
             experts: Any = layer.experts
             self.routed[number] = experts.sent
             experts.clear()
+        return loss
 
 
 # ------------------------------------------------------------------------------------------------------------ cost

@@ -24,8 +24,7 @@ class StageModel(ABC):
 
     Args:    model: weights not yet drawn; the layers of other ranks are taken out of it.
              seed: of the weights; None: the caller draws them. stages: how many there are in all (default: one a rank).
-             layers: of each stage (default: as even as possible); key: for dropout.
-             precision: of weights and update (default: one dtype for all).
+             layers: of each stage (default: as even as possible); key: for dropout; precision: of weights and update.
     Attributes: model: what is left of it; parameters: what the optimizer is made of, those of this rank's stages.
                 first, last: whether this rank has an end of the model.
     Raises:  ShardError if the layers do not fit the stages.

@@ -25,10 +25,7 @@ from minidist.nn.weight_shard import ShardIndex, WeightShard
 
 
 class TensorRegion:
-    """The part of a layer in which each rank works on its own columns: what happens at its two edges.
-
-    Args:    group: the ranks that divide the columns.
-    """
+    """The part of a layer in which each rank of `group` works on its own columns: what happens at its two edges."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -177,10 +174,7 @@ class SplitEmbedding(Embedding):
 
 
 class SplitOutput(Output):
-    """Logits of a slice of the vocabulary: their loss without ever joining them.
-
-    Args:    vocabulary: number of token ids in all; region: whose ranks divide them.
-    """
+    """Logits of a slice of the vocabulary: their loss without ever joining them. Args: vocabulary: the whole's size."""
 
     def __init__(self, vocabulary: int, region: TensorRegion) -> None:
         self.vocabulary, self.region = vocabulary, region

@@ -90,8 +90,6 @@ class TensorParallel(SplitModel):
         loss = strategy.step(batch, AdamW(strategy.parameters, lr))
 
     The step is that of one process: forward, backward, update. Activations are sent inside forward and backward.
-
-    Args:    as SplitModel.
     """
 
 
