@@ -32,7 +32,7 @@ def started() -> float:
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
-        return psutil.Process().create_time()
+        return psutil.Process().create_time()     # type: ignore[no-any-return]
 
 
 def record(file: Path) -> None:

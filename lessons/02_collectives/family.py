@@ -97,7 +97,7 @@ def _under_mpirun() -> list[list[Any]]:
         file = Path(folder) / "figures.json"
         program = [sys.executable, str(Path(__file__).resolve()), "--ranks", str(file)]
         subprocess.run(["mpirun", "-n", str(RANKS), *program], check=True, timeout=120)
-        return json.loads(file.read_text())
+        return json.loads(file.read_text())     # type: ignore[no-any-return]
 
 
 def tables(figures: Figures) -> str:
@@ -132,7 +132,7 @@ def libraries() -> dict[str, Any]:
         file = Path(folder) / "bench.json"
         subprocess.run([sys.executable, "-m", "minidist", *LIBRARIES, "--json", str(file)], check=True,
                        stdout=subprocess.DEVNULL, timeout=300)
-        return json.loads(file.read_text())["seconds"]
+        return json.loads(file.read_text())["seconds"]     # type: ignore[no-any-return]
 
 
 def libraries_table(seconds: dict[str, Any]) -> str:

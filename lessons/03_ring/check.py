@@ -32,7 +32,7 @@ class Link:
         """Send and receive at once."""
         self.sends.append((dst, outgoing.size))
         self.doing = "exchange"
-        return self._group.exchange(outgoing, dst=dst, src=src)
+        return self._group.exchange(outgoing, dst=dst, src=src)     # type: ignore[no-any-return]
 
     def send(self, outgoing: np.ndarray, *, dst: int) -> None:
         """Return when dst has taken it."""
@@ -43,7 +43,7 @@ class Link:
     def recv(self, *, src: int) -> np.ndarray:
         """Return when src has sent it."""
         self.doing = "recv"
-        return self._group.recv(src=src)
+        return self._group.recv(src=src)     # type: ignore[no-any-return]
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:

@@ -42,7 +42,7 @@ def average_twice() -> None:
             ddp.backward(ddp.forward(ddp.part_of(batch), divisor=batch[1].size))
             optimizer.step(scale=factor)
             optimizer.zero_grad()
-        return lab.held_out_loss(model)
+        return lab.held_out_loss(model)     # type: ignore[no-any-return]
 
     for name, optimizer_class, lr in (("SGD", SGD, 0.5), ("Adam", Adam, 0.01)):
         right, wrong = (md.run(train, optimizer_class, lr, factor, size=4)[0] for factor in (1.0, 0.25))
@@ -81,7 +81,7 @@ def one_bucket() -> None:
         optimizer = Adam(list(model.parameters()), 1e-3)
         for step in range(7):
             ddp.step(lab.global_batch(lab.TIMED, step), optimizer)
-        return statistics.median(lab.milliseconds([span]) for span in lab.of(timeline, "wait for gradients"))
+        return statistics.median(lab.milliseconds([span]) for span in lab.of(timeline, "wait for gradients"))     # type: ignore[no-any-return]
 
     for name, bucket_bytes in (("one bucket for everything", 1 << 30),
                                (f"buckets of {size_text(lab.BUCKET)}", lab.BUCKET)):

@@ -107,7 +107,7 @@ def reduces(timeline: Timeline) -> list[Any]:
 
 def milliseconds(spans: list[Any]) -> float:
     """The spans' lengths together."""
-    return 1e3 * sum(span.stop - span.start for span in spans)
+    return 1e3 * sum(span.stop - span.start for span in spans)     # type: ignore[no-any-return]
 
 
 # ----------------------------------------------------------------------------------------------------------- drift

@@ -27,7 +27,7 @@ def gradient(batch: Any, passes: int, divisor: str) -> np.ndarray:
     for rows in np.array_split(np.arange(len(inputs)), passes):
         tokens = {"all": targets.size, "own": passes * targets[rows].size, "twice": passes * targets.size}[divisor]
         model.loss(inputs[rows], targets[rows], divisor=tokens).backward()
-    return lab.gradients(model)
+    return lab.gradients(model)     # type: ignore[no-any-return]
 
 
 def peaks(config: GPTConfig, rows: int, passes: int) -> dict[str, int]:

@@ -57,7 +57,7 @@ def _pairs(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _numbers(name: str, *shape: int) -> np.ndarray:
-    return (2 * random_uniform(f"check 13, {name}", 0, range(int(np.prod(shape))), "float64") - 1).reshape(shape)
+    return (2 * random_uniform(f"check 13, {name}", 0, range(int(np.prod(shape))), "float64") - 1).reshape(shape)     # type: ignore[no-any-return]
 
 
 def _update(exercise: ModuleType, shift: float = 0.0) -> Iterator[Result]:

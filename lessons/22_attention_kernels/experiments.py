@@ -57,7 +57,7 @@ class Count:
     @property
     def intensity(self) -> float:
         """Operations a byte that left or reached global memory, as threads asked for them."""
-        return self.operations / (self.seen.loads.bytes + self.seen.stores.bytes)
+        return self.operations / (self.seen.loads.bytes + self.seen.stores.bytes)     # type: ignore[no-any-return]
 
 
 def one_warp(stride: int) -> Any:

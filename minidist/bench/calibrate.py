@@ -30,7 +30,7 @@ import numpy as np
 from minidist.bench.jobs import Job, answer, worker_arguments, worker_command
 from minidist.comm.calls.call import Call
 from minidist.comm.chunks import split
-from minidist.comm.cost.link_model import NETWORK, LinkCost, Sample, Work, fit
+from minidist.comm.cost.link_model import NETWORK, LinkCost, LinkWork, Sample, fit
 from minidist.comm.group import Group
 from minidist.comm.transport import Handle
 
@@ -55,14 +55,14 @@ def links_here() -> list[str]:
     return ["threads", "tcp", "shm", *(["mpi"] if shutil.which("mpirun") else [])]
 
 
-def work_of(kind: str, nbytes: int, ranks: int) -> Work:
+def work_of(kind: str, nbytes: int, ranks: int) -> LinkWork:
     """The work of one step of a repetition, as the fit takes it."""
     if kind == "burst":
-        return Work(1, BURST, 0, 0)
+        return LinkWork(1, BURST, 0, 0)
     if kind == "spread":
         parts = nbytes * (ranks - 1) / ranks
-        return Work(1, ranks - 1, parts, 0, parts if ranks > 2 else 0)
-    return Work(1, 1, nbytes, nbytes if kind == "add" else 0)
+        return LinkWork(1, ranks - 1, parts, 0, parts if ranks > 2 else 0)
+    return LinkWork(1, 1, nbytes, nbytes if kind == "add" else 0)
 
 
 def measure_all(links: list[str], ranks: list[int], sizes: list[int], rounds: int,

@@ -1,12 +1,13 @@
-"""What a transport has for arrays on a GPU: collectives that leave them there, on a stream of the group's own.
+"""A transport's part for arrays on a GPU: collectives that leave them there, on a stream of the group's own.
 
     program's stream   ... x is written | e0             | e1 awaited | the result is read ...
                                           \\              /
     the group's side                       e0 awaited | work | e1                        the host does not wait
 
 Without one, arrays cross to the host and back (buffers.py), whatever the transport. A call goes to the device if its
-arrays are on the GPU, its algorithm is `auto` or `native`, and Device.refusal() has nothing against it. All ranks of
-a group must bring arrays of the same kind: one that brings a host array calls another algorithm: a MismatchError.
+arrays are on the GPU, its algorithm is `auto` or `native`, and DeviceTransport.refusal() has no reason against it. All
+ranks of a group must bring arrays of the same kind: one that brings a host array calls another algorithm, and raises
+MismatchError.
 
 A call that has no side (it is staged, or its group is one rank alone) works in the program's stream, also where a
 worker carries it out (Program).
@@ -31,10 +32,9 @@ _PER_THREAD = 2             # cudaStreamPerThread
 
 
 class Program(AbstractContextManager[None]):
-    """The GPU and the stream that the thread which makes this works on; `with` another thread does, too.
+    """The GPU and the stream of the thread that makes this; inside `with`, another thread works there, too.
 
-    A thread begins on the first GPU, in a default stream: what it puts there on behalf of the program is in no order
-    with the program's own work.
+    A thread begins on the first GPU, in a default stream, where its work has no order with the program's own.
     """
 
     def __init__(self, cupy: Any) -> None:
@@ -51,9 +51,9 @@ class Program(AbstractContextManager[None]):
 
 
 def current_stream(cupy: Any) -> Any:
-    """The calling thread's stream, for other threads to work on, too.
+    """The calling thread's stream, which other threads may use, too.
 
-    Raises: DeviceError for CuPy's per-thread default stream: under that name, each thread finds another one.
+    Raises: DeviceError for CuPy's per-thread default stream: its name means another stream in each thread.
     """
     stream = cupy.cuda.get_current_stream()
     if stream.ptr == _PER_THREAD:
@@ -64,12 +64,12 @@ def current_stream(cupy: Any) -> Any:
 
 
 def program() -> AbstractContextManager[None]:
-    """The calling thread's Program, for another thread to work on; a block like any other where there is no GPU."""
+    """The calling thread's Program; without a GPU a block that does nothing."""
     cupy = imported_cupy()
     return nullcontext() if cupy is None or not cupy.is_available() else Program(cupy)
 
 
-class Side(ABC):
+class SideStream(ABC):
     """A group's own stream. Calls of the group are carried out on it, one after the other, in any thread of the rank.
 
     Memory: CuPy's pool hands a freed block out again at once to the stream it was allocated for. So what the program
@@ -96,7 +96,7 @@ class Side(ABC):
         """Order the current stream behind the mark. Raises: what the transport was aborted with."""
 
 
-class Lane(ABC):
+class DeviceLane(ABC):
     """Messages one way between two ranks, from GPU to GPU. Each has a header that travels by the host transport, which
     says so by VIA_LANE in place of a device; headers and messages have the same order."""
 
@@ -119,7 +119,7 @@ class Lane(ABC):
 VIA_LANE = "lane"
 
 
-class Device(ABC):
+class DeviceTransport(ABC):
     """Collectives and messages between the GPUs of ranks."""
 
     @abstractmethod
@@ -131,7 +131,7 @@ class Device(ABC):
         """The collectives among `world_ranks`, the ranks of the group with that id; called inside a side's work."""
 
     @abstractmethod
-    def lane(self, group: int, src: int, dst: int) -> Lane | None:
+    def lane(self, group: int, src: int, dst: int) -> DeviceLane | None:
         """The lane between two world ranks for a group's messages; None where they go by way of the host."""
 
     @abstractmethod
@@ -147,5 +147,5 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def side(self, group: int) -> Side:
+    def side(self, group: int) -> SideStream:
         """The side of the group with that id."""

@@ -27,11 +27,11 @@ Cost of each algorithm, in messages and bytes: at its function in collectives/; 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, overload
 
 from minidist.comm import subgroups, verbs
 from minidist.comm.call_site import entries
-from minidist.comm.calls.async_call import Pending, Worker
+from minidist.comm.calls.async_call import CallWorker, Pending
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.members import WORLD, Members
 from minidist.comm.ledger import Ledger
@@ -50,7 +50,7 @@ class Group(Members):
                  id: int = WORLD, nodes: Sequence[int] | None = None, places: Sequence[int] | None = None) -> None:
         super().__init__(transport, ledger, world_ranks, axis=axis, id=id, nodes=nodes, places=places)
         self._messages = PointToPoint(self)
-        self._worker: Worker | None = None
+        self._worker: CallWorker | None = None
         self._splits = 0
         self._children: list[Group] = []
 
@@ -64,7 +64,7 @@ class Group(Members):
         self.start_send(x, dst).wait()
 
     def start_send(self, x: Any, dst: int) -> Pending:
-        """send's twin. Any number of messages may be under way, in any directions."""
+        """Start send. Returns: a Pending; after its wait() x may change. Any number of messages may be under way."""
         return self._messages.send(x, self.rank_in("dst", dst))
 
     def recv(self, src: int, *, out: Any = None) -> Any:
@@ -72,7 +72,7 @@ class Group(Members):
         return self.start_recv(src, out=out).wait()
 
     def start_recv(self, src: int, *, out: Any = None) -> Pending:
-        """recv's twin."""
+        """Start recv. Returns: a Pending; its wait() returns recv's result."""
         return self._messages.recv(self.rank_in("src", src), out)
 
     def exchange(self, x: Any, dst: int, src: int, *, out: Any = None) -> Any:
@@ -84,7 +84,10 @@ class Group(Members):
         return self.start_exchange(x, dst, src, out=out).wait()
 
     def start_exchange(self, x: Any, dst: int, src: int, *, out: Any = None) -> Pending:
-        """exchange's twin. It meets a send and a recv of other ranks, or their exchanges."""
+        """Start exchange. Returns: a Pending; its wait() returns the array received.
+
+        The other ranks may call send and recv, or exchange.
+        """
         return self._messages.exchange(x, self.rank_in("dst", dst), self.rank_in("src", src), out)
 
     # ------------------------------------------------------------------------------------------------- from one root
@@ -99,7 +102,7 @@ class Group(Members):
         return self._run(verbs.broadcast(self, x, root, out, algorithm))
 
     def start_broadcast(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
-        """broadcast's twin."""
+        """Start broadcast. Returns: a Pending; its wait() returns broadcast's result."""
         return self._start(verbs.broadcast(self, x, root, out, algorithm))
 
     def scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
@@ -112,7 +115,7 @@ class Group(Members):
         return self._run(verbs.scatter(self, x, root, out, algorithm))
 
     def start_scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
-        """scatter's twin."""
+        """Start scatter. Returns: a Pending; its wait() returns scatter's result."""
         return self._start(verbs.scatter(self, x, root, out, algorithm))
 
     # --------------------------------------------------------------------------------------------------- to one root
@@ -129,7 +132,7 @@ class Group(Members):
 
     def start_reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None,
                      algorithm: str = "auto") -> Pending:
-        """reduce's twin."""
+        """Start reduce. Returns: a Pending; its wait() returns reduce's result."""
         return self._start(verbs.reduce(self, x, op, root, out, algorithm))
 
     def gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
@@ -142,7 +145,7 @@ class Group(Members):
         return self._run(verbs.gather(self, x, root, out, algorithm))
 
     def start_gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
-        """gather's twin."""
+        """Start gather. Returns: a Pending; its wait() returns gather's result."""
         return self._start(verbs.gather(self, x, root, out, algorithm))
 
     # -------------------------------------------------------------------------------------------- from all, to all
@@ -160,7 +163,7 @@ class Group(Members):
         return self._run(verbs.all_reduce(self, x, op, out, algorithm))
 
     def start_all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Pending:
-        """all_reduce's twin."""
+        """Start all_reduce. Returns: a Pending; its wait() returns all_reduce's result."""
         return self._start(verbs.all_reduce(self, x, op, out, algorithm))
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
@@ -175,7 +178,7 @@ class Group(Members):
         return self._run(verbs.reduce_scatter(self, x, op, out, algorithm))
 
     def start_reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Pending:
-        """reduce_scatter's twin."""
+        """Start reduce_scatter. Returns: a Pending; its wait() returns reduce_scatter's result."""
         return self._start(verbs.reduce_scatter(self, x, op, out, algorithm))
 
     def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Any:
@@ -188,7 +191,7 @@ class Group(Members):
         return self._run(verbs.all_gather(self, x, out, algorithm))
 
     def start_all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Pending:
-        """all_gather's twin."""
+        """Start all_gather. Returns: a Pending; its wait() returns all_gather's result."""
         return self._start(verbs.all_gather(self, x, out, algorithm))
 
     def all_to_all(self, x: Sequence[Any], *, out: Sequence[Any] | None = None, algorithm: str = "auto") -> list[Any]:
@@ -202,7 +205,7 @@ class Group(Members):
 
     def start_all_to_all(self, x: Sequence[Any], *, out: Sequence[Any] | None = None,
                          algorithm: str = "auto") -> Pending:
-        """all_to_all's twin."""
+        """Start all_to_all. Returns: a Pending; its wait() returns all_to_all's result."""
         return self._start(verbs.all_to_all(self, x, out, algorithm))
 
     def barrier(self, *, algorithm: str = "auto") -> None:
@@ -210,10 +213,16 @@ class Group(Members):
         self._run(verbs.barrier(self, algorithm))
 
     def start_barrier(self, *, algorithm: str = "auto") -> Pending:
-        """barrier's twin."""
+        """Start barrier. Returns: a Pending; its wait() returns barrier's result."""
         return self._start(verbs.barrier(self, algorithm))
 
     # ----------------------------------------------------------------------------------------------- groups of groups
+
+    @overload
+    def split(self, color: int, key: int | None = None, *, axis: str | None = None) -> "Group": ...
+
+    @overload
+    def split(self, color: int | None, key: int | None = None, *, axis: str | None = None) -> "Group | None": ...
 
     def split(self, color: int | None, key: int | None = None, *, axis: str | None = None) -> "Group | None":
         """The group of the ranks that pass the same color, in the order of their keys (then of their ranks).
@@ -286,5 +295,5 @@ class Group(Members):
         """Hand the call to the worker, which is made when it is first needed."""
         self.guard.check_alone()
         if self._worker is None:
-            self._worker = Worker(f"rank {self.world_rank} {self.axis}", self.transport)
+            self._worker = CallWorker(f"rank {self.world_rank} {self.axis}", self.transport)
         return self._worker.submit(call)

@@ -1,6 +1,7 @@
 """The handle of a transfer: what a transport returns for a message that it has begun to send or to receive."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 
 class Handle(ABC):
@@ -16,3 +17,18 @@ class Handle(ABC):
     @abstractmethod
     def done(self) -> bool:
         """Whether wait() would return, or raise, at once. Never blocks."""
+
+
+class ReportedSend(Handle):
+    """A send that the ledger's subscribers see: `report()` is called once, when it is complete."""
+
+    def __init__(self, handle: Handle, report: Callable[[], None]) -> None:
+        self._handle, self._report = handle, report
+
+    def wait(self) -> None:
+        self._handle.wait()
+        report, self._report = self._report, lambda: None
+        report()
+
+    def done(self) -> bool:
+        return self._handle.done()

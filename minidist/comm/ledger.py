@@ -44,7 +44,7 @@ class Count:
 
 
 class _Here(threading.local):
-    """What holds for one thread: control() does for the thread that said it."""
+    """The state of one thread: control() counts for the thread that called it."""
 
     in_control = False
 

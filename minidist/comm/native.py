@@ -6,7 +6,7 @@
 The caller makes sure that all ranks make the same call (collectives/native.py): the libraries do not check, and a
 disagreement there hangs or gives garbage. Each method returns when its part is done, and yields the core until
 then. Arrays are 1-D, contiguous and on the host; sums are of their dtype, everything else moves bytes (uint8).
-A Device's (device_lane.py) take arrays on the GPU, and return when the work is in the current stream's queue.
+A DeviceTransport's (device_lane.py) take arrays on the GPU, and return when the work is in the current stream's queue.
 
 All raise: PeerLostError or what `abort` was given; TimeoutError that names the rank after the transport's limit.
 """

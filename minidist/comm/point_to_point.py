@@ -16,11 +16,10 @@ import numpy as np
 
 from minidist.comm import call_site
 from minidist.comm.calls.async_call import PendingMessage
-from minidist.comm.calls.buffers import Result, argument, device_of
-from minidist.comm.calls.call import ReportedSend
+from minidist.comm.calls.buffers import OutputArray, argument, device_of
 from minidist.comm.calls.members import Members
-from minidist.comm.device_lane import VIA_LANE, Lane
-from minidist.comm.handle import Handle
+from minidist.comm.device_lane import VIA_LANE, DeviceLane
+from minidist.comm.handle import Handle, ReportedSend
 from minidist.comm.ledger import Event
 from minidist.comm.signature import BlockHeader, Signature, dtype_code, pack_block, unpack
 from minidist.comm.transport import Tag, Transport
@@ -73,12 +72,12 @@ class PointToPoint:
         transport, peer = self._link(src)
         return transport.start_recv(peer, self._tag, accept)
 
-    def lane(self, src: int, dst: int) -> Lane | None:
+    def lane(self, src: int, dst: int) -> DeviceLane | None:
         """The lane from rank `src` to rank `dst` of the group, for arrays on the GPU; None: by way of the host."""
         ranks, device = self._group.world_ranks, self._group.transport.device
         return None if device is None or src == dst else device.lane(self._group.id, ranks[src], ranks[dst])
 
-    def lane_from(self, src: int) -> Lane | None:
+    def lane_from(self, src: int) -> DeviceLane | None:
         """The lane from rank `src` to this one."""
         return self.lane(src, self._group.rank)
 
@@ -138,7 +137,7 @@ class Incoming(Handle):
 
     def __init__(self, messages: PointToPoint, verb: str, src: int, out: Any) -> None:
         self._messages, self._src = messages, src
-        self._result, self._device = Result(verb, out), device_of(out)
+        self._result, self._device = OutputArray(verb, out), device_of(out)
         self.signature = messages.signature(verb, *((None, None) if out is None else (out.dtype, out.shape)))
         self._block: BlockHeader | None = None              # of a message that comes by the lane
         self._word = np.empty(0, np.uint8)
@@ -159,8 +158,8 @@ class Incoming(Handle):
         """The array received: on the device of `out`, else where the sender's array lives."""
         if self._arriving is not None:
             self._arriving.wait()
-        result, self._result = self._result, Result(self.signature.verb, None)  # the transport's handle leads here and
-        return result.deliver(self._device)                                     # back: keep no array alive by it
+        result, self._result = self._result, OutputArray(self.signature.verb, None)
+        return result.deliver(self._device)     # the transport's handle leads here and back: keep no array alive by it
 
     def arrive(self) -> None:
         """Begin to receive by the lane: the header has told dtype and shape."""

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minidist.comm.cost.link_model import Profile
-from minidist.comm.device_lane import Device
+from minidist.comm.device_lane import DeviceTransport
 from minidist.comm.handle import Handle
 from minidist.comm.health.wait_state import Waits
 from minidist.comm.limits import META_LIMIT, SHOWN_BYTES
@@ -111,7 +111,7 @@ class Transport(ABC):
     limit: float
     waits: Waits
     profile: Profile | None = None
-    device: Device | None = None
+    device: DeviceTransport | None = None
 
     @property
     def inside(self) -> str:
@@ -160,7 +160,7 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self, error: CommError) -> None:
-        """Make every wait of this rank that is not yet satisfied, now or later, raise `error`. From any thread."""
+        """Make every unfinished wait of this rank, now or later, raise `error`. From any thread."""
 
     def lose(self, error: PeerLostError) -> None:
         """One rank is lost and the job goes on: waits for it, now or later, raise `error`. From any thread.

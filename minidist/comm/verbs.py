@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.calls.buffers import (
-    Place,
-    Result,
+    OutputArray,
     Rows,
     apart,
     argument,
@@ -23,11 +22,11 @@ from minidist.comm.calls.buffers import (
     list_argument,
 )
 from minidist.comm.calls.call import Call
+from minidist.comm.calls.call_device import place_told, side_for_root, side_of, working_device
 from minidist.comm.calls.members import Members
 from minidist.comm.calls.reduction import UFUNCS, Reduction, reduction
 from minidist.comm.chunks import bounds
 from minidist.comm.collectives.select import ALGORITHMS, choose
-from minidist.comm.device_lane import Side
 from minidist.device.backend import is_array
 from minidist.errors import ConfigError, DtypeError, ShapeError
 
@@ -61,15 +60,15 @@ def reduce(group: Members, x: Any, op: str, root: int, out: Any, algorithm: str)
     Returns: the call; its result is `out` or a new array at the root, elsewhere None.
     Raises:  as broadcast; DtypeError if op does not take the dtype.
     """
-    root, where = group.rank_in("root", root), _where(group, algorithm, x, op=op)
+    root, where = group.rank_in("root", root), working_device(group, algorithm, x, op=op)
     at_root = group.rank == root
-    result = Result("reduce", out if at_root else None, where)
+    result = OutputArray("reduce", out if at_root else None, where)
     array = apart(argument("reduce", x, where), result.out)
     how, name = _reduction("reduce", op, array, group), _choose(group, "reduce", algorithm, where, array, op)
     total = result.array(array.shape, array.dtype).reshape(-1) if at_root else None
     work = partial(ALGORITHMS["reduce"][name], x=array.reshape(-1), out=total, op=how, root=root)
     return Call(group, "reduce", name, work, _delivered(result) if at_root else _nothing, op=op, root=root,
-                dtype=array.dtype, shape=array.shape, device=device_of(x), side=_side(group, where))
+                dtype=array.dtype, shape=array.shape, device=device_of(x), side=side_of(group, where))
 
 
 def all_reduce(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Call:
@@ -79,13 +78,13 @@ def all_reduce(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Cal
     Returns: the call; its result is `out` or a new array.
     Raises:  as reduce.
     """
-    where = _where(group, algorithm, x, op=op)
-    array, result = apart(argument("all_reduce", x, where), out), Result("all_reduce", out, where)
+    where = working_device(group, algorithm, x, op=op)
+    array, result = apart(argument("all_reduce", x, where), out), OutputArray("all_reduce", out, where)
     how, name = _reduction("all_reduce", op, array, group), _choose(group, "all_reduce", algorithm, where, array, op)
     total = result.array(array.shape, array.dtype).reshape(-1)
     work = partial(ALGORITHMS["all_reduce"][name], x=array.reshape(-1), out=total, op=how)
     return Call(group, "all_reduce", name, work, _delivered(result), op=op, dtype=array.dtype, shape=array.shape,
-                device=device_of(x), side=_side(group, where))
+                device=device_of(x), side=side_of(group, where))
 
 
 def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Call:
@@ -96,8 +95,8 @@ def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) ->
     Returns: the call; its result is `out` or a new array of one dim.
     Raises:  as reduce.
     """
-    where = _where(group, algorithm, x, op=op)
-    array, result = argument("reduce_scatter", x, where), Result("reduce_scatter", out, where)
+    where = working_device(group, algorithm, x, op=op)
+    array, result = argument("reduce_scatter", x, where), OutputArray("reduce_scatter", out, where)
     how = _reduction("reduce_scatter", op, array, group)
     name = _choose(group, "reduce_scatter", algorithm, where, array, op)
     flat = array.reshape(-1)
@@ -106,7 +105,7 @@ def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) ->
     chunk = result.array(mine.shape, array.dtype)
     work = partial(ALGORITHMS["reduce_scatter"][name], x=apart(flat, out, mine), out=chunk, op=how)
     return Call(group, "reduce_scatter", name, work, _delivered(result), op=op, dtype=array.dtype, shape=array.shape,
-                device=device_of(x), side=_side(group, where))
+                device=device_of(x), side=side_of(group, where))
 
 
 def gather(group: Members, x: Any, root: int, out: Any, algorithm: str) -> Call:
@@ -120,11 +119,11 @@ def gather(group: Members, x: Any, root: int, out: Any, algorithm: str) -> Call:
     root, at_root = group.rank_in("root", root), group.rank == root
     if at_root:
         return _gathered(group, "gather", x, out, algorithm, root=root)
-    where = _where(group, algorithm, x)
+    where = working_device(group, algorithm, x)
     own, name = _rows_of(argument("gather", x, where)), _choose(group, "gather", algorithm, where)
     work = partial(ALGORITHMS["gather"][name], own=own, rows=None, root=root)
     return Call(group, "gather", name, work, root=root, dtype=own.dtype, shape=(None, *own.shape[1:]),
-                device=device_of(x), side=_side(group, where))
+                device=device_of(x), side=side_of(group, where))
 
 
 def all_gather(group: Members, x: Any, out: Any, algorithm: str) -> Call:
@@ -145,9 +144,9 @@ def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algo
     Raises:  as broadcast; ShapeError for lists of another length.
     """
     check_lists("all_to_all", x, out, group.size)
-    where = _where(group, algorithm, *x)
+    where = working_device(group, algorithm, *x)
     name, parts = _choose(group, "all_to_all", algorithm, where), list_argument("all_to_all", x, out, where)
-    results = [Result("all_to_all", None if out is None else out[rank], where) for rank in range(group.size)]
+    results = [OutputArray("all_to_all", None if out is None else out[rank], where) for rank in range(group.size)]
 
     def work(call: Call) -> Any:
         for result in results:
@@ -159,7 +158,7 @@ def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algo
         results[call.rank].array(own.shape, own.dtype)[...] = own
         return [result.deliver(call.device) for result in results]
 
-    return Call(group, "all_to_all", name, work, deliver, device=device_of(*x), side=_side(group, where),
+    return Call(group, "all_to_all", name, work, deliver, device=device_of(*x), side=side_of(group, where),
                 dtype=parts[0].dtype)
 
 
@@ -174,8 +173,8 @@ def barrier(group: Members, algorithm: str) -> Call:
 
 def _from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm: str, model: Any) -> Call:
     """broadcast and scatter; `model` has the dtype and shape of the root's array, as far as this rank knows them."""
-    root, where = group.rank_in("root", root), _where(group, algorithm, x)
-    result, side = Result(verb, out, where), _side_for_root(group, algorithm)
+    root, where = group.rank_in("root", root), working_device(group, algorithm, x)
+    result, side = OutputArray(verb, out, where), side_for_root(group, algorithm)
     name = _choose(group, verb, algorithm, where if side is None else "cuda")
     array = _at_root(group, verb, x, root, where)
     if verb == "scatter" and array is not None and array.ndim == 0:
@@ -183,7 +182,7 @@ def _from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm
 
     def work(call: Call) -> Any:
         result.side = call.side
-        return ALGORITHMS[verb][name](call, x=array, place=_where_told(result, call), root=root)
+        return ALGORITHMS[verb][name](call, x=array, place=place_told(result, call), root=root)
 
     def deliver(call: Call, own: np.ndarray) -> Any:
         if call.rank == root:                   # it receives nothing: its result is a copy of its own
@@ -197,8 +196,8 @@ def _from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm
 
 def _gathered(group: Members, verb: str, x: Any, out: Any, algorithm: str, root: int | None = None) -> Call:
     """gather at its root, and all_gather."""
-    where = _where(group, algorithm, x)
-    own, result = _rows_of(argument(verb, x, where)), Result(verb, out, where)
+    where = working_device(group, algorithm, x)
+    own, result = _rows_of(argument(verb, x, where)), OutputArray(verb, out, where)
     name = _choose(group, verb, algorithm, where)
     to_root = {} if root is None else {"root": root}
 
@@ -208,59 +207,16 @@ def _gathered(group: Members, verb: str, x: Any, out: Any, algorithm: str, root:
         ALGORITHMS[verb][name](call, own=rows.put_own(call.rank), rows=rows, **to_root)
 
     return Call(group, verb, name, work, _delivered(result), root=root, dtype=own.dtype, shape=(None, *own.shape[1:]),
-                device=device_of(x), side=_side(group, where))
+                device=device_of(x), side=side_of(group, where))
 
 
-def _delivered(result: Result) -> Callable[[Call, Any], Any]:
+def _delivered(result: OutputArray) -> Callable[[Call, Any], Any]:
     """Call.deliver of a call whose algorithm has filled the result."""
     return lambda call, _: result.deliver(call.device)
 
 
 def _nothing(call: Call, returned: Any) -> None:
     """Call.deliver where this rank gets no result."""
-
-
-def _where(group: Members, algorithm: str, *arrays: Any, op: str | None = None) -> str:
-    """Where the algorithm works: "cuda" if this rank's arrays are on the GPU and can be dealt with there."""
-    if device_of(*arrays) != "cuda" or algorithm not in ("auto", "native"):
-        return "cpu"
-    if group.size == 1:
-        return "cuda"
-    dtype = None if op is None else arrays[0].dtype
-    refusal = _refusal(group, op, dtype)
-    if refusal is not None and algorithm == "native" and group.transport.device is not None:
-        raise ConfigError(f"algorithm native: {refusal}; choose auto, or another, by way of the host")
-    return "cpu" if refusal else "cuda"
-
-
-def _refusal(group: Members, op: str | None = None, dtype: np.dtype | None = None) -> str | None:
-    device = group.transport.device
-    return "no device" if device is None else device.refusal(group.world_ranks, op, dtype)
-
-
-def _side(group: Members, where: str) -> Side | None:
-    """What carries the call out on the GPU."""
-    if where == "cpu" or group.size == 1:
-        return None
-    device = group.transport.device
-    return None if device is None else device.side(group.id)
-
-
-def _side_for_root(group: Members, algorithm: str) -> Side | None:
-    """The same where only the root knows whether its array is on the GPU: all ranks prepare for it."""
-    if algorithm not in ("auto", "native") or _refusal(group) is not None:
-        return None
-    return _side(group, "cuda")
-
-
-def _where_told(result: Result, call: Call) -> Place:
-    """Where the root's array goes: on whatever device the root has it."""
-    def place(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        if call.side is not None:
-            result.device = call.origin or "cpu"
-        return result.array(shape, dtype)
-
-    return place
 
 
 def _choose(group: Members, verb: str, algorithm: str, where: str, array: np.ndarray | None = None,

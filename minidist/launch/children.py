@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import NoReturn, Protocol
 
-from minidist.comm.health.monitor import Seat
-from minidist.comm.health.monitor_client import how_it_ended
+from minidist.comm.health.acceptor import Seat
+from minidist.comm.health.failure import how_it_ended
 from minidist.comm.health.process_state import REAP_LIMIT, kill_stopped
 
 

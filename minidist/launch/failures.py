@@ -7,7 +7,7 @@ from typing import Any
 
 from minidist import errors
 from minidist.comm import wire
-from minidist.comm.health.monitor_client import Failure
+from minidist.comm.health.failure import Failure
 from minidist.errors import CommError, DtypeError, TimeoutError
 
 

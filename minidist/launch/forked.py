@@ -19,8 +19,9 @@ from typing import Any
 from minidist.comm import wire
 from minidist.comm.cost.link_model import load_profile
 from minidist.comm.group import Group
+from minidist.comm.health.failure import Failure, how_it_ended
 from minidist.comm.health.monitor import Monitor
-from minidist.comm.health.monitor_client import Failure, MonitorClient, how_it_ended
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.ledger import Ledger
 from minidist.comm.transport import Transport
 from minidist.device import account

@@ -29,8 +29,7 @@ from threadpoolctl import threadpool_limits
 
 from minidist.comm.cost.link_model import Profile, load_profile
 from minidist.comm.group import Group
-from minidist.comm.health.failure import LAUNCHER, say_line
-from minidist.comm.health.monitor_client import Failure
+from minidist.comm.health.failure import LAUNCHER, Failure, say_line
 from minidist.comm.ledger import Ledger
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports

@@ -18,9 +18,8 @@ from types import FrameType
 from typing import IO, Any
 
 from minidist.comm import wire
-from minidist.comm.health.failure import LAUNCHER, say_line
+from minidist.comm.health.failure import LAUNCHER, Failure, how_it_ended, say_line
 from minidist.comm.health.monitor import Monitor
-from minidist.comm.health.monitor_client import Failure, how_it_ended
 from minidist.comm.health.node_agent import NodeAgent
 from minidist.comm.health.rendezvous import MonitorAddress, token_from_environment
 from minidist.errors import LaunchError

@@ -8,7 +8,7 @@ import pytest
 
 import minidist as md
 from minidist.cli import main
-from minidist.comm.cost.link_model import LinkCost, Profile, Work, load_profile, save_profile
+from minidist.comm.cost.link_model import LinkCost, LinkWork, Profile, load_profile, save_profile
 from minidist.observe.machine import machine
 
 
@@ -39,7 +39,7 @@ def test_calibrate_leaves_a_profile_that_jobs_use(tmp_path, monkeypatch, capsys)
     result, profile = json.loads(file.read_text()), load_profile()
     assert profile.as_json()["links"] == result["links"]
     assert [(cost.link, cost.ranks) for cost in profile.links] == [("threads", 2), ("shm", 2)]
-    assert all(cost.seconds(Work(1, 1, 256, 0)) > 0 for cost in profile.links)    # noise may make any one number 0
+    assert all(cost.seconds(LinkWork(1, 1, 256, 0)) > 0 for cost in profile.links)    # noise may make any one number 0
     assert [len(samples) for samples in result["samples"]] == [7, 7]        # two sizes, each thrice, and the burst
     assert str(tmp_path / "minidist" / "profile.json") in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")

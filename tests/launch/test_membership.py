@@ -16,7 +16,7 @@ from jobs import JOB, by_hand, by_mpirun, finish, free_port, met, slurm, start, 
 from leftovers import nothing_left
 
 import minidist as md
-from minidist.comm.health.monitor_client import Failure
+from minidist.comm.health.failure import Failure
 from minidist.errors import LaunchError, PeerLostError
 from minidist.launch import membership
 from minidist.launch.mpirun import find_mpirun
@@ -327,7 +327,7 @@ def test_a_wrong_command_line_under_mpirun_is_one_line():
 
 
 def test_mpi_init_has_a_limit():
-    code = ("import os, sys, minidist as md\nif os.environ['PMI_RANK'] == '1': sys.exit(3)\nmd.init(limit=1.5)")
+    code = ("import os, sys, minidist as md\nif os.environ['PMI_RANK'] == '1': sys.exit(3)\nmd.init(limit=0.7)")
     with nothing_left() as environment:
         done = finish(start([*find_mpirun().command(2), sys.executable, "-c", code], environment))
     assert done.returncode != 0

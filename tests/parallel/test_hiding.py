@@ -13,7 +13,7 @@ import pytest
 from training import global_batch, tiny
 
 import minidist as md
-from minidist.comm.calls.async_call import PendingCall, Worker
+from minidist.comm.calls.async_call import CallWorker, PendingCall
 from minidist.comm.transports.throttled import delayed
 from minidist.nn import GPT
 from minidist.observe.overlap import measure
@@ -42,9 +42,9 @@ STRATEGIES = [(DDP, {"bucket_bytes": BLOCK}), (Zero1, {"bucket_bytes": BLOCK}), 
 def order(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, dict[str, Any]], list[float]]:
     """A function of strategy and options: of the bytes of each rank's second step, the share that hides by order."""
     lines: list[list[Any]] = [[], []]         # of each rank: collectives begun and waited for, and None for a block
-    submit, wait = Worker.submit, PendingCall.wait
+    submit, wait = CallWorker.submit, PendingCall.wait
 
-    def submitted(self: Worker, call: Any) -> PendingCall:
+    def submitted(self: CallWorker, call: Any) -> PendingCall:
         pending = submit(self, call)
         lines[call.rank].append(("begun", pending))
         return pending
@@ -53,7 +53,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, dict[str, Any]], li
         lines[self.call.rank].append(("waited", self))
         return wait(self)
 
-    monkeypatch.setattr(Worker, "submit", submitted)
+    monkeypatch.setattr(CallWorker, "submit", submitted)
     monkeypatch.setattr(PendingCall, "wait", waited)
 
     def job(world: Any, stage: Any, options: dict[str, Any]) -> float:

@@ -17,7 +17,7 @@ from minidist.comm.transport import Transport
 from minidist.device import account
 from minidist.errors import CommError
 
-_LOOK = 1.0  # seconds between looks at whether the worker still lives
+_LOOK = 1.0  # seconds between checks that the worker still lives
 
 
 @entries
@@ -35,9 +35,9 @@ class Pending(ABC):
 
 @entries
 class PendingCall(Pending, RunningCall):
-    """A collective in a worker's queue; on a GPU it works where the thread does that started it."""
+    """A collective in a worker's queue; on a GPU the worker takes the stream of the thread that started it."""
 
-    def __init__(self, call: Call, worker: "Worker") -> None:
+    def __init__(self, call: Call, worker: "CallWorker") -> None:
         self.call, self.worker, self.program = call, worker, program()
         self.signature, self.world_ranks = call.signature, call.world_ranks
         self.finished = threading.Event()
@@ -86,7 +86,7 @@ class PendingMessage(Pending, RunningCall):
         return all(handle.done() for handle in self.handles)
 
 
-class Worker:
+class CallWorker:
     """The thread that carries out a group's started calls, one after the other, in the order they were started.
 
     It uses the memory account of the thread that made it. An error is raised by the call's wait(), and aborts the

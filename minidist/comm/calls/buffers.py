@@ -1,10 +1,11 @@
 """The arrays of a call: the caller's argument made ready to send, and where its result goes.
 
-The one place where arrays cross between device and host: algorithms see contiguous NumPy arrays only, but for calls
-that a transport carries out on the GPU (device_lane.py), whose arrays stay there.
-Copies: an argument that is contiguous and where the call works is sent as it is; a result is received into `out`, or
-into the new array that is returned. What is not contiguous, or elsewhere, is copied once on its way in or out; between
-GPU and host that goes through pinned memory (backend.to_host), and the host waits for it.
+Arrays cross between device and host only here: algorithms see contiguous NumPy arrays, except in calls that a device
+transport carries out on the GPU (device_lane.py).
+
+Copies: a contiguous argument on the call's device is sent as it is, and a result is received into `out` or into the new
+array. Any other array is copied once on its way in or out; between GPU and host that goes through pinned memory
+(backend.to_host), and the host waits for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.device_lane import Side
+from minidist.comm.device_lane import SideStream
 from minidist.comm.signature import dtype_code
 from minidist.device import account, backend
 from minidist.errors import DtypeError, ShapeError
@@ -44,9 +45,9 @@ def argument(verb: str, x: Any, device: str = "cpu") -> np.ndarray:
 
 
 def as_array(verb: str, x: Any) -> np.ndarray:
-    """`x` as NumPy makes an array of it.
+    """`x`, converted by NumPy.
 
-    Raises: ShapeError, DtypeError that say what NumPy says; DtypeError for a masked array.
+    Raises: ShapeError, DtypeError with NumPy's reason; DtypeError for a masked array.
     """
     if isinstance(x, np.ma.MaskedArray):
         raise DtypeError(f"{verb}: x is a masked array, whose mask would be lost; pass x.filled(value), or x.data")
@@ -144,10 +145,10 @@ def device_of(*arrays: Any) -> str | None:
     return None
 
 
-class Result:
-    """Where a verb's result goes: into `out` if the caller gave one, else into a new array.
+class OutputArray:
+    """The array of a verb's result: the caller's `out`, else a new array.
 
-        result = Result("all_reduce", out)
+        result = OutputArray("all_reduce", out)
         array = result.array(shape, dtype)      # contiguous, on `device`: for the algorithm to fill
         return result.deliver("cpu")            # out, or the new array, on the device asked for
 
@@ -158,7 +159,7 @@ class Result:
 
     def __init__(self, verb: str, out: Any = None, device: str = "cpu") -> None:
         self.verb, self.out, self.device = verb, out, device
-        self.side: Side | None = None
+        self.side: SideStream | None = None
         self._array: np.ndarray | None = None
         self.target: Any = out
         if out is None or (type(out) is np.ndarray and out.flags.c_contiguous and out.flags.writeable):
@@ -217,7 +218,7 @@ class Rows:
                         None, if `out` says that they are not
     """
 
-    def __init__(self, result: Result, own: np.ndarray, size: int) -> None:
+    def __init__(self, result: OutputArray, own: np.ndarray, size: int) -> None:
         self._result, self._own = result, own
         self.whole: np.ndarray | None = None
         shape = (size * len(own), *own.shape[1:])

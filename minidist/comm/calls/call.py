@@ -21,8 +21,8 @@ import numpy as np
 from minidist.comm import call_site
 from minidist.comm.calls.buffers import Place, address_of
 from minidist.comm.calls.members import Members
-from minidist.comm.device_lane import Side
-from minidist.comm.handle import Handle
+from minidist.comm.device_lane import SideStream
+from minidist.comm.handle import Handle, ReportedSend
 from minidist.comm.health.running_call import RunningCall
 from minidist.comm.ledger import Event
 from minidist.comm.native import Native
@@ -36,12 +36,9 @@ from minidist.comm.signature import (
     pack_block,
     unpack,
 )
-from minidist.comm.transport import Reduce, Tag
+from minidist.comm.transport import Reduce
 from minidist.device import account
 from minidist.errors import MismatchError
-
-COLLECTIVE = 0
-"""The sequence of the tag that a group's collectives share; point-to-point messages have one with the high bit set."""
 
 Arrays = Sequence[np.ndarray]
 _NOTHING = np.empty(0, np.uint8)
@@ -71,7 +68,7 @@ class Call(RunningCall):
     def __init__(self, group: Members, verb: str, algorithm: str, work: Callable[["Call"], Any],
                  deliver: Callable[["Call", Any], Any] = _as_returned, *, op: str | None = None,
                  root: int | None = None, dtype: np.dtype | None = None, shape: Shape | None = None,
-                 device: str | None = "cpu", side: Side | None = None) -> None:
+                 device: str | None = "cpu", side: SideStream | None = None) -> None:
         self.rank, self.size, self.nodes, self.world_ranks = group.rank, group.size, group.nodes, group.world_ranks
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.verb, self.algorithm, self.work, self.deliver = verb, algorithm, work, deliver
@@ -82,7 +79,7 @@ class Call(RunningCall):
                                    None if dtype is None else dtype_code(dtype), shape,
                                    call_site.caller(sys._getframe(1)))
         self._transport, self.board = group.transport, group.board
-        self._tag = Tag(group.id, COLLECTIVE)
+        self._tag = group.tag
         self._key, where = self.signature.pack()
         self._meta = self._key + where
         self._nbytes = self._messages = 0
@@ -312,18 +309,3 @@ def _on_side(call: Call, begun: Any, work: Callable[[Call], Any], deliver: Calla
     assert call.side is not None, "a call with a side"
     result, call._done = call.side.carry_out(begun, lambda: deliver(call, work(call)), call)
     return result
-
-
-class ReportedSend(Handle):
-    """A send that the ledger's subscribers see: `report()` is called once, when it is complete."""
-
-    def __init__(self, handle: Handle, report: Callable[[], None]) -> None:
-        self._handle, self._report = handle, report
-
-    def wait(self) -> None:
-        self._handle.wait()
-        report, self._report = self._report, lambda: None
-        report()
-
-    def done(self) -> bool:
-        return self._handle.done()

@@ -7,11 +7,13 @@ import numpy as np
 from minidist.comm.calls.group_guard import GroupGuard
 from minidist.comm.cost.critical_path import tiers
 from minidist.comm.ledger import Ledger
-from minidist.comm.transport import Transport
+from minidist.comm.transport import Tag, Transport
 from minidist.errors import ConfigError
 
 WORLD = 0
 """The id of the group of all ranks."""
+COLLECTIVE = 0
+"""The sequence of the tag that a group's collectives share; point-to-point messages have one with the high bit set."""
 
 
 class Members:
@@ -26,7 +28,7 @@ class Members:
                 link           what a message costs among its ranks (cost/link_model.py); None if it was not measured
                 tiers          how it lies on nodes, if it spans several of several ranks; else None
                 board          memory that all its ranks share, or None
-                id             64 bits, the same on every rank
+                id, tag        64 bits, the same on every rank; the tag of its collectives' messages
                 transport, guard   for the layers below
     """
 
@@ -34,7 +36,7 @@ class Members:
                  id: int = WORLD, nodes: Sequence[int] | None = None, places: Sequence[int] | None = None) -> None:
         """`places`: where each rank has reserved its part of the board; the world's is the first place everywhere."""
         self.transport, self.ledger, self.world_ranks = transport, ledger, tuple(world_ranks)
-        self.axis, self.id = axis, id
+        self.axis, self.id, self.tag = axis, id, Tag(id, COLLECTIVE)
         self.nodes = tuple(nodes or (0,) * len(self.world_ranks))
         self.world_rank, self.size = transport.world_rank, len(self.world_ranks)
         if self.world_rank not in self.world_ranks:

@@ -1,4 +1,4 @@
-"""Pairwise: in each step every rank sends to one other, another one each step, and no step waits for the one before.
+"""Pairwise: in each step every rank sends to a different rank, and no step waits for the one before.
 
 Where all links are alike (a switch, shared memory) an all-reduce needs no ring: rank r receives chunk r from every
 other rank, adds, and sends the sum to every other rank: the ring's bytes in the ring's number of messages, but only

@@ -1,10 +1,10 @@
 """Which algorithms each verb takes, and which one `auto` means.
 
-A choice depends only on what every rank of the call knows alike, so that all choose the same: the verb, the number of
-ranks and of nodes, and, for the verbs whose arrays have one length on all ranks, that length. For those the job's
-communication profile decides, where `minidist bench calibrate` has left one: the algorithm of least predicted time
-(critical_path.py). It is rank 0's, read when the job meets. Without it, for other verbs, and where it sees little
-difference, the limits below hold.
+All ranks must choose alike, so a choice depends only on what every rank of the call knows: the verb, the number of
+ranks and of nodes, and the arrays' length where all ranks bring the same. With that length, the job's communication
+profile decides (`minidist bench calibrate` measures it, rank 0 reads it when the job meets): the algorithm of least
+predicted time (critical_path.py). Without a profile, for the other verbs, and where the predicted times differ little,
+the limits below hold.
 """
 
 from collections.abc import Callable

@@ -1,25 +1,24 @@
-"""What an algorithm does one thing after the other, on the rank that takes longest: from it `auto` tells the time.
+"""The critical path of each algorithm: its steps on the slowest rank, from which `auto` predicts the time.
 
     path = PATHS["all_reduce", "ring"](4)             # for P = 4
-    path.work(n)                                      # Work(waits=6, messages=6, moved=1.5 n, added=0.75 n)
+    path.work(n)                                      # LinkWork(waits=6, messages=6, moved=1.5 n, added=0.75 n)
     cost.seconds(path.work(n))                        # with the α, o, β, γ, κ of a profile's link
 
-These are the formulas of volume.py, seen from one rank: there all ranks' messages and bytes are summed, here only those
-count that nothing else hides. P ranks; L = ceil(log2 P); Q the largest power of two in P. Hierarchical ones have a path
-in each of two link classes (Tiers). Algorithms that are not here depend on more than that (on what the hardware does),
-and `auto` does not take them from a profile.
+volume.py sums all ranks' messages and bytes; here only those count that no other hides. P ranks; L = ceil(log2 P); Q
+the largest power of two up to P. Hierarchical algorithms have a path in each of two link classes (Tiers). The time of
+the algorithms that are missing here depends on more than that, and `auto` does not take them from a profile.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from minidist.comm.cost.link_model import LinkCost, Profile, Work
+from minidist.comm.cost.link_model import LinkCost, LinkWork, Profile
 from minidist.comm.limits import STRETCH_BYTES
 
 
 class Path(NamedTuple):
-    """As link_model.Work, but moved, added and crowded are multiples of n, the bytes of the array of each rank.
+    """As link_model.LinkWork, but moved, added and crowded are multiples of n, the bytes of the array of each rank.
 
     With `stretched`, waits and messages come again for each STRETCH_BYTES of the array.
     """
@@ -31,10 +30,10 @@ class Path(NamedTuple):
     crowded: float = 0.0
     stretched: bool = False
 
-    def work(self, nbytes: int) -> Work:
+    def work(self, nbytes: int) -> LinkWork:
         """The work of a call with arrays of `nbytes` bytes."""
         times = max(1, -(-nbytes // STRETCH_BYTES)) if self.stretched else 1
-        return Work(times * self.waits, times * self.messages, self.moved * nbytes, self.added * nbytes,
+        return LinkWork(times * self.waits, times * self.messages, self.moved * nbytes, self.added * nbytes,
                     self.crowded * nbytes)
 
 

@@ -3,11 +3,11 @@
     seconds = waits·α + (messages - waits)·o + bytes moved·β + bytes added·γ + bytes crowded·κ
 
 α is the latency of a message that must arrive before the next one leaves; o the cost of one more message that waits for
-no other; β the time of a byte, 1/bandwidth; γ that of adding a byte instead of storing it; κ what
-it takes more where a rank sends to all others at once, and links and caches are shared. `minidist bench calibrate`
-measures and fits them for each transport and stores the profile; `auto` (collectives/select.py) asks it what each
-algorithm would take (cost/critical_path.py). All ranks must choose alike: rank 0 reads the file, and tells the others
-when the job meets.
+no other; β the time of a byte, 1/bandwidth; γ the additional time to add a byte instead of storing it; κ the additional
+time of a byte that is sent to all others at once, as links and caches are shared. `minidist bench calibrate` measures
+and fits them for each transport and stores the profile; `auto` (collectives/select.py) predicts each algorithm's time
+with it (cost/critical_path.py). All ranks must choose alike: rank 0 reads the file, and tells the others when the job
+meets.
 
 notes: N4 §2.    Source: Hockney 1994 (α, β); Culler et al. 1993 (o).
 """
@@ -28,7 +28,7 @@ NETWORK = "network"
 """The link class of a group whose ranks are on several hosts, whatever the transport is called."""
 
 
-class Work(NamedTuple):
+class LinkWork(NamedTuple):
     """What one rank does in a call, one thing after the other, on the path that takes longest.
 
     Attributes: waits     messages that each wait for the one before
@@ -48,7 +48,7 @@ class Work(NamedTuple):
 class Sample(NamedTuple):
     """A measurement: this work took so many seconds."""
 
-    work: Work
+    work: LinkWork
     seconds: float
 
 
@@ -70,7 +70,7 @@ class LinkCost:
     misfit: float
     crowd: float = 0.0
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: LinkWork) -> float:
         """What the model says that this work takes."""
         return (work.waits * self.alpha + (work.messages - work.waits) * self.overhead
                 + work.moved * self.beta + work.added * self.gamma + work.crowded * self.crowd)

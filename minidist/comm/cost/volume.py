@@ -17,7 +17,7 @@ from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES, STRETCH_BYTES
 
 @dataclass(frozen=True)
 class Case:
-    """One call: what the formulas need to know of it.
+    """One call, as the formulas see it.
 
     Attributes: size    P
                 nbytes  n, for broadcast, reduce, all_reduce, reduce_scatter

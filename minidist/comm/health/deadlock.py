@@ -4,13 +4,13 @@
     rank 1   all_reduce  at a.py:20      1 ---> 0          0 waits for 2 at a.py:14, 2 waits for 0 at a.py:9
     rank 2   recv(src=0) at a.py:9       2 ---> 0
 
-A wait is hopeless if some peer of it will never do what it waits for: the peer has ended; or it is itself, in the call
-that matters, in a hopeless wait; or every thread of its program is. A message in flight
-unblocks its receiver, and its sender if the receiver reads from it. So all waits are taken for hopeless at first; then
-waits with hope are struck out, until none is left to strike. What remains is the largest set of waits that only wait
-for each other, or for ranks that have ended.
+A wait is hopeless if some peer will never do what the wait needs: the peer has ended; or it is itself in a hopeless
+wait, in the call that matters; or every thread of its program is. A message in flight unblocks its receiver, and its
+sender if the receiver reads from it. All waits are taken for hopeless at first; then waits with hope are struck out
+until none is left to strike. What remains is the largest set of waits that only wait for each other, or for ranks that
+have ended.
 
-Ranks that wait in the same call of the same group under different signatures disagree, whatever else happens.
+Ranks that wait in the same call of the same group under different signatures disagree: that needs no other proof.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from minidist.comm.signature import mismatch
 States = Mapping[int, State]
 
 
-class Node(NamedTuple):
+class WaitingRank(NamedTuple):
     """A wait of a rank."""
 
     rank: int
@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
 
 def disagreement(states: States) -> Verdict | None:
     """Two ranks in the same call of a group whose signatures differ."""
-    calls: dict[tuple[int, int], list[Node]] = {}
+    calls: dict[tuple[int, int], list[WaitingRank]] = {}
     for node in _nodes(states):
         if node.wait.call is not None and node.wait.collective:
             calls.setdefault((node.wait.call.group, node.wait.call.sequence), []).append(node)
@@ -51,7 +51,7 @@ def disagreement(states: States) -> Verdict | None:
     return None
 
 
-def hopeless(states: States, ended: States, *, strict: bool) -> list[Node]:
+def hopeless(states: States, ended: States, *, strict: bool) -> list[WaitingRank]:
     """The waits that nothing will end; empty if there is hope for all.
 
     Args:    states: of the ranks that have not ended. ended: the last word of those that have.
@@ -67,7 +67,7 @@ def hopeless(states: States, ended: States, *, strict: bool) -> list[Node]:
         nodes -= struck
 
 
-def verdict(nodes: list[Node], states: States, ended: States) -> Verdict:
+def verdict(nodes: list[WaitingRank], states: States, ended: States) -> Verdict:
     """What to raise for hopeless waits: the cycle among them, or the rank that has gone, spelled out."""
     path, last = _path(nodes, states, ended)
     ranks = _concerned(nodes)
@@ -95,7 +95,7 @@ def table(states: States, ended: States, size: int) -> str:
         if rank in ended:
             lines.append(f"  rank {rank} has ended{behind}")
         elif rank in states and states[rank].waits:
-            lines += _lines([Node(rank, wait) for wait in states[rank].waits])
+            lines += _lines([WaitingRank(rank, wait) for wait in states[rank].waits])
         elif rank in states and states[rank].doing:
             lines.append(f"  rank {rank} waits for no rank, at {states[rank].doing}{behind}")
         else:
@@ -105,22 +105,23 @@ def table(states: States, ended: States, size: int) -> str:
 
 # --- hope ------------------------------------------------------------------------------------------------------------
 
-def _nodes(states: States) -> Iterator[Node]:
-    return (Node(rank, wait) for rank in sorted(states) for wait in states[rank].waits)
+def _nodes(states: States) -> Iterator[WaitingRank]:
+    return (WaitingRank(rank, wait) for rank in sorted(states) for wait in states[rank].waits)
 
 
-def _concerned(nodes: list[Node]) -> list[int]:
+def _concerned(nodes: list[WaitingRank]) -> list[int]:
     """The ranks that wait in vain, or will: also the members of a hopeless collective that have yet to enter it."""
     members = {rank for node in nodes if node.wait.collective for rank in node.wait.members}
     return sorted(members.union(node.rank for node in nodes))
 
 
-def _peers(node: Node) -> tuple[int, ...]:
+def _peers(node: WaitingRank) -> tuple[int, ...]:
     """The ranks that can keep it waiting: its own, where another thread carries out a call that was started."""
     return node.wait.peers or ((node.rank,) if node.wait.collective else ())
 
 
-def _hopeless_peer(node: Node, peer: int, states: States, ended: States, nodes: set[Node], strict: bool) -> bool:
+def _hopeless_peer(node: WaitingRank, peer: int, states: States, ended: States, nodes: set[WaitingRank],
+                   strict: bool) -> bool:
     """Whether `peer` will never do what `node` waits for."""
     known = states if peer in states else ended
     if peer not in known:
@@ -136,14 +137,14 @@ def _hopeless_peer(node: Node, peer: int, states: States, ended: States, nodes: 
     return bool(others) and nodes.issuperset(others)
 
 
-def _waits_before(node: Node, peer: int, state: State, strict: bool) -> list[Node]:
+def _waits_before(node: WaitingRank, peer: int, state: State, strict: bool) -> list[WaitingRank]:
     """The waits of `peer` that stand before what `node` waits for; empty where there may be none.
 
     The calls of a group are carried out one after the other: if `peer` is in one, no other thread of it will help.
     """
     mine = node.wait
     if mine.collective and mine.call is not None:
-        same = [Node(peer, wait) for wait in state.waits
+        same = [WaitingRank(peer, wait) for wait in state.waits
                 if wait.collective and wait.peers and wait.call is not None and wait.call.group == mine.call.group]
         if same:
             together = len(mine.peers) > 1 and same[0].wait.call is not None and _agree(mine, same[0].wait)
@@ -152,10 +153,10 @@ def _waits_before(node: Node, peer: int, state: State, strict: bool) -> list[Nod
             return []                               # our own worker is at it
     if strict and not state.settled:
         return []
-    return [Node(peer, wait) for wait in state.waits]
+    return [WaitingRank(peer, wait) for wait in state.waits]
 
 
-def _path(nodes: list[Node], states: States, ended: States) -> tuple[list[Node], int | None]:
+def _path(nodes: list[WaitingRank], states: States, ended: States) -> tuple[list[WaitingRank], int | None]:
     """A cycle of hopeless waits; or a chain of them, and the ended rank for which the last one waits."""
     path, among = [nodes[0]], set(nodes)
     while True:
@@ -180,7 +181,7 @@ def _agree(one: Wait, other: Wait) -> bool:
     return one.call is not None and other.call is not None and one.call.agrees(other.call)
 
 
-def _mismatch(one: Node, other: Node, ranks: list[int]) -> Verdict:
+def _mismatch(one: WaitingRank, other: WaitingRank, ranks: list[int]) -> Verdict:
     assert one.wait.call is not None
     if other.wait.collective and other.wait.call is not None and other.wait.call.group == one.wait.call.group:
         error = mismatch(one.wait.call, one.rank, other.wait.call, other.rank)
@@ -192,7 +193,7 @@ def _mismatch(one: Node, other: Node, ranks: list[int]) -> Verdict:
     ]), ranks)
 
 
-def _lines(nodes: list[Node]) -> list[str]:
+def _lines(nodes: list[WaitingRank]) -> list[str]:
     """"  rank 1 calls all_reduce(...), its call 7, at train.py:40, and has waited 0.3 s for a message from rank 0"."""
     lines = []
     for rank, wait in nodes:

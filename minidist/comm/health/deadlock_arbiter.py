@@ -43,10 +43,7 @@ class Arbiter:
         self._news = False                                  # whether a state was told since the first round began
 
     def heard(self, rank: int, state: State, number: int = 0) -> None:
-        """A rank's state: told of its own accord, or (`number`) in answer to a round.
-
-        An answer that comes behind the rank's last word says nothing.
-        """
+        """A rank's state: unasked (0), or in answer to round `number`. Ignored after the rank's goodbye."""
         if rank in self.ended:
             return
         self.states[rank] = state

@@ -11,18 +11,17 @@ import traceback
 from minidist.errors import ConfigError, PeerLostError
 
 LAUNCHER = -1
-"""In place of a world rank: the launcher, which was told to stop. It says so itself; the ranks need not."""
+"""In place of a world rank: the launcher, which was told to stop. It reports that itself."""
 
-_TRACEBACK_CHARS = 4000    # the tail of a traceback is what names the line
+_TRACEBACK_CHARS = 4000    # the tail of a traceback names the line
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """Why a job fails: the first rank that did not end well, or the LAUNCHER.
 
-    `traceback` is empty where the rank could not speak for itself. `status` is the exit status that the whole job
-    should end with: 2 for bad input, 130 for an interrupt, what the rank gave to sys.exit, else 1;
-    128 + the signal's number where the launcher was told to stop.
+    `traceback` is empty if the rank could not report it. `status` is the exit status of the whole job: 2 for bad input,
+    130 for an interrupt, the argument of sys.exit, else 1; 128 + the signal's number if the launcher was told to stop.
     """
 
     world_rank: int

@@ -33,13 +33,10 @@ from minidist.comm import wire
 from minidist.comm.health.acceptor import Acceptor, AgentSeat, Seat
 from minidist.comm.health.barrier_store import BarrierStore
 from minidist.comm.health.failure import Failure
-from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.process_state import kill_stopped, this_system
 from minidist.comm.health.wait_state import State
 from minidist.comm.health.watchdog import Watchdog
 from minidist.errors import CommError, HandshakeError
-
-__all__ = ["MonitorClient", "Failure", "Monitor", "Seat"]
 
 FRAME_LIMIT = 5.0         # seconds from a frame's first byte to its last
 BLAME_WAIT = 0.5          # seconds the monitor waits to learn itself of a rank that another reports as lost

@@ -21,12 +21,10 @@ from typing import Any, Protocol
 from minidist import errors
 from minidist.comm import wire
 from minidist.comm.health.acceptor import connect_to_monitor
-from minidist.comm.health.failure import Failure, how_it_ended, monitor_gone, say_line
+from minidist.comm.health.failure import Failure, monitor_gone, say_line
 from minidist.comm.health.process_state import this_system
 from minidist.comm.health.wait_state import State, Waits
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
-
-__all__ = ["MonitorClient", "Failure", "how_it_ended", "monitor_gone"]
 
 GRACE = 5.0                # seconds a rank gets to end after the job has failed
 CONNECT_LIMIT = 60.0       # seconds until a connection must stand, or all ranks have met
@@ -223,7 +221,7 @@ class MonitorClient:
                     self._changed.notify_all()
 
     def _tell(self, number: int = 0) -> None:
-        """What this rank waits for: of its own accord, or in answer to the monitor's question `number`.
+        """Report what this rank waits for: unasked (0), or in answer to the monitor's question `number`.
 
         Two threads that tell at once do so one after the other, so that the newest state arrives last.
         """

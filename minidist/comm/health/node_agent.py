@@ -7,10 +7,10 @@
     lost     loss: the job is over, and why             goodbye
     died     loss: of a rank without which it goes on
 
-The monitor's looks are the job's heartbeat between hosts (watchdog.py): every LOOK seconds one, each answered. No rank
-has a part in it, so a rank may compute as long as it likes, in one call that holds the interpreter. A frozen rank is
-found as on one host, within 2 s; a host that is silent for SILENCE seconds is lost with all its ranks. The other way
-round, a rank learns by the kernel's keep-alives that the monitor's host is out of reach (acceptor.py).
+The monitor's looks are the job's heartbeat between hosts (watchdog.py): one every LOOK seconds, each answered. Ranks
+take no part in it, so a rank may compute for long in one call that holds the interpreter. A frozen rank is found within
+2 s, as on one host; a host that is silent for SILENCE seconds is lost with all its ranks. A rank learns by the kernel's
+keep-alives that the monitor's host is out of reach (acceptor.py).
 
 Our own launcher is the node agent of its node, and knows its ranks' exit codes. Under mpirun, torchrun and srun it is a
 child of the node's first rank.
@@ -61,7 +61,7 @@ class NodeAgent:
         """Answer the monitor until it hangs up, or close() is called."""
         sock = self._connect(address, token)
         if sock is None:
-            return                                          # its ranks cannot reach it either, and say so
+            return                                          # its ranks cannot reach it either, and report that
         with sock:
             with self._changed:
                 self._sock = sock

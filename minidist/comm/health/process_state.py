@@ -1,14 +1,14 @@
-"""What the kernel says of processes: which were stopped (SIGSTOP, Ctrl-Z, a debugger) for good, and how one ended.
+"""What the kernel says of processes: which are stopped for good (SIGSTOP, Ctrl-Z, a debugger), and how one ended.
 
-A stopped process says nothing and loses no connection, just as one that computes in a single long call. The kernel
-knows the difference: the state of the first is T, of the second R or S. A process that is stopped at two looks running
-is frozen. Where the looks themselves lay far apart, we were stopped too (Ctrl-Z stops a whole job), and begin anew.
+A stopped process sends nothing and loses no connection, like one that computes in a single long call. The kernel knows
+the difference: the state of the first is T, of the second R or S. A process that is stopped at two looks in a row is
+frozen. If the two looks lay far apart, the observer was stopped too (Ctrl-Z stops a whole job), and begins anew.
 
-Nor do the connections of a process end with it while a child that it has forked holds them open, too (a data loader's
-worker, say). So the looks are for those that have ended as well; at two running, for the goodbye of one that ended well
-has been read by the second.
+The looks are also for processes that have ended, because a forked child (a data loader's worker, say) may hold a dead
+rank's connections open. Two looks in a row are needed here, too: by the second, the goodbye of a rank that ended well
+has been read.
 
-On another host that host's node agent looks (node_agent.py).
+The processes of another host are looked at by its node agent (node_agent.py).
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from minidist.comm.health.failure import how_it_ended
 
 LOOK = 0.4      # seconds between two looks
 REAP_LIMIT = 0.4    # seconds between a connection's end and the end of its process, on a machine that is busy
-_LATE = 3       # times LOOK: so long between two looks that this process did not run either
+_LATE = 3       # times LOOK: so long between two looks means that this process was stopped, too
 
 
 class ProcessLooks:
-    """Counts at how many looks running a process was stopped, or not there any more. One thread."""
+    """Remembers which processes were stopped, or had ended, at the last look. One thread."""
 
     def __init__(self) -> None:
         self._before: set[int] = set()

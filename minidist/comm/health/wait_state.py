@@ -1,8 +1,8 @@
 """A rank's waits that last: in which call, for which ranks, since when. All ranks' waits together show a deadlock.
 
-A wait that ends within QUIET seconds is no business of this module, and costs nothing. One that lasts is told once, and
-its end is told too: over the control connection to the monitor, where ranks are processes; to the run, where they are
-threads. Both hand what they hear to an Arbiter (deadlock_arbiter.py), which judges by the rules of deadlock.py.
+A wait that ends within QUIET seconds is not reported, and costs nothing. One that lasts is reported when it begins to
+last and when it ends: to the monitor, where ranks are processes; to the run, where they are threads. Both pass it to an
+Arbiter (deadlock_arbiter.py), which decides by the rules of deadlock.py.
 
     state of a rank     waits    its lasting waits, one a thread
                         sent     messages it has begun to send, by world rank
@@ -10,9 +10,9 @@ threads. Both hand what they hear to an Arbiter (deadlock_arbiter.py), which jud
                         reads    world ranks from which it has asked for a message that has not come whole
                         settled  whether every thread of its program is in one of these waits
 
-sent and taken are counted where a message begins and ends (stream.py): where they differ between two ranks, a message
-is in flight, and its receiver does not wait in vain. Nor does its sender, while the receiver reads: the receiver takes
-whatever stands before the message it has asked for.
+sent and taken are counted where a message begins and ends (stream.py). Where they differ between two ranks, a message
+is in flight, and its receiver does not wait in vain; nor does its sender while the receiver reads, because the receiver
+takes every message before the one it has asked for.
 """
 
 import itertools
@@ -33,8 +33,8 @@ from minidist.errors import CommError, PeerLostError
 QUIET = 0.1     # seconds that a wait may last before anybody is told
 
 
-class Worker(Protocol):
-    """What Waits needs of pending's Worker."""
+class RunsCalls(Protocol):
+    """What Waits needs of a CallWorker."""
 
     unfinished: int
 
@@ -156,7 +156,7 @@ class Waits:
         self.step: int | None = None
         self.held: list[Callable[[], list[int]]] = []
         self.ends: list[Callable[[CommError], None]] = []
-        self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+        self.workers: weakref.WeakSet[RunsCalls] = weakref.WeakSet()
         self._lasting: dict[int, _Lasting] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import THREADS, run
 
-from minidist.comm.calls.buffers import Result, apart, argument, device_of
+from minidist.comm.calls.buffers import OutputArray, apart, argument, device_of
 from minidist.errors import ShapeError
 
 
@@ -111,7 +111,7 @@ def test_every_view_that_slicing_makes_may_be_out():
     whole = np.zeros((4, 6, 5))
     for view in (whole, whole.T, whole[::-1], whole[:, ::2, 1:4], whole.transpose(1, 0, 2)[::3], whole[:0, ::2],
                  whole[..., 0], np.zeros(())):
-        assert Result("recv", view).out is view
+        assert OutputArray("recv", view).out is view
 
 
 def test_apart():
@@ -130,6 +130,6 @@ def test_device_of():
 
 
 def test_a_result_of_the_wrong_shape_is_told_after_the_fact_too():
-    result = Result("all_gather", np.empty(3))
+    result = OutputArray("all_gather", np.empty(3))
     with pytest.raises(ShapeError, match=r"all_gather: out= has shape \(3,\), the result has \(4,\)"):
         result.array((4,), np.dtype(float))

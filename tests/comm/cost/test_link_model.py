@@ -13,13 +13,22 @@ from helpers import MIXED, run
 import minidist as md
 from minidist.comm.collectives.select import ALGORITHMS, choose
 from minidist.comm.cost.critical_path import PATHS, fastest
-from minidist.comm.cost.link_model import LinkCost, Profile, Sample, Work, fit, load_profile, profile_path, save_profile
+from minidist.comm.cost.link_model import (
+    LinkCost,
+    LinkWork,
+    Profile,
+    Sample,
+    fit,
+    load_profile,
+    profile_path,
+    save_profile,
+)
 from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes
 from minidist.errors import ConfigError
 
 SLOW_START = LinkCost("tcp", 2, alpha=1e-3, overhead=1e-6, beta=1e-9, gamma=1e-10, misfit=0.0, crowd=0.0)
-WORKS = [Work(1, 1, n, added * n) for n in (0, 1 << 10, 1 << 16, 1 << 22) for added in (0, 1)] + [
-    Work(1, 8, 0, 0), *(Work(1, 3, n, 0, n) for n in (1 << 10, 1 << 20))]
+WORKS = [LinkWork(1, 1, n, added * n) for n in (0, 1 << 10, 1 << 16, 1 << 22) for added in (0, 1)] + [
+    LinkWork(1, 8, 0, 0), *(LinkWork(1, 3, n, 0, n) for n in (1 << 10, 1 << 20))]
 
 
 def sampled(cost, wrong=lambda index: 1.0):

@@ -17,8 +17,9 @@ from helpers import SOON, lateness, nobodys_port
 
 from minidist.comm import wire
 from minidist.comm.health import acceptor
-from minidist.comm.health.monitor import Failure, Monitor, MonitorClient
-from minidist.comm.health.monitor_client import how_it_ended
+from minidist.comm.health.failure import Failure, how_it_ended
+from minidist.comm.health.monitor import Monitor
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.wait_state import State
 from minidist.errors import CommError, ConfigError, HandshakeError, LaunchError, PeerLostError, TimeoutError
 

@@ -18,7 +18,9 @@ from leftovers import nothing_left
 
 from minidist.comm import wire
 from minidist.comm.health import acceptor
-from minidist.comm.health.monitor import Failure, Monitor, MonitorClient
+from minidist.comm.health.failure import Failure
+from minidist.comm.health.monitor import Monitor
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.node_agent import NodeAgent, NodeAgentProcess
 from minidist.comm.health.process_state import has_ended, this_system
 

@@ -10,7 +10,8 @@ from leftovers import nothing_left
 
 from minidist.comm import wire
 from minidist.comm.health import rendezvous
-from minidist.comm.health.monitor_client import Failure, MonitorClient
+from minidist.comm.health.failure import Failure
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.rendezvous import MonitorAddress, MonitorProcess, TokenFile
 from minidist.errors import ConfigError, HandshakeError, LaunchError, TimeoutError
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.device_lane import Device
+from minidist.comm.device_lane import DeviceTransport
 from minidist.comm.native import Native
 from minidist.comm.transport import Transport
 from minidist.comm.transports.gpu import cuda_ipc
@@ -79,7 +79,7 @@ def find() -> tuple[Any, Any]:
     return cupy, nccl
 
 
-class GpuDevice(Device):
+class GpuDevice(DeviceTransport):
     """Collectives between the GPUs of the job.
 
     Args: places  the GPU of each world rank, by a name that no other has

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.device_lane import Lane
+from minidist.comm.device_lane import DeviceLane
 from minidist.comm.transport import Handle
 from minidist.comm.transports.gpu.staging import Gpu, GpuSide
 from minidist.device.backend import Array
@@ -87,7 +87,7 @@ class Communicator:
                 self._lock.release()
 
 
-class NcclLane(Lane):
+class NcclLane(DeviceLane):
     """A lane as one of its two ranks sees it. Its thread starts with the first message."""
 
     def __init__(self, gpu: Gpu, library: Any, one_at_a_time: threading.Lock, src: int, dst: int) -> None:

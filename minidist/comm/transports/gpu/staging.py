@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidist.comm.device_lane import Side, current_stream
+from minidist.comm.device_lane import SideStream, current_stream
 from minidist.comm.transport import Tag, Transport
 from minidist.device.backend import Array
 from minidist.errors import CommError, TimeoutError
@@ -193,7 +193,7 @@ class _Begun(NamedTuple):
     event: Any
 
 
-class GpuSide(Side):
+class GpuSide(SideStream):
     """A group's side: see device_lane.py."""
 
     def __init__(self, gpu: Gpu) -> None:

@@ -135,8 +135,8 @@ class MpiLink(ByteLink):
             return len(buffered)
         while len(self._in) < _DEPTH and self._in.nbytes < len(target):
             self._in.post(target[self._in.nbytes:self._in.nbytes + PIECE_BYTES])
-        received = self._in.oldest()
-        return 0 if received is None else received[1]
+        oldest = self._in.oldest()
+        return 0 if oldest is None else oldest[1]
 
     def _take(self) -> None:
         """The oldest message that has come, if any, becomes the buffer."""
