@@ -166,7 +166,8 @@ def recorded(group: Group, stage: int, *, config: GPTConfig = MEASURED, sequence
     """
     timeline = Timeline(group.rank)
     timeline.follow(group.ledger)
-    with account.use(SampledAccount()) as memory:
+    memory = SampledAccount()
+    with account.use(memory):
         strategy = make(stage, new_model(config), group, recorder=timeline, **options)
         optimizer = new_adam(strategy.parameters)
         for step in range(steps):

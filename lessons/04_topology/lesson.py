@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from minidist.comm.cost.link_model import LinkCost, Sample, Work, fit
+from minidist.comm.cost.link_model import LinkCost, LinkWork, Sample, fit
 from minidist.comm.group import Group
 from minidist.grading import arguments, load_module, run_lesson
 from minidist.observe.page import Page, size_text, verdict
@@ -154,7 +154,7 @@ def exchange_times(group: Group, repeats: int = 15) -> dict[int, float]:
 
 def fitted(group: Group, times: dict[int, float]) -> LinkCost:
     """α and β that come closest, by relative error: as `minidist bench calibrate` fits them."""
-    return fit(group.transport.name, group.size, [Sample(Work(1, 1, nbytes, 0), took)
+    return fit(group.transport.name, group.size, [Sample(LinkWork(1, 1, nbytes, 0), took)
                                                   for nbytes, took in times.items()])
 
 

@@ -141,7 +141,8 @@ def _traffic(exercise: ModuleType, replicas: int, rows: int) -> Result:
     nbytes, row, output = (sum(p.data.nbytes for p in model.parameters()), inputs[0].nbytes,
                            8 * CONFIG.context * CONFIG.vocabulary)
     target = (sent[0], sum(sent[1:]))
-    mine = tuple(int(number) for number in exercise.through_device_0(nbytes, row, output, rows, replicas))
+    sends, receives = exercise.through_device_0(nbytes, row, output, rows, replicas)
+    mine = int(sends), int(receives)
     others = rows - len(np.array_split(inputs, replicas)[0])
     known = {(nbytes + others * (row + output), nbytes + others * output): "one model for all the others",
              ((replicas - 1) * nbytes + others * row, target[1]): "the outputs' gradients are missing",

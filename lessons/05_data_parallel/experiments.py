@@ -12,7 +12,7 @@ from minidist.device import account
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.records import gather_records
 from minidist.optim import Adam
-from minidist.parallel.data.data_parallel import DataParallel, Device, plain_forward
+from minidist.parallel.data.data_parallel import DataParallel, ReplicaDevice, call_replica
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step.single import Single
 
@@ -63,7 +63,7 @@ class Watched(DataParallel):
         super().__init__(*args, **options)
         self.busy = [0.0] * len(self.devices)
 
-    def _passes(self, device: Device, *args: Any) -> float:
+    def _passes(self, device: ReplicaDevice, *args: Any) -> float:
         before = time.thread_time()
         try:
             return super()._passes(device, *args)
@@ -138,7 +138,7 @@ def turns(config: GPTConfig, replicas: int, *, sequences: int, steps: int) -> di
 
     def forward(replica: Any, inputs: Any, first: int) -> Any:
         stamp()
-        return plain_forward(replica, inputs, first)
+        return call_replica(replica, inputs, first)
 
     strategy = Watched(model, replicas, forward=forward)
     optimizer = Adam(strategy.parameters, 1e-3)

@@ -151,7 +151,7 @@ def lock(page: Page) -> None:
 class AveragesTwice(DataParallel):
     """The gradients of a mean, divided by the replicas once more (N0:138)."""
 
-    def loss_of(self, outputs, targets, divisor):
+    def loss_of(self, outputs: np.ndarray, targets: np.ndarray, divisor: int) -> tuple[np.ndarray, float]:
         gradients, loss = super().loss_of(outputs, targets, divisor)
         return gradients / len(self.devices), loss
 
@@ -159,7 +159,7 @@ class AveragesTwice(DataParallel):
 class ScattersTheLoss(DataParallel):
     """The loss itself goes to the replicas, for backward (N0:137)."""
 
-    def loss_of(self, outputs, targets, divisor):
+    def loss_of(self, outputs: np.ndarray, targets: np.ndarray, divisor: int) -> tuple[np.ndarray, float]:
         gradients, loss = super().loss_of(outputs, targets, divisor)
         return np.full_like(gradients, loss), loss
 
@@ -167,7 +167,7 @@ class ScattersTheLoss(DataParallel):
 class ForgetsToCopy(DataParallel):
     """The model is copied before the first step alone."""
 
-    def copy_model(self, device):
+    def copy_model(self, device: Any) -> None:
         if not getattr(device, "copied", False):
             super().copy_model(device)
             device.copied = True

@@ -106,8 +106,8 @@ def _steps(exercise: ModuleType, workers: int, servers: int) -> Result:
         return Result(task, False, "every rank returns", type(error).__name__, "the ranks wait for each other",
                       f"each key is pushed once to its server, and pulled once from there: section 1 (holes 2 to 4); "
                       f"{str(error).splitlines()[0]}")
-    error = _apart(ranks[0]["weights"], _serial())
-    if error < 1e-10:
+    off = _apart(ranks[0]["weights"], _serial())
+    if off < 1e-10:
         return Result(task, True, "those of one process, to 1e-10", "those of one process, to 1e-10")
     first = slice(0, len(part_of(_batch(0), size=workers, rank=0).inputs))
     last = slice(SEQUENCES - len(part_of(_batch(0), size=workers, rank=workers - 1).inputs), SEQUENCES)
@@ -119,8 +119,8 @@ def _steps(exercise: ModuleType, workers: int, servers: int) -> Result:
         "nothing was pulled": (_weights(_model()), "parameter.data[...] = what the server sends: section 1 (hole 3)")}
     for mistake, (wrong, advice) in known.items():
         if _apart(ranks[0]["weights"], wrong) < 1e-9:
-            return Result(task, False, "the weights of one process", f"off by {error:.1e}", mistake, advice)
-    return Result(task, False, "the weights of one process", f"off by {error:.1e}", "wrong weights",
+            return Result(task, False, "the weights of one process", f"off by {off:.1e}", mistake, advice)
+    return Result(task, False, "the weights of one process", f"off by {off:.1e}", "wrong weights",
                   "push, sum, step, pull: sections 1 and 2 (holes 2 to 4)")
 
 

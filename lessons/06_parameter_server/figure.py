@@ -16,7 +16,8 @@ from minidist.observe.records import gather_records
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "06")
 RANKS, MOST, STEPS, NAP = 4, 7, 40, 0.02  # three workers, the last of them napping, and a server
-MODES = {"synchronous": {}, "asynchronous, staleness 2": {"asynchronous": True, "staleness": 2},
+MODES: dict[str, dict[str, Any]] = {
+         "synchronous": {}, "asynchronous, staleness 2": {"asynchronous": True, "staleness": 2},
          "asynchronous, any staleness": {"asynchronous": True, "staleness": None}}
 COLORS = {"asleep": look.GRID, "forward": look.PHASES["forward"], "backward": look.PHASES["backward"],
           "push": look.PHASES["all_reduce"], "pull": look.PHASES["wait"], "loss": look.PHASES["wait"]}

@@ -97,7 +97,7 @@ class WatchedGroup:
 def _watched(exercise: ModuleType, group: Group, model: Any) -> Any:
     """The student's Synchronizer, noting which buckets start before their gradients are final, and how it ends."""
 
-    class Watched(exercise.Synchronizer):  # type: ignore[name-defined,misc]
+    class Watched(exercise.Synchronizer):  # type: ignore[name-defined]
         def __init__(self) -> None:
             self.came: dict[int, int] = {}
             self.early: list[tuple[int, int, int]] = []

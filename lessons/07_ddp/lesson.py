@@ -6,6 +6,7 @@
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -81,7 +82,8 @@ def six_steps(timelines: list[Timeline], page: Page) -> None:
     """Where each rank's time went, in the notes' numbering."""
     if not timelines:
         return
-    columns = [("2, 3 forward", lambda t: lab.milliseconds(lab.of(t, "forward"))),
+    columns: list[tuple[str, Any]] = [
+               ("2, 3 forward", lambda t: lab.milliseconds(lab.of(t, "forward"))),
                ("4 backward", lambda t: lab.milliseconds(lab.of(t, "backward"))),
                ("5 all-reduce", lambda t: lab.milliseconds(lab.reduces(t))),
                ("of that: waited", lambda t: lab.milliseconds(lab.of(t, "wait for gradients"))),
@@ -118,7 +120,8 @@ def traffic(group: Group, page: Page) -> None:
     with group.ledger.control():
         messages, nbytes = (int(value) for value in group.all_reduce(mine))
     size, gradient_bytes = group.size, sum(bucket.data.nbytes for bucket in ddp.buckets)
-    rows = [["bytes", size_text(nbytes), "2(P-1) n", size_text(2 * (size - 1) * gradient_bytes),
+    rows: list[list[Any]] = [
+            ["bytes", size_text(nbytes), "2(P-1) n", size_text(2 * (size - 1) * gradient_bytes),
              verdict(nbytes, 2 * (size - 1) * gradient_bytes)],
             ["messages", messages, "P 2(P-1) buckets", size * 2 * (size - 1) * len(ddp.buckets),
              verdict(messages, size * 2 * (size - 1) * len(ddp.buckets))]]

@@ -147,7 +147,7 @@ def _train(group: Group, exercise: ModuleType | None) -> list[dict[str, Any]]:
         else:
             _library_step(masters, weights, gradients, scaler, group)
         seen.append({"masters": masters[0].copy(), "weights": weights[0].copy(),
-                     "scale": float(scaler.scale if exercise else scaler.value)})
+                     "scale": float(getattr(scaler, "scale" if exercise else "value"))})
     return seen
 
 

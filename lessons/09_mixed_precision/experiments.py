@@ -60,7 +60,7 @@ def accumulated(dtype: str, passes: int, rows: int = BATCH) -> float:
 
 def vector(model: GPT) -> np.ndarray:
     """All gradients as one float64 vector."""
-    return np.concatenate([p.grad.reshape(-1).astype(np.float64) for p in model.parameters()])
+    return np.concatenate([np.ravel(np.asarray(p.grad)).astype(np.float64) for p in model.parameters()])
 
 
 def scale_run(steps: int = 48, start: float = 2.0 ** 28, patience: int = 8) -> dict[str, list[Any]]:

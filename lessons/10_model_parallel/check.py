@@ -76,7 +76,7 @@ def _step(exercise: ModuleType, size: int) -> Iterator[Result]:
     yield Result(f"loss, {counted(size, 'rank')}", abs(ranks[-1]["loss"] - loss.item()) < 1e-12, f"{loss.item():.6f}",
                  f"{ranks[-1]['loss']:.6f}", "another loss", "what came is this rank's input (holes 2, 3)")
     found = dict(pair for rank in ranks for pair in rank["gradients"])
-    right = sum(layer in found and np.allclose(found[layer], weights[layer].grad, rtol=1e-10)
+    right = sum(layer in found and np.allclose(found[layer], np.asarray(weights[layer].grad), rtol=1e-10)
                 for layer in range(LAYERS))
     mistake = ("the first ranks got no right gradient: it must be handed back" if right else "no gradient is right")
     yield expect(f"layers with the right gradient, {counted(size, 'rank')}", LAYERS, right, mistake,
@@ -98,10 +98,10 @@ def _formulas(exercise: ModuleType) -> Iterator[Result]:
         yield expect(f"bytes of {ranks} ranks", target, measured, known.get(measured, "another number"),
                      "2 B T h (p-1) elements: section 4 (hole 6)")
     for times in ([1.0, 1.0, 1.0, 1.0], [1.0, 3.0], [2.0]):
-        target, measured = 1 - 1 / len(times), exercise.idle(times)
+        share, measured = 1 - 1 / len(times), exercise.idle(times)
         mistake = ("that is how long the slowest waits" if abs(measured - (1 - max(times) / sum(times))) < 1e-9
                    else "another number")
-        yield Result(f"idle, {times}", abs(measured - target) < 1e-9, f"{target:.3f}", f"{measured:.3f}", mistake,
+        yield Result(f"idle, {times}", abs(measured - share) < 1e-9, f"{share:.3f}", f"{measured:.3f}", mistake,
                      "computing sum(times), of p × sum(times): section 3 (hole 7)")
 
 

@@ -39,10 +39,11 @@ def gradients(group: Group, region: type[TensorRegion]) -> tuple[list[float], di
     split_gpt(model, region(group))
     model.initialize(0)
     strategy = TensorParallel(model, group)
-    optimizer, losses, first = Adam(strategy.parameters, 3e-3), [], {}
+    optimizer, losses = Adam(strategy.parameters, 3e-3), []
+    first: dict[str, np.ndarray] = {}
     for _ in range(30):
         losses.append(strategy.step(batch(0), optimizer))
-        first = first or {name: p.grad.copy() for name, p in model.named_parameters()}
+        first = first or {name: np.array(p.grad) for name, p in model.named_parameters()}
     return losses, first
 
 

@@ -40,8 +40,8 @@ def _columns(exercise: ModuleType, heads: int, rank: int, size: int) -> Result:
     width = 4
     target = np.concatenate(head_columns(heads, heads, width, head_shares(heads, heads, size))[rank]).tolist()
     ours = np.asarray(exercise.head_columns(heads, width, rank, size)).tolist()
-    straddling = np.array_split(np.arange(heads * width), size)[rank]
-    straddling = [int(x) + third * heads * width for third in range(3) for x in straddling]
+    own = np.array_split(np.arange(heads * width), size)[rank]
+    straddling = [int(x) + third * heads * width for third in range(3) for x in own]
     one_matrix = np.array_split(np.arange(3 * heads * width), size)[rank].tolist()
     head_by_head = np.array_split(np.arange(heads), size)[rank]
     mistake = ("a head lies on two ranks" if ours == straddling else
@@ -96,7 +96,7 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
         "counted P times": leaf["bias"].grad * size, "this is dy, not its sum over the rows": w["dy"]},
         "dy is whole and equal on every rank: nothing to add up between ranks (hole 6)")
     for name in ("up", "down"):
-        grads = [np.take(leaf[name].grad, rank["own"], axis=int(name == "up")) for rank in ranks]
+        grads = [np.take(np.asarray(leaf[name].grad), rank["own"], axis=int(name == "up")) for rank in ranks]
         right = all(np.allclose(rank["d" + name], target) for rank, target in zip(ranks, grads, strict=True))
         yield Result(f"gradient of {name} on {size} rank{'s' * (size > 1)}", right, "that of the own part",
                      "equal" if right else "another", "inner or dy was changed on the way",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -50,6 +51,6 @@ def block_bytes(config: GPTConfig, make: Callable[[GPTConfig], GPT]) -> tuple[in
     """
     measured = []
     for _ in range(3):
-        more, fewer = (alive(lambda c=c: make(c), c) for c in (replace(config, layers=3), config))
+        more, fewer = (alive(partial(make, c), c) for c in (replace(config, layers=3), config))
         measured.append((more[0] - fewer[0], more[1] - fewer[1]))
     return sorted(measured)[1]

@@ -67,7 +67,8 @@ def memory(group: Group) -> dict[int, list[int]]:
 def block_calls(group: Group) -> list[list[tuple[str, str]]] | None:
     """On rank 0, of each rank: (kind, text) of the layers and all-reduces of one forward of block 0, in their order."""
     model = lab.cut_model(group)
-    block, seen, inside = model.blocks[0], [], []
+    block, seen = model.blocks[0], []
+    inside: list[bool] = []
 
     def called(event: Any) -> None:
         if inside and event.kind == "call" and event.details["axis"] == group.axis:

@@ -74,7 +74,7 @@ def formula(group: Group, config: GPTConfig, name: str, parameters: int) -> int:
     if name == "sequence":
         return sequence_parallel.elements_sent(config, ranks=group.size, sequences=SEQUENCES)
     module: Any = ring_attention if name == "ring" else ulysses
-    return module.elements_sent(config, parameters, ranks=group.size,       # type: ignore[no-any-return]
+    return module.elements_sent(config, parameters, ranks=group.size,
                                 sequences=SEQUENCES)
 
 
@@ -82,8 +82,8 @@ def formula(group: Group, config: GPTConfig, name: str, parameters: int) -> int:
 
 def numbers(name: str, length: int, width: int = 4) -> np.ndarray:
     """(1, 1, length, width), the same on every rank, between -1 and 1."""
-    return (2 * random_uniform(f"lesson 13, {name}", 0, range(length * width), "float64") - 1).reshape(
-        1, 1, length, width)
+    between = np.asarray(random_uniform(f"lesson 13, {name}", 0, range(length * width), "float64"))
+    return (2 * between - 1).reshape(1, 1, length, width)
 
 
 def consecutive(length: int, rank: int, size: int) -> np.ndarray:
@@ -112,7 +112,8 @@ def walk(group: Group, length: int) -> dict[str, Any]:
         if event.kind == "message" and event.details["verb"] == "exchange" else None)
     for hop, (source, piece) in enumerate(ring_attention.around(group, np.stack([k, v]), length)):
         for queries, keys, causal in ring_attention.visible(length, group.rank, source, group.size):
-            running.absorb(q / 2, *piece[:, :, :, keys], queries, causal=causal)
+            k_seen, v_seen = piece[:, :, :, keys]
+            running.absorb(q / 2, k_seen, v_seen, queries, causal=causal)
             numbered = [next(number for number, place in ring_attention.own_blocks(length, rank, group.size)
                              if place == where) for rank, where in ((group.rank, queries), (source, keys))]
             pairs.append((group.rank, hop, source, *numbered))

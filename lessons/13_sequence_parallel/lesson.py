@@ -124,7 +124,8 @@ def hops(group: Group, page: Page) -> None:
     walked = lab.walk(group, length)
     if group.rank:
         return
-    held = {(rank, hop): (source, []) for rank, hop, source, _, _ in walked["pairs"]}
+    held: dict[tuple[int, int], tuple[int, list[str]]] = {
+        (rank, hop): (source, []) for rank, hop, source, _, _ in walked["pairs"]}
     for rank, hop, _, queries, keys in walked["pairs"]:
         held[rank, hop][1].append(f"{queries}·{keys}")
     rows = [[f"rank {rank}", *(f"kv{held[rank, hop][0]}: {' '.join(held[rank, hop][1])}" for hop in range(group.size))]
@@ -216,7 +217,7 @@ def off_by(what: str, change: Any) -> None:
         for step in range(STEPS):
             strategy.step(lab.global_batch(config, step), optimizer, clip=0.5)
         scale = max(np.abs(array).max() for array in target.values())
-        return max(np.abs(array - target[key]).max() for key, array in strategy.state_dict().items()) / scale
+        return float(max(np.abs(array - target[key]).max() for key, array in strategy.state_dict().items()) / scale)
 
     print(f"{what}: off one process by {max(md.run(job, size=2)):.0e} of the largest weight after {STEPS} steps")
 

@@ -44,7 +44,7 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     model = lab.new_model(CONFIG)
     flat = Flat(list(model.parameters()), group)
     weights = flat.join()
-    given: list[tuple[int, int]] = []
+    given: list[tuple[int, int, bool]] = []
 
     def new_optimizer(part: np.ndarray, gradients: np.ndarray) -> Any:
         given.append((part.size, gradients.size, np.shares_memory(part, weights)))

@@ -14,7 +14,7 @@ import minidist as md
 from minidist.comm.group import Group
 from minidist.grading import arguments, run_lesson
 from minidist.observe.page import Page, size_text, verdict
-from minidist.optim import SGD
+from minidist.optim import SGD, Adam
 from minidist.parallel.step.flat import Flat
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, saving, state_bytes
 from minidist.parallel.zero.replica import ParameterArrivals
@@ -90,7 +90,7 @@ def all_reduce_version(group: Group) -> None:
     optimizer = lab.new_adam(flat.pieces(weights[flat.own], mine))
     inputs, targets, tokens = next(lab.parts(group, lab.MEASURED))
     model.loss(inputs, targets, divisor=tokens).backward()
-    gradient = np.concatenate([p.grad.ravel() for p in model.parameters()])
+    gradient = np.concatenate([np.ravel(np.asarray(p.grad)) for p in model.parameters()])
     mine[...] = group.all_reduce(gradient, algorithm="ring")[flat.own]
     optimizer.step()
     group.all_gather(weights[flat.own].copy(), out=weights, algorithm="ring")
@@ -141,7 +141,7 @@ def average_twice() -> None:
             loss = strategy.step(lab.global_batch(lab.SMALL, step), optimizer)
         return loss
 
-    for name, optimizer_class, lr in (("SGD", SGD, 0.5), ("Adam", lab.Adam, 0.01)):
+    for name, optimizer_class, lr in (("SGD", SGD, 0.5), ("Adam", Adam, 0.01)):
         right, wrong = (md.run(train, optimizer_class, lr, factor, size=4)[0] for factor in (1.0, 0.25))
         print(f"{name:4s}: loss of step 40 {right:.4f}; with gradients averaged twice {wrong:.4f}")
 

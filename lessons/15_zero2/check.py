@@ -4,6 +4,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -109,9 +110,12 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
             mine.final(each)
             seen["flying"] = max(seen["flying"], slow.unwaited)
 
+    def final(each: Run, _: Any) -> None:
+        came(each)
+
     for each in runs:
         for parameter in each.flat.parameters:
-            parameter.hooks.append(lambda parameter, each=each: came(each))
+            parameter.hooks.append(partial(final, each))
     before = totals(group.ledger)
     for step in range(STEPS):
         inputs, targets = lab.global_batch(CONFIG, step)

@@ -111,8 +111,12 @@ def peaks(group: Group, keep: bool) -> tuple[int, int]:
         kept: list[Any] = []
         if keep:
             settle = strategy.gradients.settle
-            strategy.gradients.settle = lambda: (  # type: ignore[method-assign]
-                kept.extend(strategy.gradients._buffers.values()), settle())[1]
+
+            def settle_and_keep() -> None:
+                kept.extend(strategy.gradients._buffers.values())
+                settle()
+
+            strategy.gradients.settle = settle_and_keep     # type: ignore[method-assign]
         optimizer = lab.new_adam(strategy.parameters)
         for step in range(2):
             strategy.step(lab.global_batch(lab.MEASURED, step), optimizer)
@@ -182,8 +186,12 @@ def replace_instead_of_add() -> None:
         strategy = Zero2(lab.new_model(lab.SMALL), group, bucket_bytes=lab.SMALL_BUCKET)
         if forget:
             begin = strategy.gradients.begin
-            strategy.gradients.begin = lambda *, last: (  # type: ignore[method-assign]
-                begin(last=last), strategy.gradients.forget())[0]
+
+            def begin_and_forget(*, last: bool = True) -> None:
+                begin(last=last)
+                strategy.gradients.forget()
+
+            strategy.gradients.begin = begin_and_forget     # type: ignore[method-assign]
         optimizer = lab.new_adam(strategy.parameters)
         for step in range(3):
             strategy.step(lab.global_batch(lab.SMALL, step), optimizer, accumulate=2)

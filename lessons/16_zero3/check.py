@@ -81,9 +81,17 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
                 unit.put(np.zeros(unit.flat.size))
             most[0] = max(most[0], sum(other.whole for other in units))
 
-        unit.module.register_forward_pre_hook(lambda *_: (mine.before_forward(unit), needs("forward"))[0])
+        def before_forward(*_: Any) -> None:
+            mine.before_forward(unit)
+            needs("forward")
+
+        def before_backward(*_: Any) -> None:
+            mine.before_backward(unit)
+            needs("backward")
+
+        unit.module.register_forward_pre_hook(before_forward)
         unit.module.register_forward_hook(lambda *_: mine.after_forward(unit))
-        unit.module.register_backward_pre_hook(lambda *_: (mine.before_backward(unit), needs("backward"))[0])
+        unit.module.register_backward_pre_hook(before_backward)
         unit.module.register_backward_hook(lambda *_: mine.after_backward(unit))
 
     for unit in units:

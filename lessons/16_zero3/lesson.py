@@ -6,6 +6,8 @@
 """
 
 
+from functools import partial
+
 import numpy as np
 from minidist.lessons import zero_lab as lab
 
@@ -224,7 +226,11 @@ def average_twice() -> None:
         strategy = Zero3(lab.new_model(lab.SMALL), group)
         optimizer, loss = SGD(strategy.parameters, 0.5), 0.0
         update = optimizer.step
-        optimizer.step = lambda lr=None, scale=1.0: update(lr, scale * factor)
+
+        def scaled(lr: float | None = None, scale: float = 1.0) -> None:
+            update(lr, scale * factor)
+
+        optimizer.step = scaled                 # type: ignore[method-assign, assignment]
         for step in range(40):
             loss = strategy.step(lab.global_batch(lab.SMALL, step), optimizer)
         return loss
@@ -233,13 +239,19 @@ def average_twice() -> None:
     print(f"SGD: loss of step 40 {right:.4f}; with gradients averaged twice {wrong:.4f}")
 
 
+def _free_unless_whole(unit: Unit) -> None:
+    """Free a unit that is being gathered; keep one that is whole."""
+    if not unit._whole:
+        Unit.free(unit)
+
+
 def stale_weights() -> None:
     """Units kept from one step to the next: they miss the update of every chunk but the own."""
     def train(group: Group, stale: bool) -> float:
         strategy = Zero3(lab.new_model(lab.SMALL), group)
         loss, optimizer = 0.0, lab.new_adam(strategy.parameters)
         for unit in strategy.units if stale else ():
-            unit.free = lambda unit=unit: None if unit._whole else Unit.free(unit)  # type: ignore[method-assign]
+            unit.free = partial(_free_unless_whole, unit)     # type: ignore[method-assign]
         for step in range(20):
             loss = strategy.step(lab.global_batch(lab.SMALL, step), optimizer)
         return loss

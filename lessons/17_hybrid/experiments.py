@@ -77,7 +77,8 @@ def expert_plans(ranks: int) -> Iterator[md.Plan]:
 
 def plan_of(shape: dict[str, int], **options: Any) -> md.Plan:
     """A plan of that mesh; a pipeline gets MICROBATCHES."""
-    return md.Plan(**shape, microbatches=MICROBATCHES if shape.get("pp", 1) > 1 else None, **options)
+    axes: dict[str, Any] = {**shape, **options}
+    return md.Plan(microbatches=MICROBATCHES if shape.get("pp", 1) > 1 else None, **axes)
 
 
 def words(shape: dict[str, int]) -> str:
@@ -102,7 +103,9 @@ def train(world: Group, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig 
     """A Trainer's whole weights and losses; bytes that all ranks sent by axis; the first gradient's norms; this rank's
     memory, and its calls: collectives, sends and exchanges; rows that all ranks gave to experts elsewhere.
     """
-    before, calls, norms = sent_by_axis(world), [], []
+    before = sent_by_axis(world)
+    calls: list[Any] = []
+    norms: list[dict[str, float]] = []
     end = world.ledger.subscribe(lambda event: calls.append(event) if kind_of(event.details["axis"]) in AXES and (
         event.kind == "call" or event.details["verb"] in ("send", "exchange")) else None)
     with account.use(account.MemoryAccount()) as memory:
@@ -111,7 +114,8 @@ def train(world: Group, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig 
         calls.clear()
         losses = [trainer.step(global_batch(step, config)) for step in range(steps)]
         if plan.zero in (1, 2):
-            trainer.strategy.data.arrivals.settle()     # the new weights travel on after the step
+            data: Any = trainer.strategy.data
+            data.arrivals.settle()                      # the new weights travel on after the step
         made, held = len(calls), memory.snapshot()
         rows = int(trainer.loads.sent.sum())
         trainer.check_replicas()
@@ -132,7 +136,7 @@ def watch_norm(trainer: Any, norms: list[dict[str, float]]) -> None:
     find = strategy.squares
 
     def squares() -> float:
-        once, own = find(), sum_of_squares(p.grad for p in trainer.model.parameters())
+        once, own = float(find()), sum_of_squares(p.grad for p in trainer.model.parameters())
         with trainer.world.ledger.control():
             total = float(trainer.world.all_reduce(np.array([own]))[0])
         norms.append({"once": math.sqrt(once), "own": math.sqrt(own), "all": math.sqrt(total)})

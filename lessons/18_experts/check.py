@@ -77,6 +77,7 @@ def _keep(exercise: ModuleType) -> Result:
     """Hole 3, beside the library's routing of one sequence."""
     layer = mixtures(_layer())[0]
     layer(tensor(np.random.default_rng(0).normal(size=(1, TOKENS, WIDTH))))
+    assert layer.routing is not None, "it has run"
     chosen, right = layer.routing.chosen[0], layer.routing.kept[0]
     mine = np.asarray(exercise.keep(chosen, layer.config.places(TOKENS), EXPERTS))
     mistake = "one too many" if mine.sum() > right.sum() else "one too few"
@@ -138,6 +139,7 @@ def _balance(exercise: ModuleType) -> Result:
     e = np.exp(x.data[0] @ layer.scores.weight.data)
     chances = e / e.sum(axis=1, keepdims=True)
     right = layer.balance.item() / TOKENS
+    assert layer.routing is not None, "it has run"
     mine = float(exercise.balance_loss(layer.routing.chosen[0], chances))
     mistake = "not E Σ f p"
     if np.isclose(mine * EXPERTS, right):

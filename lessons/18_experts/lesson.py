@@ -80,7 +80,8 @@ def off(weights: dict[str, np.ndarray], target: dict[str, np.ndarray]) -> float:
 def equal(group: Group, page: Page) -> None:
     """The plain loop's rows, then weights after some steps of each kind of routing."""
     rows = [["plain loop", "one forward", f"{plain_loop(group):.0e}"]]
-    kinds = {"dropless, balance loss": {}, "capacity 1.0, biases, a shared expert":
+    kinds: dict[str, dict[str, Any]] = {
+        "dropless, balance loss": {}, "capacity 1.0, biases, a shared expert":
              {"capacity": 1.0, "balance": "bias", "shared": 1}, "one expert a token, noise": {"top_k": 1, "noise": 0.1}}
     for name, changes in kinds.items():
         config = lab.moe_config(**changes)

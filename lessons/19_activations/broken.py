@@ -27,7 +27,7 @@ def fresh_dropout() -> None:
     x = tensor(np.ones(8), requires_grad=True)
     y = recompute(drop, x)
     y.sum().backward()
-    print(f"forward kept  {(y.data != 0).astype(int)}\nbackward kept {(x.grad != 0).astype(int)}: "
+    print(f"forward kept  {(y.data != 0).astype(int)}\nbackward kept {(np.asarray(x.grad) != 0).astype(int)}: "
           f"no error, and a gradient of another function")
 
 
@@ -38,7 +38,8 @@ def changed_input() -> None:
     y = recompute(lambda h: ops.linear(h, weight), x)
     x.data[...] = 100.0
     y.sum().backward()
-    print(f"the weight's gradient should be 2 everywhere, it is {weight.grad[0, 0]:g}: the input was not a copy")
+    print(f"the weight's gradient should be 2 everywhere, it is "
+          f"{np.asarray(weight.grad)[0, 0]:g}: the input was not a copy")
 
 
 def other_weights() -> None:

@@ -4,6 +4,8 @@ Copy this file (`minidist lesson 19 --copy DIR`), replace each `hole(...)` by yo
 `minidist check 19 DIR/exercise_19.py`. Blocks run in segments of `size`; of a segment its input alone is kept.
 """
 
+from typing import Any
+
 from minidist.autograd.tensor import no_grad, tensor  # noqa: F401 - you will want them
 from minidist.grading import hole
 
@@ -28,7 +30,7 @@ def forward(blocks, x, size):
 
     Nothing but the inputs may stay alive.
     """
-    kept = []
+    kept: list[Any] = []
     for start in range(0, len(blocks), size):
         hole(3, "keep the segment's input", kept, x)
         x = hole(4, "run blocks[start:start + size] so that nothing stays on the tape", start, x)

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,14 +64,14 @@ def same_gradients(page: Page) -> None:
     blocks = [partial(lambda w, x: ops.gelu(ops.linear(x, w)), weight) for weight in weights]
     x = np.random.default_rng(9).normal(size=(8, 16))
     plain_recompute(blocks, tensor(x), np.ones((8, 16)))
-    loop = [weight.grad.copy() for weight in weights]
+    loop = [np.array(weight.grad) for weight in weights]
     h = tensor(x)
     for block in blocks:
         h = block(h)
     for weight in weights:
         weight.zero_grad()
     h.backward(np.ones((8, 16)))
-    equal = sum(np.array_equal(a, weight.grad) for a, weight in zip(loop, weights, strict=True))
+    equal = sum(np.array_equal(a, np.asarray(weight.grad)) for a, weight in zip(loop, weights, strict=True))
     rows.append(["the loop of section 1", equal, 4, "0.0e+00" if equal == 4 else "not equal"])
     page.table("Gradients beside those of a plain backward, dropout 0.1", ["kept", "equal to the bit", "of",
                                                                            "largest difference"], rows,
@@ -138,7 +139,7 @@ def traffic(group: Group, page: Page) -> None:
     """Bytes that ZeRO-3 sends in two steps, with and without."""
     config = replace(lab.CONFIG, layers=2, width=32)
     batch = lab.batch_of(config, batch=group.size)
-    rows = []
+    rows: list[list[Any]] = []
     for which in ("none", "all"):
         trainer = Trainer(Plan(dp=group.size, zero=3, checkpoint_blocks=which), config, group)
         trainer.account.reset_peak()
@@ -149,7 +150,7 @@ def traffic(group: Group, page: Page) -> None:
         rows.append([which, sent.get("all_gather", 0), sent.get("reduce_scatter", 0), f"{losses[-1]:.6f}",
                      size_text(trainer.account.peak["activations"])])
         trainer.close()
-    rows[1].insert(3, verdict(sum(rows[1][1:3]), sum(rows[0][1:3])))
+    rows[1].insert(3, verdict(sum(map(int, rows[1][1:3])), sum(map(int, rows[0][1:3]))))
     rows[0].insert(3, "")
     page.table(f"Two steps of ZeRO-3 on {group.size} ranks, rank 0", ["kept", "all_gather", "reduce_scatter", "",
                                                                       "loss", "peak of activations"], rows,

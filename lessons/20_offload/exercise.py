@@ -5,6 +5,8 @@ Copy this file (`minidist lesson 20 --copy DIR`), replace each `hole(...)` by yo
 what their accounts counted, and runs your loops on moves that tell when they were begun and waited for.
 """
 
+from typing import Any
+
 from minidist.grading import hole
 
 
@@ -55,7 +57,7 @@ def update(runs, arriving, optimizer_step, start_up):
           start_up(run): begins to send the run's new weights up, returns a move.
     While one run is updated, the weights of the one before are on their way.
     """
-    going = []
+    going: list[Any] = []
     for run in runs:
         hole(6, "wait for the run's gradients, update it, begin to send its weights up; keep that move in going", run)
     for move in going:

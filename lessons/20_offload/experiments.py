@@ -67,12 +67,18 @@ class Moments:
     """Device, host and disk, asked at every module on the way forward and every gradient on the way back."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.on, self.seen = trainer, False, []
+        self.trainer, self.on = trainer, False
+        self.seen: list[dict[str, Any]] = []
         for module in trainer.model.modules():
             module.register_forward_hook(lambda module, *rest: self.look("forward"))
             module.register_backward_hook(lambda module: self.look("backward"))
         walk = trainer.optimizer.update
-        trainer.optimizer.update = lambda *args: (walk(*args), self.look("optimizer"))[0]  # type: ignore[method-assign]
+
+        def update(*args: Any) -> None:
+            walk(*args)
+            self.look("optimizer")
+
+        trainer.optimizer.update = update       # type: ignore[method-assign, assignment]
 
     def look(self, phase: str) -> None:
         """One sample."""
@@ -107,7 +113,7 @@ class Slow(Module):
         time.sleep(COMPUTE)
         y = self.linear(x)
         if y.requires_grad:
-            y.register_hook(lambda dy: time.sleep(COMPUTE))     # type: ignore[func-returns-value]
+            y.register_hook(lambda dy: time.sleep(COMPUTE))
         return y
 
 

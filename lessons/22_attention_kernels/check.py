@@ -4,6 +4,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,12 +36,17 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     yield from _row_sums(exercise)
 
 
+def _written(code: str, _: re.Match[str]) -> str:
+    """The code as it stands: in a string re.sub would look for escapes."""
+    return code
+
+
 def _run(exercise: ModuleType, name: str, replaced: dict[str, Any], grid: Any, block: Any, args: Sequence[Any]) -> Any:
     """Build a kernel with its holes filled and run it; what was seen. Raises: KernelError, with the file's lines."""
     text, file = getattr(exercise, KERNELS[name]), Path(str(exercise.__file__))
     before, _, _ = file.read_text(encoding="utf-8").partition(text)
     for word, code in replaced.items():
-        text = re.sub(word, lambda _, code=code: code, text)
+        text = re.sub(word, partial(_written, code), text)
     text = f'#line {before.count(chr(10)) + 1} "{file.name}"\n{text}'
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / file.name                # so that errors name the student's own file
@@ -94,12 +100,14 @@ def _attention(exercise: ModuleType) -> Iterator[Result]:
     except KernelError as error:
         yield _broken(task, target, error, "holes 1 to 3")
         return
-    wide = [x.astype(np.float64) for x in (q * WIDTH ** 0.5, k, v)]          # the reference divides scores by √8
-    off = float(abs(y - attention_reference(*(x[None, None] for x in wide))[0][0, 0]).max())
+    wide_q, wide_k, wide_v = (x.astype(np.float64) for x in (q, k, v))
+    by_8 = wide_q * WIDTH ** 0.5                        # the reference divides scores by √8
+    right, _ = attention_reference(*(x[None, None] for x in (by_8, wide_k, wide_v)))
+    off = float(abs(y - right[0, 0]).max())
     mistake = ("another update", "section 1 (holes 1 to 3)")
     with np.errstate(invalid="ignore", over="ignore"):
         for name, words in MISTAKES.items():
-            if np.allclose(y, _one_pass(q.astype(np.float64), *wide[1:], name), rtol=1e-3, atol=1e-4, equal_nan=True):
+            if np.allclose(y, _one_pass(wide_q, wide_k, wide_v, name), rtol=1e-3, atol=1e-4, equal_nan=True):
                 mistake = words
     yield Result(task, off < 1e-5, target, f"off by {off:.0e}", *mistake)
 

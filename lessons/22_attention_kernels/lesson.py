@@ -22,7 +22,7 @@ NO_COMPILER = ("No C++ compiler here, so this ends after section 1: the others b
                "install g++; minidist doctor looks for it).")
 
 
-def plain_tiled(q, k, v, tile):
+def plain_tiled(q: np.ndarray, k: np.ndarray, v: np.ndarray, tile: int) -> np.ndarray:
     """softmax(q kᵀ / √D) v without ever holding a row of scores (README, section 1). q (T, D), k and v (S, D)."""
     top, total, y = np.full(len(q), -np.inf), np.zeros(len(q)), np.zeros_like(q)
     for start in range(0, len(k), tile):                           # one tile of keys and values at a time
@@ -76,7 +76,7 @@ def online(page: Page) -> None:
     page.table("One query, four tiles of 32 keys", ["", "largest here", "top", "shrink", "total"], rows,
                note=f"the whole row at once: top {scores.max():.3f}, total {np.exp(scores - scores.max()).sum():.3f}")
     right = attention_reference(q[None, None], k[None, None], v[None, None])[0][0, 0]
-    rows = [[tile, f"{abs(plain_tiled(q, k, v, tile) - right).max():.0e}", size_text(8 * LONG * tile)]
+    rows = [[str(tile), f"{abs(plain_tiled(q, k, v, tile) - right).max():.0e}", size_text(8 * LONG * tile)]
             for tile in (1, 32, LONG)]
     page.table(f"The loop of section 1 on {LONG} queries and keys, float64", ["keys a tile", "off by at most",
                                                                              "scores alive"], rows)

@@ -180,7 +180,7 @@ def backward(loss: Tensor, dy: Array | None = None, *, defer_weights: bool = Fal
              surveyed: Surveyed | None = None) -> list[WeightGradient]:
     """Add d loss / d leaf to the `.grad` of every leaf behind `loss`. Args, Returns, Raises: as Tensor.backward."""
     if not loss.requires_grad:
-        raise GradientError("backward: nothing behind this tensor asks for a gradient; was it computed under no_grad?")
+        raise GradientError("backward: nothing behind this tensor requires a gradient; was it computed under no_grad?")
     if dy is None:
         if loss.size != 1:
             raise GradientError(f"backward: a loss is one number, this tensor has shape {loss.shape}; "

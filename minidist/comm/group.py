@@ -27,7 +27,7 @@ Cost of each algorithm, in messages and bytes: at its function in collectives/; 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, overload
 
 from minidist.comm import subgroups, verbs
 from minidist.comm.call_site import entries
@@ -217,6 +217,12 @@ class Group(Members):
         return self._start(verbs.barrier(self, algorithm))
 
     # ----------------------------------------------------------------------------------------------- groups of groups
+
+    @overload
+    def split(self, color: int, key: int | None = None, *, axis: str | None = None) -> "Group": ...
+
+    @overload
+    def split(self, color: int | None, key: int | None = None, *, axis: str | None = None) -> "Group | None": ...
 
     def split(self, color: int | None, key: int | None = None, *, axis: str | None = None) -> "Group | None":
         """The group of the ranks that pass the same color, in the order of their keys (then of their ranks).

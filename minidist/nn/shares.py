@@ -1,6 +1,7 @@
-"""What each rank gets of a dim, and of attention's heads."""
+"""What each rank gets of a dim, and of attention's heads; and between how many ranks a GPT can be divided."""
 
 from minidist.comm.chunks import bounds
+from minidist.nn.config import GPTConfig
 
 
 def even_slices(length: int, size: int) -> list[slice]:
@@ -27,3 +28,14 @@ def head_shares(heads: int, key_heads: int, size: int) -> list[tuple[range, rang
         for part in even_slices(each, sharing.stop - sharing.start):
             shares.append((range(key * each + part.start, key * each + part.stop), range(key, key + 1)))
     return shares
+
+
+def narrowest(config: GPTConfig) -> tuple[str, int]:
+    """What bounds the tensor axis of a GPT: the smallest count of what it divides.
+
+    Returns: ("heads", "token ids" or "hidden numbers"; their count, the most ranks that the axis can have).
+    """
+    hidden = config.mixture.hidden or config.hidden if config.mixture else config.hidden
+    counts = {"heads": config.heads, "token ids": config.vocabulary, "hidden numbers": hidden}
+    what = min(counts, key=counts.__getitem__)
+    return what, counts[what]

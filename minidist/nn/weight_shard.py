@@ -1,4 +1,4 @@
-"""Weights of which each rank holds a part: how they are drawn, gathered and cut.
+"""Weights divided between ranks: how the parts are drawn, gathered and cut.
 
 A shard keeps the name of the whole tensor and draws its own part under that name, so any split starts with the bits of
 the whole. If a rank has several parts of one tensor, each part adds a last `word` to the name. Several ranks may hold

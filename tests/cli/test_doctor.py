@@ -91,7 +91,7 @@ def test_the_profile_that_auto_goes_by(monkeypatch, tmp_path):
 
 
 def test_something_that_every_job_needs_is_status_1(monkeypatch, capsys):
-    finding = doctor.Finding("transport sockets", "broken", "[closed]", "open it")
+    finding = doctor.Finding("transport tcp", "broken", "[closed]", "open it")
     monkeypatch.setattr(doctor, "examine", lambda: [finding])
     assert main(["doctor"]) == 1
     assert "[closed]" in capsys.readouterr().out

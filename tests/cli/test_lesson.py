@@ -21,7 +21,7 @@ def test_lists_the_lessons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_prints_a_story_without_its_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lesson", "03"]) == 0
     output = capsys.readouterr().out
-    assert "nobody in the middle" in output and "lesson 03 --answers" in output
+    assert "no rank in the middle" in output and "lesson 03 --answers" in output
     assert "2·3/4" not in output and "sequenceDiagram" not in output
     assert main(["lesson", "3", "--answers"]) == 0
     assert "2·3/4" in capsys.readouterr().out

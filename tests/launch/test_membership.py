@@ -327,7 +327,7 @@ def test_a_wrong_command_line_under_mpirun_is_one_line():
 
 
 def test_mpi_init_has_a_limit():
-    code = ("import os, sys, minidist as md\nif os.environ['PMI_RANK'] == '1': sys.exit(3)\nmd.init(limit=1.5)")
+    code = ("import os, sys, minidist as md\nif os.environ['PMI_RANK'] == '1': sys.exit(3)\nmd.init(limit=0.7)")
     with nothing_left() as environment:
         done = finish(start([*find_mpirun().command(2), sys.executable, "-c", code], environment))
     assert done.returncode != 0

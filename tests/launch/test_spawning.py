@@ -40,6 +40,14 @@ def test_a_job_runs_and_says_nothing_else(transport):
                                                 *(f"hello from {rank} of 3 over {transport}" for rank in range(3))]
 
 
+def test_the_name_of_before_is_told_once_a_job():
+    with nothing_left() as environment:
+        done = finish(by_launch(environment, "ok", "sockets"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("FutureWarning: transport 'sockets' is called 'tcp' now") == 1
+    assert done.stdout.count("of 3 over tcp") == 3
+
+
 @pytest.mark.parametrize("by", [by_launch, by_mpirun])
 def test_a_child_that_a_rank_forks_ends_without_a_word(by):
     """It has the rank's connections, and runs its hooks and its atexit: they are not the child's."""

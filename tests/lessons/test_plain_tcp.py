@@ -1,10 +1,14 @@
 """Lessons 01 and 02 read plain_tcp.py aloud: what they quote is its code."""
 
 import re
+import socket
 import textwrap
+import traceback
 
+import numpy as np
 import pytest
 
+import minidist as md
 from minidist import lessons
 from minidist.comm.transports import plain_tcp
 
@@ -21,3 +25,25 @@ def test_the_lessons_quote_the_transport_as_it_is(number: str, title: str, block
     for quote in quotes:
         indents = [textwrap.indent(quote, " " * depth) for depth in range(0, 20, 4)]
         assert any(indented in code for indented in indents), quote
+
+
+def path_of_a_message(world) -> list[list[str]]:
+    """[function, file] of minidist from all_reduce to sendmsg, of this rank's first message."""
+    stacks: list[traceback.StackSummary] = []
+    send = socket.socket.sendmsg
+
+    def sendmsg(sock, *arguments):
+        stacks.append(traceback.extract_stack()[:-1])
+        return send(sock, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "sendmsg", sendmsg)
+        world.all_reduce(np.ones(100), algorithm="ring")
+    inside = [[frame.name, frame.filename.partition("minidist/comm/")[2]] for frame in stacks[0]]
+    return [frame for frame in inside if frame[1]]
+
+
+def test_lesson_02_names_every_function_on_the_path_of_a_message() -> None:
+    text = lessons.find("02").part("README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `([\w/]+\.py)` \|", text.split("### 2.7")[1], re.MULTILINE)
+    assert md.run(path_of_a_message, size=2, transport="tcp")[0] == [list(row) for row in rows]

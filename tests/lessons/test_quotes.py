@@ -46,7 +46,7 @@ def plain_versions() -> dict[tuple[str, str], str]:
     """{(module's path, name): source} of every plain version in the package that is a chapter or a family."""
     paths = [*(ROOT / "minidist/parallel").rglob("*.py"), *(ROOT / "minidist/comm/collectives").glob("*.py")]
     return {(str(path.relative_to(ROOT)), name): source for path in paths for name, source in functions(path).items()
-            if name.startswith("plain_") and name != "plain_forward"}
+            if name.startswith("plain_")}
 
 
 @pytest.mark.parametrize("number", [number for number in NUMBERS if number not in WITHOUT])

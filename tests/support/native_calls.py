@@ -35,6 +35,10 @@ def refused(world: Group) -> list[str]:
     return texts
 
 
+def peaceful(world: Group) -> tuple[list[Any], list[str]]:
+    return in_many_groups(world), refused(world)
+
+
 ONES = np.ones(6, np.float32)
 HERE = r".*native_calls\.py:\d+"
 

@@ -16,7 +16,7 @@ from minidist.parallel.step.step import Part
 
 
 def train_stages(world: Any, name: str, changes: dict[str, Any], *, microbatches: int = 4, chunks: int | None = None,
-                 layers: list[int] | None = None, sequences: int = 5, steps: int = 3, accumulate: int = 1,
+                 layers: list[int] | None = None, sequences: int = 5, steps: int = 2, accumulate: int = 1,
                  clip: float | None = 0.5) -> dict[str, Any]:
     """What a rank holds after `steps` steps under the schedule `name`, or "model parallel"; "single": one process."""
     config, step = tiny(**changes), 0

@@ -6,7 +6,7 @@ import numpy as np
 from training import difference, global_batch, tiny
 
 import minidist as md
-from minidist.cli.train import report
+from minidist.cli.train import metrics
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 BOUND = 1e-10
@@ -17,7 +17,7 @@ def train(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[
     """What a rank holds after some steps. `options`: plan (its fields), steps, sequences, and the Trainer's."""
     config, options = tiny(**changes), {"optimizer": "adamw", "lr": 1e-2, "clip": 0.5, "seed": 3, **options}
     plan = Plan(**{"bucket_bytes": 2048, **options.pop("plan", {})})
-    steps, sequences = options.pop("steps", 3), options.pop("sequences", 5)
+    steps, sequences = options.pop("steps", 2), options.pop("sequences", 5)
     trainer = Trainer(plan, config, world, **options)
     losses = [trainer.step(global_batch(step, sequences, config)) for step in range(steps)]
     trainer.check_replicas()
@@ -25,7 +25,7 @@ def train(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[
     losses.append(trainer.evaluate([batch, global_batch(0, 1, config)]))
     result = {"weights": trainer.state_dict(), "losses": losses, "digest": trainer.weights_sha256(),
               "sent": world.ledger.sent_bytes("step"),
-              "formula": report.gradient_formula(trainer, global_batch(0, sequences, config)),
+              "formula": metrics.gradient_formula(trainer, global_batch(0, sequences, config)),
               "memory": trainer.account.snapshot()}
     trainer.close()
     return result

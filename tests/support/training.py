@@ -27,7 +27,7 @@ def global_batch(step: int, sequences: int, config: GPTConfig) -> tuple[np.ndarr
     return ids[:, :-1], ids[:, 1:]
 
 
-def train(world: Any, *, config: GPTConfig | None = None, steps: int = 3, sequences: int = 5,
+def train(world: Any, *, config: GPTConfig | None = None, steps: int = 2, sequences: int = 5,
           bucket_bytes: int = SMALL_BUCKETS, **options: Any) -> dict[str, Any]:
     """What a rank of `world` holds after `steps` steps on the data axis: weights, losses, digest, ledger, memory.
 

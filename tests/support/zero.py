@@ -37,7 +37,7 @@ def make(world: Any, stage: int, model: GPT, **options: Any) -> Any:
     return STAGES[stage](model, world, **options) if stage else Single(model)
 
 
-def train(world: Any, stage: int, changes: dict[str, Any] | None = None, *, steps: int = 3, sequences: int = 5,
+def train(world: Any, stage: int, changes: dict[str, Any] | None = None, *, steps: int = 2, sequences: int = 5,
           optimizer: str = "adamw", clip: float | None = 0.5, frozen: tuple[str, ...] = (), seed: int = 3,
           bucket_bytes: int = SMALL_BUCKETS, step_options: dict[str, Any] | None = None,
           **options: Any) -> dict[str, Any]:

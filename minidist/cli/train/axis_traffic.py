@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from rich.table import Table
@@ -11,20 +11,24 @@ from minidist.console import exactly
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.hybrid_costs import elements_sent, wide_elements
 from minidist.parallel.hybrid.hybrid_pipeline import gathers
+from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.memory.activations import chosen
+from minidist.parallel.step.step import Batch
 from minidist.parallel.step.strategy import Collective
+from minidist.parallel.zero.zero3 import Zero3
 
 WIDE = 4
 """Bytes of a number that travels as float32 in low precision too."""
 
 
-def formula(trainer: Trainer, strategy: Any, data: dict[str, Any], batch: Any) -> dict[str, Any]:
+def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, Any]:
     """Bytes of all ranks and steps by axis, and the number of this rank's parameters. Every rank calls it.
 
     Args:    data: the formula of this rank's group of the data axis. batch: one batch of the run.
     Cost:    two all-gathers of one or two integers a rank, under `control`.
     """
     plan, itemsize = trainer.plan, next(trainer.model.parameters()).dtype.itemsize
+    strategy = cast(Hybrid, trainer.strategy)
     config, sequences = replace(trainer.config, context=batch[0].shape[1]), len(batch[0])
     again = chosen(plan.checkpoint_blocks, config.layers)
     elements = elements_sent(config, plan, sequences, recomputed=len(again))
@@ -48,21 +52,22 @@ def formula(trainer: Trainer, strategy: Any, data: dict[str, Any], batch: Any) -
 
 def stage_layers(trainer: Trainer) -> list[int] | None:
     """Layers of each stage of the pipeline; None without a pipeline."""
-    strategy: Any = trainer.strategy
-    return strategy.pipeline.layers if trainer.plan.pp > 1 else None
+    pipeline = cast(Hybrid, trainer.strategy).pipeline if trainer.plan.composed else None
+    return None if pipeline is None else pipeline.layers
 
 
-def collectives(strategy: Any, accumulate: int) -> list[Collective] | None:
-    """The collectives of ZeRO-2 and 3 under a pipeline, where each microbatch is a pass; None in other cases."""
-    pipeline, data, plan = strategy.pipeline, strategy.data, strategy.plan
+def collectives(trainer: Trainer) -> list[Collective]:
+    """The collectives of the data axis in a step. Under a pipeline each microbatch is a pass of ZeRO-2 and 3."""
+    strategy, plan = cast(Hybrid, trainer.strategy), trainer.plan
+    pipeline, data = strategy.pipeline, strategy.data
     if pipeline is None or not data.reduces_each_pass:
-        return None
-    passes = accumulate * plan.pieces
+        return data.traffic(plan.accumulate)
+    passes = plan.accumulate * plan.pieces
     if plan.zero == 2:
-        return data.traffic(passes)     # type: ignore[no-any-return]
-    fetches = [accumulate * gathers(pipeline.schedule, strategy.pp.rank, stage, keep=plan.keep_gathered)
+        return data.traffic(passes)
+    fetches = [plan.accumulate * gathers(pipeline.schedule, strategy.pp.rank, stage, keep=plan.keep_gathered)
                for stage in pipeline.stages.layers]
-    return data.traffic(passes, fetches)        # type: ignore[no-any-return]
+    return cast(Zero3, data).traffic(passes, fetches)
 
 
 def measured(metrics: dict[str, Any]) -> dict[str, int]:

@@ -3,47 +3,47 @@
 On a ring all ranks send the same; here device 0 and the servers send other bytes than the rest.
 """
 
-from typing import Any
+from typing import Any, cast
 
 from rich.table import Table
 
 from minidist.console import exactly
 from minidist.parallel.data.bounded_staleness import key_shards
+from minidist.parallel.data.data_parallel import DataParallel
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.plan import Plan
-from minidist.parallel.step.step import Part, micro_parts, part_of
+from minidist.parallel.step.step import Batch, Part, micro_parts, part_of
 
 Counts = list[list[int]]
 """[bytes, messages] of each rank, or device."""
 
 
-def device_records(strategy: Any) -> list[dict[str, Any]]:
+def device_records(trainer: Trainer) -> list[dict[str, Any]]:
     """metrics.rank_record for each device of the one process."""
     return [{"rank": device.rank, "coordinates": {"dp": device.rank}, "sent_bytes": device.group.ledger.sent_bytes(),
              "messages": device.group.ledger.messages(), "memory": device.account.snapshot()}
-            for device in strategy.devices]
+            for device in cast(DataParallel, trainer.strategy).devices]
 
 
-def formula(trainer: Trainer, strategy: Any, batch: Any) -> dict[str, Any]:
+def formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     """Bytes and messages of a run by rank or device, if no worker is lost. Args: batch: one batch of the run."""
-    counts = (_by_device(trainer, strategy, batch) if trainer.plan.strategy == "data-parallel" else
-              _by_role(trainer, strategy))
+    counts = _by_device(trainer, batch) if trainer.plan.strategy == "data-parallel" else _by_role(trainer)
     return {"sent_bytes": sum(nbytes for nbytes, _ in counts), "messages": sum(messages for _, messages in counts),
-            "buckets": 0, "by_rank": counts, "lost": sorted(getattr(strategy, "gone", ()))}
+            "buckets": 0, "by_rank": counts, "lost": sorted(getattr(trainer.strategy, "gone", ()))}
 
 
-def _by_role(trainer: Trainer, strategy: Any) -> Counts:
+def _by_role(trainer: Trainer) -> Counts:
     """A worker pushes all gradients; a server sends its keys to each worker, asynchronously once more at the end."""
-    keys = [sum(p.data.nbytes for p in share) for share in key_shards(trainer.model, strategy.servers)]
-    steps, workers = trainer.steps_done, strategy.workers
-    pulls = steps + strategy.asynchronous
-    return ([[steps * sum(keys), steps * strategy.servers]] * workers
+    plan, steps, workers = trainer.plan, trainer.steps_done, trainer.plan.workers
+    keys = [sum(p.data.nbytes for p in share) for share in key_shards(trainer.model, plan.servers)]
+    pulls = steps + plan.asynchronous
+    return ([[steps * sum(keys), steps * plan.servers]] * workers
             + [[pulls * workers * nbytes, pulls * workers] for nbytes in keys])
 
 
-def _by_device(trainer: Trainer, strategy: Any, batch: Any) -> Counts:
+def _by_device(trainer: Trainer, batch: Batch) -> Counts:
     """Device 0 sends models, inputs and gradients of outputs; the others send gradients and outputs."""
-    inputs, size = batch[0], len(strategy.devices)
+    inputs, size = batch[0], trainer.plan.replicas
     model = sum(p.data.nbytes for p in trainer.model.parameters())
     per_row = trainer.config.vocabulary * inputs.shape[1] * next(trainer.model.parameters()).data.itemsize
     counts = [[(size - 1) * model, size - 1], *([model, 1] for _ in range(size - 1))]
@@ -68,7 +68,7 @@ def traffic_table(metrics: dict[str, Any]) -> Table:
     """Bytes and messages of each device, worker or server in a step, without scalars, beside the formula."""
     steps, plan = len(metrics["losses"]), Plan(**metrics["plan"])
     table = Table(header_style="bold")
-    table.add_column("who")
+    table.add_column("sender")
     for column in ("bytes", "formula", "messages", "formula"):
         table.add_column(column, justify="right")
     totals = [0, 0, 0, 0]

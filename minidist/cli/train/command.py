@@ -43,7 +43,7 @@ TRACE_SPANS = 5000
 """Spans of a rank that trace.json keeps: about the first 150 steps, and a few megabytes for four ranks."""
 
 WAIT_LIMIT, THREADS_LIMIT = 120.0, 1e7
-"""Seconds that a wait of a rank that is a thread may last, as in md.init; and the whole run, which has no limit."""
+"""Limits of ranks that are threads, in seconds: of one wait, as in md.init; of the run, which has none in effect."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
     if as_threads:
         threads = limit_blas_threads(args.threads, size * plan.replicas)
         with run_folder(settings.out):
-            return max(run_function(_train_in_thread, settings, threads, size=size, transport=args.transport,
-                                    limit=THREADS_LIMIT))
+            return int(max(run_function(_train_in_thread, settings, threads, size=size, transport=args.transport,
+                                        limit=THREADS_LIMIT)))
     if starts_ranks:
-        args.out = str(settings.out)                        # its default is the time of day
+        args.out = str(settings.out)                        # the same for all ranks: its default is the time of day
         with run_folder(settings.out):
             return spawn([sys.executable, "-m", "minidist", "train", *as_arguments(args)], size)
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train_in_thread(world: Group, settings: Settings, threads: int) -> int:
-    """A rank of `--transport threads`: all of them in this process, for debuggers."""
+    """Run one rank of `--transport threads`, where all ranks are in this process (useful in a debugger)."""
     world.transport.limit = WAIT_LIMIT
     return train(settings, world, threads)
 

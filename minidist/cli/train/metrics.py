@@ -7,16 +7,17 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from minidist.cli.train.axis_traffic import stage_layers
-from minidist.cli.train.central_traffic import device_records
+from minidist.cli.train import axis_traffic, central_traffic
 from minidist.cli.train.expert_table import expert_record
 from minidist.cli.train.offload_table import offload_record
-from minidist.cli.train.report import gradient_formula
 from minidist.cli.train.settings import Settings
+from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.nn import GPT
 from minidist.observe.records import gather_records
 from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.step.step import Batch
+from minidist.parallel.step.strategy import Collective
 
 Metrics = dict[str, Any]
 
@@ -34,7 +35,7 @@ def run_metrics(trainer: Trainer, world: Group, settings: Settings, *, threads: 
     return {"plan": trainer.plan.as_dict(), "size": world.size, "transport": world.transport.name, "threads": threads,
             "device": args.device, **parameter_counts(trainer),
             "formula": gradient_formula(trainer, settings.training_batch(0)),
-            **expert_record(trainer), "stage_layers": stage_layers(trainer),
+            **expert_record(trainer), "stage_layers": axis_traffic.stage_layers(trainer),
             "optimizer_moments": len(trainer.optimizer.state_names), "skipped_steps": trainer.precision.skipped,
             "losses": losses, "validation_loss": validation_loss, "step_seconds": median,
             "tokens_per_second": args.batch * args.context / median, "config": asdict(config),
@@ -46,7 +47,7 @@ def run_metrics(trainer: Trainer, world: Group, settings: Settings, *, threads: 
 def rank_records(trainer: Trainer, world: Group) -> list[dict[str, Any]] | None:
     """Every rank's record on rank 0; of one process that drives several devices, every device's."""
     if trainer.plan.strategy == "data-parallel":
-        return device_records(trainer.strategy)
+        return central_traffic.device_records(trainer)
     return gather_records(world, rank_record(trainer, world))
 
 
@@ -57,6 +58,37 @@ def rank_record(trainer: Trainer, world: Group) -> dict[str, Any]:
             "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
             "memory": trainer.account.snapshot(), "shared_bytes": world.transport.shared_bytes,
             **offload_record(trainer)}
+
+
+def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
+    """Bytes and messages of all ranks and steps by formula, for gradients and under ZeRO for weights.
+
+    Args:    batch: one batch of the run.
+    """
+    plan = trainer.plan
+    if plan.strategy != "ddp":
+        return central_traffic.formula(trainer, batch)
+    if plan.composed:
+        return axis_traffic.formula(trainer, _data_formula(trainer, axis_traffic.collectives(trainer)), batch)
+    data = _data_formula(trainer, trainer.strategy.traffic(plan.accumulate))
+    return {name: data[name] for name in ("sent_bytes", "messages", "buckets")}
+
+
+def _data_formula(trainer: Trainer, calls: Sequence[Collective]) -> dict[str, Any]:
+    """Bytes and messages of all ranks of one group of the data axis in all steps; bytes also by axis.
+
+    Args:    calls: the collectives of one step.
+    """
+    plan, steps, axes, messages = trainer.plan, trainer.steps_done, dict[str, int](), 0
+    for call in calls:      # the sum over ranks does not depend on the sizes of their shards
+        size, times = call.group.size, 1 if call.once else plan.copies // call.group.size
+        case = Case(size=size, nbytes=call.nbytes, blocks=[call.nbytes] + [0] * (size - 1))
+        formula, axis = FORMULAS[call.verb, plan.algorithm], call.group.axis.split(".")[0]
+        axes[axis] = axes.get(axis, 0) + steps * times * formula.bytes_of(case)
+        messages += steps * times * formula.messages_of(case)
+    kinds = ("reduce_scatter", "all_gather") if plan.zero >= 2 else ("all_reduce", "reduce_scatter")
+    return {"sent_bytes": sum(axes.values()), "axes": axes, "messages": messages,
+            "buckets": sum(call.verb in kinds and not call.once for call in calls)}
 
 
 def parameter_counts(trainer: Trainer) -> dict[str, int]:

@@ -1,6 +1,5 @@
-"""The report of `minidist train`: tables that hold measured beside formula, and the formulas of what is sent."""
+"""The report of `minidist train` on the screen: tables of measured values beside formulas."""
 
-from collections.abc import Sequence
 from math import log
 from pathlib import Path
 from statistics import fmean
@@ -12,49 +11,11 @@ from rich.table import Table
 from minidist.cli.train import axis_traffic, central_traffic
 from minidist.cli.train.expert_table import expert_table
 from minidist.cli.train.offload_table import on_device, print_offload
-from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.console import exactly, plural
-from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.parallel.step.step import Batch
-from minidist.parallel.step.strategy import Collective, Strategy
 from minidist.parallel.zero.memory_formula import STATE, Each, state_bytes
 
 Metrics = dict[str, Any]
 
-
-def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
-    """Bytes and messages of all ranks and steps by formula, for gradients and under ZeRO for weights.
-
-    Args:    batch: one batch of the run.
-    """
-    plan, strategy = trainer.plan, trainer.strategy
-    if plan.strategy != "ddp":
-        return central_traffic.formula(trainer, strategy, batch)
-    calls = strategy.data.traffic(plan.accumulate)
-    if plan.composed:
-        calls = axis_traffic.collectives(strategy, plan.accumulate) or calls
-        return axis_traffic.formula(trainer, strategy, data_formula(trainer, strategy.data, calls), batch)
-    return {key: value for key, value in data_formula(trainer, strategy, calls).items() if key != "axes"}
-
-
-def data_formula(trainer: Trainer, strategy: Strategy, calls: Sequence[Collective]) -> dict[str, Any]:
-    """Bytes and messages of all ranks of one group of the data axis in all steps; bytes also by axis.
-
-    Args:    calls: the collectives of one step.
-    """
-    plan, steps, axes, messages = trainer.plan, trainer.steps_done, dict[str, int](), 0
-    for call in calls:      # the sum over ranks does not depend on the sizes of their shards
-        size, times = call.group.size, 1 if call.once else plan.copies // call.group.size
-        case = Case(size=size, nbytes=call.nbytes, blocks=[call.nbytes] + [0] * (size - 1))
-        formula, axis = FORMULAS[call.verb, plan.algorithm], call.group.axis.split(".")[0]
-        axes[axis] = axes.get(axis, 0) + steps * times * formula.bytes_of(case)
-        messages += steps * times * formula.messages_of(case)
-    kinds = ("reduce_scatter", "all_gather") if plan.zero >= 2 else ("all_reduce", "reduce_scatter")
-    return {"sent_bytes": sum(axes.values()), "axes": axes, "messages": messages,
-            "buckets": sum(call.verb in kinds and not call.once for call in calls)}
-
-
-# --------------------------------------------------------------------------------------------------------- the screen
 
 def print_report(console: Console, metrics: Metrics, sample: str, folder: Path) -> None:
     """Losses, the sample, the ledger and the memory account beside their formulas, and where the files are."""

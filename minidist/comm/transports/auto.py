@@ -53,7 +53,7 @@ def connect(link: full_mesh.Meeting, token: bytes, limit: float, *, host: str, n
         except BaseException:
             full_mesh.hang_up(rings)
             raise
-    if len(set(memories)) == len(memories):
+    if len(set(memories)) == len(memories) > 1:
         return TcpTransport(me, limit, far)
     return share(me, rings, limit, {rank: TcpLink(sock) for rank, sock in far.items()},
                  name="shm" if len(set(memories)) == 1 else "shm+tcp")

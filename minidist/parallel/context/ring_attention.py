@@ -89,7 +89,10 @@ def plain_ring_attention(q: Array, k: Array, v: Array, positions: Array, group: 
 # ------------------------------------------------------------------------------------------------------- partition
 
 def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
-    """A rank's two blocks of a sequence: (number among the 2P, its place among the rank's own tokens)."""
+    """A rank's two blocks of a sequence of `length` tokens over `size` ranks.
+
+    Returns: for each (its number among the 2P, its place among the rank's own tokens).
+    """
     edges = bounds(length, 2 * size)
     first, last = rank, 2 * size - 1 - rank
     middle = edges[first + 1] - edges[first]
@@ -97,15 +100,16 @@ def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
 
 
 def zigzag(length: int, rank: int, size: int) -> np.ndarray:
-    """The positions of a rank's tokens in a sequence of `length`, ascending: (own,) int64."""
+    """The positions of a rank's tokens in a sequence of `length` tokens over `size` ranks, ascending: (own,) int64."""
     edges = bounds(length, 2 * size)
     return np.concatenate([np.arange(edges[number], edges[number + 1]) for number in (rank, 2 * size - 1 - rank)])
 
 
 def visible(length: int, rank: int, source: int, size: int) -> Iterator[tuple[slice, slice, bool]]:
-    """Which of a rank's query blocks see which key blocks of rank `source`: (queries, keys, causal).
+    """Which of a rank's query blocks see which key blocks of rank `source`; length, size as of zigzag.
 
-    Queries of a later block see all keys, those of an earlier block none; inside one block the mask is causal.
+    Returns: (queries, keys, causal): slices of the tokens of `rank` and of `source`; whether it is one block, in which
+             the mask is causal. Queries of a later block see all keys, those of an earlier block none.
     """
     for own, queries in own_blocks(length, rank, size):
         for other, keys in own_blocks(length, source, size):
@@ -116,17 +120,20 @@ def visible(length: int, rank: int, source: int, size: int) -> Iterator[tuple[sl
 # ------------------------------------------------------------------------------------------------------------ ring
 
 def pass_on(group: Group, array: Array, tokens: int) -> Pending:
-    """Start to send `array` (…, own, D) to the next rank and to receive (…, tokens, D) from the previous rank."""
+    """Start to send `array` (…, own, D) to the next rank, and to receive (…, tokens, D) from the previous rank.
+
+    Returns: a handle whose wait() gives the array that came. Cost: one message.
+    """
     xp = array_module(array)
     room = account.current().hold(xp.empty((*array.shape[:-2], tokens, array.shape[-1]), array.dtype), "communication")
     return group.start_exchange(array, (group.rank + 1) % group.size, (group.rank - 1) % group.size, out=room)
 
 
 def around(group: Group, kv: Array, length: int) -> Iterator[tuple[int, Array]]:
-    """(rank, its keys and values) for every rank, this one first: (2, B, H_kv, tokens, D).
+    """Send keys and values round the ring; the next ones arrive while the caller computes with the present ones.
 
-    The next array arrives, and the present one leaves, while the caller computes; it must not be written to.
-
+    Args:    kv: this rank's (2, B, H_kv, own, D); length: tokens of the whole sequence.
+    Returns: (rank, its keys and values) for every rank, this one first; the arrays must not be written to.
     Cost:    P - 1 messages per rank, one a hop, of any size.
     """
     for hop in range(group.size):
@@ -142,7 +149,7 @@ def around(group: Group, kv: Array, length: int) -> Iterator[tuple[int, Array]]:
 
 @op
 def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -> tuple[Array, Saved]:
-    """causal_attention of a sequence of which each rank has its own tokens (`zigzag`). All ranks call it, in one order.
+    """causal_attention of a sequence whose tokens are divided between the ranks (`zigzag`). All ranks call it.
 
     Args:    q (B, H, own, D); k, v (B, H_kv, own, D): of the own tokens, any float dtype.
              length: T, tokens of the whole sequence.
@@ -204,7 +211,7 @@ def _packed(k: Array, v: Array) -> Array:
 # ------------------------------------------------------------------------------------------------------------- GPT
 
 class RingSelfAttention(CausalSelfAttention):
-    """A GPT's attention over a sequence of which this rank has its own tokens: (B, own, width) -> (B, own, width)."""
+    """A GPT's attention over a divided sequence: own tokens (B, own, width) -> (B, own, width)."""
 
     takes_packed = False
 

@@ -24,12 +24,9 @@ computed again):
     key heads   as in chapter 12
 
 Memory: what lies outside is divided too, except two gathered inputs a block that the weights' gradients need: 2 h a
-token stay whole. Korthikanti et al. keep their shards and gather again in backward, two all-gathers a block more. With
-blocks computed again (chapter 19) a block keeps T/P × h only.
+token stay whole. (Korthikanti et al. gather them again in backward.)
 
-Context parallelism, which N2 序列并行 draws, is another thing: it cuts attention itself (ring_attention.py).
-
-notes:   N2 序列并行
+notes:   N2 序列并行 draws context parallelism, which cuts attention itself (ring_attention.py)
 Source:  Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
 """
 
@@ -70,7 +67,7 @@ def plain_sequence_mlp(x: Array, up: Array, down: Array, bias: Array, dy: Array,
 
 
 class SequenceRegion(TensorRegion):
-    """A region into which all tokens are gathered, and out of which each rank takes the sums of its own tokens."""
+    """A region that gathers all tokens on entry, and leaves each rank the sums of its own tokens."""
 
     def enter(self, x: Tensor) -> Tensor:
         """(B, own, width) -> (B, T, width)."""

@@ -24,7 +24,7 @@ OwnTokens = Callable[[int], Any]
 
 
 def pick(array: Array, own: OwnTokens, dim: int) -> Array:
-    """The part of an array that belongs to this rank's tokens; dim `dim` is all tokens: (…, T, …) -> (…, own, …)."""
+    """The part of an array that belongs to this rank's tokens: (…, T, …) -> (…, own, …); T is dim `dim`."""
     places = own(array.shape[dim])
     if isinstance(places, slice):
         return array[(slice(None),) * dim + (places,)]
@@ -39,22 +39,24 @@ def own_key(key: DropoutKey | None, own: OwnTokens) -> DropoutKey | None:
 # ----------------------------------------------------------------------------------------------------------- layers
 
 class TokenShardEmbedding(Embedding):
-    """A token embedding that is given all ids (B, T) and looks up the own ones: -> (B, own, width)."""
+    """A token embedding that is given all ids and looks up the own ones."""
 
     def __init__(self, embedding: Embedding, own: OwnTokens) -> None:
         self.weight, self.own = embedding.weight, own
 
     def forward(self, ids: Array) -> Tensor:
+        """All ids (B, T) -> (B, own, width)."""
         return super().forward(pick(ids, self.own, TOKENS))
 
 
 class TokenShardPositions(Embedding):
-    """A position embedding that is given all positions (T,) and looks up the own ones: -> (own, width)."""
+    """A position embedding that is given all positions and looks up the own ones."""
 
     def __init__(self, embedding: Embedding, own: OwnTokens) -> None:
         self.weight, self.own = embedding.weight, own
 
     def forward(self, ids: Array) -> Tensor:
+        """All positions (T,) -> (own, width)."""
         return super().forward(pick(ids, self.own, 0))
 
 
@@ -66,6 +68,7 @@ class TokenShardDropout(Dropout):
         self.own = own
 
     def forward(self, x: Tensor, key: DropoutKey | None = None, *, residual: Tensor | None = None) -> Tensor:
+        """(B, own, width) -> (B, own, width); the key is that of all tokens."""
         return super().forward(x, own_key(key, self.own), residual=residual)
 
 
@@ -104,7 +107,10 @@ def shard_dropouts(model: GPT, own: OwnTokens) -> None:
 
 
 def shard_tokens(model: GPT, group: Group, own: OwnTokens) -> None:
-    """Let a GPT take whole sequences and work on the own tokens, in place; its attention must see the other tokens."""
+    """Let a GPT take whole sequences and work on the own tokens, in place; its attention must see the other tokens.
+
+    Args:    group: the ranks that have the other tokens; own: which tokens this rank has.
+    """
     model.tokens = TokenShardEmbedding(model.tokens, own)
     model.output = TokenShardOutput(group, own)
     shard_dropouts(model, own)

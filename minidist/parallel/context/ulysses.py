@@ -67,7 +67,7 @@ HEADS, TOKENS = 1, 2        # dims of (B, H, T, D)
 
 
 class UlyssesSelfAttention(CausalSelfAttention):
-    """A GPT's attention over a sequence of which this rank has its own tokens: (B, own, width) -> (B, own, width)."""
+    """A GPT's attention over a divided sequence: own tokens (B, own, width) -> (B, own, width)."""
 
     takes_packed = False
 

@@ -42,7 +42,7 @@ class Update(NamedTuple):
 
 
 class Clocks:
-    """How many steps each worker has done, as one server sees it. Every method is for the worker's own thread.
+    """The number of steps that each worker has done, as one server sees it. A worker's own thread calls the methods.
 
     Args:    staleness: how many steps a worker may be ahead of the slowest; None: any number.
              limit: seconds that it may have to wait.
@@ -175,7 +175,7 @@ class _Replay:
 
 
 def own_scale(keys: Sequence[Parameter], clip: float | None) -> float:
-    """What scales a worker's own gradient to a norm of at most `clip`; what backward did not reach becomes zero."""
+    """The factor that scales a worker's own gradient to a norm of at most `clip`; missing gradients become zero."""
     zero_unused(keys)
     return 1.0 if clip is None else clip_scale(global_norm(key.grad for key in keys), clip)
 

@@ -66,7 +66,7 @@ from minidist.errors import CommError, ConfigError, PeerLostError
 from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.data.buckets import cut, make_buckets
-from minidist.parallel.step.flat import Flat, empty_like
+from minidist.parallel.step.flat import Flat, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Part, clip_and_update, micro_parts, rows_of, zero_unused
@@ -108,7 +108,7 @@ OutputLoss = Callable[[Tensor, Array, int], Tensor]
 """`loss(outputs, targets, divisor)`: the sum of the losses over `divisor`, one number."""
 
 
-def plain_forward(replica: Module, inputs: Array, first: int) -> Tensor:
+def call_replica(replica: Module, inputs: Array, first: int) -> Tensor:
     """The model called with its inputs."""
     return replica(inputs)
 
@@ -134,7 +134,7 @@ class ReplicaDevice:
         self.flats = [Flat(run, group) for kind in (learning, [p for p in parameters if not p.requires_grad])
                       for run in cut(kind, EVERYTHING)]
         self.buckets = make_buckets(learning, EVERYTHING)
-        self.weights = [flat.join() if self.rank == 0 else _room(flat) for flat in self.flats]
+        self.weights = [flat.join(copy=self.rank == 0) for flat in self.flats]
 
 
 def replicate(model: Module) -> Module:
@@ -145,14 +145,6 @@ def replicate(model: Module) -> Module:
         nothing = xp.broadcast_to(xp.zeros((), parameter.dtype), parameter.shape)
         memo[id(parameter)] = Parameter(nothing, name=parameter.name, requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, memo)
-
-
-def _room(flat: Flat) -> Array:
-    """A vector for the weights that will come, its views the parameters' data."""
-    vector = empty_like(flat.parameters[0].data, flat.size, "parameters")
-    for parameter, view in flat.views(vector):
-        parameter.data = view
-    return vector
 
 
 class DataParallel(Strategy):
@@ -167,16 +159,13 @@ class DataParallel(Strategy):
     Raises:  ConfigError if there is no replica, or nothing to train.
     """
 
-    def __init__(self, model: Module, replicas: int, *, forward: Forward = plain_forward,
+    def __init__(self, model: Module, replicas: int, *, forward: Forward = call_replica,
                  loss: OutputLoss = cross_entropy, recorders: Sequence[Recorder] = (), limit: float = 60.0) -> None:
         if replicas < 1 or len(recorders) not in (0, replicas):
             raise ConfigError(f"DataParallel: {replicas} replicas and {len(recorders)} recorders; take at least one "
                               f"replica, and a recorder for each or none")
         self.model, self.forward, self.loss, self.precision = model, forward, loss, Precision()
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        if not self.parameters:
-            raise ConfigError("DataParallel: no parameter asks for a gradient, so there is nothing to train; leave "
-                              "some requires_grad on")
+        self.parameters = trainable(model.parameters())
         self.devices: list[ReplicaDevice] = []
         self._failure: tuple[int, BaseException] | None = None
         self._transports = connect(replicas, limit, unbuffered=False)
@@ -185,7 +174,7 @@ class DataParallel(Strategy):
             memory = MemoryAccount() if rank else account.current()
             with account.use(memory):
                 self.devices.append(ReplicaDevice(replicate(model) if rank else model, group, memory,
-                                           recorders[rank] if recorders else Silent()))
+                                                  recorders[rank] if recorders else Silent()))
 
     # ------------------------------------------------------------------------------------------------- partition
 
@@ -257,10 +246,8 @@ class DataParallel(Strategy):
              accumulate: int = 1) -> float:
         """One step on the whole batch; returns its mean loss.
 
-        Args:    optimizer: made of `self.parameters`; lr: this step's learning rate (None: the optimizer's own).
-                 clip: bound of the gradients' common norm; accumulate: in how many passes the rows are taken; the
-                 model is copied before the first, the gradients are summed after the last.
-        Raises:  what a replica raised, naming it; ConfigError for a batch without a row.
+        Args:    as Strategy.step. The model is copied before the first pass, gradients are summed after the last.
+        Raises:  the error of a replica, naming it; ConfigError for a batch without a row.
         """
         micros = [micro for micro in micro_parts(Part(*batch, first=0), accumulate) if len(micro.inputs)]
         if not micros:

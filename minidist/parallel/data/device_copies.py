@@ -16,7 +16,7 @@ _local = threading.local()
 
 
 def mark(array: Array) -> Any:
-    """What a copy of or into `array` has to wait for: an event behind what the current stream does with it now."""
+    """An event behind the current stream's work on `array`; a copy of or into `array` must wait for it."""
     xp = array_module(array)
     if xp is np:
         return None

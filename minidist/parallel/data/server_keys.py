@@ -18,7 +18,7 @@ from minidist.parallel.step.flat import Piece, empty_like
 
 
 def assign(sizes: Sequence[int], servers: int) -> list[list[int]]:
-    """Which keys each server has, as positions in `sizes` in ascending order; the same wherever it is called.
+    """The keys of each server, as positions in `sizes` in ascending order; the same on every rank.
 
     Raises:  ConfigError if a server would have none.
     """
@@ -58,7 +58,7 @@ class Shard:
         return sum(vector.nbytes for vector in self.weights)
 
     def pieces(self) -> list[Piece]:
-        """What an optimizer is made of, with this shard's gradients."""
+        """The pieces of an optimizer, with this shard's gradients."""
         return [Piece(key, data, grad) for run, weights, gradients in
                 zip(self.runs, self.weights, self.gradients, strict=True)
                 for key, data, grad in zip(run, views(run, weights), views(run, gradients), strict=True)]

@@ -19,8 +19,8 @@ Who holds what, P ranks, E experts:
     batch       own rows, as in DDP: for everything but the experts, `ep` is a data axis
     biases      whole on all ranks (balance="bias"); once a step the loads of all ranks move them
 
-The result does not depend on the number of ranks: capacity, dropping and balance loss are those of one sequence, noise
-is keyed by the global token, and the loss is divided by the targets of all ranks.
+The result is one process's: capacity, dropping and balance loss are those of one sequence, noise is keyed by the global
+token, and the loss is divided by the targets of all ranks.
 
 Cost, a step, all ranks together, in numbers; R = tokens whose expert is on another rank, counted once per expert:
 
@@ -80,7 +80,7 @@ def plain_experts(x: Array, chosen: Array, weight: Array, my_expert: Callable[[A
 
 
 class SplitExperts(Experts):
-    """Experts of which each rank holds some; rows travel to them and results come back.
+    """Experts divided between ranks: rows travel to them and results come back.
 
     Args:    as expert_parallel.
     Attributes: sent: (P,) rows that this rank gave each rank, itself included, in training since the last `clear`;

@@ -130,7 +130,7 @@ class CapturedStep:
         return self.start_step(batch).wait()
 
     def start_step(self, batch: Batch) -> LateLoss:
-        """The same, and the loss may be waited for later.
+        """As `step`; the loss is still on its way.
 
         Raises:  ShapeError for a batch of another shape than the first; KernelError if the step cannot be captured.
         """
@@ -179,7 +179,7 @@ class CapturedStep:
     # -------------------------------------------------------------------------------------------- what is captured
 
     def _work(self) -> None:
-        """What Single.start_step asks the GPU for, of what lies in fixed places; nothing of it comes from the host."""
+        """The kernels of Single.start_step, on arrays in fixed places; no number comes from the host."""
         trainer, optimizer = self.trainer, self._optimizer()
         optimizer.zero_grad()
         for number, part in enumerate(self._passes):

@@ -5,7 +5,7 @@
     loss = trainer.step(batch)                  # the global batch in, the global mean loss out
 
 Every rank passes the same global batch and gets the same loss; which part of the batch, of the model and of the state
-a rank works on is the plan's affair. With the data axis alone (dp) the step is that of data/ddp.py, or with zero=1,
+a rank works on follows from the plan. With the data axis alone (dp) the step is that of data/ddp.py, or with zero=1,
 2 or 3 of zero1.py, zero2.py or zero3.py, or with strategy= of parameter_server.py; one rank alone takes the step of
 single.py, or drives several devices (data_parallel.py). With any other axis, a pipeline (pp), experts (ep), context
 (cp) or tensor parallelism (tp), it is composed of theirs: hybrid_step.py, which goes on with this chapter. With any of
@@ -265,7 +265,7 @@ class Trainer:
         return self.start_step(batch).wait()
 
     def start_step(self, batch: Batch) -> LateLoss:
-        """The same, and the loss may be waited for later.
+        """As `step`; the loss may still be on its way.
 
         One process on a GPU then waits for nothing within a step, but for what the host decides: fp16's loss scale,
         fp8's scales, and the routing to experts. With other strategies the loss is there.

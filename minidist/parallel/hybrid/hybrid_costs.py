@@ -1,4 +1,4 @@
-"""What a composed plan sends along each axis: the sums of what the chapters' modules say."""
+"""Elements that a composed plan sends along each axis: sums of the formulas of the chapters' modules."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def wide_elements(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: 
 
 
 def whole_gradients(plan: Plan) -> int:
-    """How many copies of each gradient there are once the data axis has its sums: with ZeRO one a copy of the state."""
+    """Copies of each gradient once the data axis has its sums: with ZeRO one for each copy of the state."""
     return plan.copies // (plan.shard or plan.copies) if plan.zero else plan.copies
 
 
@@ -73,7 +73,7 @@ def _heads_divided(config: GPTConfig, ranks: int) -> list[GPTConfig]:
 
 
 def _own_lengths(config: GPTConfig, plan: Plan) -> list[int]:
-    """How many of a sequence's tokens each rank of cp has."""
+    """The number of a sequence's tokens on each rank of cp."""
     if plan.attention == "ring":
         return [len(ring_attention.zigzag(config.context, rank, plan.cp)) for rank in range(plan.cp)]
     return _lengths(config.context, plan.cp)

@@ -62,7 +62,7 @@ class DataPipeline(Pipeline):
 
     @property
     def loss_scale(self) -> float:
-        """What backward multiplies the loss by."""
+        """The factor of the loss in backward."""
         return self.of.scale
 
     def serve(self, data: DataAxis, *, always: bool) -> None:
@@ -84,7 +84,7 @@ class DataPipeline(Pipeline):
         return [p for module in self.modules_of(stage) for p in module.parameters() if p.requires_grad]
 
     def go_back(self, stage: int, y: Tensor, dy: Array | None, *, whole: bool) -> list[WeightGradient]:
-        """As Pipeline's, by the data axis: what it reduces in each pass is reduced after it."""
+        """As Pipeline's, by the data axis, which may end in its reduce-scatters."""
         return self.data.backward(y, dy, segment=self._segment(stage), last=False, defer=not whole)
 
     def go_back_weights(self, stage: int, put_off: list[WeightGradient]) -> None:

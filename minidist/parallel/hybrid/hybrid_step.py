@@ -153,7 +153,7 @@ class Hybrid(Strategy):
         return [self.model.tokens.weight] if self.pipeline is not None and self.pipeline.ends is not None else []
 
     def _summands(self) -> list[Summand]:
-        """What is added up when the data axis has its sums: whole gradients, or with ZeRO this rank's pieces of them.
+        """The gradients to add up when the data axis has its sums: whole, or with ZeRO this rank's pieces of them.
 
         A tied table at both ends; key heads that several ranks hold; with sequence parallelism what is whole on tp.
         """
@@ -172,11 +172,7 @@ class Hybrid(Strategy):
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
-        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
-
-        Args:    lr: this step's learning rate (None: the optimizer's own); clip: bound of the whole gradient's norm.
-                 accumulate: in how many passes a data rank takes its rows; with a pipeline, each in microbatches.
-        """
+        """One step on the *global* batch; in a pipeline each pass has microbatches. Args, Returns: as Strategy.step."""
         self.data.begin_step()
         share = 0.0
         for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
@@ -220,7 +216,7 @@ class Hybrid(Strategy):
     # ------------------------------------------------------------------------------------------------ evaluation
 
     def evaluating(self) -> AbstractContextManager[Any]:
-        """As the data axis's."""
+        """As the data axis."""
         return self.data.evaluating()
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
@@ -240,7 +236,7 @@ class Hybrid(Strategy):
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether this rank is the one, of those that share some rows, that counts their tokens."""
+        """Whether this rank counts the tokens of its rows; one of the ranks that share them does."""
         return self.pp.rank == self.pp.size - 1 and self.cp.rank == 0
 
     # --------------------------------------------------------------------------------------------------- weights

@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def savings(self) -> str:
-        """What would take less of the device's memory: for errors."""
+        """Ways to take less of the device's memory, for errors."""
         return plan_checks.savings(self)
 
     # --------------------------------------------------------------------------------------------------- counting
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def composed(self) -> bool:
-        """Whether there is more than the data axis."""
+        """Whether an axis other than dp has several ranks."""
         return self.size > self.dp
 
     @property

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.errors import PlanError
 from minidist.nn import GPTConfig
+from minidist.nn.shares import narrowest
 from minidist.parallel.pipeline.schedules import ORDERS
 from minidist.parallel.step.step import divisors
-from minidist.parallel.tensor.split_gpt import narrowest
 
 if TYPE_CHECKING:
     from minidist.parallel.hybrid.plan import Plan
@@ -69,13 +69,13 @@ def recut(plan: "Plan", axes: Mapping[str, int], **options: Any) -> tuple["Plan"
 
 
 def data_alone(plan: "Plan", **options: Any) -> str:
-    """As many ranks on the data axis alone, in words."""
+    """The same number of ranks on the data axis alone, in words."""
     other = recut(plan, {"dp": plan.size}, **options)
     return other[1] if other else f"dp={plan.size}"
 
 
 def savings(plan: "Plan") -> str:
-    """What would take less of the device's memory, of what the plan does not do yet: for errors."""
+    """Ways to take less of the device's memory that the plan does not use yet, for errors."""
     ways = ["take fewer sequences at once (accumulate)"]
     if plan.checkpoint_blocks != "all":
         ways.append("keep less of them (checkpoint_blocks)")
@@ -150,7 +150,7 @@ def _check_offload(plan: "Plan") -> None:
 
 
 def _check_strategy(plan: "Plan") -> None:
-    """What the strategies that are not DDP and ZeRO ask, and what is theirs alone."""
+    """The conditions of the other strategies than DDP and ZeRO, and the options of those alone."""
     if plan.strategy not in STRATEGIES:
         raise PlanError(f"plan strategy={plan.strategy!r}: choose one of {', '.join(STRATEGIES)}")
     others = (plan.zero, plan.precision, plan.offload, plan.device_memory)
@@ -254,7 +254,7 @@ def check_ranks(plan: "Plan", ranks: int, config: GPTConfig | None) -> None:
 
 
 Misfit = tuple[str, str]
-"""What does not fit, and what would help beside another plan."""
+"""(what does not fit, what would help beside another plan)"""
 
 
 def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[Misfit]:
@@ -279,7 +279,7 @@ def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[Misfit]:
 
 
 def _misfits_of_experts(plan: "Plan", config: GPTConfig) -> Iterator[Misfit]:
-    """What a mixture of experts, and ranks that divide it, ask of each other."""
+    """The conditions of a mixture of experts, and of ranks that divide it."""
     mixture = config.mixture
     if mixture is None:
         if plan.ep > 1:

@@ -19,7 +19,7 @@ PLACES = {
     "offload=optimizer": "memory.offload.OnHost", "offload=all": "memory.offload_disk.OnDisk",
     "precision": "precision.mixed_precision.MixedPrecision",
 }
-"""What a plan names -> module and name, inside parallel/."""
+"""A plan's word -> module and name, inside parallel/."""
 
 
 def load(name: str) -> Any:
@@ -44,7 +44,7 @@ def make_store(plan: Plan, folder: str | Path | None, *, device: str, recorder: 
 
 def make_data_axis(model: GPT, group: Group, plan: Plan, *, seed: int, device: str, store: Any = None,
                    **options: Any) -> DataAxis:
-    """What trains the replicas of a model, or of a part of it: DDP or ZeRO.
+    """DDP or ZeRO, to train the replicas of a model or of a part of it.
 
     Args:    model: drawn; with ZeRO-3 not yet, and each rank draws its chunks alone. group: the ranks that share it.
              store: where ZeRO's chunks lie; options: further ones of the strategy.

@@ -115,7 +115,7 @@ def chosen(which: str, blocks: int) -> list[int]:
 
 
 def pass_bytes(config: GPTConfig, sequences: int, which: str = NONE, *, device: str = "cpu") -> int:
-    """What activations of one pass over so many sequences will take at the peak, before there is a model.
+    """Peak bytes of the activations of one pass over so many sequences, before there is a model.
 
     What a block adds does not depend on how many there are. So models of one and two blocks, as wide as the real one,
     make the pass, forward and backward, and the formulas above say the rest. It is never too much: where numbers choose

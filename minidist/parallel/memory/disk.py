@@ -11,9 +11,9 @@ A record is a raw file of regions, one behind the other, each an array of one dt
         loan.arrays["weights"]                          # waits for the read
     disk.start_write(loan, ["weights"])                 # begun; gives the buffer back when it is written
 
-Nothing is left behind, however the process ends: files have no names, so the system frees them with their last
-descriptors. Nor does a disk run full in the middle of a run: a region's blocks are reserved when it is
-added. A write that fails all the same is told by the next read, write or wait of any kind.
+No file is left behind, however the process ends: files have no names, so the system frees them with their last
+descriptors. A disk does not run full in the middle of a run, because a region's blocks are reserved when it is added.
+A write that fails in spite of it is reported by the next read, write or wait of any kind.
 """
 
 import errno

@@ -5,7 +5,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,24 +71,21 @@ class Record:
 
     @property
     def needed(self) -> list[str]:
-        """What an update reads: all, but weights that are a rounding of their masters."""
+        """The regions that an update reads: all, but weights that are a rounding of their masters."""
         return [key for key in self.regions if key != "weights" or self.master == "weights"]
 
 
-class told:  # noqa: N801 - used as a function
-    """Context: an OSError inside becomes a DiskError that names the file and what was asked of it."""
-
-    def __init__(self, name: str, what: str) -> None:
-        self.name, self.what = name, what
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError) and not isinstance(error, DiskError):
-            advice = {errno.ENOSPC: "make room, or name another folder with --offload-dir",
-                      errno.EFBIG: "raise the limit of file sizes (ulimit -f)"}.get(error.errno or 0, "see to the disk")
-            raise DiskError(f"offload: {self.name}: cannot {self.what}: {error.strerror or error}; {advice}") from error
+@contextmanager
+def told(name: str, what: str) -> Iterator[None]:
+    """An OSError inside becomes a DiskError that names the file and the operation."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except OSError as error:
+        advice = {errno.ENOSPC: "make room, or name another folder with --offload-dir",
+                  errno.EFBIG: "raise the limit of file sizes (ulimit -f)"}.get(error.errno or 0, "check the disk")
+        raise DiskError(f"offload: {name}: cannot {what}: {error.strerror or error}; {advice}") from error
 
 
 class Loan:
@@ -123,7 +121,8 @@ class Pool:
 
     def __init__(self, count: int, nbytes: int, device: str, memory: MemoryAccount) -> None:
         self.count, self.nbytes = count, nbytes
-        self._free = deque(memory.hold(host_bytes(nbytes, device), "workspace") for _ in range(count))
+        buffers = (memory.hold(host_bytes(nbytes, device), "workspace") for _ in range(count))
+        self._free: deque[np.ndarray] = deque(buffers)
         self._changed = threading.Condition(threading.Lock())
 
     def take(self, *, spare: int = 0, limit: float = LIMIT) -> np.ndarray | None:

@@ -40,7 +40,7 @@ class Pace:
                 raise ConfigError(f"pace of a lane: {name} is {value!r}; choose a number of seconds from 0 up")
 
     def seconds(self, nbytes: int) -> float:
-        """What a move of `nbytes` takes at least."""
+        """The least time of a move of `nbytes`."""
         return self.latency + nbytes * self.per_byte
 
 

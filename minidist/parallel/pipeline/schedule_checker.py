@@ -240,7 +240,7 @@ def _deadlock(schedule: Schedule, at: dict[int, Instruction]) -> str:
         rank = schedule.rank_of(sent_as(at[rank]).stage)
     ring = path[path.index(rank):] if rank in path else path
     waits = [f"rank {one} at the {at[one]} for rank {schedule.rank_of(sent_as(at[one]).stage)}" for one in ring]
-    return f"{schedule.name}: deadlock, everybody waits: {'; '.join(waits)}" + (
+    return f"{schedule.name}: deadlock, these ranks wait: {'; '.join(waits)}" + (
         "" if rank in path else f"; and rank {rank} has come to its list's end")
 
 

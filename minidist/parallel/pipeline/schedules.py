@@ -54,6 +54,7 @@ from minidist.parallel.pipeline.instructions import (
 from minidist.parallel.pipeline.schedule_checker import check
 
 # ------------------------------------------------------------------------------------- orders: what a rank computes
+# Each is (rank, number of ranks, number of microbatches) -> the rank's computes in order; of_orders adds the messages.
 
 def naive(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
     """Each microbatch through all stages and back before the next: chapter 10."""
@@ -83,14 +84,11 @@ def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
 
     No rank holds more microbatches than the first rank of 1F1B.
     """
-    ahead = min(ranks - 1 - rank, microbatches)
-    yield from (Forward(rank, microbatch) for microbatch in range(ahead))
-    for microbatch in range(microbatches):
-        if microbatch + ahead < microbatches:
-            yield Forward(rank, microbatch + ahead)
-        yield BackwardInput(rank, microbatch)
-        if microbatch >= rank:
-            yield BackwardWeights(rank, microbatch - rank)
+    for instruction in one_f_one_b(rank, ranks, microbatches):
+        whole = isinstance(instruction, Backward)
+        yield BackwardInput(rank, instruction.microbatch) if whole else instruction
+        if whole and instruction.microbatch >= rank:
+            yield BackwardWeights(rank, instruction.microbatch - rank)
     yield from (BackwardWeights(rank, late) for late in range(max(0, microbatches - rank), microbatches))
 
 

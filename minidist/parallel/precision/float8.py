@@ -78,7 +78,7 @@ def _larger(seen: Array, largest: Array) -> Array:
 
 
 class Scales:
-    """How large a linear's x, w and dy have been, and the scales that follow.
+    """The largest elements of a linear's x, w and dy so far, and the scales that follow.
 
     Attributes: history  of each tensor the largest |element| of recent steps, agreed by all ranks
                 seen     of each the largest of this step, on this rank; a float, or float32 (1,) on a GPU

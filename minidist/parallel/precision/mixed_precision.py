@@ -119,7 +119,7 @@ class Master:
 
 
 class LossScale:
-    """What the loss is multiplied by: halved when a gradient overflows, doubled after `patience` steps without.
+    """The factor of the loss: halved when a gradient overflows, doubled after `patience` steps without.
 
     So it stays near the largest that does not overflow, which wastes fewest small gradients. A power of two, so that
     scaling changes no digit.
@@ -137,7 +137,7 @@ class LossScale:
         self.value, self.patience, self.smallest, self.good = value, patience, smallest, 0
 
     def grow_or_halve(self, *, overflow: bool) -> None:
-        """What a step's gradients say about the next step's scale.
+        """Choose the next step's scale by whether this step's gradients overflowed.
 
         Raises:  GradientError if gradients overflow at the smallest scale: then the scale is not why.
         """

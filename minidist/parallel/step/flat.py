@@ -4,7 +4,7 @@
     chunks, P=3    |     r0     |    r1    |   r2     |      5 + 4 + 4: numpy.array_split
 
 A chunk's edges fall anywhere, also inside a parameter, so shards differ by at most one element, whatever the shapes.
-What an optimizer is given are the pieces of parameters that lie in the chunk.
+An optimizer is given the pieces of parameters that lie in the chunk.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ Squares = Callable[[], float | Array]
 
 
 class Piece:
-    """What a rank owns of one parameter, for the optimizer: perhaps nothing.
+    """A rank's part of one parameter, for the optimizer; it may be empty.
 
     It keeps the parameter's number of dims, (1, …, n), since optimizers ask for it: matrices decay, biases do not.
 
@@ -86,11 +86,12 @@ class Flat:
         """A piece of every parameter, over this rank's chunks of the weights and of their gradients."""
         return [Piece(parameter, weights[place], gradients[place]) for parameter, place, _ in self.owned_spans()]
 
-    def join(self) -> Array:
-        """Move the parameters' data into one new vector, of which each becomes a view."""
+    def join(self, *, copy: bool = True) -> Array:
+        """Move the parameters' data into one new vector; each becomes a view of it. `copy`: with their values."""
         vector = empty_like(self.parameters[0].data, self.size, "parameters")
         for parameter, view in self.views(vector):
-            view[...] = parameter.data
+            if copy:
+                view[...] = parameter.data
             parameter.data = view
         return vector
 
@@ -101,7 +102,7 @@ def empty_like(array: Array, size: int, category: str) -> Array:
 
 
 def trainable(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """Those that are not frozen.
+    """The parameters that are not frozen.
 
     Raises:  ConfigError if there is none.
     """

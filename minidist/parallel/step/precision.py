@@ -1,6 +1,6 @@
-"""In which dtype a strategy keeps its weights, and what that asks of backward and of the update.
+"""The dtype of a strategy's weights, and what it changes in backward and in the update.
 
-A strategy is given a Precision and leaves five things to it; so its step reads the same in every precision:
+A strategy leaves five things to its Precision, so its step reads the same in every precision:
 
     masters        what the optimizer is made of
     backward       from the loss
@@ -39,11 +39,11 @@ class Precision:
         return 1.0
 
     def masters(self, parameters: Iterable[Parameter]) -> list[Any]:
-        """What the optimizer is made of, for whole parameters: here the parameters themselves."""
+        """The optimizer's tensors, for whole parameters: here the parameters themselves."""
         return list(parameters)
 
     def master(self, weights: Array) -> Array:
-        """What the optimizer updates, for a contiguous array of weights: here the weights themselves."""
+        """The optimizer's array, for a contiguous array of weights: here the weights themselves."""
         return weights
 
     def state_dict(self, model: Module) -> dict[str, np.ndarray]:

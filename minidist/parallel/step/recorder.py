@@ -1,4 +1,4 @@
-"""Where a strategy says what it is doing and when.
+"""Where a strategy reports its work, as named spans of time.
 
 A strategy is given a recorder and opens spans on it; `observe.timeline.Timeline` is one. Strategies know only this
 small interface, because `observe` may import `parallel`, and never the other way.

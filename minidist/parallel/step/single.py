@@ -66,16 +66,12 @@ class Single(Strategy):
 
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
-        """One step on `batch`; returns its mean loss.
-
-        Args:    lr: this step's learning rate (None: the optimizer's own); clip: bound of the gradients' common norm.
-                 accumulate: in how many passes the rows are taken.
-        """
+        """One step on `batch`; returns its mean loss. Args: as Strategy.step."""
         return self.start_step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate).wait()
 
     def start_step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
                    accumulate: int = 1) -> LateLoss:
-        """The same, and the loss may be waited for later: on a GPU the host goes on meanwhile."""
+        """As `step`; on a GPU the loss is still on its way, and the host goes on."""
         optimizer.zero_grad()
         total = LateLoss()
         self._late = [late for late in self._late if not late.done()] + [total]

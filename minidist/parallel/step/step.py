@@ -1,4 +1,4 @@
-"""What every strategy does before and after: its part of the batch; clipping and the optimizer's step."""
+"""What every strategy does before and after its passes: take its part of the batch; clip and update."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def part_of(batch: Batch, *, size: int, rank: int) -> Part:
 
 
 def rows_of(rows: int, *, size: int, rank: int) -> tuple[int, int]:
-    """How many of so many rows are rank `rank`'s, and the number of its first, in `numpy.array_split` order."""
+    """(the number of rank `rank`'s rows, the number of its first row), in `numpy.array_split` order."""
     each, more = divmod(rows, size)
     return each + (rank < more), rank * each + min(rank, more)
 

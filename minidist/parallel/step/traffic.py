@@ -1,4 +1,4 @@
-"""How many bytes have moved between the memories of a rank: device, host, disk."""
+"""Bytes moved between the memories of a rank: device, host, disk."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ class MemoryTraffic:
 
     @contextmanager
     def during_step(self) -> Iterator[None]:
-        """What sets out inside belongs to a training step."""
+        """Moves that begin inside count as a training step's."""
         before, self._counted = self._counted, self.step
         try:
             yield

@@ -12,7 +12,7 @@ from minidist.nn import GPT, CausalSelfAttention, GPTConfig, Mixture
 from minidist.nn.balance import BalancedOutput
 from minidist.nn.moe import mixtures
 from minidist.nn.output import Output
-from minidist.nn.shares import head_shares
+from minidist.nn.shares import head_shares, narrowest
 from minidist.parallel.tensor.tensor_layers import (
     ColumnLinear,
     RowLinear,
@@ -34,14 +34,6 @@ def check_fits(config: GPTConfig, size: int) -> None:
     if count < size:
         raise PlanError(f"tensor parallelism over tp={size} ranks: {count} {what} leave a rank without any; "
                         f"choose tp from 1 to {count}, or at least {size} {what}")
-
-
-def narrowest(config: GPTConfig) -> tuple[str, int]:
-    """The divided thing of which a GPT has fewest, and their number: the largest possible tensor-parallel size."""
-    hidden = config.mixture.hidden or config.hidden if config.mixture else config.hidden
-    counts = {"heads": config.heads, "token ids": config.vocabulary, "hidden numbers": hidden}
-    what = min(counts, key=counts.__getitem__)
-    return what, counts[what]
 
 
 def head_columns(heads: int, key_heads: int, head_width: int,

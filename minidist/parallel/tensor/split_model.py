@@ -28,7 +28,7 @@ from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts,
 
 
 class SplitModel:
-    """A model of which each rank of a group has a part; all of them work on the same rows.
+    """A model divided between the ranks of a group, which all work on the same rows.
 
     Args:    model: divided between the ranks of `group`, with weights drawn.
              loss: of a part of the batch (default: `model.loss`), the same number on all ranks.

@@ -47,7 +47,7 @@ class TensorRegion:
 
 
 class ColumnLinear(Module):
-    """y_r = x W[:, columns of r] + b[columns of r]: (…, inputs) -> (…, own outputs).
+    """y_r = x W[:, columns of r] + b[columns of r].
 
     Args:    linear: the whole layer, its weights not yet drawn.
              columns: of every rank (default: as numpy.array_split).
@@ -66,6 +66,7 @@ class ColumnLinear(Module):
                                                                  sharers=sharers, word=word)
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
+        """(…, inputs) -> (…, own outputs); bias=False: without the bias, if the next op adds it."""
         return self.product(x if self.region is None else self.region.enter(x), self.weight,
                             self.bias if bias else None)
 
@@ -87,12 +88,13 @@ class SharedKeysLinear(Module):
         self.bias = {name: own.bias for name, own in linears.items()}
 
     def forward(self, x: Tensor) -> Tensor:
+        """(…, inputs) -> (…, own outputs): queries, keys and values of the own heads."""
         x = self.region.enter(x)
         return ops.concat([self.product(x, weight, self.bias[name]) for name, weight in self.weight.items()], dim=-1)
 
 
 class RowLinear(Module):
-    """y = Σ_r x_r W[rows of r, :] + b: (…, own inputs) -> (…, outputs).
+    """y = Σ_r x_r W[rows of r, :] + b.
 
     Every rank holds the whole bias and adds it after the sum; added before, it would count P times.
 
@@ -106,6 +108,7 @@ class RowLinear(Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
+        """(…, own inputs) -> (…, outputs)."""
         y = self.region.leave(self.product(x, self.weight))
         return y if self.bias is None else y + self.bias
 
@@ -120,6 +123,7 @@ class SplitMLP(MLP):
         self.down = RowLinear(mlp.down, region)                     # type: ignore[assignment]
 
     def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
+        """(…, width) -> (…, width)."""
         return super().forward(self.region.enter(x), key)
 
 
@@ -161,6 +165,7 @@ class SplitEmbedding(Embedding):
         self.weight: Weight = WeightShard(embedding.weight, [(own,) for own in rows], region.group.rank)
 
     def forward(self, ids: Array) -> Tensor:
+        """All ids (…) -> (…, width)."""
         xp = array_module(ids)
         mine = (ids >= self.rows.start) & (ids < self.rows.stop)
         found = ops.embedding(self.weight, xp.where(mine, ids - self.rows.start, 0))

@@ -39,8 +39,7 @@ Cost, a step, all ranks together, in numbers (ring; B sequences of T tokens, L b
 
 N2:158 calls this volume small. It exceeds data parallel's 2(P-1) × 12 L h² as soon as B T > 3h.
 
-Memory: weights, gradients, optimizer state and the activations inside the regions are divided. What lies outside (the
-residual stream, norms, dropout) is whole on each rank; chapter 13 divides that too.
+Memory: divided, but for activations outside the regions (the residual stream, norms, dropout); chapter 13 divides them.
 
 notes:   N0 Tensor Parallelism, N2 张量并行
 Source:  Shoeybi et al. 2019, "Megatron-LM" (1909.08053; N0:256 cites 2104.04473, its successor).

@@ -1,4 +1,4 @@
-"""What a rank holds between steps, in bytes by category: one formula for a replica and for every ZeRO stage.
+"""Bytes that a rank holds between steps, by category: one formula for a replica and for every ZeRO stage.
 
 Ψ parameters; w, g, K bytes each for the weight, its gradient and the optimizer's state; S ranks share one copy (all N
 of the data axis, or with hybrid sharding those of one group):
@@ -55,7 +55,7 @@ MIXED = Each.of(2, masters=True)
 
 def state_bytes(parameters: int, each: Each, *, zero: int = 0, ranks: int = 1,
                 shard: int | None = None) -> dict[str, float]:
-    """What one rank holds between steps, by category and in "total".
+    """Bytes that one rank holds between steps, by category and in "total".
 
     Args:    parameters: of the model, Ψ; zero: the ZeRO stage, 0 for a replica (one process, DDP).
              ranks: of the data axis; shard: of them, how many share one copy (None: all).
@@ -67,7 +67,7 @@ def state_bytes(parameters: int, each: Each, *, zero: int = 0, ranks: int = 1,
 
 
 def saving(each: Each, *, zero: int, ranks: int, shard: int | None = None) -> float:
-    """How many times less a rank holds than without ZeRO."""
+    """The bytes of a rank without ZeRO over those with it."""
     return each.together / state_bytes(1, each, zero=zero, ranks=ranks, shard=shard)["total"]
 
 

@@ -123,7 +123,7 @@ class ShardStore:
         self._gradients[id(flat)] = shard
 
     def pieces(self, flat: Flat, precision: Precision) -> list[Piece]:
-        """What the optimizer is made of: a piece of each parameter of a run, for this rank's chunk."""
+        """The optimizer's tensors: a piece of each parameter of a run, for this rank's chunk."""
         self._masters[id(flat)] = precision.master(self._weights[id(flat)])
         pieces = flat.pieces(self._masters[id(flat)], self._gradients[id(flat)])
         self._pieces += pieces
@@ -166,7 +166,7 @@ class ShardStore:
         return self._masters.get(id(flat), self._weights[id(flat)])
 
     def disk_bytes(self) -> int:
-        """What lies on disk."""
+        """Bytes on disk."""
         return 0
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ def test_every_op_has_a_case_and_is_offered():
     assert set(OPS) <= set(ops.__all__)
 
 
-@examples(16)
+@examples(8)
 @pytest.mark.parametrize("name", OPS)
 def test_gradients_match_finite_differences(name, count):
     checked = set()

@@ -17,7 +17,6 @@ from safetensors.numpy import load_file
 
 import minidist as md
 from minidist.cli import main
-from minidist.cli.train import arguments, progress, sample
 from minidist.cli.train import command as train
 from minidist.cli.train import settings as train_settings
 from minidist.console import Parser
@@ -399,58 +398,6 @@ def test_a_mistake_under_mpirun_is_one_line_too(book: Path, tmp_path: Path) -> N
 
 
 # ---------------------------------------------------------------------------------------------------------- the pieces
-
-def test_options_survive_the_way_to_the_ranks() -> None:
-    from minidist.console import Parser
-
-    parser = Parser()
-    arguments.add_arguments(parser)
-    args = parser.parse_args(["-n", "3", "--lr", "1e-4", "--tied", "--data", "a b.txt", "--plan", "dp=3"])
-    again = parser.parse_args(train_settings.as_arguments(args))
-    assert {**vars(again), "ranks": 3} == vars(args)
-
-
-def test_beginnings_are_lines_of_prose() -> None:
-    from minidist.data import text
-
-    begun = sample.beginnings(text.from_string("x = 1\nIt was a bright cold day in April, and the\n" * 40), 3)
-    assert begun == ["\nIt was a bright cold day in April"[:33]] * 3
-    assert sample.beginnings(text.from_string("0123456789" * 50), 3) == ["0123456789" * 3 + "01"]
-
-
-def test_lines_are_few_and_the_last_is_there() -> None:
-    lines: list[str] = []
-    report = progress.Lines(1000, lines.append, seconds=3600)
-    for step in range(1, 1001):
-        report.step(step, 1.0, 2.0, 3 << 20)
-    report.close()
-    assert len(lines) == 2 and lines[0].startswith("step    1 of 1000") and lines[1].startswith(
-        "step 1000 of 1000  loss 1.0000  2 tokens/s  3")
-
-
-def test_held_out_text_that_takes_long_shows_how_far_it_is() -> None:
-    lines: list[str] = []
-    batches = [(np.array([number]), np.array([number])) for number in range(12)]
-    for seconds, shown in ((0.0, 12), (3600.0, 0)):
-        lines.clear()
-        assert list(progress.Lines(1, lines.append, seconds=seconds).validating(batches)) == batches
-        assert lines == [f"held-out text: batch {number:>2} of 12" for number in range(shown)]
-    assert list(progress.ProgressReport().validating(batches)) == batches
-
-
-def test_a_terminal_gets_a_bar() -> None:
-    import io
-
-    from rich.console import Console
-
-    screen = io.StringIO()
-    report = progress.make_report(3, Console(file=screen, force_terminal=True, width=120), on_terminal=True)
-    for step in range(1, 4):
-        report.step(step, 2.5, 1234.0, 1 << 20)
-    report.close()
-    assert list(report.validating([(np.array([1]), np.array([2]))] * 3)) == [(1, 2)] * 3
-    assert "held-out text" in screen.getvalue()
-    assert "3/3" in screen.getvalue() and "loss 2.5000" in screen.getvalue() and "1,234 tokens/s" in screen.getvalue()
 
 
 def test_precision(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from helpers import nobodys_port
+from imports import imports, modules
 from leftovers import nothing_left
 from linked import into, nobody_tells, shm_links, tag, tcp_links
 
@@ -97,6 +98,19 @@ def one_without(world):
 def test_a_job_of_ranks_that_are_alone_on_their_nodes():
     found = run_forked(one_without, (), size=3, transport="auto", limit=20, nodes=[5, 6, 7])
     assert found == [["TcpLink", "TcpLink", "tcp"]] * 3
+
+
+def test_imports_run_from_auto_to_its_kinds_of_links_and_from_these_to_progress():
+    order = ["auto", "shm", "tcp", "progress"]      # none imports one to its left, and shm and tcp not each other
+    packages = {f"minidist.comm.transports.{name}": number for number, name in enumerate(order)}
+
+    def place(module):
+        return next((packages[name] for name in packages if module == name or module.startswith(f"{name}.")), None)
+
+    found = [arrow for module in modules() if place(module) is not None for arrow in imports(module)]
+    arrows = {(place(arrow.importer), place(arrow.imported)) for arrow in found if place(arrow.imported) is not None}
+    assert {(0, 1), (0, 2), (1, 3), (2, 3)} <= arrows
+    assert {(left, right) for left, right in arrows if left != right} <= {(0, 1), (0, 2), (0, 3), (1, 3), (2, 3)}
 
 
 # --- waiting ---------------------------------------------------------------------------------------------------------

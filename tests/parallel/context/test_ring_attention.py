@@ -30,6 +30,7 @@ from minidist.comm.transports.throttled import delayed
 from minidist.device import account
 from minidist.device.backend import random_uniform
 from minidist.errors import MemoryLimitError, ShapeError
+from minidist.grading import sent_since, totals
 from minidist.nn import GPT
 from minidist.optim import SGD
 from minidist.parallel.context import ring_attention as chapter
@@ -242,6 +243,18 @@ def test_blocks_are_computed_with_while_pieces_are_on_their_way(waits: bool, mon
 
     for beside in md.run(job, size=3):
         assert beside == [0] * 7 if waits else [3, 2, 3, 2, 2, 2, 0]
+
+
+@pytest.mark.parametrize("tokens", [1, 100_000])
+def test_a_hop_is_one_message_of_any_size(tokens: int) -> None:
+    """Also of an array larger than a ring all-reduce sends at once."""
+    def job(world: Any) -> tuple[int, int]:
+        kv, before = np.zeros((2, 1, 1, tokens, 8)), totals(world.ledger)
+        assert [source for source, _ in chapter.around(world, kv, 3 * tokens)] == [
+            (world.rank - hop) % 3 for hop in range(3)]
+        return sent_since(world.ledger, before)
+
+    assert md.run(job, size=3) == [(2, 2 * 2 * tokens * 8 * 8)] * 3
 
 
 @pytest.mark.soak   # of seconds

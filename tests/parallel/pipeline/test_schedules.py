@@ -165,8 +165,8 @@ BROKEN = {
         "received in another order than sent: the receive of the activation of microbatch 1 on stage 1 comes first, "
         "but rank 1 expects the receive of the activation of microbatch 0"),
     "deadlock": (swapped("naive", 0, SendActivation(0, 0), RecvGradient(0, 0)),
-                 "deadlock, everybody waits: rank 0 at the receive of the gradient of microbatch 0 on stage 0 for rank "
-                 "1; rank 1 at the receive of the activation of microbatch 0 on stage 1 for rank 0"),
+                 "deadlock, these ranks wait: rank 0 at the receive of the gradient of microbatch 0 on stage 0 for "
+                 "rank 1; rank 1 at the receive of the activation of microbatch 0 on stage 1 for rank 0"),
 }
 
 
@@ -179,7 +179,7 @@ def test_a_broken_schedule_is_named(how: str) -> None:
 
 
 def test_the_deadlock_is_named_by_the_clock_too() -> None:
-    with pytest.raises(ScheduleError, match="everybody waits"):
+    with pytest.raises(ScheduleError, match="these ranks wait"):
         clock_of(BROKEN["deadlock"][0])
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from split import (
     BOUND,
@@ -28,7 +28,7 @@ from minidist.autograd.tensor import tensor as leaf
 from minidist.device import account
 from minidist.errors import ConfigError, MismatchError, PlanError, ShapeError
 from minidist.nn import GPT, GPTConfig
-from minidist.nn.shares import even_slices, head_shares
+from minidist.nn.shares import even_slices
 from minidist.nn.weight_shard import WeightShard
 from minidist.optim import SGD
 from minidist.parallel.tensor import split_gpt, split_model, tensor_layers
@@ -226,29 +226,6 @@ def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 # ------------------------------------------------------------------------------------------------------------- parts
-
-@pytest.mark.parametrize(("heads", "key_heads", "size", "expected"), [
-    (4, 4, 2, [(0, 2, 0, 2), (2, 4, 2, 4)]),
-    (6, 6, 4, [(0, 2, 0, 2), (2, 4, 2, 4), (4, 5, 4, 5), (5, 6, 5, 6)]),
-    (6, 3, 2, [(0, 4, 0, 2), (4, 6, 2, 3)]),
-    (8, 2, 5, [(0, 2, 0, 1), (2, 3, 0, 1), (3, 4, 0, 1), (4, 6, 1, 2), (6, 8, 1, 2)]),
-])
-def test_heads_of_each_rank(heads: int, key_heads: int, size: int, expected: list[tuple[int, ...]]) -> None:
-    shares = head_shares(heads, key_heads, size)
-    assert [(q.start, q.stop, k.start, k.stop) for q, k in shares] == expected
-
-
-@given(size=st.integers(1, 12), key_heads=st.integers(1, 6), each=st.integers(1, 6))
-def test_heads_are_all_given_and_look_at_whole_key_heads(size: int, key_heads: int, each: int) -> None:
-    heads = key_heads * each
-    if heads < size:
-        return
-    shares = head_shares(heads, key_heads, size)
-    assert [head for queries, _ in shares for head in queries] == list(range(heads))
-    for queries, keys in shares:
-        assert len(queries) and len(queries) % len(keys) == 0
-        assert {head // each for head in queries} == set(keys)
-
 
 def test_a_shard_draws_its_part_alone() -> None:
     """And any piece of it, by flat position or index: the bits of the whole."""

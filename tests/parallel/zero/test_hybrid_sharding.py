@@ -9,7 +9,7 @@ from training import global_batch, tiny
 from zero import check_equal, train
 
 import minidist as md
-from minidist.cli.train import report
+from minidist.cli.train import metrics
 from minidist.errors import ConfigError
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.step.flat import sum_in_order
@@ -103,7 +103,7 @@ def test_through_the_trainer(options: dict[str, Any]) -> None:
         batch = global_batch(0, 3, config)
         before = trainer.evaluate([batch])
         losses = [trainer.step(batch) for _ in range(2)]
-        formula, digest = report.gradient_formula(trainer, batch), trainer.weights_sha256()
+        formula, digest = metrics.gradient_formula(trainer, batch), trainer.weights_sha256()
         trainer.close()
         tables = world.ledger.sent_bytes("step"), world.ledger.messages("step")
         bytes_and_messages = [sum(sum(verbs.values()) for axis, verbs in table.items() if axis != "control")

@@ -1,18 +1,18 @@
-"""Ranks that share one GPU: each shows its bytes in memory that the others have opened, and they look there.
+"""Ranks that share one GPU: each shows its bytes in memory that the others have opened.
 
     rank 0's memory   turn 0 | turn 1      only rank 0 writes here; all the others have it mapped (cudaIpcOpenMemHandle)
     rank 1's memory   turn 0 | turn 1
 
 It is the board of exchange_board.py on the GPU. A `show`: copy into the turn, record the turn's event, tell the others
-over the host that it is recorded, let the side's stream wait for their events. Turns are used alternately, and that is
-enough: who writes a turn again has waited for events that the others recorded after they had read it. The host waits
-for ranks, never for the GPU, and a rank that dies leaves no kernel that waits for it.
+over the host that it is recorded, let the side's stream wait for their events. Turns are used alternately: before a
+rank writes a turn again, it has waited for events that the others recorded after they had read it. The host waits for
+ranks, never for the GPU, and a rank that dies leaves no kernel that waits for it.
 
-What is exported are whole allocations of cudaMalloc, made for this and freed at the end: an array of CuPy's pool is a
-stretch of a larger allocation, which the pool may divide again while another process looks at it. The price is one copy
-inside the GPU. Handles are opened once, at a group's first call, and closed as the world is: part().
+The exported memory is whole allocations of cudaMalloc, made for this and freed at the end. An array of CuPy's pool is
+part of a larger allocation, which the pool may divide again while another process reads it. The price is one copy
+inside the GPU. Handles are opened once, at a group's first call, and closed with the world: part().
 
-Reductions add what all show in rank order, low precision in float32 (kernels/ring_add.cu): the same bits on all ranks.
+Reductions add in rank order, low precision in float32 (kernels/ring_add.cu): the same bits on all ranks.
 
 Source: CUDA runtime API, device management (cudaIpc...). Not yet measured on a GPU.
 """
@@ -36,10 +36,10 @@ TURN_BYTES = 32 << 20
 """Most that a rank shows at a time."""
 
 MOMENT = 0.5
-"""Seconds that the others get to look at what they have been shown, where the job has failed: no word comes then."""
+"""Seconds that the others get to read, where the job has failed and no word comes."""
 
 LET_GO = WORDS + 1
-"""The sequence of the world's tag under which a rank says that it has closed all that another has exported."""
+"""The tag's sequence for the word that a rank has closed all memory that another has exported."""
 
 _HANDLE_BYTES = 64          # of memory and of events alike
 _TURNS = 2
@@ -47,7 +47,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class Probe:
-    """Whether this rank's GPU memory can be opened by other processes, and theirs by it. `handle` is b"" if not."""
+    """Whether other processes can open this rank's GPU memory, and it theirs. `handle` is b"" if not."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._runtime, self._memory = gpu.cupy.cuda.runtime, gpu.cupy.cuda.Memory(1)
@@ -107,18 +107,18 @@ class IpcNative(Native):
                 for turn in range(_TURNS)]
 
     def let_go(self) -> None:
-        """Close what the others have exported; the GPU has done all that this rank's calls asked of it."""
+        """Close the others' memory; the GPU has finished this rank's calls."""
         while self._awaited:
             self._runtime.eventDestroy(self._awaited.pop())
         while self._opened:
             self._runtime.ipcCloseMemHandle(self._opened.pop())
 
     def free(self) -> None:
-        """Give back what this rank has exported."""
+        """Free the memory that this rank has exported."""
         del self._memory, self._recorded
 
     def _show(self, octets: Array) -> list[Array]:
-        """Show at most TURN_BYTES; what each rank shows, and whatever stood behind it, until the next but one show."""
+        """Show at most TURN_BYTES. Returns each rank's turn, valid until the next show but one."""
         turn, self._turn = self._turn, 1 - self._turn
         if octets.size:
             self._boards[self._rank][0][turn][:octets.size] = octets
@@ -206,13 +206,12 @@ def _combine(values: Sequence[Array], out: Array, op: str) -> None:
 
 
 def part(gpu: Gpu, boards: Sequence[IpcNative]) -> None:
-    """The end of these boards; the GPU has done what this rank's calls asked of it.
+    """The end of these boards; the GPU has finished this rank's calls.
 
         close the others' memory -> tell each of them, over the host -> hear it from each -> free the own
 
-    So no rank frees what another looks at, nor, as CUDA asks, what another has open. A rank that is lost has nothing
-    open. Where one does not say so within the limit (it computes on), or the job has failed, the memory stays until
-    this process ends; the others get a MOMENT before that.
+    So no rank frees memory that another has open, as CUDA asks. A lost rank has none open. If a rank does not answer
+    within the limit, or the job has failed, the memory stays until this process ends, a MOMENT later at least.
     Cost: one message without payload to each rank of these boards, and one from it; not counted.
     """
     if not boards:
@@ -229,7 +228,7 @@ def part(gpu: Gpu, boards: Sequence[IpcNative]) -> None:
 
 
 def _all_let_go(gpu: Gpu, others: Sequence[int]) -> bool:
-    """Tell the others that this rank has let go of their memory; whether all of them say so, too, or are lost."""
+    """Tell the others that this rank has closed their memory; whether all of them say so too, or are lost."""
     transport, tag = gpu.transport, Tag(0, LET_GO)
     handles = [(rank, transport.start_recv(rank, tag, lambda meta, nbytes: np.empty(nbytes, np.uint8)))
                for rank in others]
@@ -238,7 +237,7 @@ def _all_let_go(gpu: Gpu, others: Sequence[int]) -> bool:
         try:
             handle.wait()
         except PeerLostError as error:
-            if error.world_rank != rank:                    # another's death ends the job: of this one we hear no more
+            if error.world_rank != rank:                    # the death of another rank ends the job
                 return False
         except CommError:
             return False

@@ -11,13 +11,13 @@ A group's communicator is made by its first such call; its first rank draws the 
 
     limit        a thread looks at events (staging.py); the call that outlasts the limit aborts the transport
     lost peer    the monitor aborts the transport, as everywhere
-    abort        ncclCommAbort on all communicators: kernels that wait in vain end, and so does whoever waits for them.
-                 What they leave is no result: every later call, and wait() of one begun before, raises the error.
-    threads      NCCL calls of a rank are made one at a time. Each communicator has its own stream: two groups' calls
-                 may reach the GPU in another order on another rank.
+    abort        ncclCommAbort on all communicators ends their kernels, and the waits for them. Every later call, and
+                 wait() of an earlier one, raises the error.
+    threads      NCCL calls of a rank are made one at a time. Each communicator has its own stream, because two groups'
+                 calls may reach the GPU in another order on another rank.
 
-Ranks that share one GPU take CUDA IPC (cuda_ipc.py); NCCL refuses them, but for its versions from 2.30 on with
-NCCL_MULTI_RANK_GPU_ENABLE=1.
+Ranks that share one GPU take CUDA IPC (cuda_ipc.py); NCCL before 2.30, or without NCCL_MULTI_RANK_GPU_ENABLE=1, refuses
+them.
 
 Source: NCCL user guide (stream semantics, group calls, communicator abort). Not yet measured on a GPU.
 """
@@ -128,7 +128,7 @@ class GpuDevice(DeviceTransport):
         boards = {group: native for group, native in self._natives.items() if isinstance(native, cuda_ipc.IpcNative)}
         for group in boards:
             del self._natives[group]
-        self._parted += boards.values()                     # with what could not be freed
+        self._parted += boards.values()                     # keeps memory that could not be freed
         cuda_ipc.part(self.gpu, list(boards.values()))
 
     def side(self, group: int) -> GpuSide:
@@ -138,9 +138,9 @@ class GpuDevice(DeviceTransport):
 
 
 class NcclNative(Native):
-    """NCCL among the ranks of one group. Arrays are CuPy's; those of numbers to agree on are NumPy's, and `tell` them.
+    """NCCL among the ranks of one group. Arrays are CuPy's; NumPy's, numbers to agree on, go over the host by `tell`.
 
-    Octets travel as NCCL_UINT8. Nothing is called for an array without elements: CuPy's has no address.
+    Bytes travel as NCCL_UINT8. An array without elements makes no call: CuPy's has no address.
     """
 
     def __init__(self, device: GpuDevice, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:

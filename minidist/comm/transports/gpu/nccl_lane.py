@@ -3,12 +3,11 @@
     rank 0    lane 0 -> 1    a thread that makes NCCL's calls, in order; a stream    rank 1
               lane 1 -> 0    another; so two ranks may both send first
 
-In one communicator, calls match in the order in which they are made, and what is in front in its stream holds up what
-is behind. Were all messages of two ranks in one, a send would wait for a receive that stands behind another send. In a
-lane there are only sends on one side and only receives on the other, and both sides make them in the headers' order:
-there is nothing to wait for in a circle. Its thread also waits for the other rank to come, so that a send never does.
-Waits for it are not told to who looks for deadlocks: while two ranks meet, each seems to wait for the other. They end
-with the limit.
+In one communicator, calls match in the order in which they are made, and each call waits for those before it. With all
+messages of two ranks in one, a send would wait for a receive that stands behind another send. A lane has only sends on
+one side and only receives on the other, both in the headers' order, so no circle of waits can form. Its thread also
+waits for the other rank to come, so that a send never does. Deadlock detection does not see these waits, because two
+ranks that meet seem to wait for each other; the limit ends them.
 
 Not yet measured on a GPU.
 """
@@ -35,8 +34,8 @@ _LOOK = 0.02            # seconds between looks at whether the transport was abo
 class Communicator:
     """NCCL's communicator on a side's stream. Made by all its ranks; blocks until they have come.
 
-    All pairs are connected at once: NCCL would do so in the first call between them, which would block then, with the
-    lock of all NCCL calls in this rank's hand and perhaps another communicator's in the other's.
+    All pairs are connected at once. NCCL would do so in the first call between them, which would block while it holds
+    this rank's lock of all NCCL calls.
     """
 
     def __init__(self, gpu: Gpu, library: Any, one_at_a_time: threading.Lock, side: GpuSide, size: int, id: bytes,
@@ -71,7 +70,7 @@ class Communicator:
                                 "the environment says more") from error
 
     def failure(self) -> str:
-        """What NCCL has noticed by itself (a peer's connection broke, say); "" for nothing."""
+        """An error that NCCL found by itself (a peer's connection broke, say), or ""."""
         try:
             self._comm.check_async_error()
         except self._nccl.NcclError as error:

@@ -1,8 +1,8 @@
-"""The GPU of a rank: streams beside the program's, a watch over what is queued there, words between ranks on the host.
+"""The GPU of a rank: streams beside the program's, a thread that watches them, words between ranks over the host.
 
-Used by nccl.py and cuda_ipc.py. Nothing here waits for the GPU: what a call puts in its queue is watched by a thread
-that asks now and then whether the GPU is done, so that the limit holds, a lost peer is heard of, and arrays live as
-long as the GPU uses them. What the GPU waits for in vain ends when the watch aborts it (nccl.py: ncclCommAbort).
+Used by nccl.py and cuda_ipc.py. No call waits for the GPU. A thread looks now and then whether the GPU is done with the
+queued work, so that the limit holds, a lost peer is noticed, and arrays live as long as the GPU uses them. Work that
+waits in vain ends when the watch aborts it (nccl.py: ncclCommAbort).
 
 Not yet measured on a GPU.
 """
@@ -21,7 +21,7 @@ from minidist.device.backend import Array
 from minidist.errors import CommError, TimeoutError
 
 WORDS = 1 << 62
-"""The sequence of the tag under which a group's ranks tell each other what a device needs to know; not counted."""
+"""The tag's sequence for words about devices between a group's ranks; not counted."""
 
 _SHORTEST, _LONGEST = 0.0005, 0.02      # seconds between the watch's looks
 
@@ -36,7 +36,7 @@ class Gpu:
         self.transport, self.cupy = transport, cupy
         self.device = cupy.cuda.Device(device_id)
         self.error: CommError | None = None
-        self.ends: list[Callable[[], None]] = []            # abort what the GPU waits for
+        self.ends: list[Callable[[], None]] = []            # abort the work that the GPU waits for
         self.watch = Watch(self)
         transport.waits.ends.append(self.abort)
 
@@ -52,10 +52,10 @@ class Gpu:
             raise self.error
 
     def abort(self, error: CommError) -> None:
-        """The transport's abort(), and its end: no call begins any more, and what the GPU waits for ends."""
+        """The transport's abort() and close(): no call begins any more, and the work that the GPU waits for ends."""
         self.error = self.error or error
         self.watch.hurry()
-        if self.ends:                                       # apart: a library may take its time, our caller may not
+        if self.ends:                                       # a library may be slow, the caller must not wait
             ends, self.ends = self.ends, []
             threading.Thread(target=self._end, args=(ends,), name="gpu abort", daemon=True).start()
 
@@ -76,7 +76,7 @@ class Gpu:
             try:
                 with self.device:
                     outcome.extend((work(), None))
-            except Exception as error:  # raised by who waits
+            except Exception as error:  # raised by the waiting thread
                 outcome.extend((None, error))
             finished.set()
 
@@ -93,7 +93,7 @@ class Gpu:
 
 
 class Flight(NamedTuple):
-    """Something in a stream's queue: it may begin at `begun` and is over at `done`; `keep` holds what it uses."""
+    """Work in a stream's queue: it may begin at event `begun` and ends at `done`; `keep` holds its arrays."""
 
     what: str
     begun: Any
@@ -103,9 +103,9 @@ class Flight(NamedTuple):
 
 
 class Watch:
-    """Looks after flights: lets go of what they keep, aborts the transport when one outlasts the limit or has failed.
+    """Watches flights: releases their arrays, aborts the transport when one outlasts the limit or fails.
 
-    Attributes: failures  each says what a library has noticed by itself; "" is nothing
+    Attributes: failures  each returns an error that a library found by itself, or ""
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -116,7 +116,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def follow(self, what: str, begun: Any, done: Any, keep: list[Any]) -> None:
-        """Look after one more."""
+        """Watch one more."""
         with self._changed:
             self._flights.append(Flight(what, begun, done, keep, []))
             if self._thread is None or not self._thread.is_alive():
@@ -131,7 +131,7 @@ class Watch:
             waits = bool(self._flights)
             while self._flights and self._gpu.error is None:
                 self._changed.wait(_LONGEST)
-        if waits:                                           # what an abort has ended is over, but not done
+        if waits:                                           # flights ended by an abort are over, but not done
             self._gpu.check()
 
     def hurry(self) -> None:
@@ -145,7 +145,7 @@ class Watch:
             while self._wait_for_flights():
                 try:
                     pause = _SHORTEST if self._look() else min(2 * pause, _LONGEST)
-                except Exception as error:                  # of CUDA: whatever it was, the GPU is lost to this process
+                except Exception as error:                  # of CUDA: this process cannot use the GPU any more
                     transport = self._gpu.transport
                     transport.abort(CommError(f"rank {transport.world_rank}: the GPU failed: {error}"))
                     return
@@ -235,7 +235,7 @@ class GpuSide(SideStream):
             stream = self._gpu.cupy.cuda.get_current_stream()
             stream.wait_event(event)
         if stream.ptr == begun.stream.ptr:
-            held.clear()        # what comes next in this stream, whose memory it is, comes after their use; else: Watch
+            held.clear()        # later work of this stream, which owns the memory, comes after their use
 
     @contextmanager
     def queueing(self, what: str) -> Iterator[None]:

@@ -129,14 +129,14 @@ class MpiLink(ByteLink):
 
     def read_into(self, target: np.ndarray) -> int:
         if self._start < len(self._buffer):
-            received = self._buffer[self._start:self._start + len(target)]
-            target[:len(received)] = received
-            self._start += len(received)
-            return len(received)
+            buffered = self._buffer[self._start:self._start + len(target)]
+            target[:len(buffered)] = buffered
+            self._start += len(buffered)
+            return len(buffered)
         while len(self._in) < _DEPTH and self._in.nbytes < len(target):
             self._in.post(target[self._in.nbytes:self._in.nbytes + PIECE_BYTES])
-        received = self._in.oldest()
-        return 0 if received is None else received[1]
+        oldest = self._in.oldest()
+        return 0 if oldest is None else oldest[1]
 
     def _take(self) -> None:
         """The oldest message that has come, if any, becomes the buffer."""
