@@ -125,16 +125,20 @@ def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
     if bug == "experts summed over ep too":
         patch.setattr(hybrid_step.Mesh, "experts", property(lambda mesh: mesh.copies))
     elif bug == "norm of one rank's experts":
-        squares = Hybrid._squares
+        squares = Hybrid.squares
 
         def narrow(self: Hybrid) -> float:
-            others, self.others = self.others, {}
+            owners = [owner for owner, _ in self.data.owned()]
+            groups = [owner.shared_by for owner in owners]
+            for owner in owners:
+                owner.shared_by = None
             try:
                 return squares(self)
             finally:
-                self.others = others
+                for owner, group in zip(owners, groups, strict=True):
+                    owner.shared_by = group
 
-        patch.setattr(Hybrid, "_squares", narrow)
+        patch.setattr(Hybrid, "squares", narrow)
     elif bug == "loads of one rank":
         patch.setattr(expert_load, "rebalance", lambda model, counted: moe.rebalance(model, moe.loads(model)))
     elif bug == "gate's gradient of own columns":
