@@ -39,8 +39,8 @@ class Stages:
             raise ShardError(f"stages of {list(layers)} layers for a model of {whole}: they must add up to {whole}")
         empty = [stage for stage, count in enumerate(layers[1:-1], start=1) if not count]
         if empty:
-            raise ShardError(f"stages of {list(layers)} layers: stage {empty[0]} has none; only the first and the last, "
-                             f"which have the embedding and the output, may do without")
+            raise ShardError(f"stages of {list(layers)} layers: stage {empty[0]} has none; only the first and the "
+                             f"last, which have the embedding and the output, may do without")
         edges, self.last = [0, *accumulate(layers)], len(layers) - 1
         self.layers = {stage: range(edges[stage], edges[stage + 1]) for stage in own}
         cut: Any = model

@@ -160,9 +160,14 @@ class Float8:
     def agree(self) -> None:
         """End of a step: the largest elements that any rank has seen enter every rank's history.
 
-        Cost:    one all-gather of three float64 a linear, counted under `control`.
+        Cost:    one all-gather of three float64 a linear, counted under `control`; from a GPU one copy, which the host
+                 waits for.
         """
-        seen = self._seen()
+        own = [scales.seen[name] for scales in self.scales.values() for name in FORMATS]
+        xp = array_module(*own)
+        joined = to_host(xp.concatenate([xp.full(1, value, np.float32) if isinstance(value, float) else value
+                                         for value in own]))
+        seen = joined.astype(np.float64).reshape(-1, len(FORMATS))
         if self.group is not None and self.group.size > 1:
             with self.group.ledger.control():
                 every = self.group.all_gather(seen[None], algorithm="ring")
@@ -171,14 +176,6 @@ class Float8:
             for name, value in zip(FORMATS, largest, strict=True):
                 scales.history[name].append(float(value))
                 scales.seen[name] = 0.0
-
-    def _seen(self) -> np.ndarray:
-        """What this rank saw, (linears, 3) float64: from a GPU in one copy, which the host waits for."""
-        seen = [scales.seen[name] for scales in self.scales.values() for name in FORMATS]
-        xp = array_module(*seen)
-        joined = to_host(xp.concatenate([xp.full(1, value, np.float32) if isinstance(value, float) else value
-                                         for value in seen]))
-        return joined.astype(np.float64).reshape(-1, len(FORMATS))
 
     def state(self) -> np.ndarray:
         """All histories, (linears, 3, HISTORY) float64, oldest first, zeros before the first: part of a run's state."""
