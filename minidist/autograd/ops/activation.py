@@ -80,7 +80,6 @@ def gelu(x: Array, bias: Array | None = None) -> tuple[Array, Saved]:
 
 @gelu.gradient("x", "bias")
 def _(node: Node, dy: Array) -> tuple[Array, Array | None]:
-    """The gradient of x and that of the bias, its sum over all rows."""
     if node.slope is None:
         dx, dbias = launcher("gelu_gradient")(node.x, node.bias, array_module(dy).ascontiguousarray(dy))
     else:
@@ -150,8 +149,7 @@ def softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
     if fast is not None:
         y = fast(x)
         return y, saved(y=y)
-    xp = array_module(x)
-    wide = widen(x)
+    xp, wide = array_module(x), widen(x)
     top = wide.max(axis=dim, keepdims=True)
     y = wide - xp.where(xp.isinf(top), xp.zeros_like(top), top)
     xp.exp(y, out=y)

@@ -51,10 +51,10 @@ def layer_norm(x: Array, w: Array, b: Array, *, eps: float = 1e-5) -> tuple[Arra
     """
     _check("layer_norm", x, w=w, b=b)
     fast = kernel("layer_norm", x, w, b) if x.dtype == w.dtype == b.dtype else None
-    if fast is not None:
-        y, mean, scale = fast(x, w, b, eps=eps)
-        return y, saved(x=x, w=w, mean=mean, scale=scale, hat=None)
-    return _normalize(x, w, b, eps)
+    if fast is None:
+        return _normalize(x, w, b, eps)
+    y, *sums = fast(x, w, b, eps=eps)               # the mean and the scale of each row
+    return y, saved(x=x, w=w, sums=sums, hat=None)
 
 
 @op
@@ -65,10 +65,10 @@ def rms_norm(x: Array, w: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
     """
     _check("rms_norm", x, w=w)
     fast = kernel("rms_norm", x, w) if x.dtype == w.dtype else None
-    if fast is not None:
-        y, scale = fast(x, w, eps=eps)
-        return y, saved(x=x, w=w, mean=None, scale=scale, hat=None)
-    return _normalize(x, w, None, eps)
+    if fast is None:
+        return _normalize(x, w, None, eps)
+    y, scale = fast(x, w, eps=eps)
+    return y, saved(x=x, w=w, sums=[scale], hat=None)
 
 
 @rms_norm.gradient("x", "w")
@@ -80,10 +80,7 @@ def _(node: Node, dy: Array) -> tuple[Array, ...]:
     """
     xp = array_module(dy)
     if node.hat is None:
-        dy, name = xp.ascontiguousarray(dy), "rms_norm_gradient" if node.mean is None else "layer_norm_gradient"
-        sums = [node.scale] if node.mean is None else [node.mean, node.scale]
-        gradients: tuple[Array, ...] = launcher(name)(node.x, node.w, dy, *sums)
-        return gradients
+        return tuple(launcher(f"{node.op.name}_gradient")(node.x, node.w, xp.ascontiguousarray(dy), *node.sums))
     wide, hat, scale, w = xp.ascontiguousarray(rows(widen(dy))), node.hat, node.scale, widen(node.w)
     n = wide.shape[1]
     dx, share = xp.empty_like(wide), (w / n).reshape(n, 1)
