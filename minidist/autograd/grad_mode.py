@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-
 _thread = threading.local()
 
 

@@ -301,7 +301,7 @@ class Parameter(Tensor):
         self._grad, self._fresh = None, False
 
 
-@dataclass
+@dataclass(eq=False)
 class WeightGradient:
     """One gradient of a weight, deferred by backward(defer_weights=True). Call it once, at any later time.
 
