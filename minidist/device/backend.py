@@ -141,7 +141,7 @@ def dtype(name: Any) -> np.dtype:
 
 def dtype_name(kind: Any) -> str:
     """The name of a dtype, as `dtype` takes it; "bfloat16" for the type of ml_dtypes."""
-    return np.dtype(kind).name
+    return str(np.dtype(kind).name)
 
 
 def widen(array: Array) -> Array:
