@@ -4,12 +4,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-_thread = threading.local()
+class _Thread(threading.local):
+    grad = True
+
+
+_thread = _Thread()
 
 
 def is_grad_enabled() -> bool:
     """Whether ops called on this thread leave nodes on the tape."""
-    return getattr(_thread, "grad", True)
+    return _thread.grad
 
 
 @contextmanager

@@ -41,6 +41,7 @@ def owner_of(array: Array) -> Array:
 class _CountedBuffer(weakref.ref[Any]):
     """A weak reference to a counted buffer, with its category and bytes, which are subtracted when it dies."""
 
+    __slots__ = ("key", "category", "nbytes")
     key: int
     category: str
     nbytes: int

@@ -26,12 +26,16 @@ _KINDS = {"float32": 0, "float16": 2, "bfloat16": 14}       # cudaDataType: CUDA
 _SUMS_IN_FLOAT32, _ANY_ALGORITHM = 68, -1                   # CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    products: "Products | None" = None
+
+
+_thread = _Thread()
 
 
 def current() -> "Products | None":
     """The Products that this thread uses instead of CuPy's, or None."""
-    return getattr(_thread, "products", None)
+    return _thread.products
 
 
 class Products:

@@ -26,20 +26,11 @@ def _normalize(x: Array, w: Array, b: Array | None, eps: float) -> tuple[Array, 
     n = wide.shape[1]
     y, hat, scale = xp.empty_like(wide), xp.empty_like(wide), xp.empty((len(wide), 1), wide.dtype)
     average = xp.full((n, 1), 1.0 / n, wide.dtype)     # x @ average is the mean of each row, by BLAS
-    for where, _ in row_blocks(xp, wide):
-        h, z = hat[where], y[where]
-        if b is None:
-            h[...] = wide[where]
-        else:
-            xp.subtract(wide[where], wide[where] @ average, out=h)
-        xp.multiply(h, h, out=z)
-        variance = z @ average
-        variance += eps
-        xp.divide(1.0, xp.sqrt(variance), out=scale[where])
-        h *= scale[where]
-        xp.multiply(h, w_wide, out=z)
-        if b is not None:
-            z += widen(b)
+    for where in row_blocks(wide):
+        centred = wide[where] if b is None else wide[where] - wide[where] @ average
+        scale[where] = 1.0 / xp.sqrt((centred * centred) @ average + eps)
+        hat[where] = centred * scale[where]
+        y[where] = hat[where] * w_wide if b is None else hat[where] * w_wide + widen(b)
     return narrow(y.reshape(x.shape), x.dtype), saved(hat=hat, scale=scale, w=w, centre=b is not None)
 
 
@@ -85,18 +76,14 @@ def _(node: Node, dy: Array) -> tuple[Array, ...]:
     n = wide.shape[1]
     dx, share = xp.empty_like(wide), (w / n).reshape(n, 1)
     dw, db = xp.zeros((1, n), wide.dtype), xp.zeros((1, n), wide.dtype)
-    for where, (product,) in row_blocks(xp, wide, scratch=1):
-        g, h, d = wide[where], hat[where], dx[where]
-        xp.multiply(g, h, out=product)
-        ones = xp.ones((1, len(g)), g.dtype)
+    for where in row_blocks(wide):
+        g, h = wide[where], hat[where]
+        product, ones = g * h, xp.ones((1, len(g)), g.dtype)
         dw += ones @ product
-        along = product @ share                         # mean(dy w hat) of each row
-        xp.multiply(h, along, out=product)
-        xp.multiply(g, w, out=d)
-        d -= product
+        d = g * w - h * (product @ share)               # product @ share is mean(dy w hat) of each row
         if node.centre:
             db += ones @ g
             d -= g @ share
-        d *= scale[where]
+        dx[where] = d * scale[where]
     kind = dy.dtype
     return narrow(dx.reshape(dy.shape), kind), narrow(dw[0], kind), narrow(db[0], kind)
