@@ -107,7 +107,7 @@ def _attention(exercise: ModuleType, ranks: int) -> Iterator[Result]:
         whole, off = ops.causal_attention(*(x[None, None] for x in (q, k, v))).data[0, 0], 0.0
         for rank in range(ranks):
             own = exercise.tokens_of(length, rank, ranks)
-            running = OnlineSoftmax.of(q[None, None, own])
+            running = OnlineSoftmax(q[None, None, own])
             top, total, y = running.top[0, 0].T, running.total[0, 0].T, running.y[0, 0]
             for source in range(ranks):
                 piece = exercise.tokens_of(length, (rank - source) % ranks, ranks)
