@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -105,6 +106,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def folder_to_write(text: str) -> Path:
+    """The value of an option: a folder that exists and can be written to. Raises: ArgumentTypeError."""
+    folder = Path(text)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} is not a folder that can be written to")
+    return folder
+
+
 def plural(count: int, noun: str) -> str:
     """(1, "rank") -> "1 rank", (4, "rank") -> "4 ranks"."""
     return f"{count} {noun}{'s' * (count != 1)}"
@@ -113,6 +122,14 @@ def plural(count: int, noun: str) -> str:
 def exactly(number: float) -> str:
     """12.0 -> "12", 1234.5 -> "1,234.5"."""
     return f"{number:,.1f}".removesuffix(".0")
+
+
+def size_text(nbytes: float) -> str:
+    """`3.0 MiB`, `1.5 KiB`, `12 B`."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= scale:
+            return f"{nbytes / scale:.2f}".rstrip("0").rstrip(".") + f" {unit}"
+    return f"{nbytes:.0f} B"
 
 
 def write_json(file: str | Path, value: Any) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from minidist.observe.overlap_plots import draw_step, legend, spans_of
-from minidist.observe.page import size_text
+from minidist.bench.overlap_plots import draw_step, legend, spans_of
+from minidist.console import size_text
 
 COLOURS = {"tcp": "#3b6fb6", "shm": "#5b9a68", "mpi": "#8172b3", "gloo": "#e08e3c", "MPI": "#c44e52",
            "copies": "#9aa5b1", "bare-tcp": "#6b7280"}

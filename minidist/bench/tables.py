@@ -7,7 +7,7 @@ from rich.table import Table
 
 from minidist.bench import collectives, overlap
 from minidist.bench.floors import COPIES, TCP
-from minidist.observe.page import size_text
+from minidist.console import size_text
 
 FLOORS = {COPIES: "nothing is communicated; what each rank must copy and add in any algorithm, all at once",
           TCP: "nothing is reduced or checked; what each rank must send and receive in any algorithm, by bare sockets"}

@@ -9,7 +9,7 @@ from rich.table import Table
 from minidist import lessons
 from minidist.console import write_json
 from minidist.grading import Grade, grade
-from minidist.observe.page import page_console
+from minidist.lessons.page import page_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

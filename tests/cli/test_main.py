@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from minidist.cli import COMMANDS, main
-from minidist.console import Parser, counts, meant, number_of_bytes, positive, seconds, sizes, write_json
+from minidist.console import Parser, counts, meant, number_of_bytes, positive, seconds, size_text, sizes, write_json
 from minidist.errors import ConfigError
 
 
@@ -122,6 +122,12 @@ def test_values_that_mean_nothing(parse, text):
     parser.add_argument("--value", type=parse)
     with pytest.raises(ConfigError, match="argument --value: "):
         parser.parse_args([f"--value={text}"])
+
+
+@pytest.mark.parametrize("nbytes,text", [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (840 * 1024, "840 KiB"),
+                                         (3 * 2**20, "3 MiB"), (5 * 2**30 // 4, "1.25 GiB")])
+def test_sizes_as_text(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text
 
 
 def test_meant():

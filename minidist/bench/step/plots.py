@@ -5,7 +5,7 @@ from typing import Any
 
 from minidist.bench.step.plan import plan_label
 from minidist.bench.step.ranks import STAGES
-from minidist.observe.lesson_figures import MEMORY
+from minidist.observe.plots import MEMORY
 
 COLOURS = {"minidist": "#3b6fb6", "separate": "#9aa5b1", "PyTorch": "#e08e3c", "PyTorch eager": "#e08e3c",
            "torch.compile": "#8172b3"}
