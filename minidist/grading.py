@@ -12,7 +12,6 @@ never as a traceback of ours.
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -118,28 +117,23 @@ def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
 
 def explain(error: BaseException, exercise_file: Path) -> Result:
     """An error of a student's code as a failed Result that names its line."""
-    chain = list(_causes(error))
+    chain = [error]         # the error and its causes, outermost first
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+
+    def failed(target: str, measured: str, mistake: str, advice: str) -> Result:
+        return Result("your code", False, target, measured, mistake, advice)
+
     for cause in chain:
         if isinstance(cause, HoleError):
-            return Result("your code", False, "no holes left", "a hole", "not filled yet",
-                          f"{cause}{_at(cause, exercise_file)}")
+            return failed("no holes left", "a hole", "not filled yet", f"{cause}{_at(cause, exercise_file)}")
     for cause in chain:
         if isinstance(cause, SyntaxError):
-            return Result("your code", False, "Python that parses", "a syntax error", "SyntaxError",
-                          f"line {cause.lineno}: {cause.msg}")
-    first = chain[0]
-    if isinstance(first, TimeoutError):
-        return Result("your code", False, "an end", "no end within the limit", "it waits for ever", str(first))
-    where = next((at for at in (_at(cause, exercise_file) for cause in reversed(chain)) if at), "")
-    return Result("your code", False, "no error", type(chain[-1]).__name__, "your code raised", f"{chain[-1]}{where}")
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and its causes, outermost first."""
-    current: BaseException | None = error
-    while current is not None:
-        yield current
-        current = current.__cause__ or current.__context__
+            return failed("Python that parses", "a syntax error", "SyntaxError", f"line {cause.lineno}: {cause.msg}")
+    if isinstance(error, TimeoutError):
+        return failed("an end", "no end within the limit", "it waits for ever", str(error))
+    where = next(filter(None, (_at(cause, exercise_file) for cause in reversed(chain))), "")
+    return failed("no error", type(chain[-1]).__name__, "your code raised", f"{chain[-1]}{where}")
 
 
 def _at(error: BaseException, file: Path) -> str:
