@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -12,6 +13,13 @@ from typing import NoReturn, Protocol
 from minidist.comm.health.acceptor import Seat
 from minidist.comm.health.failure import how_it_ended
 from minidist.comm.health.process_state import REAP_LIMIT, kill_stopped
+
+
+def flush_output() -> None:
+    """Write the buffered lines of stdout and stderr, if these still take any."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 class Process(Protocol):

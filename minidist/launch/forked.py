@@ -11,7 +11,6 @@ import platform
 import selectors
 import socket
 import struct
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from minidist.comm.ledger import Ledger
 from minidist.comm.transport import Transport
 from minidist.device import account
 from minidist.launch import failures, transports
-from minidist.launch.children import Children, Forked
+from minidist.launch.children import Children, Forked, flush_output
 from minidist.launch.membership import limit_blas_threads
 
 GRACE = 2.0                             # seconds the other ranks get to end after one has failed
@@ -43,9 +42,7 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
              None of a rank that was lost and expendable.
     Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming ranks not ended in `limit` s.
     """
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()              # or each child would print again what is still buffered here
-        sys.stderr.flush()
+    flush_output()                      # or each child would print again what is still buffered here
     job = ForkedJob(size, transport, limit, nodes or [0] * size)
     try:
         job.start(fn, args)
@@ -148,9 +145,7 @@ def _only_this_process() -> Iterator[None]:
         if not isinstance(error, SystemExit):
             traceback.print_exc()
     if os.getpid() != process:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        flush_output()
         os._exit(status)
 
 
@@ -178,9 +173,7 @@ class ForkedRank:
             self.link.goodbye()                             # before the transport, so that no abort meets a closed one
         if self.transport is not None:
             self.transport.close()
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        flush_output()
         with contextlib.suppress(OSError):                  # the parent may have given up
             self.pipe.sendall(_LENGTH.pack(len(outcome)) + outcome)
         return 0

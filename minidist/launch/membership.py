@@ -16,7 +16,6 @@ Under mpirun a process that fails must not reach MPI_Finalize, which waits for a
 """
 
 import atexit
-import contextlib
 import os
 import platform
 import sys
@@ -34,6 +33,7 @@ from minidist.comm.health.failure import LAUNCHER, Failure, say_line
 from minidist.comm.ledger import Ledger
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
+from minidist.launch.children import flush_output
 from minidist.launch.joining import Joined, find_monitor
 from minidist.launch.launchers import Launch, detect
 
@@ -124,7 +124,7 @@ class Membership:
         A child that this rank has forked is not the rank: it says nothing.
         """
         if not self.is_this_process() and self.launch.by_mpirun:
-            _flush()
+            flush_output()
             os._exit(self.status)                           # MPI_Finalize would be called in the rank's name
         if self._left or not self.is_this_process():
             return
@@ -242,7 +242,7 @@ def _watch_over_the_end(membership: Membership) -> None:
         membership.say(error, membership.fail(error))
         membership.leave()
         if membership.status != 1:                          # with which Python itself would end
-            _flush()
+            flush_output()
             os._exit(membership.status)
 
     def noting(exit: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
@@ -262,7 +262,7 @@ def _abort_mpi(status: int) -> NoReturn:
     Shared memory still has its name where ranks end before they have met; each has mapped it in MPI_Init.
     """
     transports.unlink_mpi_segments()
-    _flush()
+    flush_output()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     from mpi4py import MPI
     MPI.COMM_WORLD.Abort(status)
@@ -273,9 +273,3 @@ def _up_to(cause: Failure, error: BaseException) -> str:
     """The cause, after the name that the error has for it: "parameter server 0 of 1 is lost: rank 3 …"."""
     before, found, _ = str(error).partition(str(cause))
     return f"{before if found and len(before.splitlines()) < 2 else ''}{cause}"
-
-
-def _flush() -> None:
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
