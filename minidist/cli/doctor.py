@@ -51,8 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Examine this machine and print the table. Returns: 1 if a part that every job needs does not work, else 0."""
     findings = list(examine())
-    table = Table(title="This machine", title_justify="left", header_style="bold cyan")
-    table.add_column("")
+    table = Table("", title="This machine", title_justify="left", header_style="bold cyan")
     for column in ("what", "found", "what to do"):
         table.add_column(column, overflow="fold")
     for finding in findings:
