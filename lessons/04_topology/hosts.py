@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from minidist.lessons.namespaces import joined_hosts, missing
 from minidist.lessons.page import page_console
 
 from minidist.console import folder_to_write, size_text
 from minidist.launch import init
-from minidist.launch.namespaces import joined_hosts, missing
 
 HERE = Path(__file__).resolve().parent
 PER_HOST, PORT, ROUNDS = 4, 29500, 3
