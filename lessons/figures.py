@@ -11,10 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from minidist.errors import ConfigError
+from minidist.observe.plots import MEMORY as MEMORY
 
 INK, SOFT, GRID, PAPER = "#1f2933", "#616e7c", "#e4e7eb", "#ffffff"
-MEMORY = {"parameters": "#3b6fb6", "gradients": "#e08e3c", "optimizer": "#5b9a68", "activations": "#c44e52",
-          "communication": "#8172b3", "workspace": "#9aa5b1"}
 PHASES = {"forward": "#7fb0de", "backward": "#2f5d9b", "all_reduce": "#e08e3c", "wait": "#f3d3a8",
           "optimizer": "#5b9a68",
           "reduce_scatter": "#3b6fb6", "all_gather": "#e08e3c"}
