@@ -44,6 +44,18 @@ def test_importing_minidist_loads_neither_mpi_nor_cupy():
         assert python(environment, code).stdout == "\n"
 
 
+def test_launcher_monitor_and_node_agent_start_without_numpy():
+    """Also while they work: with plain messages, and a job that ends well."""
+    code = ("import sys\nimport minidist.cli.launch, minidist.comm.health.node_agent, minidist.comm.health.rendezvous\n"
+            "from minidist.comm import wire\nsaid = {'kind': ('seen', {1}), 'how': None}\n"
+            "assert wire.unpack(wire.pack(said)) == said\n"
+            "from minidist.launch.spawning import spawn\nassert spawn(['true'], 1) == 0\n"
+            "print(*sorted({'numpy', 'ml_dtypes', 'mpi4py', 'rich', 'threadpoolctl'} & set(sys.modules)))")
+    with nothing_left() as environment:
+        done = python(environment, code)
+    assert (done.stdout, done.stderr) == ("\n", "")
+
+
 @pytest.mark.parametrize(("code", "variables", "says"), [
     ("md.init(transport='tpc')", {}, "did you mean 'tcp'"),
     ("__import__('sys').modules['cupy'] = None; md.init(transport='nccl')", {}, "CuPy, which is not installed"),
