@@ -1,16 +1,21 @@
-"""Values as bytes: msgpack with a few extensions, never pickle: reading a message runs no code of its sender."""
+"""Values as bytes: msgpack with a few extensions, never pickle: reading a message runs no code of its sender.
+
+NumPy is loaded when an array comes: launcher, monitor and node agent send none, and start in a third of the time.
+"""
 
 import enum
 import functools
 import math
 import re
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import msgpack
-import numpy as np
 
 from minidist.errors import CommError, DtypeError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NESTING = 32                # tuples and sets inside one another, packed or read
 
@@ -52,12 +57,14 @@ def _pack(obj: Any, depth: int) -> bytes:
 
 def _encode(obj: Any, depth: int) -> Any:
     """What msgpack does not know, as an extension; a subclass of a type it knows, as that type."""
-    match obj:
-        case np.ndarray():
+    if "numpy" in sys.modules:                              # else there is no array
+        import numpy as np
+        if isinstance(obj, np.ndarray):
             parts = [_dtype_text(obj.dtype), list(obj.shape), obj.tobytes()]
             return msgpack.ExtType(Kind.ARRAY, _pack(parts, depth + 1))
-        case np.generic():
+        if isinstance(obj, np.generic):
             return msgpack.ExtType(Kind.SCALAR, _pack([_dtype_text(obj.dtype), obj.tobytes()], depth + 1))
+    match obj:
         case tuple():
             return msgpack.ExtType(Kind.TUPLE, _pack(list(obj), depth + 1))
         case set() | frozenset():
@@ -105,8 +112,10 @@ def _decode(code: int, data: bytes, depth: int) -> Any:
     raise CommError(f"malformed message: extension {code} holds a {type(parts).__name__}")
 
 
-def _array(dtype: np.dtype[Any], shape: list[int], raw: bytes) -> np.ndarray:
+def _array(dtype: "np.dtype[Any]", shape: list[int], raw: bytes) -> "np.ndarray":
     """An array of its own memory; the bytes that came must be exactly those the shape needs."""
+    import numpy as np
+
     if math.prod(shape) * dtype.itemsize != len(raw):
         raise CommError(f"malformed message: {len(raw)} bytes for {dtype} of shape {tuple(shape)}")
     array = np.empty(shape, dtype)
@@ -114,7 +123,7 @@ def _array(dtype: np.dtype[Any], shape: list[int], raw: bytes) -> np.ndarray:
     return array
 
 
-def _dtype_text(dtype: np.dtype[Any]) -> str:
+def _dtype_text(dtype: "np.dtype[Any]") -> str:
     """numpy's code with byte order ('<f4'), or the name of one of ml_dtypes' types ('bfloat16')."""
     if _is_extra(dtype.name):
         return dtype.name
@@ -123,7 +132,10 @@ def _dtype_text(dtype: np.dtype[Any]) -> str:
     return dtype.str
 
 
-def _dtype_named(text: str) -> np.dtype[Any]:
+def _dtype_named(text: str) -> "np.dtype[Any]":
+    import ml_dtypes
+    import numpy as np
+
     if _is_extra(text):
         extra: np.dtype[Any] = np.dtype(getattr(ml_dtypes, text))
         return extra
@@ -134,5 +146,8 @@ def _dtype_named(text: str) -> np.dtype[Any]:
 
 def _is_extra(name: str) -> bool:
     """Whether ml_dtypes adds a scalar type of this name to NumPy's."""
+    import ml_dtypes
+    import numpy as np
+
     kind = getattr(ml_dtypes, name, None)
     return isinstance(kind, type) and issubclass(kind, np.generic)

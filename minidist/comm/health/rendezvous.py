@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from minidist.comm import wire
 from minidist.comm.health.failure import say_line
 from minidist.comm.health.monitor import Monitor
@@ -32,7 +30,7 @@ from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.process_state import exit_of
 from minidist.errors import HandshakeError, LaunchError, TimeoutError
 
-MONITOR_START = 30.0      # seconds a monitor process gets to start: it imports NumPy
+MONITOR_START = 30.0      # seconds a monitor process gets to start
 STOP = 10.0               # seconds that the ranks get to end when one is lost
 _MESSAGE_BYTES = 1024     # of the MPI broadcast
 
@@ -146,6 +144,7 @@ def share_by_mpi(place: MonitorAddress | None, limit: float, *, problem: str = "
     Cost:    one broadcast of 1 KiB; a waiting rank sleeps between tests instead of spinning.
     Raises:  LaunchError if rank 0 had a `problem`; TimeoutError if MPI's ranks do not come together in `limit` s.
     """
+    import numpy as np
     from mpi4py import MPI
 
     buffer = np.zeros(_MESSAGE_BYTES, np.uint8)
