@@ -65,7 +65,7 @@ class ForkedJob:
         self.processes: dict[int, Forked] = {}
         self.children = Children(self.processes)
         self.monitor = Monitor(size, self.token, how=self.children.how)
-        self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]
+        self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]   # noqa: SIM115 - see end()
         self.waiting: set[int] = set()          # ranks whose end has not been noted
 
     def start(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:

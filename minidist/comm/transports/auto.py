@@ -19,6 +19,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transport import Transport
 from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.shm.transport import share
@@ -26,7 +27,7 @@ from minidist.comm.transports.tcp.link import BUFFER_BYTES, TcpLink
 from minidist.comm.transports.tcp.transport import TcpTransport
 
 
-def connect(link: full_mesh.Meeting, token: bytes, limit: float, *, host: str, node: int) -> Transport:
+def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node: int) -> Transport:
     """This rank's rings to the ranks it shares memory with, and its connections to all others.
 
     Links inside a host are made first, so no two ranks wait for each other.

@@ -31,12 +31,12 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.device_lane import DeviceTransport
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.native import Native
 from minidist.comm.transport import Transport
 from minidist.comm.transports.gpu import cuda_ipc
 from minidist.comm.transports.gpu.nccl_lane import Communicator, NcclLane
 from minidist.comm.transports.gpu.staging import Gpu, GpuSide, tell
-from minidist.comm.transports.progress.full_mesh import Meeting
 from minidist.device.backend import dtype_name, module_for
 from minidist.errors import DeviceError, LaunchError
 
@@ -45,7 +45,7 @@ _KINDS = {"int8": "INT8", "uint8": "UINT8", "int32": "INT32", "uint32": "UINT32"
 _OPS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PROD"}
 
 
-def connect(link: Meeting, transport: Transport) -> Transport:
+def connect(link: MonitorClient, transport: Transport) -> Transport:
     """Give a connected host transport this rank's GPU, the next on its host.
 
     Raises: LaunchError without CuPy, NCCL or a GPU.

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.progress.poll_loop import PolledTransport
 from minidist.comm.transports.tcp.link import BUFFER_BYTES, TcpLink
@@ -15,7 +16,7 @@ from minidist.comm.transports.tcp.link import BUFFER_BYTES, TcpLink
 SPINS = 20                  # looks at the connections before sleeping
 
 
-def connect(link: full_mesh.Meeting, token: bytes, limit: float, *, host: str, node: int = 0) -> "TcpTransport":
+def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node: int = 0) -> "TcpTransport":
     """This rank's connections to all others.
 
     Args:    host: the address to listen at: this host's own, as the other ranks see it.
