@@ -9,13 +9,16 @@ Not yet measured on a GPU.
 
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidist.comm.device_lane import SideStream, current_stream
+from minidist.comm.native import Native
 from minidist.comm.transport import Tag, Transport
 from minidist.device.backend import Array
 from minidist.errors import CommError, TimeoutError
@@ -24,6 +27,7 @@ WORDS = 1 << 62
 """The tag's sequence for words about devices between a group's ranks; not counted."""
 
 _SHORTEST, _LONGEST = 0.0005, 0.02      # seconds between the watch's looks
+NOTHING = np.empty(0, np.uint8)
 
 
 class Gpu:
@@ -69,27 +73,27 @@ class Gpu:
 
         Raises: what the work raises; TimeoutError after the limit; what the transport was aborted with.
         """
-        outcome: list[Any] = []
-        finished = threading.Event()
+        future: Future[Any] = Future()
 
         def carry_out() -> None:
             try:
                 with self.device:
-                    outcome.extend((work(), None))
+                    future.set_result(work())
             except Exception as error:  # raised by the waiting thread
-                outcome.extend((None, error))
-            finished.set()
+                future.set_exception(error)
 
         threading.Thread(target=carry_out, name=what, daemon=True).start()
-        deadline = time.monotonic() + self.transport.limit
-        while not finished.wait(_LONGEST):
+        return self.outcome(future, what)
+
+    def outcome(self, future: "Future[Any]", what: str) -> Any:
+        """The result of work in another thread. Raises: as within_limit()."""
+        transport = self.transport
+        deadline = time.monotonic() + transport.limit
+        while not wait([future], _LONGEST).done:
             self.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self.transport.world_rank} waited {self.transport.limit:g} s for {what}")
-        result, error = outcome
-        if error is not None:
-            raise error
-        return result
+                raise TimeoutError(f"rank {transport.world_rank} waited {transport.limit:g} s for {what}")
+        return future.result()
 
 
 class Flight(NamedTuple):
@@ -243,6 +247,37 @@ class GpuSide(SideStream):
         begun = self._gpu.event(self.stream)
         yield
         self._gpu.watch.follow(what, begun, self._gpu.event(self.stream), [])
+
+
+class GpuNative(Native):
+    """What NCCL and CUDA IPC share: arrays on the host, numbers to agree on, go over the host by tell()."""
+
+    def __init__(self, gpu: Gpu, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
+        self._gpu, self._side, self._group, self._world_ranks = gpu, side, group, tuple(world_ranks)
+        self._rank, self._size = world_ranks.index(gpu.transport.world_rank), len(world_ranks)
+
+    def _tell(self, mine: np.ndarray) -> list[np.ndarray]:
+        """Every rank's bytes (uint8), in rank order."""
+        return tell(self._gpu.transport, self._group, self._world_ranks, [mine] * self._size)
+
+    def barrier(self) -> None:
+        self._tell(NOTHING)
+
+    def all_gather(self, octets: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
+        if isinstance(octets, np.ndarray):
+            np.concatenate(self._tell(octets), out=out)
+        else:
+            self._gather_on_gpu(octets, out, counts)
+
+    @abstractmethod
+    def _gather_on_gpu(self, octets: Array, out: Array, counts: Sequence[int]) -> None:
+        """all_gather() of arrays on the GPU."""
+
+
+def parts(array: Any, counts: Sequence[int]) -> list[Any]:
+    """Views of `counts` elements each, one after the other."""
+    edges = np.cumsum([0, *counts]).tolist()
+    return [array[start:stop] for start, stop in zip(edges[:-1], edges[1:], strict=True)]
 
 
 def tell(transport: Transport, group: int, world_ranks: Sequence[int], mine: Sequence[np.ndarray]) -> list[np.ndarray]:

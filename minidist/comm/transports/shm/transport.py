@@ -170,7 +170,7 @@ class ShmTransport(PolledTransport):
         wait = BoardWait(self, board, missing[0] if missing else self.world_rank)
         peers = [self._peers[rank] for rank in missing]
         with self.lock:
-            self.begin(wait)
+            self.begin()
             self._waits.append(wait)
             for peer in peers:
                 peer.awaited += 1
