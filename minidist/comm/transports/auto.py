@@ -1,7 +1,7 @@
 """Ranks of several hosts: shared memory inside each, TCP between them. It is what a job takes by itself.
 
     node 0          node 1
-    r0 ---------- r2      ----   TCP connections (tcp/link.py): also r0 to r3, r1 to r2
+    r0 ---------- r2      ----   TCP connections (tcp.py): also r0 to r3, r1 to r2
     ||            ||
     ||            ||      ||     two rings in shared memory (shm/link.py), and boards for the groups inside a node
     r1 ---------- r3
@@ -23,8 +23,7 @@ from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transport import Transport
 from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.shm.transport import share
-from minidist.comm.transports.tcp.link import BUFFER_BYTES, TcpLink
-from minidist.comm.transports.tcp.transport import TcpTransport
+from minidist.comm.transports.tcp import TcpLink, dial, listen, tcp_transport
 
 
 def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node: int) -> Transport:
@@ -35,7 +34,7 @@ def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node:
     Args:    host: the address to listen at: this host's own, as the other ranks see it; node: this rank's.
     Raises:  HandshakeError, TimeoutError: see full_mesh.connect.
     """
-    me, tcp, unix = link.world_rank, full_mesh.listen_tcp(host, BUFFER_BYTES), full_mesh.listen_unix()
+    me, tcp, unix = link.world_rank, listen(host), full_mesh.listen_unix()
     with full_mesh.listening(tcp, unix):
         infos = link.meet({"memory": shared_by(node), "unix": unix.getsockname(), "host": host,
                            "port": tcp.getsockname()[1]})
@@ -44,7 +43,7 @@ def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node:
             return full_mesh.dial_unix(infos[rank]["unix"], limit)
 
         def dial_far(rank: int) -> socket.socket:
-            return full_mesh.dial_tcp(infos[rank]["host"], infos[rank]["port"], BUFFER_BYTES, limit)
+            return dial(infos[rank], limit)
 
         memories = [info["memory"] for info in infos]
         near = [rank for rank, memory in enumerate(memories) if memory == memories[me]]
@@ -55,7 +54,7 @@ def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node:
             full_mesh.hang_up(rings)
             raise
     if len(set(memories)) == len(memories) > 1:
-        return TcpTransport(me, limit, far)
+        return tcp_transport(me, limit, far)
     return share(me, rings, limit, {rank: TcpLink(sock) for rank, sock in far.items()},
                  name="shm" if len(set(memories)) == 1 else "shm+tcp")
 

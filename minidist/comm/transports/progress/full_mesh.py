@@ -116,27 +116,6 @@ def _admit(listener: socket.socket, token: bytes, expected: set[int],
 
 # --- listening and dialling ------------------------------------------------------------------------------------------
 
-def listen_tcp(host: str, buffer_bytes: int) -> socket.socket:
-    """A listener at a free port of `host`, whose connections have socket buffers of `buffer_bytes`."""
-    listener = _tcp_socket(host, buffer_bytes)
-    listener.bind((host, 0))
-    listener.listen(128)
-    return listener
-
-
-def dial_tcp(host: str, port: int, buffer_bytes: int, limit: float) -> socket.socket:
-    """A connection to `host`:`port` whose socket buffers have `buffer_bytes`."""
-    return _connect(_tcp_socket(host, buffer_bytes), (host, port), limit)
-
-
-def _tcp_socket(host: str, buffer_bytes: int) -> socket.socket:
-    """Buffers are sized before it connects or listens (what it accepts inherits them): TCP fixes its window then."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
-    return sock
-
-
 def listen_unix() -> socket.socket:
     """A listener for processes of this host: at a name without a file on Linux, elsewhere at a temporary file."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -145,12 +124,8 @@ def listen_unix() -> socket.socket:
     return listener
 
 
-def dial_unix(address: str | bytes, limit: float) -> socket.socket:
-    """A connection to the listener of another process of this host."""
-    return _connect(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address, limit)
-
-
-def _connect(sock: socket.socket, address: Any, limit: float) -> socket.socket:
+def dial(sock: socket.socket, address: Any, limit: float) -> socket.socket:
+    """The socket, connected to the listener at `address`."""
     try:
         sock.settimeout(limit)
         sock.connect(address)
@@ -158,6 +133,11 @@ def _connect(sock: socket.socket, address: Any, limit: float) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def dial_unix(address: str | bytes, limit: float) -> socket.socket:
+    """A connection to the listener of another process of this host."""
+    return dial(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address, limit)
 
 
 @contextmanager
