@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import NoReturn, Protocol
 
-from minidist.comm.health.acceptor import Seat
 from minidist.comm.health.failure import how_it_ended
 from minidist.comm.health.process_state import REAP_LIMIT, kill_stopped
 
@@ -79,11 +78,7 @@ class Children:
     def __init__(self, processes: Mapping[int, Process]) -> None:
         self.processes = processes
 
-    def how(self, seat: Seat) -> str | None:
-        """How the process at this monitor's seat ended; its connection ended just now."""
-        return self.how_rank(seat.world_rank)
-
-    def how_rank(self, world_rank: int) -> str | None:
+    def how(self, world_rank: int) -> str | None:
         """How a rank ended that is just ending; None if it still runs, or is not ours."""
         code = self.code(world_rank, REAP_LIMIT)
         return None if code is None else how_it_ended(code)

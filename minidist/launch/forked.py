@@ -64,7 +64,7 @@ class ForkedJob:
         self.profile = load_profile()           # once, for all ranks
         self.processes: dict[int, Forked] = {}
         self.children = Children(self.processes)
-        self.monitor = Monitor(size, self.token, how=self.children.how)
+        self.monitor = Monitor(size, self.token, how=lambda seat: self.children.how(seat.world_rank))
         self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]   # noqa: SIM115 - see end()
         self.waiting: set[int] = set()          # ranks whose end has not been noted
 

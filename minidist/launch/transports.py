@@ -75,12 +75,6 @@ def build(name: str, link: MonitorClient, token: bytes, limit: float, *, node: i
         raise
 
 
-def alone(limit: float) -> Transport:
-    """The transport of a world of one, over which nothing ever travels."""
-    from minidist.comm.transports.progress.mailbox import loopback
-    return loopback(0, limit)
-
-
 def mpi_world(launch: Launch, limit: float) -> Any:
     """MPI_COMM_WORLD, if it is the world that mpirun started.
 

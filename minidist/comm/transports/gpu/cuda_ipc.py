@@ -24,6 +24,7 @@ from time import sleep
 import numpy as np
 
 from minidist.comm.calls.reduction import UFUNCS
+from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.transport import Tag
 from minidist.comm.transports.gpu.staging import NOTHING, WORDS, Gpu, GpuNative, GpuSide, parts
 from minidist.device.backend import LOW_PRECISION, Array, array_module, widen
@@ -43,30 +44,22 @@ _HANDLE_BYTES = 64          # of memory and of events alike
 _TURNS = 2
 
 
-class Probe:
-    """Whether other processes can open this rank's GPU memory, and it theirs. `handle` is b"" if not."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._runtime, self._memory = gpu.cupy.cuda.runtime, gpu.cupy.cuda.Memory(1)
-        self.handle = b""
-        with suppress(self._runtime.CUDARuntimeError):      # a container without the right to, or another system
-            self.handle = self._runtime.ipcGetMemHandle(self._memory.ptr)
-
-    def opens(self, handles: Sequence[bytes]) -> bool:
-        """Whether all of these can be opened; the own one is passed over."""
-        if not all(handles):
-            return False
-        try:
-            for handle in handles:
-                if handle != self.handle:
-                    self._runtime.ipcCloseMemHandle(self._runtime.ipcOpenMemHandle(handle))
-        except (self._runtime.CUDARuntimeError, ValueError):
-            return False
-        return True
-
-    def close(self) -> None:
-        """Free the memory: every rank has tried."""
-        del self._memory
+def places_and_reach(gpu: Gpu, link: MonitorClient, place: str) -> tuple[list[str], bool]:
+    """The GPU of each rank, and whether every rank can open the memory of those that share its own. `place`: ours."""
+    runtime, memory = gpu.cupy.cuda.runtime, gpu.cupy.cuda.Memory(1)
+    own = b""
+    with suppress(runtime.CUDARuntimeError):                # a container without the right to, or another system
+        own = runtime.ipcGetMemHandle(memory.ptr)
+    infos = link.meet({"gpu": place, "ipc": own})
+    handles = [info["ipc"] for info in infos if info["gpu"] == place]
+    reaches = all(handles)
+    try:
+        for handle in handles if reaches else ():
+            if handle != own:
+                runtime.ipcCloseMemHandle(runtime.ipcOpenMemHandle(handle))
+    except (runtime.CUDARuntimeError, ValueError):
+        reaches = False
+    return [info["gpu"] for info in infos], all(info["ipc"] for info in link.meet({"ipc": reaches}))
 
 
 class IpcNative(GpuNative):

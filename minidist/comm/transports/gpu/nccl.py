@@ -58,11 +58,7 @@ def connect(link: MonitorClient, transport: Transport) -> Transport:
     gpu = Gpu(transport, cupy, device_id)
     gpu.device.use()
     bus = f"{platform.node()} {cupy.cuda.runtime.deviceGetPCIBusId(device_id)}"
-    probe = cuda_ipc.Probe(gpu)
-    infos = link.meet({"gpu": bus, "ipc": probe.handle})
-    reached = link.meet({"ipc": probe.opens([info["ipc"] for info in infos if info["gpu"] == bus])})
-    probe.close()
-    transport.device = GpuDevice(gpu, library, [info["gpu"] for info in infos], all(info["ipc"] for info in reached))
+    transport.device = GpuDevice(gpu, library, *cuda_ipc.places_and_reach(gpu, link, bus))
     return transport
 
 

@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,14 +97,15 @@ class Gpu:
         return future.result()
 
 
-class Flight(NamedTuple):
+@dataclass(eq=False)
+class Flight:
     """Work in a stream's queue: it may begin at event `begun` and ends at `done`; `keep` holds its arrays."""
 
     what: str
     begun: Any
     done: Any
     keep: list[Any]
-    since: list[float]      # when it was first seen begun, if it was
+    since: float | None = None      # when it was first seen begun
 
 
 class Watch:
@@ -122,7 +124,7 @@ class Watch:
     def follow(self, what: str, begun: Any, done: Any, keep: list[Any]) -> None:
         """Watch one more."""
         with self._changed:
-            self._flights.append(Flight(what, begun, done, keep, []))
+            self._flights.append(Flight(what, begun, done, keep))
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, daemon=True,
                                                 name=f"gpu watch of rank {self._gpu.transport.world_rank}")
@@ -146,42 +148,35 @@ class Watch:
     def _run(self) -> None:
         pause = _SHORTEST
         with self._gpu.device:
-            while self._wait_for_flights():
+            while flights := self._wait_for_flights():
                 try:
-                    pause = _SHORTEST if self._look() else min(2 * pause, _LONGEST)
+                    landed = [flight for flight in flights if flight.done.done]
+                    self._judge([flight for flight in flights if flight not in landed])
                 except Exception as error:                  # of CUDA: this process cannot use the GPU any more
                     transport = self._gpu.transport
                     transport.abort(CommError(f"rank {transport.world_rank}: the GPU failed: {error}"))
                     return
+                with self._changed:
+                    for flight in landed:
+                        self._flights.remove(flight)
+                        flight.keep.clear()
+                    self._changed.notify_all()
+                pause = _SHORTEST if landed else min(2 * pause, _LONGEST)
                 time.sleep(pause)
 
-    def _wait_for_flights(self) -> bool:
+    def _wait_for_flights(self) -> list[Flight]:
         with self._changed:
             while not self._flights and self._gpu.error is None:
                 self._changed.wait()
-            return bool(self._flights)
-
-    def _look(self) -> bool:
-        """One look at all; whether one has landed."""
-        with self._changed:
-            flights = list(self._flights)
-        landed = {id(flight) for flight in flights if flight.done.done}
-        with self._changed:
-            self._flights = [flight for flight in self._flights if id(flight) not in landed]
-            self._changed.notify_all()
-        for flight in flights:
-            if id(flight) in landed:
-                flight.keep.clear()
-        self._judge([flight for flight in flights if id(flight) not in landed])
-        return bool(landed)
+            return list(self._flights)
 
     def _judge(self, waiting: list[Flight]) -> None:
         """The clock of a flight runs from the look that finds it begun: before that its own rank's work keeps it."""
         transport, now = self._gpu.transport, time.monotonic()
         for flight in waiting:
-            if not flight.since and flight.begun.done:
-                flight.since.append(now)
-        late = [flight for flight in waiting if flight.since and now - flight.since[0] > transport.limit]
+            if flight.since is None and flight.begun.done:
+                flight.since = now
+        late = [flight for flight in waiting if flight.since and now - flight.since > transport.limit]
         failed = [text for failure in self.failures if waiting and self._gpu.error is None and (text := failure())]
         if self._gpu.error is not None:
             return
