@@ -14,12 +14,10 @@ Ranks share memory if they are on one host and their launcher counts them to one
 gives two nodes with TCP between them.
 """
 
-import platform
 import socket
-from contextlib import suppress
-from pathlib import Path
 
 from minidist.comm.health.monitor_client import MonitorClient
+from minidist.comm.health.process_state import system_and
 from minidist.comm.transport import Transport
 from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.shm.transport import share
@@ -65,8 +63,4 @@ def shared_by(node: int) -> str:
     Two containers of one host may have a network each: sockets without a file, by which memory is handed over, do not
     reach from one to the other.
     """
-    system = [platform.node()]
-    with suppress(OSError):
-        system.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        system.append(Path("/proc/self/ns/net").readlink().name)
-    return " ".join([*system, str(node)])
+    return f"{system_and('net')} {node}"
