@@ -14,7 +14,6 @@ notes: N4 §1.
 """
 
 import contextlib
-import hashlib
 import queue
 import threading
 import time
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minidist.comm.group import Group
+from minidist.comm.subgroups import derived_id
 from minidist.comm.transport import Accept, Handle, Reduce, Tag, Transport
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 
@@ -145,10 +145,9 @@ def delayed(group: Group, *, alpha: float, beta: float) -> Iterator[Group]:
 
     Every rank of the group enters and leaves together, as with `split`.
     """
-    digest = hashlib.blake2b(f"{group.id}/delayed".encode(), digest_size=8).digest()
     transport = Delayed(group.transport, alpha=alpha, beta=beta)
     slow = Group(transport, group.ledger, group.world_ranks, axis=f"{group.axis}.delayed",
-                 id=int.from_bytes(digest, "little"), nodes=group.nodes)
+                 id=derived_id(group.id, "delayed"), nodes=group.nodes)
     try:
         yield slow
         slow.close()

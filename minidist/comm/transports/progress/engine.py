@@ -52,6 +52,10 @@ class Operation(Handle):
         """World ranks that this waits for; each of them can keep it waiting."""
         return () if self.finished else (self.peer,)
 
+    def in_vain(self) -> str:
+        """What the error of a wait that outlasts the limit says of it."""
+        return f"for {self}; did rank {self.peer} make the matching call?"
+
 
 class Engine(Transport):
     """A transport whose waiting threads do the work.
@@ -103,8 +107,8 @@ class Engine(Transport):
                 if self._drive_until(operation, start + limit):
                     return
                 state = self.waits.state()
-            raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for {operation}; did rank "
-                               f"{operation.peer} make the matching call?{self.waits.described(state)}")
+            raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s {operation.in_vain()}"
+                               f"{self.waits.described(state)}")
 
     def _drive_until(self, operation: Operation, deadline: float) -> bool:
         """Whether `operation` finished in time. Raises what abort() was given."""
