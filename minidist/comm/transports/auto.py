@@ -14,8 +14,6 @@ Ranks share memory if they are on one host and their launcher counts them to one
 gives two nodes with TCP between them.
 """
 
-import socket
-
 from minidist.comm.health.monitor_client import MonitorClient
 from minidist.comm.health.process_state import system_and
 from minidist.comm.transport import Transport
@@ -36,18 +34,13 @@ def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node:
     with full_mesh.listening(tcp, unix):
         infos = link.meet({"memory": shared_by(node), "unix": unix.getsockname(), "host": host,
                            "port": tcp.getsockname()[1]})
-
-        def dial_near(rank: int) -> socket.socket:
-            return full_mesh.dial_unix(infos[rank]["unix"], limit)
-
-        def dial_far(rank: int) -> socket.socket:
-            return dial(infos[rank], limit)
-
         memories = [info["memory"] for info in infos]
         near = [rank for rank, memory in enumerate(memories) if memory == memories[me]]
-        rings = full_mesh.connect(link, near, unix, dial_near, token, limit)
+        others = [rank for rank in range(len(infos)) if rank not in near]
+        rings = full_mesh.connect(link, near, unix, lambda rank: full_mesh.dial_unix(infos[rank]["unix"], limit), token,
+                                  limit)
         try:
-            far = full_mesh.connect(link, sorted(set(range(len(infos))) - set(near)), tcp, dial_far, token, limit)
+            far = full_mesh.connect(link, others, tcp, lambda rank: dial(infos[rank], limit), token, limit)
         except BaseException:
             full_mesh.hang_up(rings)
             raise

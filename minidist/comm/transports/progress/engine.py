@@ -154,14 +154,11 @@ class Engine(Transport):
                 idle += 1
                 yield_core()
             else:
-                self._rest(operation, deadline)
-
-    def _rest(self, operation: Operation, deadline: float) -> None:
-        with self.lock:
-            self._asleep = not operation.finished   # from here on, starting or finishing a transfer calls _wake()
-        if self._asleep:
-            self._sleep(max(0.0, deadline - time.monotonic()))
-            self._asleep = False
+                with self.lock:
+                    self._asleep = not operation.finished   # from now on, starting or finishing a transfer calls _wake()
+                if self._asleep:
+                    self._sleep(max(0.0, deadline - time.monotonic()))
+                    self._asleep = False
 
     def _follow(self, operation: Operation, deadline: float) -> None:
         with self.lock:
