@@ -7,15 +7,15 @@
 What only ranks need is loaded when it is used: a launcher starts without NumPy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from minidist.errors import LaunchError
 from minidist.launch.launchers import LAUNCHERS, Launch, Launcher, detect
+from minidist.launch.spawning import spawn
 
 if TYPE_CHECKING:
     from minidist.launch.membership import init, speaks_first
-    from minidist.launch.spawning import Nodes
 
 __all__ = ["LAUNCHERS", "Launch", "Launcher", "detect", "init", "run", "spawn", "speaks_first"]
 
@@ -69,12 +69,3 @@ def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads
         return run_mpi(fn, args, size=size, limit=limit, transport=transport)
     from minidist.launch.forked import run_forked
     return run_forked(fn, args, size=size, transport=transport, limit=limit)
-
-
-def spawn(command: Sequence[str], size: int, *, nodes: "Nodes | None" = None, token: bytes | None = None) -> int:
-    """Start `size` copies of a program as ranks of one job, and wait; minidist.launch.spawning.spawn says more.
-
-    Returns: the exit status: 0, or that of the first rank that failed.
-    """
-    from minidist.launch import spawning
-    return spawning.spawn(command, size, nodes=nodes, token=token)

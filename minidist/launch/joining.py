@@ -32,11 +32,6 @@ class Joined:
     file: TokenFile | None = None
     agent: NodeAgentProcess | None = None
 
-    def forget_file(self) -> None:
-        """All ranks have met: the token is not read again."""
-        if self.file is not None:
-            self.file.remove()
-
 
 def find_monitor(launch: Launch, limit: float) -> Joined:
     """Connect to the monitor of the job that `launch` describes, starting it where that falls to us.
