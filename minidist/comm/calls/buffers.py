@@ -141,7 +141,7 @@ def device_of(*arrays: Any) -> str | None:
     """Where the first of these that is an array lives; "cpu" for other values; None if all are None."""
     for array in arrays:
         if array is not None:
-            return backend.device_of(array) if backend.is_array(array) else "cpu"
+            return "cpu" if isinstance(array, np.ndarray) or not backend.is_array(array) else "cuda"
     return None
 
 

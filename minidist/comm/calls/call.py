@@ -253,7 +253,7 @@ class Call(RunningCall):
 
     def _show(self, meta: bytes, arrays: Arrays, lent: Arrays) -> list[tuple[bytes, np.ndarray]]:
         assert self.board is not None, "choose() has seen to that"
-        self.count(sum(array.nbytes for array in (*arrays, *lent)))
+        self.count(sum([array.nbytes for array in (*arrays, *lent)]))
         if lent:
             arrays = [*arrays, np.array([address_of(array) for array in lent], np.uint64)]
         shown = self.board.show(meta, arrays)
