@@ -159,7 +159,7 @@ class Incoming(Handle):
         if self._arriving is not None:
             self._arriving.wait()
         result, self._result = self._result, OutputArray(self.signature.verb, None)
-        return result.deliver(self._device)     # the transport's handle leads here and back: keep no array alive by it
+        return result.deliver(None, self._device)   # the transport's handle leads here and back: keep no array by it
 
     def arrive(self) -> None:
         """Begin to receive by the lane: the header has told dtype and shape."""

@@ -105,9 +105,6 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
              or not P divides n. No workspace: partial sums stand in `out`.
     Rounding: low precision is added in float32 and rounded once a hop, P-1 times in all.
     """
-    if call.size == 1:
-        op.finish(x, out)
-        return
     length = STRETCH_BYTES // x.itemsize
     for number, start in enumerate(range(0, max(len(x), 1), length)):
         sums, step = split(out[start:start + length], call.size), 2 * number * (call.size - 1)
@@ -124,9 +121,6 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
     Args:    x (n,), contiguous, only read; out: chunk `rank`, at most ceil(n/P) elements; may be that part of x.
     Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Workspace: two chunks (none at P = 2).
     """
-    if call.size == 1:
-        op.finish(x, out)
-        return
     reduce_chunks(call, split(x, call.size), out, op)
     if op.op == "mean":
         op.finish(out, out)

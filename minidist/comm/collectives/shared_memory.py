@@ -55,9 +55,6 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
               Workspace: what a rank adds, in float32, in low precision.
     Rounding: low precision is added in float32 and rounded once.
     """
-    if call.size == 1:
-        op.finish(x, out)
-        return
     add = _add_all if (call.size - 1) * x.nbytes <= SHOWN_WHOLE_BYTES else _add_chunks
     length = SHOWN_BYTES // x.itemsize
     for start in range(0, max(len(x), 1), length):
@@ -72,9 +69,6 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
               over all ranks, exactly. Workspace: what a rank adds, in float32, in low precision.
     Rounding: low precision is added in float32 and rounded once.
     """
-    if call.size == 1:
-        op.finish(x, out)
-        return
     chunks = split(x, call.size)
     step = piece_bytes(call.size) // x.itemsize
     for start in range(0, max(len(chunks[0]), 1), step):
@@ -92,8 +86,6 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     Cost:    1 message per rank; beyond 2 MiB another, after which lent blocks may change, or 1 a piece and rank; the
              bytes of all blocks once, exactly.
     """
-    if call.size == 1:
-        return rows.join([own])
     data = bytes_view(own)
     lent = [_lendable(call, own)] if call.lends and _is_long(own.nbytes) else []
     told = call.show_block(own, *([] if lent else [data[:SHOWN_BYTES]]), lent=lent)
@@ -123,8 +115,6 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
     Cost:    1 message a piece and rank; nbytes once, exactly.
     """
     data = _NOTHING if x is None else bytes_view(x)
-    if call.size == 1 and x is not None:
-        return x
     block, part = call.show_block(x, data[:SHOWN_BYTES])[root]
     assert block is not None, "the root has an array"
     array = place(block.shape, block.dtype) if x is None else x
@@ -151,8 +141,6 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
              bytes. Every part once, but those that stay; 8 bytes for each part, 8 for each of its dims.
     """
     received = {call.rank: parts[call.rank]}
-    if call.size == 1:
-        return [received[call.rank]]
     others = [part for dst, part in enumerate(parts) if dst != call.rank]
     data, labels = [bytes_view(part) for part in others], labels_of(others)
     long = _is_long(len(labels) + sum(map(len, data)))
@@ -181,8 +169,7 @@ def barrier(call: Call) -> None:
 
     Cost: 1 message of 0 bytes per rank.
     """
-    if call.size > 1:
-        call.show(_NOTHING)
+    call.show(_NOTHING)
 
 
 def piece_bytes(size: int) -> int:
