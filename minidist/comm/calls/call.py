@@ -12,7 +12,7 @@ let both wait for ever.
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -120,16 +120,17 @@ class Call(RunningCall):
 
     # ------------------------------------------------------------------------ messages whose length both sides know
 
-    def start_send(self, dst: int, array: np.ndarray, *, header: bytes = b"", step: int | None = None,
+    def start_send(self, dst: int, array: np.ndarray, *, block: bool = False, step: int | None = None,
                    chunk: int | None = None) -> Handle:
-        """Begin to send a contiguous array to rank `dst`, with `header` behind the signature.
+        """Begin to send a contiguous array to rank `dst`; as a `block`, with its dtype, shape and device in the header.
 
         step and chunk are told to the ledger's subscribers only.
         """
         self.count(array.nbytes)
         start = time.perf_counter() if self.ledger.subscribers else 0.0
         peer = self.world_ranks[dst]
-        handle = self._transport.start_send(peer, self._tag, array.reshape(-1), self._meta + header)
+        meta = self._meta + pack_block(array.dtype, array.shape, self.origin or "cpu") if block else self._meta
+        handle = self._transport.start_send(peer, self._tag, array.reshape(-1), meta)
         if not start:
             return handle
         return ReportedSend(handle, lambda: self._publish("message", start, {
@@ -154,6 +155,11 @@ class Call(RunningCall):
 
         return self._transport.start_recv(self.world_ranks[src], self._tag, accept, reduce)
 
+    def wait(self, handles: Iterable[Handle]) -> None:
+        """Wait for each of several transfers."""
+        for handle in handles:
+            handle.wait()
+
     def send(self, dst: int, array: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> None:
         """start_send and wait."""
         self.start_send(dst, array, step=step, chunk=chunk).wait()
@@ -174,9 +180,8 @@ class Call(RunningCall):
 
     def start_send_block(self, dst: int, block: np.ndarray, *, step: int | None = None,
                          chunk: int | None = None) -> Handle:
-        """As start_send, with dtype, shape and device in the header."""
-        header = pack_block(block.dtype, block.shape, self.origin or "cpu")
-        return self.start_send(dst, block, header=header, step=step, chunk=chunk)
+        """start_send of a block."""
+        return self.start_send(dst, block, block=True, step=step, chunk=chunk)
 
     def send_block(self, dst: int, block: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> None:
         """start_send_block and wait."""

@@ -40,8 +40,7 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     others = [(call.rank - step) % call.size for step in range(1, call.size)]
     received = [call.start_recv(src, values[src]) for src in others]
     sent = [call.start_send(dst, x, step=step) for step, dst in enumerate(reversed(others))]
-    for handle in received + sent:
-        handle.wait()
+    call.wait(received + sent)
     values[call.rank] = x
     spoils_x = call.rank > 1 and np.may_share_memory(x, out)  # before x has been added
     total = call.workspace(len(x), op.total) if spoils_x or op.total != out.dtype else out

@@ -191,8 +191,7 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
     for child in children:
         sent += [call.start_send_block(child.rank, np.empty((*x.shape, 0), x.dtype), step=child.cut - 1),
                  call.start_send(child.rank, flat[cut[child.first]:cut[child.behind]], step=child.cut - 1)]
-    for handle in sent:
-        handle.wait()
+    call.wait(sent)
     _pass_around_from(call, root, split(flat, call.size), first_step=(call.size - 1).bit_length())
     return x
 
@@ -204,5 +203,4 @@ def _pass_around_from(call: Call, root: int, chunks: Sequence[np.ndarray], first
         handles = [] if call.rank == root else [call.start_recv(call.prev_rank, chunks[outgoing - 1])]
         if call.next_rank != root:
             handles.append(call.start_send(call.next_rank, chunks[outgoing], step=first_step + step, chunk=outgoing))
-        for handle in handles:
-            handle.wait()
+        call.wait(handles)

@@ -196,8 +196,8 @@ def _shown_parts(case: Case) -> int:
 def _native(messages: str, count: Callable[[Case], int], nbytes: str, volume: Callable[[Case], int],
             steps: str = "ceil(log2 P) + 1") -> Formula:
     """A = P ceil(log2 P) messages that agree; then what is handed to the library, by more than one rank at least."""
-    return Formula(f"A + {messages}, A = P ceil(log2 P)", lambda case: case.size * case.others.bit_length() + count(case),
-                   nbytes, volume, steps)
+    return Formula(f"A + {messages}, A = P ceil(log2 P)", lambda case: _LOG_EACH[1](case) + count(case), nbytes, volume,
+                   steps)
 
 
 _FROM_EACH = ("P", lambda case: case.size, "P n", lambda case: case.size * case.nbytes)
