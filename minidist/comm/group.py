@@ -289,7 +289,7 @@ class Group(Members):
         if self._worker is not None and self._worker.busy():
             return self._worker.submit(call).wait()
         with self.guard, call:
-            return call.settle(call.deliver(call, call.work(call)))
+            return call.settle(call.deliver(call.work(call), call.device))
 
     def _start(self, call: Call) -> Pending:
         """Hand the call to the worker, which is made when it is first needed."""
