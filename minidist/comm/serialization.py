@@ -23,7 +23,7 @@ class Kind(enum.IntEnum):
 
 _PLAIN_DTYPE = re.compile(r"[<>|](?:[biufcSUV]\d{1,6}|[mM]8(?:\[\w+\])?)")    # NumPy's own, with byte order
 _BASES: tuple[type[Any], ...] = (int, float, str, bytes, list, dict)         # subclasses travel as these
-_COLLECTIONS: dict[Kind, type[Any]] = {Kind.TUPLE: tuple, Kind.SET: set, Kind.FROZENSET: frozenset}
+_COLLECTIONS: dict[int, type[Any]] = {Kind.TUPLE: tuple, Kind.SET: set, Kind.FROZENSET: frozenset}
 
 
 def pack(obj: Any) -> bytes:

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from minidist import errors
 from minidist.comm import wire
-from minidist.comm.health.acceptor import connect_to_monitor
-from minidist.comm.health.failure import Failure, monitor_gone, say_line
+from minidist.comm.health.acceptor import connect_to_monitor, end_connection
+from minidist.comm.health.failure import Failure, listed, say_line
 from minidist.comm.health.process_state import this_system
 from minidist.comm.health.wait_state import State, Waits
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
@@ -36,18 +36,15 @@ class Waiting(Protocol):
 
     waits: Waits
 
-    def abort(self, error: CommError) -> None:
-        """Make every wait raise `error`."""
+    def abort(self, error: CommError) -> None: ...
 
-    def lose(self, error: PeerLostError) -> None:
-        """Make waits for one rank raise `error`."""
+    def lose(self, error: PeerLostError) -> None: ...
 
 
 class MonitorClient:
     """One rank's connection to the job's monitor.
 
-    Attributes: world_rank, world_size
-                limit        seconds that a meeting may last
+    Attributes: limit        seconds that a meeting may last
                 address      the monitor's
                 local_host   the address under which this process reached the monitor; peers reach this rank there too
                 loss         the Failure that ended the job, or None
@@ -87,7 +84,7 @@ class MonitorClient:
         return cls(sock, world_rank, world_size, grace=grace, end=end)
 
     def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank gives a small dict and gets all of them, in world rank order. Every rank calls it equally often.
+        """All-gather of small dicts, in world rank order. Every rank calls it equally often.
 
         Cost:    2 control frames a rank: its dict to the monitor, P dicts back. For start-up, not for data.
         Raises:  TimeoutError naming the ranks that did not come; PeerLostError if one was lost.
@@ -99,7 +96,7 @@ class MonitorClient:
             self._send({"kind": "missing", "round": number})
             missing = self._answer("missing", number, ANSWER_LIMIT)
             raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for all {self.world_size} ranks to meet"
-                               + (f"; {_ranks(missing)} did not come" if missing else "; the monitor does not answer"))
+                               + (f"; {listed(missing)} did not come" if missing else "; the monitor does not answer"))
         return list(infos)
 
     def on_loss(self, callback: Callable[[PeerLostError], None]) -> None:
@@ -130,11 +127,10 @@ class MonitorClient:
             return self.loss
 
     def report(self, error: BaseException) -> bool:
-        """Tell the job that this rank fails; the others stop. Returns whether this was the job's first failure.
+        """Tell the job that this rank fails; the others stop. From now on this process has `grace` seconds to end.
 
-        The monitor knows. Where it does not say, it is the first if it has heard of no other; and of bad input, which
-        all ranks may have found alike, if it is rank 0.
-        From here on this process, too, has `grace` seconds to end.
+        Returns: whether this was the job's first failure, as the monitor says. Where it does not answer: yes, unless
+                 another is known, or the input was bad, which all ranks may have found: then only rank 0's is first.
         """
         self._expect_end(f"its own {type(error).__name__}")
         loss = Failure.by_exception(error, self.world_rank)
@@ -164,8 +160,7 @@ class MonitorClient:
             self._changed.notify_all()
         if self._end_timer is not None:
             self._end_timer.cancel()
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)          # wakes the listener, which closes the socket
+        end_connection(self._sock)                         # wakes the listener, which closes the socket
         if threading.current_thread() is not self._listener:
             self._listener.join(1.0)
 
@@ -194,11 +189,11 @@ class MonitorClient:
         with self._sock:
             try:
                 while True:
-                    frame = wire.recv_frame(self._sock, None)
-                    self._take(frame)
+                    self._take(wire.recv_frame(self._sock, None))
             except (CommError, OSError, ValueError):       # ValueError: the socket was closed under us
                 if not (self._leaving or self._closed):
-                    self._lost(monitor_gone(self.world_rank))
+                    self._lost(Failure.here(self.world_rank, "lost its connection to the job's monitor: "
+                                            "the launcher, or rank 0's host, is gone or out of reach"))
             with self._sending, self._changed:             # no thread is sending when the socket goes
                 self._closed = True
                 self._changed.notify_all()
@@ -221,11 +216,8 @@ class MonitorClient:
                     self._changed.notify_all()
 
     def _tell(self, number: int = 0) -> None:
-        """Report what this rank waits for: unasked (0), or in answer to the monitor's question `number`.
-
-        Two threads that tell at once do so one after the other, so that the newest state arrives last.
-        """
-        with self._telling, contextlib.suppress(CommError, OSError):    # without a monitor the job ends anyway
+        """Report what this rank waits for: unasked (0), or in answer to the monitor's question `number`."""
+        with self._telling, contextlib.suppress(CommError, OSError):    # of two threads, the later state arrives last
             self._send({"kind": "waits", "round": number, "state": self._state()})
 
     def _state(self) -> list[Any]:
@@ -271,7 +263,3 @@ def end_process(message: str) -> None:
     """Print one line and end this process at once, whatever its other threads are doing."""
     say_line(message)
     os._exit(1)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
