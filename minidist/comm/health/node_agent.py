@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minidist.comm import wire
-from minidist.comm.health.acceptor import connect_to_monitor
+from minidist.comm.health.acceptor import connect_to_monitor, end_connection
 from minidist.comm.health.failure import Failure
 from minidist.comm.health.process_state import ProcessLooks, exit_of, kill_stopped, this_system
 from minidist.errors import CommError, HandshakeError
@@ -91,8 +91,7 @@ class NodeAgent:
             sock = self._sock
         if sock is not None:
             self._send("goodbye")
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            end_connection(sock)
 
     def _connect(self, address: tuple[str, int], token: bytes) -> socket.socket | None:
         hello = {"node_agent": self._ranks, "pid": os.getpid(), "host": platform.node(), "system": this_system()}

@@ -254,7 +254,7 @@ def test_the_state_that_is_told_last_is_the_later_one():
         return own.packed()
 
     with job(1) as (monitor, [link]):
-        monitor._watchdog.heard = lambda seat, state, number: heard.append(state.doing)
+        monitor._watchdog.arbiter.heard = lambda rank, state, number: heard.append(state.doing)
         link._state = state
         first = threading.Thread(target=link._tell)
         first.start()
