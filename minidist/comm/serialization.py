@@ -119,12 +119,9 @@ def _dtype_text(dtype: np.dtype[Any]) -> str:
 
 
 def _dtype_named(text: str) -> np.dtype[Any]:
-    if _is_extra(text):
-        extra: np.dtype[Any] = np.dtype(getattr(ml_dtypes, text))
-        return extra
-    if not _PLAIN_DTYPE.fullmatch(text):
+    if not _is_extra(text) and not _PLAIN_DTYPE.fullmatch(text):
         raise CommError(f"malformed message: no dtype {text[:40]!r}")
-    return np.dtype(text)
+    return np.dtype(getattr(ml_dtypes, text, text))
 
 
 def _is_extra(name: str) -> bool:

@@ -118,8 +118,9 @@ class Monitor:
     def wait(self, limit: float | None = None) -> bool:
         """Wait until every rank has said goodbye (True), or one is lost, or `limit` s have passed (False)."""
         with self._changed:
-            self._changed.wait_for(lambda: self.loss is not None or self._all_left(), limit)
-            return self.loss is None and self._all_left()
+            ended = self._changed.wait_for(lambda: self.loss is not None or all(map(self.has_left, range(self.size))),
+                                           limit)
+            return ended and self.loss is None
 
     def deserted(self) -> bool:
         """Whether every rank that ever came has gone."""
@@ -147,9 +148,6 @@ class Monitor:
         """Whether this rank has said goodbye, or its connection is gone."""
         with self._changed:
             return world_rank in self._seats and self._seats[world_rank].left
-
-    def _all_left(self) -> bool:
-        return len(self._seats) == self.size and all(seat.left for seat in self._seats.values())
 
     def _run(self, target: Callable[..., None], *args: Any) -> None:
         """In a thread that close() will join."""
@@ -229,19 +227,15 @@ class Monitor:
         while (death := self._deaths.get()) is not None:
             seat, error = death
             if self.loss is None:
-                how = self._how_it_ended(seat) or (
-                    f"ended without a word ({error})" if isinstance(error, CommError | OSError) else
-                    f"sent what no rank sends ({error!r})")
+                how = (self._how(seat) if seat.system == this_system() else None) or self._watchdog.how_it_ended(seat)
+                how = how or (f"ended without a word ({error})" if isinstance(error, CommError | OSError) else
+                              f"sent what no rank sends ({error!r})")
                 self.lose(Failure(seat.world_rank, seat.pid, seat.host, how))
             with seat.sending:
                 seat.sock.close()
             with self._changed:
                 seat.left = True
                 self._changed.notify_all()
-
-    def _how_it_ended(self, seat: Seat) -> str | None:
-        here = seat.system == this_system()
-        return (self._how(seat) if here else None) or self._watchdog.how_it_ended(seat, far=not here)
 
     def _take(self, seat: Seat, frame: dict[str, Any]) -> None:
         arbiter = self._watchdog.arbiter
@@ -262,7 +256,7 @@ class Monitor:
             case "waits":
                 arbiter.heard(seat.world_rank, State.unpacked(frame["state"]), int(frame["round"]))
             case "mismatch":
-                arbiter.disagreed(Verdict("MismatchError", str(frame["text"]), [int(rank) for rank in frame["ranks"]]))
+                arbiter.decide(Verdict("MismatchError", str(frame["text"]), [int(rank) for rank in frame["ranks"]]))
             case "table":
                 self._run(self._watchdog.send_table, seat, State.unpacked(frame["state"]))
             case "goodbye":

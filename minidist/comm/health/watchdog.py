@@ -143,13 +143,11 @@ class Watchdog:
                 f"its node agent (process {agent.pid}) is gone ({error})"
             self._lose(Failure(first.world_rank, first.pid, first.host, _out_of_reach(covered, why)))
 
-    def how_it_ended(self, seat: Seat, *, far: bool) -> str | None:
-        """How the process at this seat ended, as its node agent says; None if there is none, or it does not know.
-
-        Waits for a node agent to come only if the seat is `far`, on another system.
-        """
+    def how_it_ended(self, seat: Seat) -> str | None:
+        """How the process at this seat ended, as its node agent says; None if there is none, or it does not know."""
+        limit = 0.0 if seat.system == this_system() else AGENT_WAIT      # another system's agent is about to come
         with self._news:
-            agent = self._news.wait_for(lambda: self._agent_of(seat), AGENT_WAIT if far else 0.0)
+            agent = self._news.wait_for(lambda: self._agent_of(seat), limit)
         if agent is None:
             return None
         agent.send("how", rank=seat.world_rank, pid=seat.pid)
