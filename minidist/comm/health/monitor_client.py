@@ -2,7 +2,7 @@
 
     link = MonitorClient.connect(address, token, world_rank, world_size)
     infos = link.meet({"port": 4711})         # all-gather through the monitor: how ranks tell each other where they are
-    link.attach(transport)                    # from now on a death or a deadlock anywhere in the job ends its waits
+    link.attach(transport.waits, transport.abort, transport.lose)   # from now on a death or a deadlock ends its waits
     link.goodbye()                            # or link.report(exception)
 
 The monitor is the other end (monitor.py). A daemon thread listens; the transport's own threads never do.
@@ -16,7 +16,7 @@ import platform
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from minidist import errors
 from minidist.comm import wire
@@ -29,16 +29,6 @@ from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 GRACE = 5.0                # seconds a rank gets to end after the job has failed
 CONNECT_LIMIT = 60.0       # seconds until a connection must stand, or all ranks have met
 ANSWER_LIMIT = 5.0         # seconds the monitor gets to answer a question
-
-
-class Waiting(Protocol):
-    """What the client asks of a transport: see transport.py."""
-
-    waits: Waits
-
-    def abort(self, error: CommError) -> None: ...
-
-    def lose(self, error: PeerLostError) -> None: ...
 
 
 class MonitorClient:
@@ -62,7 +52,9 @@ class MonitorClient:
         self._sending, self._telling = threading.Lock(), threading.Lock()
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
-        self._transport: Waiting | None = None
+        self._waits: Waits | None = None                   # of the transport, once there is one; then also:
+        self._abort: Callable[[CommError], None] = lambda error: None
+        self._lose: Callable[[PeerLostError], None] = lambda error: None
         self._rounds = itertools.count()
         self._answers: dict[tuple[str, int], Any] = {}
         self._end_timer: threading.Timer | None = None
@@ -107,14 +99,12 @@ class MonitorClient:
         if loss is not None:
             callback(loss.error())
 
-    def attach(self, transport: Waiting) -> None:
-        """Tell the monitor of the transport's lasting waits; what the monitor tells of the job aborts the transport."""
-        self._transport = transport
-        transport.waits.tell = self._tell
-        transport.waits.table = self._table
-        transport.waits.disagree = self._disagree
-        transport.waits.spare = lambda: self._send({"kind": "expendable"})
-        self.on_loss(transport.abort)
+    def attach(self, waits: Waits, abort: Callable[[CommError], None], lose: Callable[[PeerLostError], None]) -> None:
+        """Tell the monitor of a transport's lasting waits, and abort the transport by what the monitor tells."""
+        self._waits, self._abort, self._lose = waits, abort, lose
+        waits.tell, waits.table, waits.disagree = self._tell, self._table, self._disagree
+        waits.spare = lambda: self._send({"kind": "expendable"})
+        self.on_loss(abort)
 
     def wait_for_loss(self, limit: float) -> Failure | None:
         """The loss that ended the job, if the monitor tells within `limit` s.
@@ -203,13 +193,11 @@ class MonitorClient:
             case "lost":
                 self._lost(Failure(**frame["loss"]))
             case "died":
-                if self._transport is not None:
-                    self._transport.lose(Failure(**frame["loss"]).error())
+                self._lose(Failure(**frame["loss"]).error())
             case "ask":
                 self._tell(frame["round"])
             case "verdict":
-                if self._transport is not None:
-                    self._transport.abort(getattr(errors, frame["error"])(frame["text"]))
+                self._abort(getattr(errors, frame["error"])(frame["text"]))
             case kind:
                 with self._changed:
                     self._answers[kind, frame.get("round", 0)] = frame["value"]
@@ -221,7 +209,7 @@ class MonitorClient:
             self._send({"kind": "waits", "round": number, "state": self._state()})
 
     def _state(self) -> list[Any]:
-        return (State() if self._transport is None else self._transport.waits.state()).packed()
+        return (State() if self._waits is None else self._waits.state()).packed()
 
     def _disagree(self, text: str, world_ranks: tuple[int, ...]) -> None:
         """Have every other rank of a group raise MismatchError, too."""

@@ -18,13 +18,12 @@ takes every message before the one it has asked for.
 import itertools
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from minidist.comm import call_site
 from minidist.comm.health.running_call import running_call
@@ -32,14 +31,6 @@ from minidist.comm.signature import Signature
 from minidist.errors import CommError, PeerLostError
 
 QUIET = 0.1     # seconds that a wait may last before it is reported
-
-
-class RunsCalls(Protocol):
-    """What Waits needs of a CallWorker."""
-
-    unfinished: int
-
-    def ident(self) -> int | None: ...      # the thread that carries out the calls
 
 
 @dataclass(frozen=True)
@@ -119,7 +110,7 @@ class Waits:
                 held     each gives the destinations of messages held back on their way out, one entry a message
                 ends     abort() of links that belong to the transport and tell their waits here
                 step     the training step that the program is in, if it says so
-                workers  those that carry out started calls
+                workers  the threads that carry out started calls now
     A listener, if there is one, takes these over:
                 tell     called when a wait begins to last, and when it ends
                 table    (state) -> what all ranks wait for, in words; `state` is what this rank says of itself
@@ -138,7 +129,7 @@ class Waits:
         self.step: int | None = None
         self.held: list[Callable[[], list[int]]] = []
         self.ends: list[Callable[[CommError], None]] = []
-        self.workers: weakref.WeakSet[RunsCalls] = weakref.WeakSet()
+        self.workers: set[int | None] = set()
         self._lasting: dict[int, Callable[[], Wait]] = {}       # by thread
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -171,7 +162,7 @@ class Waits:
         """What this rank says of its waits, now."""
         with self._lock:
             lasting = dict(self._lasting)
-        busy = self.program() | {worker.ident() for worker in list(self.workers) if worker.unfinished}
+        busy = self.program() | self.workers
         counted, taken = self.counts()
         sent = Counter(counted)
         for held in list(self.held):
