@@ -130,14 +130,14 @@ class Waits:
         self.held: list[Callable[[], list[int]]] = []
         self.ends: list[Callable[[CommError], None]] = []
         self.workers: set[int | None] = set()
-        self._lasting: dict[int, Callable[[], Wait]] = {}       # by thread
+        self._lasting: dict[int, tuple[int, Callable[[], Wait]]] = {}       # by number: the thread, and its wait now
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     @contextmanager
     def lasting(self, what: str, peers: Callable[[], tuple[int, ...]], *, incoming: bool = False) -> Iterator[None]:
         """The block is a wait that lasts already: `what` in words, `peers()` the ranks it is for, now."""
-        running, thread = running_call(), threading.get_ident()
+        running = running_call()
         call, members = (None, ()) if running is None else (running.signature, running.world_ranks)
         number, since = next(self._numbers), time.monotonic() - QUIET
 
@@ -145,23 +145,19 @@ class Waits:
             return Wait(number, call, members, peers(), what, incoming, time.monotonic() - since)
 
         with self._lock:
-            outer = self._lasting.get(thread)
-            self._lasting[thread] = now
+            self._lasting[number] = threading.get_ident(), now
         self.tell()
         try:
             yield
         finally:
             with self._lock:
-                if outer is None:
-                    del self._lasting[thread]
-                else:
-                    self._lasting[thread] = outer
+                del self._lasting[number]
             self.tell()
 
     def state(self) -> State:
         """What this rank says of its waits, now."""
         with self._lock:
-            lasting = dict(self._lasting)
+            lasting = dict(self._lasting.values())          # of waits inside one another, the innermost
         busy = self.program() | self.workers
         counted, taken = self.counts()
         sent = Counter(counted)
