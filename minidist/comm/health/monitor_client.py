@@ -1,6 +1,6 @@
 """A rank's end of the control connection: it meets the others, hears which rank died, and says how this rank ends.
 
-    link = MonitorClient.connect(address, token, world_rank, world_size)
+    link = MonitorClient(address, token, world_rank, world_size)
     infos = link.meet({"port": 4711})         # all-gather through the monitor: how ranks tell each other where they are
     link.attach(transport.waits, transport.abort, transport.lose)   # from now on a death or a deadlock ends its waits
     link.goodbye()                            # or link.report(exception)
@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import os
 import platform
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -40,11 +39,18 @@ class MonitorClient:
                 loss         the Failure that ended the job, or None
     """
 
-    def __init__(self, sock: socket.socket, world_rank: int, world_size: int, *, grace: float = GRACE,
-                 end: Callable[[str], None] | None = None) -> None:
-        """Over an admitted connection; `end(message)` ends a process that is still busy `grace` s after a failure."""
-        self.world_rank, self.world_size = world_rank, world_size
-        self.limit = CONNECT_LIMIT
+    def __init__(self, address: tuple[str, int], token: bytes, world_rank: int, world_size: int, *,
+                 limit: float = CONNECT_LIMIT, grace: float = GRACE, end: Callable[[str], None] | None = None) -> None:
+        """Connect, trying again until the monitor listens.
+
+        Args:   limit: seconds until the connection must stand, and that a meeting may last.
+                end(message): ends a process that is still busy `grace` s after a failure; default end_process.
+        Raises: HandshakeError if the monitor refuses us; TimeoutError naming the address after `limit` seconds.
+        """
+        hello = {"world_rank": world_rank, "world_size": world_size, "pid": os.getpid(), "host": platform.node(),
+                 "system": this_system()}
+        sock = connect_to_monitor(address, token, hello, f"rank {world_rank}", limit)
+        self.world_rank, self.world_size, self.limit = world_rank, world_size, limit
         self.address: tuple[str, int] = sock.getpeername()[:2]
         self.local_host: str = sock.getsockname()[0]
         self.loss: Failure | None = None
@@ -61,19 +67,6 @@ class MonitorClient:
         self._leaving = self._closed = False
         self._listener = threading.Thread(target=self._listen, name="minidist control", daemon=True)
         self._listener.start()
-
-    @classmethod
-    def connect(cls, address: tuple[str, int], token: bytes, world_rank: int, world_size: int, *,
-                limit: float = CONNECT_LIMIT, grace: float = GRACE,
-                end: Callable[[str], None] | None = None) -> "MonitorClient":
-        """Connect, trying again until the monitor listens.
-
-        Raises: HandshakeError if it refuses us; TimeoutError naming the address after `limit` seconds.
-        """
-        hello = {"world_rank": world_rank, "world_size": world_size, "pid": os.getpid(), "host": platform.node(),
-                 "system": this_system()}
-        sock = connect_to_monitor(address, token, hello, f"rank {world_rank}", limit)
-        return cls(sock, world_rank, world_size, grace=grace, end=end)
 
     def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
         """All-gather of small dicts, in world rank order. Every rank calls it equally often.

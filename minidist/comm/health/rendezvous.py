@@ -221,7 +221,7 @@ def connect_by_file(file: TokenFile, address: tuple[str, int], world_rank: int, 
         token = file.read()
         if token is not None:
             try:
-                return MonitorClient.connect(address, token, world_rank, world_size, limit=1.0, **options), token
+                return MonitorClient(address, token, world_rank, world_size, limit=1.0, **options), token
             except (HandshakeError, TimeoutError) as error:
                 problem = error
         time.sleep(0.05)
