@@ -72,7 +72,7 @@ class Monitor:
         self._watchdog = Watchdog(size, self._present, self.lose)
 
     def start(self) -> None:
-        """Begin to accept ranks. Before this there is no thread, so the caller may fork; the kernel keeps a queue."""
+        """Begin to accept ranks. Before this there is no thread, so the caller may fork; the kernel queues connections."""
         self._acceptor.listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._acceptor.listener, selectors.EVENT_READ)
@@ -223,7 +223,7 @@ class Monitor:
                 self._deaths.put((seat, error))
 
     def _record_deaths(self) -> None:
-        """In a thread of its own: find out how the ranks ended whose connections did; that may take a moment."""
+        """In a thread of its own, since it may take a moment: find out how ranks ended whose connections have ended."""
         while (death := self._deaths.get()) is not None:
             seat, error = death
             if self.loss is None:
@@ -273,7 +273,7 @@ class Monitor:
             return {rank: seat for rank, seat in self._seats.items() if not seat.left}
 
     def _meet(self, seat: Seat, number: int, info: Any) -> None:
-        """The last rank to come brings all of them what each has brought."""
+        """When the last rank has come, each gets what all have brought."""
         brought = self._meetings[number]
         brought[seat.world_rank] = info
         if len(brought) == self.size:
@@ -282,7 +282,7 @@ class Monitor:
                 self._seats[rank].send("met", round=number, value=[brought[rank] for rank in range(self.size)])
 
     def _fail_late(self, seat: Seat, loss: Failure) -> None:
-        """A rank fails because it lost a peer: that peer's own failure is the cause; wait a moment for it."""
+        """A rank fails because it lost a peer. That peer's own failure is the cause, so wait BLAME_WAIT s for it."""
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None, BLAME_WAIT)
         seat.send("noted", value=self.lose(loss))

@@ -25,7 +25,7 @@ AGENT_WAIT = 1.0          # seconds for a node agent to come, after a rank of it
 
 
 class Watchdog:
-    """Belongs to the monitor's one thread that hears the ranks; table() and what concerns node agents is for any.
+    """Belongs to the monitor's thread that hears the ranks; tables, and methods about node agents, are for any thread.
 
     Args: size: ranks of the job. present() -> the seats of those that are there, by world rank.
           lose(loss): end the job for this reason.
@@ -78,7 +78,7 @@ class Watchdog:
     # --- processes ---------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Look at the processes of this system, and ask the node agents of others; one that does not answer is lost."""
+        """Look at the processes of this system, and ask the node agents of others; a silent agent is lost."""
         self._looked = time.monotonic()
         here = [seat for seat in self._present().values() if seat.system == this_system()]
         pids = {seat.pid for seat in here}
@@ -91,7 +91,7 @@ class Watchdog:
                 agent.send("look", pids=[seat.pid for seat in self._covered(agent)])
 
     def _seen(self, seats: list[Seat], frozen: set[int], ended: Mapping[int, str]) -> None:
-        """The ranks whose processes are frozen, or have ended (in which way), are lost."""
+        """Ranks whose processes are in `frozen`, or in `ended` (with how they ended), are lost."""
         for seat in seats:
             if seat.pid in frozen:
                 seat.frozen = True
@@ -118,7 +118,7 @@ class Watchdog:
             self._news.notify_all()
 
     def heard_agent(self, agent: AgentSeat, frame: dict[str, Any]) -> None:
-        """A node agent has said something; see node_agent.py for what. Raises CommError for what no node agent says."""
+        """Take a frame of a node agent (node_agent.py has the list). Raises CommError for a frame that is not in it."""
         agent.unanswered = 0
         match frame["kind"]:
             case "seen":
@@ -173,7 +173,7 @@ class Watchdog:
             self._news.notify_all()
 
     def _remove(self, agent: AgentSeat) -> bool:
-        """Whether it was still there."""
+        """Returns whether it was still there."""
         with self._news:
             if agent.left:
                 return False
