@@ -168,7 +168,7 @@ def test_planted_bugs_break_parity(bug: str, plan: dict[str, Any], mixture: dict
 @pytest.mark.parametrize(("plan", "mixture", "says"), [
     ({"dp": 2, "ep": 2}, None, r"no experts to divide; use dp=4, or a mixture \(--experts 4\)"),
     ({"ep": 3}, LOSS, "4 experts do not divide among 3 ranks; use dp=3, or 6 experts"),
-    ({"ep": 8}, LOSS, "4 experts do not divide among 8 ranks; use dp=2,ep=4, or 8 experts"),
+    ({"ep": 8}, LOSS, "4 experts do not divide among 8 ranks; use dp=8, or 8 experts"),
     ({"dp": 2, "strategy": "parameter-server"}, LOSS, "use strategy=ddp"),
     ({"dp": 2, "precision": "fp8"}, LOSS, "not linears, which fp8 is for; use precision=bf16")])
 def test_plan_refuses(plan: dict[str, Any], mixture: dict[str, Any] | None, says: str) -> None:
