@@ -39,7 +39,7 @@ class Seat:
     sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send one frame. An error is ignored: the monitor reads from every seat, and sees there that the rank is lost."""
+        """Send one frame. An error is ignored: the monitor reads from every seat, and finds a lost rank there."""
         with self.sending, contextlib.suppress(CommError, OSError, ValueError):
             wire.send_frame(self.sock, {"kind": kind, **content}, 1.0)
 

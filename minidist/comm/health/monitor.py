@@ -72,7 +72,7 @@ class Monitor:
         self._watchdog = Watchdog(size, self._present, self.lose)
 
     def start(self) -> None:
-        """Begin to accept ranks. Before this there is no thread, so the caller may fork; the kernel queues connections."""
+        """Begin to accept ranks. Before, no thread runs, so the caller may fork; the kernel queues connections."""
         self._acceptor.listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._acceptor.listener, selectors.EVENT_READ)
