@@ -222,7 +222,8 @@ def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None],
     draw(recorded, folder)
     if folder == home and (home / "figure.mmd").exists():
         insert_mermaid(home / "README.md", (home / "figure.mmd").read_text(encoding="utf-8"))
-    print(f"{folder / 'figure.png'}: drawn from a run on {size} rank{'s' * (size > 1)}")
+    kept = " (with --out DIR the lesson's own figure is kept)" if folder == home else ""
+    print(f"{folder / 'figure.png'}: drawn from a run on this machine{kept}")
 
 
 def folder_to_write(text: str) -> Path:
