@@ -158,7 +158,7 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
         raise ShapeError(f"ring_attention: {group.axis} rank {group.rank} of {group.size} has {q.shape[2]} tokens, but "
                          f"of a sequence of {length} it should have {own}; cut it as zigzag(length, rank, size) says")
     scaled = _scaled(q)
-    running = OnlineSoftmax.of(scaled)
+    running = OnlineSoftmax(scaled)
     for source, kv in around(group, _packed(k, v), length):
         keys_all, values_all = widen(kv)
         for queries, keys, causal in visible(length, group.rank, source, group.size):
@@ -172,7 +172,7 @@ def ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int) -
 def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
     """Once more round the ring; the gradients of keys and values follow them."""
     group, length = node.options["group"], node.options["length"]
-    backward = OnlineGradients.of(_scaled(node.q), widen(node.y), node.log_total, widen(dy))
+    backward = OnlineGradients(_scaled(node.q), widen(node.y), node.log_total, widen(dy))
     coming: Pending | None = None
     for source, kv in around(group, _packed(node.k, node.v), length):
         keys_all, values_all = widen(kv)
