@@ -9,7 +9,7 @@ from typing import Any
 from minidist.lessons.page import Page
 from threadpoolctl import threadpool_limits
 
-from minidist.console import folder_to_write, plural
+from minidist.console import folder_to_write
 from minidist.errors import MinidistError
 from minidist.launch import init, run
 
@@ -70,7 +70,8 @@ def draw_figure(record: Callable[[Any], Any], draw: Callable[[Any, Path], None],
     draw(recorded, folder)
     if folder == home and (home / "figure.mmd").exists():
         insert_mermaid(home / "README.md", (home / "figure.mmd").read_text(encoding="utf-8"))
-    print(f"{folder / 'figure.png'}: drawn from a run on {plural(size, 'rank')}")
+    kept = " (with --out DIR the lesson's own figure is kept)" if folder == home else ""
+    print(f"{folder / 'figure.png'}: drawn from a run on this machine{kept}")
 
 
 def insert_mermaid(readme: Path, diagram: str) -> None:

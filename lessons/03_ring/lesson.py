@@ -226,7 +226,7 @@ def median_seconds(group: Group, work: Any) -> float:
 # ------------------------------------------------------------------------------------------------------- Break it
 
 def send_first() -> None:
-    """Four ranks on links without buffer, all send first: a deadlock, ended by the limit."""
+    """Four ranks on links without buffer, all send first: a deadlock, which the monitor finds and ends."""
 
     def everybody_sends_first(group: Group) -> None:
         group.send(np.ones(1000), dst=(group.rank + 1) % group.size)

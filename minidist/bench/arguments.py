@@ -74,7 +74,7 @@ def _add_overlap_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
     parser.add_argument("--only", metavar="NAME,NAME", help="links, of " + ", ".join(overlap_step.LINKS))
     parser.add_argument("--bucket", type=number_of_bytes, default=512 << 10, metavar="SIZE",
-                        help="a bucket's most bytes (512KiB)")
+                        help="largest size of a bucket, in bytes (512KiB)")
     _add_links(parser, bandwidth=500 * 10**6)
     parser.add_argument("--rounds", type=positive, default=3, metavar="K", help="turns each contender gets (3)")
     parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps a turn (5)")
