@@ -167,10 +167,9 @@ class ForkedRank:
         job = self.job
         if job.size > 1:
             limit_blas_threads(None, job.size)
-        self.link = MonitorClient.connect(job.monitor.address, job.token, self.rank, job.size, limit=job.limit)
-        self.link.limit = job.limit
+        self.link = MonitorClient(job.monitor.address, job.token, self.rank, job.size, limit=job.limit)
         self.transport = transports.build(job.transport, self.link, job.token, job.limit, node=job.nodes[self.rank])
-        self.link.attach(self.transport)
+        self.link.attach(self.transport.waits, self.transport.abort, self.transport.lose)
         self.transport.profile = job.profile
         world = Group(self.transport, Ledger(self.rank), tuple(range(job.size)), nodes=job.nodes)
         with account.use(account.MemoryAccount()), _only_this_process():

@@ -48,8 +48,7 @@ def find_monitor(launch: Launch, limit: float) -> Joined:
 
 
 def _connect(launch: Launch, place: MonitorAddress, limit: float) -> Joined:
-    link = MonitorClient.connect(place.address, place.token, launch.world_rank, launch.world_size, limit=limit)
-    link.limit = limit
+    link = MonitorClient(place.address, place.token, launch.world_rank, launch.world_size, limit=limit)
     return Joined(link, place.token)
 
 

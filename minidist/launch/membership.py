@@ -73,7 +73,7 @@ class Membership:
             raise LaunchError(f"transport 'mpi' needs ranks that mpirun started, and {launch.launcher} started these; "
                               "use auto, or start the program with mpirun")
         transport = transports.build(name, joined.link, joined.token, limit, node=launch.node_rank)
-        joined.link.attach(transport)
+        joined.link.attach(transport.waits, transport.abort, transport.lose)
         transport.profile = infos[0]["profile"] and Profile.from_json(infos[0]["profile"])
         machines = [(info["host"], info["node"]) for info in infos]
         return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)),

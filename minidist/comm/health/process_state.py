@@ -4,9 +4,9 @@ A stopped process sends nothing and loses no connection, like one that computes 
 the difference: the state of the first is T, of the second R or S. A process that is stopped at two looks in a row is
 frozen. If the two looks lay far apart, the observer was stopped too (Ctrl-Z stops a whole job), and begins anew.
 
-The looks are also for processes that have ended, because a forked child (a data loader's worker, say) may hold a dead
-rank's connections open. Two looks in a row are needed here, too: by the second, the goodbye of a rank that ended well
-has been read.
+The looks also find processes that have ended, because a forked child (a data loader's worker, say) may hold a dead
+rank's connections open. Again two looks in a row are needed: by the second, the goodbye of a rank that ended well has
+been read.
 
 The processes of another host are looked at by its node agent (node_agent.py).
 """

@@ -155,7 +155,7 @@ class Engine(Transport):
                 yield_core()
             else:
                 with self.lock:
-                    self._asleep = not operation.finished   # from now on, a new or finished transfer calls _wake()
+                    self._asleep = not operation.finished   # from now on, a transfer that starts or ends calls _wake()
                 if self._asleep:
                     self._sleep(max(0.0, deadline - time.monotonic()))
                     self._asleep = False
