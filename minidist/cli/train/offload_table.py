@@ -21,12 +21,12 @@ def offload_record(trainer: Trainer) -> dict[str, Any]:
 
 def moved_formula(trainer: Trainer) -> dict[str, int]:
     """Bytes that this rank should move in a step, by way."""
-    plan, strategy = trainer.plan, trainer.strategy.data        # type: Any, Any
-    each, learning = bytes_each(trainer), sum(piece.data.size for _, piece in strategy.owned())
+    plan, strategy = trainer.plan, trainer.strategy.data_axis   # type: Any, Any
+    each, learning = bytes_each(trainer), sum(piece.data.size for _, piece in strategy.updated())
     if plan.offload == "optimizer":
         return moved_to_host(learning, each, passes=plan.accumulate if strategy.reduces_each_pass else 1)
-    units = sum(flat.owned for unit in strategy.units for flat in unit.flats)
-    return moved_to_disk(units, sum(flat.owned for flat in strategy.root.flats), learning, each,
+    units = sum(flat.chunk_size for unit in strategy.units for flat in unit.flats)
+    return moved_to_disk(units, sum(flat.chunk_size for flat in strategy.root.flats), learning, each,
                          masters=plan.precision != "fp32", passes=plan.accumulate, keeps=plan.keep_gathered)
 
 
