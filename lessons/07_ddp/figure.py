@@ -80,8 +80,8 @@ def _gantt(ax: Any, steps: list[list[dict[str, Any]]]) -> None:
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(len(steps) - 0.5, -0.5)
     ax.set_xlim(0, 1.01e3 * (stop - begin))
-    ax.set_xlabel("milliseconds; upper bar: computing; lower bar: communication in the background, waiting included", color=look.SOFT,
-                  fontsize=10.5)
+    ax.set_xlabel("milliseconds; upper bar: computing; lower bar: communication in the background, waiting included",
+                  color=look.SOFT, fontsize=10.5)
 
 
 DRIFT = {"batch": ("every batch: DDP", look.PHASES["optimizer"]), "epoch": ("every epoch", look.PHASES["all_reduce"]),
