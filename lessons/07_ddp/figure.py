@@ -68,7 +68,7 @@ def _gantt(ax: Any, steps: list[list[dict[str, Any]]]) -> None:
                         linewidth=0.8)
                 wide = width > 0.022e3 * (stop - begin)
                 middle = left + width / 2 if wide else max(left + width / 2, free)
-                free = free if wide else middle + 0.016e3 * (stop - begin)
+                free = free if wide else middle + 0.024e3 * (stop - begin)
                 ax.text(middle, rank + (0.19 if wide else 0.385), number, ha="center", va="center_baseline",
                         fontsize=9 if wide else 8, color="white" if wide else look.PHASES["all_reduce"])
     ax.legend([look.patch(look.PHASES[kind]) for kind in LEGEND], list(LEGEND.values()), frameon=False, fontsize=10,
@@ -81,8 +81,8 @@ def _gantt(ax: Any, steps: list[list[dict[str, Any]]]) -> None:
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(len(steps) - 0.5, -0.5)
     ax.set_xlim(0, 1.01e3 * (stop - begin))
-    ax.set_xlabel("milliseconds; upper bar: computing, lower bar: communication in the background", color=look.SOFT,
-                  fontsize=10.5)
+    ax.set_xlabel("milliseconds; upper bar: computing; lower bar: communication in the background, waiting included",
+                  color=look.SOFT, fontsize=10.5)
 
 
 DRIFT = {"batch": ("every batch: DDP", look.PHASES["optimizer"]), "epoch": ("every epoch", look.PHASES["all_reduce"]),
@@ -99,7 +99,8 @@ def _apart(ax: Any, drifts: list[dict[str, Any]]) -> None:
     ax.set_ylim(-0.02, 1.55 * max(drifts[-1]["apart"]))
     ax.legend(frameon=False, fontsize=9.5, labelcolor=look.INK, ncols=2, loc="upper left", title="synchronised",
               title_fontsize=9.5, alignment="left", borderaxespad=0.1)
-    look.caption(ax, "How far the replicas are apart")
+    ax.set_xlabel("epoch", color=look.SOFT, fontsize=10.5)
+    look.caption(ax, "Replicas apart (largest weight = 1)")
 
 
 def _loss(ax: Any, drifts: list[dict[str, Any]]) -> None:

@@ -32,7 +32,8 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from what was recorded; figure.mmd."""
     figure = look.new_figure(13.5, 11.0, f"Five schedules of one batch: {RANKS} stages, {MICROBATCHES} microbatches, "
                              f"as recorded", f"Stages that sleep {1e3 * UNIT:g} ms for a forward and twice that for a "
-                             "backward; the number is the microbatch. White is idle: the bubble.")
+                             f"backward (ZB-H1: {1e3 * UNIT:g} ms for each half); the number is the microbatch. "
+                             "White is idle: the bubble.")
     kinds = {"forward": "forward", "backward": "backward (ZB-H1: for the input)",
              "backward for the weights": "backward for the weights"}
     figure.legend([look.patch(COLORS[kind]) for kind in kinds] + [look.patch(SECOND[kind]) for kind in SECOND],

@@ -54,8 +54,8 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     before = totals(group.ledger)
     for inputs, targets, tokens in lab.parts(group, CONFIG, STEPS):
         strategy.step(inputs, targets, tokens)
-    return {"own": (strategy.own.start, strategy.own.stop), "right": (flat.own.start, flat.own.stop), "n": flat.size,
-            "given": given[-1], "weights": weights.copy(), "sent": sent_since(group.ledger, before)}
+    return {"own": (strategy.own.start, strategy.own.stop), "right": (flat.chunk.start, flat.chunk.stop),
+            "n": flat.size, "given": given[-1], "weights": weights.copy(), "sent": sent_since(group.ledger, before)}
 
 
 def _alone(scale: float = 1.0) -> np.ndarray:

@@ -87,14 +87,14 @@ def all_reduce_version(group: Group) -> None:
     """N0:335 read literally: every rank gets every sum, updates its part, then all parts are shared."""
     model = lab.new_model(lab.MEASURED)
     flat = Flat(list(model.parameters()), group)
-    weights, mine = flat.join(), np.zeros(flat.owned, flat.dtype)
-    optimizer = lab.new_adam(flat.pieces(weights[flat.own], mine))
+    weights, mine = flat.join(), np.zeros(flat.chunk_size, flat.dtype)
+    optimizer = lab.new_adam(flat.pieces(weights[flat.chunk], mine))
     inputs, targets, tokens = next(lab.parts(group, lab.MEASURED))
     model.loss(inputs, targets, divisor=tokens).backward()
     gradient = np.concatenate([np.ravel(np.asarray(p.grad)) for p in model.parameters()])
-    mine[...] = group.all_reduce(gradient, algorithm="ring")[flat.own]
+    mine[...] = group.all_reduce(gradient, algorithm="ring")[flat.chunk]
     optimizer.step()
-    group.all_gather(weights[flat.own].copy(), out=weights, algorithm="ring")
+    group.all_gather(weights[flat.chunk].copy(), out=weights, algorithm="ring")
 
 
 def traffic_table(group: Group, page: Page) -> None:

@@ -47,7 +47,7 @@ class Run:
 
     def __init__(self, parameters: Any, group: Group) -> None:
         self.flat = Flat(parameters, group)
-        self.shard = np.zeros(self.flat.owned)
+        self.shard = np.zeros(self.flat.chunk_size)
         self.missing = 0
         self.taken: list[Any] = []          # weak references to the gradients that were taken
 
@@ -62,7 +62,7 @@ class Run:
 
     def chunk(self) -> np.ndarray:
         """Room for this rank's part of the sum."""
-        return np.full(self.flat.owned, np.nan)
+        return np.full(self.flat.chunk_size, np.nan)
 
 
 class SlowHandle:
@@ -100,7 +100,7 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     runs = [Run(parameters, group) for parameters in cut(model.parameters(), BUCKET)]
     weights = [each.flat.join() for each in runs]
     optimizer = SGD([piece for each, w in zip(runs, weights, strict=True)
-                     for piece in each.flat.pieces(w[each.flat.own], each.shard)], RATE)
+                     for piece in each.flat.pieces(w[each.flat.chunk], each.shard)], RATE)
     slow = SlowGroup(group)
     mine, seen = exercise.MyGradients(slow), {"unwaited": 0, "flying": 0}
 
@@ -130,7 +130,7 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
         optimizer.step()
         for each, vector in zip(runs, weights, strict=True):
             with group.ledger.control():
-                group.all_gather(vector[each.flat.own].copy(), out=vector)
+                group.all_gather(vector[each.flat.chunk].copy(), out=vector)
     group.barrier()     # no message is on its way any more
     gc.collect()
     left = sum(ref() is not None for other in runs for ref in other.taken)

@@ -44,8 +44,8 @@ class Watched:
     def __init__(self, name: str, module: Any, group: Group) -> None:
         self.name, self.module = name, module
         self.flat = Flat(list(module.parameters()), group)
-        self.shard = self.flat.join()[self.flat.own].copy()
-        self.mine = np.zeros(self.flat.owned)
+        self.shard = self.flat.join()[self.flat.chunk].copy()
+        self.mine = np.zeros(self.flat.chunk_size)
         self.whole = True
 
     def put(self, whole: np.ndarray) -> None:

@@ -40,11 +40,11 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from what was recorded."""
     figure = look.new_figure(13.5, 7.4, "ZeRO-3: a unit's weights come before its turn and go after it",
                              f"Rank 0 of {RANKS}, the quickest of 19 recorded steps; {lesson.TIMED.layers} layers of "
-                             f"width {lesson.TIMED.width}; each message {lesson.ALPHA * 1e6:.0f} µs and 1 s for "
-                             f"{lesson.BANDWIDTH / 1e6:.0f} MB.")
+                             f"width {lesson.TIMED.width}; a message takes {lesson.ALPHA * 1e6:.0f} µs + bytes / "
+                             f"({lesson.BANDWIDTH / 1e6:.0f} MB/s).")
     longest = max(step["stop"] - step["start"] for _, step in recorded["steps"])
     for place, (ahead, step) in enumerate(recorded["steps"]):
-        top = 0.565 - 0.43 * place
+        top = 0.55 - 0.425 * place
         share = _timeline(figure.add_axes((0.085, top + 0.005, 0.905, 0.10)), step, longest)
         ax = figure.add_axes((0.085, top + 0.135, 0.905, 0.145))
         _sawtooth(ax, step, recorded, ahead, longest)

@@ -68,7 +68,7 @@ def average_twice() -> None:
 def own_norm() -> None:
     """Each tensor rank clips by the norm of what it has."""
     def spoil(trainer: Any, world: Group) -> None:
-        trainer.strategy.squares = lambda: sum_of_squares(p.grad for p, _ in trainer.strategy.data.owned())
+        trainer.strategy.squares = lambda: sum_of_squares(p.grad for p, _ in trainer.strategy.data_axis.updated())
 
     compare(lab.plan_of({"dp": 1, "pp": 1, "tp": 2}), spoil, "by own norms")
 
@@ -78,7 +78,7 @@ def norm_twice() -> None:
     def spoil(trainer: Any, world: Group) -> None:
         def squares() -> float:
             with world.ledger.control():
-                own = sum_of_squares(p.grad for p, _ in trainer.strategy.data.owned())
+                own = sum_of_squares(p.grad for p, _ in trainer.strategy.data_axis.updated())
                 return float(world.all_reduce(np.array([own]))[0])
 
         trainer.strategy.squares = squares

@@ -114,7 +114,7 @@ def train(world: Group, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig 
         calls.clear()
         losses = [trainer.step(global_batch(step, config)) for step in range(steps)]
         if plan.zero in (1, 2):
-            data: Any = trainer.strategy.data
+            data: Any = trainer.strategy.data_axis
             data.arrivals.settle()                      # the new weights travel on after the step
         made, held = len(calls), memory.snapshot()
         rows = int(trainer.loads.sent.sum())

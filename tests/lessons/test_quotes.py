@@ -22,18 +22,19 @@ def story(number: str) -> str:
 
 @cache
 def functions(path: Path) -> dict[str, str]:
-    """Source of the functions at the top of a file, by name."""
+    """Source of the functions and classes at the top of a file, by name."""
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
     return {node.name: "\n".join(lines[node.lineno - 1:node.end_lineno]) for node in ast.parse(text).body
-            if isinstance(node, ast.FunctionDef)}
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
 def quotes(text: str) -> list[tuple[str, str]]:
     """(name, text) of each plain version in the Python blocks of a story."""
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    parts = [part for block in blocks for part in re.split(r"(?m)^(?=def )", block)]
-    return [(name[1], part.strip()) for part in parts if (name := re.match(r"def (plain_\w+)", part))]
+    parts = [part for block in blocks for part in re.split(r"(?m)^(?=def |class )", block)]
+    named = re.compile(r"(?:def|class) (plain_\w+|Plain\w+)")
+    return [(name[1], part.strip()) for part in parts if (name := named.match(part))]
 
 
 def named_files(number: str) -> list[Path]:

@@ -5,7 +5,7 @@ import argparse
 from minidist.console import fraction, not_negative, number_of_bytes, positive, positive_number
 from minidist.launch.transports import PROCESSES, THREADS
 from minidist.nn.config import BALANCES
-from minidist.parallel.hybrid.hybrid import OPTIMIZERS, SCHEDULES
+from minidist.parallel.hybrid.hybrid import LR_SCHEDULES, OPTIMIZERS
 from minidist.parallel.hybrid.plan import ATTENTIONS, OFFLOADS, PRECISIONS, STRATEGIES, ZERO_STAGES
 from minidist.parallel.pipeline.schedules import ORDERS
 
@@ -142,7 +142,7 @@ def _training(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", choices=list(OPTIMIZERS), default="adamw",
         help="the optimizer (default: adamw)")
     add("--lr", type=positive_number, default=4e-3, metavar="RATE", help="peak rate (default: 0.004)")
-    add("--lr-schedule", choices=SCHEDULES, default="cosine",
+    add("--lr-schedule", choices=LR_SCHEDULES, default="cosine",
         help="after a warm-up of a twentieth of the steps (default: cosine)")
     add("--clip", type=not_negative, default=1.0, metavar="NORM",
         help="bound of the gradients' norm; 0: none (default: 1)")

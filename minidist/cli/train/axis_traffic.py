@@ -36,7 +36,7 @@ def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, A
     axes = {axis: (count * itemsize + wide.get(axis, 0) * (WIDE - itemsize)) * trainer.steps_done
             for axis, count in elements.items()}
     with trainer.world.ledger.control():
-        shared = dict.fromkeys((strategy.data.group.axis, *([trainer.mesh.experts.axis] if plan.ep > 1 else [])))
+        shared = dict.fromkeys((strategy.data_axis.group.axis, *([trainer.mesh.experts.axis] if plan.ep > 1 else [])))
         own = np.array([data["axes"].get(axis, 0) for axis in shared], np.int64)
         each = strategy.cut.all_gather(own).reshape(-1, len(own))
         rows = trainer.world.all_gather(np.array([passes * trainer.loads.sent_by(layer) for layer, passes in (
@@ -59,7 +59,7 @@ def stage_layers(trainer: Trainer) -> list[int] | None:
 def collectives(trainer: Trainer) -> list[Collective]:
     """The collectives of the data axis in a step. Under a pipeline each microbatch is a pass of ZeRO-2 and 3."""
     strategy, plan = cast(Hybrid, trainer.strategy), trainer.plan
-    pipeline, data = strategy.pipeline, strategy.data
+    pipeline, data = strategy.pipeline, strategy.data_axis
     if pipeline is None or not data.reduces_each_pass:
         return data.traffic(plan.accumulate)
     passes = plan.accumulate * plan.pieces

@@ -21,14 +21,14 @@ def offload_record(trainer: Trainer) -> dict[str, Any]:
 
 def moved_formula(trainer: Trainer) -> dict[str, int]:
     """Bytes that this rank should move in a step, by way."""
-    plan, strategy = trainer.plan, trainer.strategy.data        # type: Any, Any
+    plan, strategy = trainer.plan, trainer.strategy.data_axis   # type: Any, Any
     weights, masters = next(trainer.model.parameters()), plan.precision != "fp32"
     each = Each.of(weights.dtype.itemsize, moments=len(trainer.optimizer.state_names), masters=masters)
-    learning = sum(piece.data.size for _, piece in strategy.owned())
+    learning = sum(piece.data.size for _, piece in strategy.updated())
     if plan.offload == "optimizer":
         return moved_to_host(learning, each, passes=plan.accumulate if strategy.reduces_each_pass else 1)
-    units = sum(flat.owned for unit in strategy.units for flat in unit.flats)
-    return moved_to_disk(units, sum(flat.owned for flat in strategy.root.flats), learning, each,
+    units = sum(flat.chunk_size for unit in strategy.units for flat in unit.flats)
+    return moved_to_disk(units, sum(flat.chunk_size for flat in strategy.root.flats), learning, each,
                          masters=masters, passes=plan.accumulate, keeps=plan.keep_gathered)
 
 

@@ -172,9 +172,9 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
     Args:    x (...), at the root, only read; place(shape, dtype): where the others receive it.
     Returns: the array, x itself at the root.
-    Cost:    2(P-1) messages along the tree, (P-1)^2 around, in all (P-1)(P+1), of which 2 ceil(log2 P) + P-1 are one
-             after the other. Bytes: each chunk as often as its rank is deep in the tree, (P-1)*nbytes around, but not
-             the chunks that the root would receive: nbytes less its own. No workspace, no copy.
+    Cost:    Messages: 2(P-1) along the tree, (P-1)^2 around the ring; 2 ceil(log2 P) + P-1 are one after the other.
+             Bytes: along the tree each chunk as often as its rank is deep in it; around the ring (P-1)*nbytes, less
+             the chunks that the root does not receive: nbytes less its own. No workspace, no copy.
     Source:  Barnett, Shuler, van de Geijn et al. 1994.
     """
     call.agree()

@@ -42,10 +42,10 @@ from minidist.parallel.step.step import Batch, micro_parts, part_of
 
 def plain_accumulation(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[Batch], passes: int) -> None:
     """Each global batch in several passes, on any number of ranks."""
-    for batch in batches:
-        mine = part_of(batch, size=group.size, rank=group.rank)                  # this rank's rows of the batch
+    for inputs, targets in batches:
+        mine = part_of((inputs, targets), size=group.size, rank=group.rank)      # this rank's rows of the batch
         for micro in micro_parts(mine, passes):                                  # cut once more
-            loss = model.loss(micro.inputs, micro.targets, batch[1].size)        # over the tokens of all passes, ranks
+            loss = model.loss(micro.inputs, micro.targets, targets.size)         # over the tokens of all passes, ranks
             loss.backward()                                                      # p.grad += …; activations are freed
         for p in model.parameters():                                             # once, after the last pass
             group.all_reduce(p.grad, out=p.grad, algorithm="ring")

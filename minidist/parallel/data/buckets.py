@@ -103,7 +103,7 @@ class BucketOrder:
             raise ConfigError(f"{who}: unused={unused!r}; choose one of {', '.join(UNUSED)}")
         self.start, self.who, self.by, self.unused = start, who, by, unused
         self.completed: list[Parameter] = []
-        self._idle, self._quiet = True, False
+        self._idle, self._more_to_come = True, False
         self._between_steps, self._computed = True, False
         for run in runs:
             for parameter in run:
@@ -116,8 +116,8 @@ class BucketOrder:
         self._missing = [0] * len(runs)     # gradients each run still waits for
         self._run_of = {id(parameter): index for index, run in enumerate(runs) for parameter in run}
 
-    def begin(self, *, quiet: bool = False) -> None:
-        """A backward begins; `quiet`: nothing is to set out in it, for more gradients will be added.
+    def begin(self, *, more_to_come: bool = False) -> None:
+        """A backward begins; `more_to_come`: nothing sets out in it, because later ones add gradients.
 
         Raises:  GradientError if it is the first of a step and gradients of the last step are still there.
         """
@@ -127,7 +127,7 @@ class BucketOrder:
                 raise GradientError(f"{self.who}: the last step's gradient of {kept!r} is still there, and would be "
                                     f"added to this step's; call optimizer.zero_grad() after every step")
             self._computed = False
-        self._idle, self._quiet, self._between_steps = False, quiet, not quiet
+        self._idle, self._more_to_come, self._between_steps = False, more_to_come, not more_to_come
         self._missing, self.started = [len(run) for run in self.runs], 0
 
     def expect(self, reached: Collection[int]) -> None:
@@ -136,7 +136,7 @@ class BucketOrder:
         Raises:  GradientError if it is the last of a step and leaves out a parameter that must not be unused.
         """
         self._computed, self.completed = True, []
-        if self._quiet:
+        if self._more_to_come:
             return
         self._refuse_unused(reached)
         for index, run in enumerate(self.runs):
@@ -149,7 +149,7 @@ class BucketOrder:
         Raises:  GradientError as `expect`.
         """
         self._idle = True
-        if self._quiet:
+        if self._more_to_come:
             return
         self._refuse_unused(())
         self._missing = [0] * len(self.runs)
@@ -179,7 +179,7 @@ class BucketOrder:
                                 f"{self.by}, with the sum of the losses")
         self.completed.append(parameter)
         self._missing[index] -= 1
-        if not self._quiet:
+        if not self._more_to_come:
             self._start_complete()
 
     def _start_complete(self) -> None:

@@ -71,9 +71,9 @@ from minidist.parallel.step.strategy import Collective, DataAxis
 
 def plain_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[Batch]) -> None:
     """DDP without buckets and without overlap; the batches are global, the numbers those of N0:403."""
-    for batch in batches:
-        part = part_of(batch, size=group.size, rank=group.rank)                       # 2 my part of the data
-        loss = model.loss(part.inputs, part.targets, divisor=batch[1].size)           # 3 forward
+    for inputs, targets in batches:
+        part = part_of((inputs, targets), size=group.size, rank=group.rank)           # 2 my part of the data
+        loss = model.loss(part.inputs, part.targets, divisor=targets.size)            # 3 forward
         loss.backward()                                                               # 4 backward: my gradients
         for p in model.parameters():                                                  # 5 synchronise: all ranks' sum
             group.all_reduce(p.grad, out=p.grad, algorithm="ring")
@@ -104,7 +104,7 @@ class DDP(DataAxis):
     Raises:  MismatchError if the replicas do not start equal.
     """
 
-    divides = False
+    divides_state = False
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
                  algorithm: str = "ring", unused: str = "zero", static: bool = False,
@@ -135,7 +135,7 @@ class DDP(DataAxis):
         if self._recorded is not None:
             self._follow(self._recorded)
         deferred: list[WeightGradient] = []
-        self._order.begin(quiet=not last)
+        self._order.begin(more_to_come=not last)
         with self.recorder.span("backward", notes="DDP 3"):
             if share is not None:
                 deferred = self.precision.backward(share, dy, defer_weights=defer, surveyed=self._order.expect)
@@ -152,7 +152,7 @@ class DDP(DataAxis):
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
         """Add the gradients that a backward has put off into the buckets."""
-        self._order.begin(quiet=True)
+        self._order.begin(more_to_come=True)
         self.precision.backward_weights(deferred)
         self._order.finish()
 
@@ -180,7 +180,7 @@ class DDP(DataAxis):
 
     # ---------------------------------------------------------------------------------------------------- update
 
-    def owned(self) -> list[tuple[Parameter, Parameter]]:
+    def updated(self) -> list[tuple[Parameter, Parameter]]:
         """All parameters that learn, each whole."""
         return [(parameter, parameter) for parameter in self.weights]
 

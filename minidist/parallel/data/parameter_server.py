@@ -65,9 +65,9 @@ from minidist.parallel.step.strategy import Strategy
 
 def plain_worker(model: GPT, group: Group, workers: int, batches: Iterable[Batch]) -> None:
     """A worker of one server, which is rank `workers` of the group: push every gradient, pull every weight."""
-    for batch in batches:
-        part = part_of(batch, size=workers, rank=group.rank)
-        model.loss(part.inputs, part.targets, divisor=batch[1].size).backward()
+    for inputs, targets in batches:
+        part = part_of((inputs, targets), size=workers, rank=group.rank)
+        model.loss(part.inputs, part.targets, divisor=targets.size).backward()
         for p in model.parameters():
             group.send(p.grad, dst=workers)                 # push
             p.zero_grad()

@@ -45,12 +45,15 @@ from minidist.parallel.step.step import Batch, Part, micro_parts, part_of
 from minidist.parallel.step.strategy import Strategy
 from minidist.parallel.zero.memory_formula import Each
 
-__all__ = ["AXES", "OPTIMIZERS", "SCHEDULES", "Mesh", "Plan", "Trainer"]
+__all__ = ["AXES", "OPTIMIZERS", "LR_SCHEDULES", "Mesh", "Plan", "Trainer"]
 
 
 def plain_hybrid(dp: Group, pp: Group, tp: Group, inputs: Array, targets: Array, up: Array, down: Array,
                  lr: float) -> None:
-    """One step of SGD on dp × pp × tp ranks, in place: an MLP a stage, of which a rank has columns and rows."""
+    """One step of SGD on dp × pp × tp ranks, in place: an MLP a stage, of which a rank has columns and rows.
+
+    The numbers are those of N0:452.
+    """
     mine = np.array_split(np.arange(len(inputs)), dp.size)[dp.rank]             # 0 rows: by the dp coordinate alone
     x = inputs[mine] if pp.rank == 0 else pp.recv(src=pp.rank - 1)              # 1.1 the first half's activations
     inner = np.maximum(x @ up, 0)                                               # up: own columns of the own stage
@@ -68,12 +71,12 @@ def plain_hybrid(dp: Group, pp: Group, tp: Group, inputs: Array, targets: Array,
         weights -= lr * dp.all_reduce(gradient, algorithm="ring")               # 2.2 their sum, 2.3 the same update
 
 
-# The real one builds a GPT in the same order, from whatever parts the plan names: any axes, a schedule on pp, DDP or a
-# stage of ZeRO on dp, experts and context beside them. What it adds is what the parts must agree on: which weights
-# lie whole on which ranks, whose gradients are summed where, and one norm of the whole model for clipping.
+# The real one (hybrid_step.py) builds a GPT in the same order, from whatever parts the plan names: any axes, a schedule
+# on pp, DDP or a stage of ZeRO on dp, experts and context beside them. What it adds is what the parts must agree on:
+# which weights lie whole on which ranks, whose gradients are summed where, and one norm of the model for clipping.
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "adam": Adam, "rmsprop": RMSProp, "sgd": SGD}
-SCHEDULES = ("constant", "cosine")
+LR_SCHEDULES = ("constant", "cosine")
 
 
 class Trainer:
@@ -102,7 +105,7 @@ class Trainer:
         plan.require_model(config)
         if optimizer not in OPTIMIZERS:
             raise ConfigError(f"unknown optimizer {optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
-        if lr_schedule not in SCHEDULES or (lr_schedule == "cosine" and steps is None):
+        if lr_schedule not in LR_SCHEDULES or (lr_schedule == "cosine" and steps is None):
             raise ConfigError(f"lr_schedule {lr_schedule!r}: choose constant, or cosine with steps=")
         tune_allocator()
         self.plan, self.config, self.world = plan, config, world
@@ -121,8 +124,8 @@ class Trainer:
             self.strategy: Strategy = self._make_strategy(device)
             self.loads = ExpertLoad(self.model, self.mesh.copies)
             if plan.zero == 3:
-                units: Any = self.strategy.data
-                require_memory(plan.device_memory, units.units, units.root)
+                zero3: Any = self.strategy.data_axis
+                require_memory(plan.device_memory, zero3.units, zero3.root)
             self.optimizer = OPTIMIZERS[optimizer](self.strategy.parameters, lr, **(optimizer_options or {}))
         except BaseException:
             self.store.close()

@@ -54,7 +54,7 @@ class DataPipeline(Pipeline):
                  **options: Any) -> None:
         super().__init__(model, group, schedule, **options)
         self.precision, self.tp = of, tp        # not before: the data axis makes the masters
-        self.data: DataAxis
+        self.data_axis: DataAxis
 
     def cut(self, model: GPT, rank: int) -> TokenStages:
         """As Pipeline's; the stages may work on a shard of the tokens."""
@@ -62,7 +62,7 @@ class DataPipeline(Pipeline):
 
     def serve(self, data: DataAxis, *, always: bool) -> None:
         """From here on gradients are `data`'s, made of this pipeline's model. `always`: ranks without a row compute."""
-        self.data, self.always = data, always or data.reduces_each_pass
+        self.data_axis, self.always = data, always or data.reduces_each_pass
         data.set_segments([self.modules_of(stage) for stage in self.stages.layers])
 
     def modules_of(self, stage: int) -> list[Module]:
@@ -80,11 +80,11 @@ class DataPipeline(Pipeline):
 
     def go_back(self, stage: int, y: Tensor, dy: Array | None, *, whole: bool) -> list[WeightGradient]:
         """As Pipeline's, by the data axis, which may end in its reduce-scatters."""
-        return self.data.backward(y, dy, segment=self._segment(stage), last=False, defer=not whole)
+        return self.data_axis.backward(y, dy, segment=self._segment(stage), last=False, defer=not whole)
 
     def go_back_weights(self, stage: int, put_off: list[WeightGradient]) -> None:
         """As Pipeline's, by the data axis."""
-        self.data.backward_weights(put_off, segment=self._segment(stage))
+        self.data_axis.backward_weights(put_off, segment=self._segment(stage))
 
     def _segment(self, stage: int) -> int:
         """The number of a stage among this rank's."""
@@ -92,7 +92,7 @@ class DataPipeline(Pipeline):
 
     def own_state(self) -> dict[str, np.ndarray]:
         """The weights of this rank's stages, put together over the data axis and tp."""
-        return assemble(self.model, self.data.state_dict(), self.tp)
+        return assemble(self.model, self.data_axis.state_dict(), self.tp)
 
 
 def gathers(schedule: Schedule, rank: int, stage: int, *, keep: bool) -> int:

@@ -81,7 +81,7 @@ class Hybrid(Strategy):
 
     Args:    model: weights not yet drawn; key: of rows, for dropout.
              precision: of weights and update; recorder: is told what runs when.
-    Attributes: model: what this rank has of it; data: the data axis's strategy; pipeline: the other, or None.
+    Attributes: model: what this rank has of it; data_axis: its strategy; pipeline: the other, or None.
              parameters: what the optimizer is made of.
     Raises:  PlanError for what does not fit the model; MismatchError if replicas do not start equal.
     """
@@ -103,18 +103,18 @@ class Hybrid(Strategy):
         elif plan.zero < 3:
             model.initialize(seed, device=device)
         self._lay_out()
-        self._data = make_data_axis(model, mesh.copies, plan, seed=seed, device=device, precision=self.precision,
+        self._data_axis = make_data_axis(model, mesh.copies, plan, seed=seed, device=device, precision=self.precision,
                                     recorder=self.recorder)
-        self.always = self.data.computes_without_rows or self.ep.size > 1       # others wait for a rank without rows
+        self.always = self.data_axis.computes_without_rows or self.ep.size > 1  # others wait for a rank without rows
         if self.pipeline is not None:
-            self.pipeline.serve(self.data, always=self.always)
-        self.parameters = self.data.parameters
+            self.pipeline.serve(self.data_axis, always=self.always)
+        self.parameters = self.data_axis.parameters
         self.summands = self._summands()
 
     @property
-    def data(self) -> DataAxis:
+    def data_axis(self) -> DataAxis:
         """The strategy of the data axis."""
-        return self._data
+        return self._data_axis
 
     def _make_pipeline(self, seed: int, device: str) -> DataPipeline:
         schedule = make_schedule(self.plan.schedule, self.pp.size, self.plan.pieces)
@@ -158,10 +158,10 @@ class Hybrid(Strategy):
         A tied table at both ends; key heads that several ranks hold; with sequence parallelism what is whole on tp.
         """
         ends = None if self.pipeline is None else self.pipeline.ends
-        owned = self.data.owned()
+        updated = self.data_axis.updated()
         found = [Summand(table, ends) for table in self._twice() if ends is not None]
-        found += summands([owner for owner, _ in owned], self.tp if self.plan.sequence_parallel else None)
-        pieces = {id(owner): piece for owner, piece in owned}
+        found += summands([owner for owner, _ in updated], self.tp if self.plan.sequence_parallel else None)
+        pieces = {id(owner): piece for owner, piece in updated}
         return [summand._replace(parameter=pieces[id(summand.parameter)]) for summand in found]
 
     # ------------------------------------------------------------------------------------------------------ step
@@ -173,24 +173,24 @@ class Hybrid(Strategy):
     def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
              accumulate: int = 1) -> float:
         """One step on the *global* batch; in a pipeline each pass has microbatches. Args, Returns: as Strategy.step."""
-        self.data.begin_step()
+        self.data_axis.begin_step()
         share = 0.0
         for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
             share += self._pass(part, batch[1].size, last=number == accumulate)
-        self.data.finish_step()
+        self.data_axis.finish_step()
         with self.recorder.span("add up", "communication"):
             add_up(self.summands)
-        self.data.update(optimizer, lr=lr, clip=clip, squares=self.squares)
+        self.data_axis.update(optimizer, lr=lr, clip=clip, squares=self.squares)
         return sum_in_order(self.shares, share)
 
     def _pass(self, part: Part, divisor: int, *, last: bool) -> float:
         """Forward and backward of some rows: adds gradients, returns this rank's share of the loss."""
-        self.data.begin_pass()
+        self.data_axis.begin_pass()
         if self.pipeline is not None:
             return self.pipeline.run(part, divisor=divisor)
         with self.recorder.span("forward", rows=len(part.inputs)):
             share = self.loss(part, divisor) if len(part.inputs) or self.always else None
-        self.data.backward(share, last=last)
+        self.data_axis.backward(share, last=last)
         return 0.0 if share is None else float(share.item())
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
@@ -205,10 +205,10 @@ class Hybrid(Strategy):
         Whole gradients are equal over dp and cp: the ranks of pp, ep and tp add theirs up. Pieces lie on all ranks.
         Cost:    one all-gather of a float64 a rank, under `control`.
         """
-        divided = self.data.divides
-        counts = self.data.first_copy if divided else self.ep.rank == 0
+        divided = self.data_axis.divides_state
+        counts = self.data_axis.first_copy if divided else self.ep.rank == 0
         skipped = {id(table) for table in self._twice() if self.pp.rank > 0}        # counts at the first end
-        counted = [piece.grad for owner, piece in self.data.owned()
+        counted = [piece.grad for owner, piece in self.data_axis.updated()
                    if (counts or owner.shared_by is not None) and id(owner) not in skipped
                    and counts_at(owner, self.tp.rank)]
         return sum_in_order(self.everyone if divided else self.holders, sum_of_squares(counted))
@@ -217,7 +217,7 @@ class Hybrid(Strategy):
 
     def evaluating(self) -> AbstractContextManager[Any]:
         """As the data axis."""
-        return self.data.evaluating()
+        return self.data_axis.evaluating()
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
         """The ranks of dp and ep divide the rows."""
@@ -225,7 +225,7 @@ class Hybrid(Strategy):
 
     def loss_share(self, part: Part) -> float:
         """This rank's share of the sum of the losses of its rows, without gradients."""
-        self.data.begin_pass()
+        self.data_axis.begin_pass()
         if self.pipeline is not None:
             return self.pipeline.evaluate(part, divisor=1)
         return float(self.loss(part, 1).item()) if len(part.inputs) or self.always else 0.0
@@ -248,14 +248,14 @@ class Hybrid(Strategy):
         """
         if self.pipeline is not None:
             return self.pipeline.state_dict()
-        return assemble(self.model, self.data.state_dict(), self.tp)
+        return assemble(self.model, self.data_axis.state_dict(), self.tp)
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
         """Compare what several ranks should hold alike: over the data axis, over tp, and a tied table at both ends.
 
         Raises:  MismatchError naming the ranks that differ.
         """
-        self.data.check_replicas(self.data.group, when=when)
+        self.data_axis.check_replicas(self.data_axis.group, when=when)
         if self.plan.zero == 3:         # no rank holds weights whole
             return
         check_equal_replicas(self._whole(), self.tp, when=when)

@@ -22,7 +22,7 @@ class Plan:
                 algorithm     of the gradients' collectives: pinned, so that the same plan gives the same bits
                 zero          the ZeRO stage: 0 (DDP), 1, 2 or 3, of the ranks along dp, ep and cp
                 shard         ZeRO: how many neighbours share one copy of the state (None: all of those ranks)
-                keep_gathered ZeRO-3: units stay gathered from forward to backward, for memory instead of traffic
+                keep_gathered ZeRO-3: units stay gathered from forward to backward (more memory, less traffic)
                 accumulate    backward passes a step
                 precision     one of PRECISIONS
                 checkpoint_blocks   which blocks' insides backward computes again: "none", "scores", "all" or numbers

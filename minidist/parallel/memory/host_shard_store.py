@@ -44,7 +44,7 @@ class OffDevice(ShardStore):
     def stored_pieces(self, flat: Flat, weights: Array, gradients: Array) -> list[Piece]:
         """flat.pieces whose arrays this store brings."""
         pieces: list[Piece] = []
-        for parameter, place, _ in flat.owned_spans():
+        for parameter, place, _ in flat.chunk_spans():
             piece = StoredPiece(parameter, weights[place], gradients[place])
             piece.store, piece.flat, piece.place = self, flat, place
             pieces.append(piece)

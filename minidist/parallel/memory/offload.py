@@ -149,7 +149,7 @@ class OnHost(OffDevice):
                              lambda: copy(master, weights, ready))
 
     def _host_zeros(self, flat: Flat, dtype: Any, category: str) -> Array:
-        room = np.zeros(flat.owned, dtype)
+        room = np.zeros(flat.chunk_size, dtype)
         if device_of(self._weights[id(flat)]) != "cpu":
             room = host_bytes(room.nbytes, "cuda").view(dtype)
             room[...] = 0

@@ -60,21 +60,21 @@ class OnDisk(OffDevice):
         """Write the weights to disk; the device may forget them."""
         self._names[id(flat)] = name
         record = self._records[id(flat)] = self.disk.record(name)
-        record.add("weights", flat.dtype, flat.owned)
+        record.add("weights", flat.dtype, flat.chunk_size)
         self.disk.put(record, "weights", weights)
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
         """A region beside the weights."""
-        self._records[id(flat)].add("gradients", flat.dtype, flat.owned)
+        self._records[id(flat)].add("gradients", flat.dtype, flat.chunk_size)
 
     def pieces(self, flat: Flat, precision: Precision) -> list[Piece]:
         """Pieces without values: walk brings them."""
         record = self._records[id(flat)]
         if flat.dtype in LOW_PRECISION:
-            record.add("master", np.float32, flat.owned)
+            record.add("master", np.float32, flat.chunk_size)
             self.disk.put(record, "master", widen(self._read_now(record, "weights")))
-        return self.stored_pieces(flat, nothing(record.regions[record.master].dtype, flat.owned),
-                          nothing(flat.dtype, flat.owned))
+        return self.stored_pieces(flat, nothing(record.regions[record.master].dtype, flat.chunk_size),
+                          nothing(flat.dtype, flat.chunk_size))
 
     # ------------------------------------------------------------------------------------------- while computing
 
@@ -111,7 +111,7 @@ class OnDisk(OffDevice):
                 copy(chunk, sums, ready)
             else:
                 np.add(sums, bring(chunk, ready), out=sums)
-            self._sums[id(flat)] = [float(block) for _, place, _ in flat.owned_spans()
+            self._sums[id(flat)] = [float(block) for _, place, _ in flat.chunk_spans()
                                     for block in block_sums(sums[place])]
 
         self.disk.start_write(loan, ["gradients"], after=self.go_down(flat, chunk, work))
@@ -133,7 +133,7 @@ class OnDisk(OffDevice):
         record = self._records[id(weights.flat)]
         for name in names:
             if name not in record.regions:
-                record.add(name, weights.data.dtype, weights.flat.owned)
+                record.add(name, weights.data.dtype, weights.flat.chunk_size)
         return {name: np.broadcast_to(weights.data.dtype.type(np.nan), weights.data.shape) for name in names}
 
     def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:

@@ -43,7 +43,7 @@ class Flat:
     Args:    group: the ranks that share it, unless `shared_by` of the parameters names others.
     Attributes: group              the ranks that share it
                 parameters, size   the run, and how many elements it has
-                own                where this rank's chunk lies
+                chunk              where this rank's chunk lies
     """
 
     def __init__(self, parameters: Sequence[Parameter], group: Group) -> None:
@@ -51,12 +51,12 @@ class Flat:
         self.dtype = parameters[0].dtype
         self.size = sum(p.size for p in parameters)
         edges = bounds(self.size, self.group.size)
-        self.own = slice(edges[self.group.rank], edges[self.group.rank + 1])
+        self.chunk = slice(edges[self.group.rank], edges[self.group.rank + 1])
 
     @property
-    def owned(self) -> int:
+    def chunk_size(self) -> int:
         """Elements of this rank's chunk."""
-        return self.own.stop - self.own.start
+        return self.chunk.stop - self.chunk.start
 
     @property
     def nbytes(self) -> int:
@@ -70,12 +70,13 @@ class Flat:
             yield parameter, start, start + parameter.size
             start += parameter.size
 
-    def owned_spans(self) -> Iterator[tuple[Parameter, slice, range]]:
+    def chunk_spans(self) -> Iterator[tuple[Parameter, slice, range]]:
         """(parameter, its piece's place in this rank's chunk, the piece's positions in the flattened parameter)."""
         for parameter, start, stop in self.spans():
-            first = min(max(start, self.own.start), self.own.stop)
-            last = max(first, min(stop, self.own.stop))
-            yield parameter, slice(first - self.own.start, last - self.own.start), range(first - start, last - start)
+            begin = self.chunk.start
+            first = min(max(start, begin), self.chunk.stop)
+            last = max(first, min(stop, self.chunk.stop))
+            yield parameter, slice(first - begin, last - begin), range(first - start, last - start)
 
     def views(self, vector: Array) -> Iterator[tuple[Parameter, Array]]:
         """(parameter, its place in `vector` in its own shape)."""
@@ -84,7 +85,7 @@ class Flat:
 
     def pieces(self, weights: Array, gradients: Array) -> list[Piece]:
         """A piece of every parameter, over this rank's chunks of the weights and of their gradients."""
-        return [Piece(parameter, weights[place], gradients[place]) for parameter, place, _ in self.owned_spans()]
+        return [Piece(parameter, weights[place], gradients[place]) for parameter, place, _ in self.chunk_spans()]
 
     def join(self, *, copy: bool = True) -> Array:
         """Move the parameters' data into one new vector; each becomes a view of it. `copy`: with their values."""

@@ -5,7 +5,7 @@
 
 The step of all data axes is the same, and stands here; a chapter says what its parts do:
 
-    begin_step                       the gradients of the last step go
+    begin_step                       the gradients of the previous step go
     begin_pass, forward, backward    for each microbatch of the rank's rows; the `last` backward sums over the ranks
     finish_step                      sums the gradients, where no backward was the last one
     update                           the optimizer's step
@@ -56,8 +56,8 @@ class Strategy(ABC):
     parameters: list[Any]
 
     @property
-    def data(self) -> "Strategy":
-        """The strategy of the data axis: of a composed one a part."""
+    def data_axis(self) -> "Strategy":
+        """The strategy itself, or its data axis if it is composed."""
         return self
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Strategy(ABC):
         return nullcontext()
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
-        """Ranks that divide the rows of an evaluation, the first so many of a group. `everyone`: the ranks left."""
+        """(group, k): its first k ranks divide the rows of an evaluation. `everyone`: the ranks left."""
         return everyone, everyone.size
 
     def loss_share(self, part: Part) -> float:
@@ -128,8 +128,8 @@ class DataAxis(Strategy):
     reduces_each_pass: ClassVar[bool] = False
     """Each backward ends in sums over the ranks, because no rank can keep whole gradients (ZeRO-2, ZeRO-3)."""
 
-    divides: ClassVar[bool] = True
-    """`owned()` are pieces of parameters, and the optimizer's state is divided among the ranks (ZeRO)."""
+    divides_state: ClassVar[bool] = True
+    """`updated()` are pieces of parameters, and the optimizer's state is divided among the ranks (ZeRO)."""
 
     def __init__(self, model: Module, group: Group, *, loss: Loss | None, algorithm: str, precision: Precision | None,
                  recorder: Recorder | None) -> None:
@@ -150,7 +150,7 @@ class DataAxis(Strategy):
         """Before the first step: the model runs in segments (stages of a pipeline), each some modules in order."""
 
     def begin_step(self) -> None:
-        """Forget the gradients of the last step."""
+        """Forget the gradients of the previous step."""
         self._summed = False
         self.model.zero_grad()
 
@@ -184,7 +184,7 @@ class DataAxis(Strategy):
             self.backward(None)
 
     @abstractmethod
-    def owned(self) -> list[tuple[Parameter, Any]]:
+    def updated(self) -> list[tuple[Parameter, Any]]:
         """The parameters that learn, each with what this rank updates of it: itself, or with ZeRO a piece."""
 
     @abstractmethod

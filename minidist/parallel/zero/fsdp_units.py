@@ -15,7 +15,7 @@ from minidist.device.backend import Array, module_for
 from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.nn.weights import Weight
-from minidist.parallel.step.flat import Flat
+from minidist.parallel.step.flat import Flat, empty_like
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import sharers
 from minidist.parallel.zero.shards import ShardStore
@@ -54,17 +54,14 @@ class Unit:
         """Hand this rank's chunks to the store: drawn, where weights were not yet, else cut out."""
         self.device = device
         for number, flat in enumerate(self.flats):
-            chunk = self._empty(flat.owned, flat)
-            for parameter, place, positions in flat.owned_spans():
+            chunk = account.current().hold(module_for(device).empty(flat.chunk_size, flat.dtype), "parameters")
+            for parameter, place, positions in flat.chunk_spans():
                 if seed is not None and isinstance(parameter, Weight) and not parameter.drawn:
                     chunk[place] = parameter.draw(seed, positions, device=device)
                 else:
                     chunk[place] = parameter.data.reshape(-1)[positions.start:positions.stop]
             self.store.keep(flat, chunk, f"{self.name} {number}" if number else self.name)
         self.free()
-
-    def _empty(self, size: int, flat: Flat) -> Array:
-        return account.current().hold(module_for(self.device).empty(size, flat.dtype), "parameters")
 
     def prefetch(self) -> None:
         """Tell the store that `fetch` comes soon."""
@@ -77,8 +74,8 @@ class Unit:
         if self._whole or self._pending:
             return
         for flat in self.flats:
-            vector = self._empty(flat.size, flat)
-            chunk = self.store.weights(flat, vector[flat.own])
+            vector = empty_like(flat.parameters[0].data, flat.size, "parameters")
+            chunk = self.store.weights(flat, vector[flat.chunk])
             self.recorder.announce(flat.group.axis, f"all_gather {self.name}")
             self._pending.append((flat, vector, flat.group.start_all_gather(chunk, out=vector,
                                                                             algorithm=self.algorithm)))

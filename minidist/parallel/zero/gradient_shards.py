@@ -71,7 +71,7 @@ class GradientShards:
         zero_unused(flat.parameters)
         buffer = self._buffers[index]
         room = self.store.gradient_room(flat) if self._empty[index] else None
-        out = buffer[flat.own] if room is None else room
+        out = buffer[flat.chunk] if room is None else room
         group = flat.group
         self.recorder.announce(group.axis, f"reduce_scatter {self.what} {index}")
         pending = group.start_reduce_scatter(buffer, out=out, algorithm=self.algorithm)
@@ -101,7 +101,7 @@ class GradientShards:
             pending.wait()
         buffer, flat = self._buffers.pop(index), self.flats[index]
         if apart:
-            self.store.add(flat, buffer[flat.own], first=self._empty[index])
+            self.store.add(flat, buffer[flat.chunk], first=self._empty[index])
         self._empty[index] = False
         for parameter in flat.parameters:
             parameter.bind_gradient(None)

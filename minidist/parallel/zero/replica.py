@@ -46,7 +46,7 @@ class ParameterArrivals:
         for index in reversed(range(len(self.flats))):
             flat, vector = self.flats[index], self.weights[index]
             self.recorder.announce(flat.group.axis, f"all_gather bucket {index}")
-            self._pending[index] = flat.group.start_all_gather(vector[flat.own], out=vector, algorithm=self.algorithm)
+            self._pending[index] = flat.group.start_all_gather(vector[flat.chunk], out=vector, algorithm=self.algorithm)
             for parameter in flat.parameters:
                 parameter.arrival = partial(self._arrive, index)
 
@@ -85,7 +85,7 @@ class ShardedReplica(ZeroAxis):
         self.flats = self.stored = [Flat(run, self.sharing.shard) for run in runs]
         self.weights = [flat.join() for flat in self.flats]
         for index, (flat, weights) in enumerate(zip(self.flats, self.weights, strict=True)):
-            self.store.keep(flat, weights[flat.own], f"bucket {index}")
+            self.store.keep(flat, weights[flat.chunk], f"bucket {index}")
         self._make_gradients()
         self.parameters = self.pieces()
         self.arrivals = ParameterArrivals(self.flats, self.weights, algorithm=algorithm, recorder=self.recorder)

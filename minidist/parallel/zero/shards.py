@@ -111,14 +111,14 @@ class ShardStore:
         """A strategy takes this store; `who` is its rank, for errors."""
 
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
-        """This rank's chunk of a run's weights, on the device: (owned,); `name` for errors and the timeline."""
+        """This rank's chunk of a run's weights, on the device: (chunk_size,); `name` for errors and the timeline."""
         self._weights[id(flat)] = weights
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
         """Make room for the sums of the chunk's gradients; `shard`: where on the device they arrive by themselves."""
         if shard is None:
             weights = self._weights[id(flat)]
-            zeros = array_module(weights).zeros(flat.owned, flat.dtype)
+            zeros = array_module(weights).zeros(flat.chunk_size, flat.dtype)
             shard = account.current().hold(zeros, "gradients")
         self._gradients[id(flat)] = shard
 
@@ -133,7 +133,7 @@ class ShardStore:
         """The chunk's weights will be needed soon."""
 
     def weights(self, flat: Flat, place: Array) -> Array:
-        """The chunk's weights, on the device: in `place` (owned,), or where they are anyway."""
+        """The chunk's weights, on the device: in `place` (chunk_size,), or where they are anyway."""
         return self._weights[id(flat)]
 
     def gradient_room(self, flat: Flat) -> Array | None:
@@ -141,7 +141,7 @@ class ShardStore:
         return self._gradients[id(flat)]
 
     def add(self, flat: Flat, chunk: Array, *, first: bool) -> None:
-        """Add a sum of gradients (owned,), on the device, to the chunk's; the `first` of a step replaces them."""
+        """Add a sum of gradients (chunk_size,), on the device, to the chunk's; the `first` of a step replaces them."""
         if first:
             self._gradients[id(flat)][...] = chunk
         else:
@@ -198,7 +198,7 @@ class ZeroAxis(DataAxis):
         """This rank's piece of each parameter that learns, for the optimizer."""
         return [piece for flat in self.flats for piece in self.store.pieces(flat, self.precision)]
 
-    def owned(self) -> list[tuple[Parameter, Piece]]:
+    def updated(self) -> list[tuple[Parameter, Piece]]:
         """The parameters that learn, each with this rank's piece of it."""
         owners = [parameter for flat in self.flats for parameter in flat.parameters]
         return list(zip(owners, self.parameters, strict=True))

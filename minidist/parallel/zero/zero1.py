@@ -15,7 +15,8 @@ Who holds what, Ψ parameters in float32 with Adam (K = 8 bytes of state a param
     gradients    4Ψ      4Ψ        own part's; of the own chunk the sum over all ranks
     optimizer    8Ψ      8Ψ/P      of the own chunk
     together     16Ψ     8Ψ + 8Ψ/P: 2.0 times less for many ranks in float32; 4 times with K = 12 in mixed precision,
-                         where DDP has 16Ψ and ZeRO-1 4Ψ + 12Ψ/P. A limit: 2.3 times at P = 4 (N0:381 has it for all P)
+                         where DDP has 16Ψ and ZeRO-1 4Ψ + 12Ψ/P. These are limits for many ranks (N0:381 has them for
+                         all P); at P = 4 it is 1.6 in float32, 2.3 with K = 12
 
 Chunks are `numpy.array_split`s of each bucket: their edges fall inside parameters, and shards are even to an element a
 bucket. Where P does not divide a bucket, the all-gather works on copies: up to two buckets of communication memory.
@@ -30,7 +31,7 @@ The notes' steps (N4:298), as they happen here:
 
     ZeRO-1 1  each rank computes the whole gradient of its part of the batch.
     ZeRO-1 2  reduce-scatter, bucket by bucket, during backward: rank r gets the sum of chunk r. (N0:335 lets all ranks
-              have all sums, an all-reduce; then the weights travel on top of it, and a step costs 3Ψ.)
+              have all sums, an all-reduce; then the weights travel on top of it: 3(P-1)/P × 4Ψ bytes a step.)
     ZeRO-1 3  each rank updates its chunk by its share of the optimizer's state.
     ZeRO-1 4  all-gather of the new weights. It sets out here; the next forward waits for each weight as it comes to it.
 
@@ -61,17 +62,17 @@ def plain_zero1(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], g
                 batches: Iterable[Batch]) -> None:
     """ZeRO-1 without buckets and without overlap; the batches are global, the numbers those of N4:298."""
     flat = Flat(list(model.parameters()), group)                                     # all weights; one chunk is mine
-    weights, mine = flat.join(), np.zeros(flat.owned, flat.dtype)
-    optimizer = new_optimizer(flat.pieces(weights[flat.own], mine))                  # states of my chunk alone
-    for batch in batches:
-        part = part_of(batch, size=group.size, rank=group.rank)
-        model.loss(part.inputs, part.targets, divisor=batch[1].size).backward()      # 1 the whole gradient
+    weights, mine = flat.join(), np.zeros(flat.chunk_size, flat.dtype)
+    optimizer = new_optimizer(flat.pieces(weights[flat.chunk], mine))                # states of my chunk alone
+    for inputs, targets in batches:
+        part = part_of((inputs, targets), size=group.size, rank=group.rank)
+        model.loss(part.inputs, part.targets, divisor=targets.size).backward()       # 1 the whole gradient
         gradient = np.empty(flat.size, flat.dtype)
         for p, view in flat.views(gradient):
             view[...] = p.grad
         group.reduce_scatter(gradient, out=mine, algorithm="ring")                   # 2 the sum of my chunk
         optimizer.step()                                                             # 3 update my chunk
-        group.all_gather(weights[flat.own].copy(), out=weights, algorithm="ring")    # 4 all ranks' new weights
+        group.all_gather(weights[flat.chunk].copy(), out=weights, algorithm="ring")  # 4 all ranks' new weights
         model.zero_grad()
 
 
@@ -88,10 +89,10 @@ class Zero1(ShardedReplica):
     name, update_step = "ZeRO-1", "ZeRO-1 3"
 
     def _make_gradients(self) -> None:
-        """Buckets, each with this rank's own gradients; in its chunk of one the sum over the ranks arrives."""
+        """Buckets, each with this rank's own gradients; the sum over the ranks arrives in this rank's chunk."""
         self.buckets = [Bucket(index, flat.parameters) for index, flat in enumerate(self.flats)]
         for flat, bucket in zip(self.flats, self.buckets, strict=True):
-            self.store.keep_gradients(flat, bucket.data[flat.own])
+            self.store.keep_gradients(flat, bucket.data[flat.chunk])
         self.sharing.require_room(self.store.gradient_room(flat) is not None for flat in self.flats)
         self._pending: deque[tuple[int, Pending]] = deque()     # buckets on their way within the copy
 
@@ -105,7 +106,7 @@ class Zero1(ShardedReplica):
         Cost:    one reduce-scatter a bucket, begun during the last backward; returns when all have ended.
         """
         deferred: list[WeightGradient] = []
-        self._order.begin(quiet=not last)
+        self._order.begin(more_to_come=not last)
         with self.recorder.span("backward", notes="ZeRO-1 1"):
             if share is not None:
                 deferred = self.precision.backward(share, dy, defer_weights=defer, surveyed=self._order.expect)
@@ -120,15 +121,15 @@ class Zero1(ShardedReplica):
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
         """Add the gradients that a backward has put off into the buckets."""
-        self._order.begin(quiet=True)
+        self._order.begin(more_to_come=True)
         self.precision.backward_weights(deferred)
         self._order.finish()
 
     def _start_reduce(self, index: int) -> None:
         """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps this rank's own."""
-        gradients, own, group = self.buckets[index].data, self.flats[index].own, self.flats[index].group
+        gradients, chunk, group = self.buckets[index].data, self.flats[index].chunk, self.flats[index].group
         self.recorder.announce(group.axis, f"reduce_scatter bucket {index}")
-        pending = group.start_reduce_scatter(gradients, out=gradients[own], algorithm=self.algorithm)
+        pending = group.start_reduce_scatter(gradients, out=gradients[chunk], algorithm=self.algorithm)
         self._pending.append((index, pending))
         self._take_sums(wait=False)
 
@@ -139,9 +140,9 @@ class Zero1(ShardedReplica):
             pending.wait()
             flat, gradients = self.flats[index], self.buckets[index].data
             if self.store.gradient_room(flat) is None:
-                self.store.add(flat, gradients[flat.own], first=True)
+                self.store.add(flat, gradients[flat.chunk], first=True)
             if flat.group is self.sharing.shard:
-                self.sharing.start_sum(gradients[flat.own], f"bucket {index}")
+                self.sharing.start_sum(gradients[flat.chunk], f"bucket {index}")
 
     def traffic(self, passes: int) -> list[Collective]:
         """A reduce-scatter and an all-gather a bucket, whatever the number of passes."""

@@ -61,20 +61,20 @@ def plain_zero2(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], g
     runs = []
     for p in model.parameters():
         flat = Flat([p], group)
-        weights, mine = flat.join(), np.zeros(flat.owned, flat.dtype)
+        weights, mine = flat.join(), np.zeros(flat.chunk_size, flat.dtype)
         runs.append((flat, weights, mine))
 
         def final(p: Parameter, mine: Array = mine) -> None:
             group.reduce_scatter(p.grad, out=mine, algorithm="ring")                     # 1a sent as soon as final
             p.zero_grad()                                                                # 1b and freed
         p.hooks.append(final)
-    optimizer = new_optimizer([flat.pieces(weights[flat.own], mine)[0] for flat, weights, mine in runs])
-    for batch in batches:
-        part = part_of(batch, size=group.size, rank=group.rank)
-        model.loss(part.inputs, part.targets, divisor=batch[1].size).backward()          # 1 the hooks run in here
+    optimizer = new_optimizer([flat.pieces(weights[flat.chunk], mine)[0] for flat, weights, mine in runs])
+    for inputs, targets in batches:
+        part = part_of((inputs, targets), size=group.size, rank=group.rank)
+        model.loss(part.inputs, part.targets, divisor=targets.size).backward()           # 1 the hooks run in here
         optimizer.step()                                                                 # 2 update my chunks
         for flat, weights, _ in runs:
-            group.all_gather(weights[flat.own].copy(), out=weights, algorithm="ring")    # 3 all ranks' new weights
+            group.all_gather(weights[flat.chunk].copy(), out=weights, algorithm="ring")  # 3 all ranks' new weights
 
 
 # `Zero2` below reduces buckets instead of parameters, and backward goes on meanwhile: at most two buckets of gradients
@@ -119,7 +119,7 @@ class Zero2(ShardedReplica):
         Cost:    one reduce-scatter a bucket, begun during backward; returns when all have ended.
         """
         deferred: list[WeightGradient] = []
-        self._begin(segment, quiet=defer)
+        self._begin(segment, more_to_come=defer)
         self.gradients.begin(last=last)
         with self.recorder.span("backward", notes="ZeRO-2 1a"):
             if share is not None:
@@ -133,7 +133,7 @@ class Zero2(ShardedReplica):
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
         """Compute what a backward has put off, and reduce all that the segment's parameters have then."""
-        self._begin(segment, quiet=True)
+        self._begin(segment, more_to_come=True)
         self.precision.backward_weights(deferred)
         self.backward(None, segment=segment, last=False)
 
@@ -142,11 +142,11 @@ class Zero2(ShardedReplica):
         if not self._summed:
             self.gradients.sum_copies()
 
-    def _begin(self, segment: int, *, quiet: bool = False) -> None:
+    def _begin(self, segment: int, *, more_to_come: bool = False) -> None:
         if len(self._segments) > 1:
             self._order.arrange([self.flats[index].parameters for index in self._segments[segment]])
         self._segment = segment
-        self._order.begin(quiet=quiet)
+        self._order.begin(more_to_come=more_to_come)
 
     def _start_reduce(self, index: int) -> None:
         """The bucket, by its number among those of the segment, sets out."""

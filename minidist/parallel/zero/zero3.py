@@ -30,8 +30,8 @@ Cost, a step and rank, with A backward passes, R of the Ψ parameters in the roo
     control      two float64: the loss, the squares of the gradient's norm
 
 With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies (zero/shards.py). No
-all-gather ends the step (N0:375 has one, which would make it 4Ψ): the next forward gathers anyway. All ranks must run
-the same units in the same order; so a rank without a row runs them too, on no row.
+all-gather ends the step (N0:375 has one, which makes the bytes (P-1)/P × 16Ψ): the next forward gathers anyway. All
+ranks must run the same units in the same order; so a rank without a row runs them too, on no row.
 
 The notes' steps (N4:398), as they happen here:
 
@@ -68,45 +68,50 @@ from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.shards import ShardStore, ZeroAxis
 
 
-def plain_zero3(model: GPT, units: Iterable[Module], new_optimizer: Callable[[list[Piece]], Optimizer], group: Group,
+class PlainUnit:
+    """A unit of the plain version: this rank's chunk of its weights, and of their gradients."""
+
+    def __init__(self, unit: Module, group: Group) -> None:
+        self.flat, self.group = Flat(list(unit.parameters()), group), group
+        self.shard = self.flat.join()[self.flat.chunk].copy()
+        self.mine = np.zeros(self.flat.chunk_size, self.flat.dtype)
+        unit.register_forward_pre_hook(self.gather)             # forward 1
+        unit.register_forward_hook(self.free)                   # forward 3
+        unit.register_backward_pre_hook(self.gather)            # backward 1
+        unit.register_backward_hook(self.reduce)                # backward 3, 4; in between 2: compute
+        self.free()
+
+    def gather(self, *_: Any) -> None:
+        """All-gather the weights."""
+        for p, view in self.flat.views(self.group.all_gather(self.shard, algorithm="ring")):
+            p.data = view
+
+    def free(self, *_: Any) -> None:
+        """Only the shard is left."""
+        for p in self.flat.parameters:
+            p.data = np.broadcast_to(np.nan, p.shape)
+
+    def reduce(self, *_: Any) -> None:
+        """Reduce-scatter the gradients; free them, and the weights."""
+        gradient = np.empty(self.flat.size, self.flat.dtype)
+        for p, view in self.flat.views(gradient):
+            view[...] = p.grad
+            p.zero_grad()
+        self.group.reduce_scatter(gradient, out=self.mine, algorithm="ring")
+        self.free()
+
+
+def plain_zero3(model: GPT, modules: Iterable[Module], new_optimizer: Callable[[list[Piece]], Optimizer], group: Group,
                 batches: Iterable[Batch]) -> None:
     """ZeRO-3, unit by unit and without prefetch; the batches are global, the numbers those of N4:398."""
-    pieces, gathers = [], []
-    for unit in units:
-        flat = Flat(list(unit.parameters()), group)
-        shard, mine = flat.join()[flat.own].copy(), np.zeros(flat.owned, flat.dtype)
-        pieces += flat.pieces(shard, mine)
-
-        def gather(*_: Any, flat: Flat = flat, shard: Array = shard) -> None:     # forward 1, backward 1: all-gather
-            whole = group.all_gather(shard, algorithm="ring")
-            for p, view in flat.views(whole):
-                p.data = view
-
-        def free(*_: Any, flat: Flat = flat) -> None:                             # forward 3: only the shard is left
-            for p in flat.parameters:
-                p.data = np.broadcast_to(np.nan, p.shape)
-
-        def reduce(*_: Any, flat: Flat = flat, mine: Array = mine, free: Callable[[], None] = free) -> None:
-            gradient = np.empty(flat.size, flat.dtype)
-            for p, view in flat.views(gradient):
-                view[...] = p.grad
-                p.zero_grad()
-            group.reduce_scatter(gradient, out=mine, algorithm="ring")            # backward 3: reduce-scatter
-            free()                                                                # backward 4: free
-
-        unit.register_forward_pre_hook(gather)                                    # forward 2 and backward 2, computing,
-        unit.register_forward_hook(free)                                          # come between these
-        unit.register_backward_pre_hook(gather)
-        unit.register_backward_hook(reduce)
-        gathers.append(gather)
-        free()
-    optimizer = new_optimizer(pieces)
-    for batch in batches:
-        part = part_of(batch, size=group.size, rank=group.rank)
-        model.loss(part.inputs, part.targets, divisor=batch[1].size).backward()
-        optimizer.step()                                                          # and no all-gather at the end
-    for gather in gathers:                                                        # whole once more, to be looked at
-        gather()
+    units = [PlainUnit(module, group) for module in modules]
+    optimizer = new_optimizer([piece for unit in units for piece in unit.flat.pieces(unit.shard, unit.mine)])
+    for inputs, targets in batches:
+        part = part_of((inputs, targets), size=group.size, rank=group.rank)
+        model.loss(part.inputs, part.targets, divisor=targets.size).backward()      # the hooks run in here
+        optimizer.step()                                                            # and no all-gather at the end
+    for unit in units:                                                              # whole once more, to be looked at
+        unit.gather()
 
 
 # `Zero3` below adds prefetch: the next unit's weights come while this one computes, and gradients leave while backward
@@ -121,7 +126,7 @@ class Zero3(ZeroAxis):
              units: modules of the model, without a parameter in common and used through their calls alone (default: its
              children); the rest is the root.
              ahead: how much may be gathered before its turn, in units as large as the largest; 0: nothing.
-             free_after_forward: or keep a unit until its backward, for memory instead of traffic.
+             free_after_forward: False: keep a unit until its backward (more memory, less traffic).
              group, loss, algorithm, shard, precision, store, recorder: as ZeroAxis (zero/shards.py).
     Attributes: parameters: what the optimizer is made of: this rank's pieces.
     Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not start equal.
@@ -143,7 +148,7 @@ class Zero3(ZeroAxis):
                                            algorithm=algorithm, recorder=self.recorder, seed=seed, device=device)
         self.segments: list[list[Unit]] = []    # of a pipeline: the units of each stage, in the order of their calls
         self.sequence: list[Unit] = []          # without segments: units as the first forward met them
-        self._met, self._left = list[Unit](), list[Unit]()      # this forward has met; this backward has still to meet
+        self._met, self._to_come = list[Unit](), list[Unit]()   # this forward has met; this backward has still to
         self.stored = [flat for unit in (*self.units, self.root) for flat in unit.flats]
         self.flats = [flat for flat in self.stored if flat.parameters[0].requires_grad]
         self.gradients = GradientShards(self.flats, self.sharing, store=self.store, algorithm=algorithm,
@@ -239,7 +244,7 @@ class Zero3(ZeroAxis):
                                 f"unit's weight used outside its call (a tied one)? leave its module out of units=")
         if len(self._met) >= len(self.sequence):
             self.sequence = list(self._met)
-        self._left = [unit for unit in reversed(self._met) if unit.calls]
+        self._to_come = [unit for unit in reversed(self._met) if unit.calls]
         with self.recorder.span("backward", notes="ZeRO-3 backward 2"):
             self.precision.backward(share)
         self._reduce_all([self.root, *self.units])
@@ -263,9 +268,9 @@ class Zero3(ZeroAxis):
     def _enter_backward(self, unit: Unit) -> None:
         """Before a unit's backward: its weights come again, and those of the unit before it in forward set out."""
         unit.fetch()
-        self._left = self._neighbours(unit, -1) if self.segments else self._left[self._left.index(unit) + 1:]
+        self._to_come = self._neighbours(unit, -1) if self.segments else self._to_come[self._to_come.index(unit) + 1:]
         if self.free_after_forward:
-            self._fetch_ahead(unit, self._left)
+            self._fetch_ahead(unit, self._to_come)
         unit.complete()
 
     def _leave_backward(self, unit: Unit) -> None:
@@ -315,8 +320,8 @@ class Zero3(ZeroAxis):
         Args:    passes: backward passes; fetches: how often the units of each segment are gathered in a step (default:
                  for each forward and backward, and all units alike).
         """
-        times = (2 if self.free_after_forward else 1) * passes
-        groups = [(self.units, times)] if fetches is None else zip(self.segments, fetches, strict=True)
+        gathers = (2 if self.free_after_forward else 1) * passes
+        groups = [(self.units, gathers)] if fetches is None else zip(self.segments, fetches, strict=True)
         calls = [("all_gather", flat, times) for units, times in groups for unit in units for flat in unit.flats]
         calls += [("all_gather", flat, 1) for flat in self.root.flats]          # held all step
         calls += [("reduce_scatter", flat, passes if fetches is None or flat not in self.root.flats else 1)

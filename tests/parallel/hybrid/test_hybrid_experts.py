@@ -128,7 +128,7 @@ def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
         squares = Hybrid.squares
 
         def narrow(self: Hybrid) -> float:
-            owners = [owner for owner, _ in self.data.owned()]
+            owners = [owner for owner, _ in self.data_axis.updated()]
             groups = [owner.shared_by for owner in owners]
             for owner in owners:
                 owner.shared_by = None

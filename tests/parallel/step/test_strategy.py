@@ -54,4 +54,4 @@ def test_the_command_does_not_branch_by_the_type_of_a_strategy() -> None:
 @pytest.mark.parametrize(("axis", "says"), [(DDP, (False, False, False)), (Zero1, (False, False, True)),
                                             (Zero2, (False, True, True)), (Zero3, (True, True, True))])
 def test_what_an_axis_says_of_itself(axis: type[DataAxis], says: tuple[bool, bool, bool]) -> None:
-    assert (axis.computes_without_rows, axis.reduces_each_pass, axis.divides) == says
+    assert (axis.computes_without_rows, axis.reduces_each_pass, axis.divides_state) == says

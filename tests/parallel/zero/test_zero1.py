@@ -154,11 +154,11 @@ def test_pieces_are_an_array_split(sizes: list[list[int]], size: int) -> None:
     whole = np.concatenate([p.data.reshape(-1) for p in parameters])
     for rank, chunk in enumerate(np.array_split(whole, size)):
         flat = Flat(parameters, type("Group", (), {"rank": rank, "size": size})())  # type: ignore[arg-type]
-        assert (flat.size, flat.owned) == (len(whole), len(chunk))
-        pieces = flat.pieces(whole[flat.own], -whole[flat.own])
+        assert (flat.size, flat.chunk_size) == (len(whole), len(chunk))
+        pieces = flat.pieces(whole[flat.chunk], -whole[flat.chunk])
         np.testing.assert_array_equal(np.concatenate([piece.data.reshape(-1) for piece in pieces]), chunk)
         assert [piece.data.ndim for piece in pieces] == [max(1, p.ndim) for p in parameters]
-        for (_, _, positions), piece in zip(flat.owned_spans(), pieces, strict=True):
+        for (_, _, positions), piece in zip(flat.chunk_spans(), pieces, strict=True):
             assert len(positions) == piece.data.size == piece.grad.size
 
 
