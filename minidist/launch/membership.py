@@ -16,7 +16,6 @@ Under mpirun a process that fails must not reach MPI_Finalize, which waits for a
 """
 
 import atexit
-import contextlib
 import os
 import platform
 import sys
@@ -32,8 +31,10 @@ from minidist.comm.cost.link_model import Profile, load_profile
 from minidist.comm.group import Group
 from minidist.comm.health.failure import LAUNCHER, Failure, say_line
 from minidist.comm.ledger import Ledger
+from minidist.comm.transports.progress.mailbox import loopback
 from minidist.errors import CommError, ConfigError, LaunchError
 from minidist.launch import transports
+from minidist.launch.children import flush_output
 from minidist.launch.joining import Joined, find_monitor
 from minidist.launch.launchers import Launch, detect
 
@@ -61,7 +62,8 @@ class Membership:
         profile = load_profile() if launch.world_rank == 0 else None        # rank 0's: all must choose alike
         infos = joined.link.meet({"transport": name, "host": platform.node(), "node": launch.node_rank,
                                   "profile": profile and profile.as_json()})
-        joined.forget_file()
+        if joined.file is not None:
+            joined.file.remove()                            # all ranks have met: the token is not read again
         if launch.by_mpirun:
             transports.unlink_mpi_segments()
         chosen = sorted({info["transport"] for info in infos})
@@ -71,7 +73,7 @@ class Membership:
             raise LaunchError(f"transport 'mpi' needs ranks that mpirun started, and {launch.launcher} started these; "
                               "use auto, or start the program with mpirun")
         transport = transports.build(name, joined.link, joined.token, limit, node=launch.node_rank)
-        joined.link.attach(transport)
+        joined.link.attach(transport.waits, transport.abort, transport.lose)
         transport.profile = infos[0]["profile"] and Profile.from_json(infos[0]["profile"])
         machines = [(info["host"], info["node"]) for info in infos]
         return Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)),
@@ -124,7 +126,7 @@ class Membership:
         A child that this rank has forked is not the rank: it says nothing.
         """
         if not self.is_this_process() and self.launch.by_mpirun:
-            _flush()
+            flush_output()
             os._exit(self.status)                           # MPI_Finalize would be called in the rank's name
         if self._left or not self.is_this_process():
             return
@@ -181,7 +183,7 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
         transports.check_name(name, transports.PROCESSES + (transports.THREADS if launch.alone else ()))
         _membership = Membership(launch, name)
         if launch.alone:
-            _membership.world = Group(transports.alone(limit), Ledger(0), (0,))
+            _membership.world = Group(loopback(0, limit), Ledger(0), (0,))
             atexit.register(_membership.leave)
         else:
             limit_blas_threads(threads, launch.local_size)
@@ -242,7 +244,7 @@ def _watch_over_the_end(membership: Membership) -> None:
         membership.say(error, membership.fail(error))
         membership.leave()
         if membership.status != 1:                          # with which Python itself would end
-            _flush()
+            flush_output()
             os._exit(membership.status)
 
     def noting(exit: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
@@ -262,7 +264,7 @@ def _abort_mpi(status: int) -> NoReturn:
     Shared memory still has its name where ranks end before they have met; each has mapped it in MPI_Init.
     """
     transports.unlink_mpi_segments()
-    _flush()
+    flush_output()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     from mpi4py import MPI
     MPI.COMM_WORLD.Abort(status)
@@ -273,9 +275,3 @@ def _up_to(cause: Failure, error: BaseException) -> str:
     """The cause, after the name that the error has for it: "parameter server 0 of 1 is lost: rank 3 …"."""
     before, found, _ = str(error).partition(str(cause))
     return f"{before if found and len(before.splitlines()) < 2 else ''}{cause}"
-
-
-def _flush() -> None:
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
