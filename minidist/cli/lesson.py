@@ -19,10 +19,9 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from minidist import lessons
-from minidist.console import fail, positive, write_json
-from minidist.grading import folder_to_write
+from minidist.console import fail, folder_to_write, positive, write_json
 from minidist.lessons import Lesson
-from minidist.observe.page import page_console
+from minidist.lessons.page import page_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("lesson", nargs="?", help="the lesson's number, e.g. 03; left out: the table of lessons")
     parser.add_argument("-n", "--ranks", type=positive, metavar="N", help="run the lesson on N ranks of this machine")
     parser.add_argument("--answers", action="store_true", help="print the quiz's answers too")
-    parser.add_argument("--figure", action="store_true", help="record a run and redraw the lesson's figure")
+    parser.add_argument("--figure", action="store_true", help="record a run and redraw the lesson's figure; "
+                        "without --out the one that came with the lesson is overwritten")
     parser.add_argument("--out", metavar="DIR", type=folder_to_write,
                         help="where --figure writes (default: the lesson's folder)")
     parser.add_argument("--copy", metavar="DIR", help="copy the exercise to DIR, to work on it there")

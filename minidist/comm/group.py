@@ -260,8 +260,7 @@ class Group(Members):
 
         Where the launcher is mpirun, it ends the job all the same. Sends nothing to other ranks.
         """
-        if self.transport.waits.spare is not None:
-            self.transport.waits.spare()
+        self.transport.waits.spare()
 
     def close(self) -> None:
         """Carry out what was started, in this group and those split from it, and end them; again, it does nothing.

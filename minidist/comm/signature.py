@@ -12,24 +12,27 @@ it" (a broadcast's receiver) or, inside a shape, "may differ" (the first dim of 
 
 import ast
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import ml_dtypes
 import msgpack
-import numpy as np
-from numpy.lib import format as npy_format
 
 from minidist.errors import DtypeError, MismatchError
+
+if TYPE_CHECKING:       # the monitor compares signatures, and starts without NumPy
+    import numpy as np
 
 Shape = tuple[int | None, ...]
 
 
 @lru_cache(maxsize=256)
-def dtype_code(dtype: np.dtype) -> str:
+def dtype_code(dtype: "np.dtype") -> str:
     """The name of a dtype on the wire: NumPy's own string ("<f4"), or ml_dtypes' name ("bfloat16").
 
     Raises: DtypeError for a dtype whose values are references (object, StringDType) or that has no name.
     """
+    import ml_dtypes
+    from numpy.lib import format as npy_format
+
     if dtype.hasobject or dtype.itemsize == 0:
         raise DtypeError(f"arrays of dtype {dtype} cannot be sent: their values are references or have no bytes; "
                          f"convert to numbers or fixed-length strings first")
@@ -43,8 +46,12 @@ def dtype_code(dtype: np.dtype) -> str:
 
 
 @lru_cache(maxsize=256)
-def dtype_of(code: str) -> np.dtype:
+def dtype_of(code: str) -> "np.dtype":
     """The dtype that `dtype_code` named."""
+    import ml_dtypes
+    import numpy as np
+    from numpy.lib import format as npy_format
+
     if code[:1] == "[":
         return np.dtype(npy_format.descr_to_dtype(ast.literal_eval(code)))
     return np.dtype(getattr(ml_dtypes, code, code))
@@ -56,12 +63,12 @@ _packed = lru_cache(maxsize=256)(msgpack.packb)     # a loop makes the same call
 class BlockHeader(NamedTuple):
     """What a message brings, where the receiver cannot know it; `device` is where the sender's array lives."""
 
-    dtype: np.dtype
+    dtype: "np.dtype"
     shape: tuple[int, ...]
     device: str
 
 
-def pack_block(dtype: np.dtype, shape: tuple[int, ...], device: str) -> bytes:
+def pack_block(dtype: "np.dtype", shape: tuple[int, ...], device: str) -> bytes:
     """The last object of a header."""
     return msgpack.packb((dtype_code(dtype), shape, device))  # type: ignore[no-any-return]
 

@@ -5,7 +5,8 @@
     handle.wait()
 
 A group builds everything on these two: send, recv, exchange, and every collective. A new transport is one short file
-that keeps the promises below, plus one line in tests/comm/test_conformance.py, which holds it to them.
+that keeps the promises below, plus its name in launch/transports.py and in tests/comm/test_conformance.py, which holds
+it to them.
 
 Order       Messages between two ranks with the same tag arrive in the order they were started. Tags are independent:
             a message without a receive never holds up one with another tag.

@@ -289,8 +289,7 @@ class Call(RunningCall):
 
     def _refusal(self, error: MismatchError) -> MismatchError:
         """`error`; all ranks of the group are told, because one may receive from no rank that disagrees."""
-        if self._transport.waits.disagree is not None:
-            self._transport.waits.disagree(str(error), self.world_ranks)
+        self._transport.waits.disagree(str(error), self.world_ranks)
         return error
 
     def _publish(self, kind: str, start: float, details: dict[str, Any]) -> None:

@@ -23,9 +23,9 @@ from minidist.errors import ConfigError, GradientError
 from minidist.parallel.step.step import zero_unused
 
 BUCKET_BYTES = 2 << 20
-"""A bucket's most bytes, unless told otherwise. For 13 MB of gradients on two ranks over shm, reducing took each rank
-15 ms of processor time in buckets of 0.5 MiB, 13 in 1 MiB, 10 in 2 MiB, 8 in 4 MiB and 6 in one; but the last
-bucket cannot hide behind backward, and the larger it is the longer all wait for it."""
+"""The largest size of a bucket, in bytes, by default. For 13 MB of gradients on two ranks over shm, reducing took
+each rank 15 ms of processor time in buckets of 0.5 MiB, 13 in 1 MiB, 10 in 2 MiB, 8 in 4 MiB and 6 in one; but the
+last bucket cannot hide behind backward, and the larger it is the longer all wait for it."""
 
 
 class Bucket:

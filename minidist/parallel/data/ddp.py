@@ -36,11 +36,11 @@ The notes' steps (N0, "DDP: Distributed Data Parallel"), as they happen here:
     DDP 4  no controller; a ring carries the sums over every link at once.  "Its traffic is constant" (N1:42) holds only
            nearly for bytes (2(P-1)/P lies between 1 and 2) and not at all for messages, which grow with P.
 
-Models whose loss leaves parameters out. A Plan reaches neither `unused` nor `static`, because a GPT uses all its
-parameters in every step, and completes them in the order in which buckets are cut (but for a weight before its own
-bias). A model with branches takes them in a loop of its own:
+Models whose loss leaves parameters out. A GPT uses every parameter in every step, and completes them in the order in
+which buckets are cut (but for a weight before its own bias), so a Plan offers neither `unused` nor `static`. A model
+with branches sets them in its own loop:
 
-    ddp = DDP(model, group, loss=loss, static=True)         # or unused="error", or neither: no gradient is then zero
+    ddp = DDP(model, group, loss=loss, static=True)         # or unused="error"; default: an unused one gets zero
     optimizer = AdamW(ddp.parameters, 1e-3)
     for batch in batches:
         ddp.step(batch, optimizer, clip=1.0, accumulate=4)
@@ -93,11 +93,11 @@ class DDP(DataAxis):
     Args:    model: equal on all ranks; its gradients move into buckets. Frozen weights stay as they are.
              group: the ranks that share the batch.
              loss: of a part of the batch (default: `model.loss`).
-             bucket_bytes: a bucket's most bytes.
+             bucket_bytes: largest size of a bucket, in bytes.
              algorithm: of the gradients' all-reduce; pinned, so that the same run gives the same bits.
              unused: what it means that a rank's loss does not depend on a parameter: "zero", a gradient of zero,
              because another rank may use it; "error": a mistake (a layer forgotten in forward), named with the rank.
-             static: or whether the loss uses the same parameters in every step. Then buckets are made anew after the
+             static: True if the loss uses the same parameters in every step. Then buckets are made anew after the
              first step, in the order in which gradients were completed, and without parameters that no rank uses.
              precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of.

@@ -18,7 +18,7 @@ class Plan:
     """How a job is cut. `Plan(dp=4)`, or `Plan.parse("dp=4")`.
 
     Attributes: dp … tp       ranks along each axis
-                bucket_bytes  a gradient bucket's most bytes
+                bucket_bytes  largest size of a gradient bucket, in bytes
                 algorithm     of the gradients' collectives: pinned, so that the same plan gives the same bits
                 zero          the ZeRO stage: 0 (DDP), 1, 2 or 3, of the ranks along dp, ep and cp
                 shard         ZeRO: how many neighbours share one copy of the state (None: all of those ranks)

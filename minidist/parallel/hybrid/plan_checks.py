@@ -1,9 +1,8 @@
-"""What goes with what in a plan: each refusal is one line that names the nearest plan that fits."""
+"""Which options of a plan go together: each refusal is one line that names a plan that fits."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import chain, combinations, product
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from minidist.comm.collectives.select import ALGORITHMS
@@ -36,13 +35,9 @@ tokens (ulysses.py)."""
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
 
-OPTIONS_OF: dict[str, tuple[str, Any]] = {
-    "microbatches": ("pp", None), "stage_layers": ("pp", "even"), "attention": ("cp", "ring"),
-    "sequence_parallel": ("tp", False)}
-"""Options that only an axis of two ranks or more has: the axis, and what stands for none."""
-
-OF_SIZES: dict[str, Any] = {"shard": None, "stage_layers": "even"}
-"""Options that other sizes of the axes may not go with, and what stands for none."""
+OTHER_AXES: dict[str, Any] = {"microbatches": None, "stage_layers": "even", "attention": "ring",
+                              "sequence_parallel": False, "shard": None}
+"""Options that depend on the sizes of the axes, and what stands for none."""
 
 
 def words(axes: Mapping[str, int]) -> str:
@@ -50,28 +45,15 @@ def words(axes: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={axes[axis]}" for axis in AXES if axes.get(axis, 1) > 1) or "dp=1"
 
 
-def recut(plan: "Plan", axes: Mapping[str, int], **options: Any) -> tuple["Plan", str] | None:
-    """The plan with these axes and options, and in words: with what it must do without, options that others have.
-
-    None if it cannot be so either.
-    """
-    lost = {option: usual for option, (axis, usual) in OPTIONS_OF.items()
-            if axes.get(axis, 1) == 1 and getattr(plan, option) != usual}
-    given = [option for option, usual in OF_SIZES.items() if option not in lost and getattr(plan, option) != usual]
-    for more in chain.from_iterable(combinations(given, count) for count in range(len(given) + 1)):
-        without = {**lost, **{option: OF_SIZES[option] for option in more}}
-        try:
-            other = replace(plan, **{**dict.fromkeys(AXES, 1), **axes, **without, **options})
-        except PlanError:
-            continue
-        return other, words(other.axes) + (f" without {' and '.join(without)}" if without else "")
-    return None
-
-
-def data_alone(plan: "Plan", **options: Any) -> str:
-    """The same number of ranks on the data axis alone, in words."""
-    other = recut(plan, {"dp": plan.size}, **options)
-    return other[1] if other else f"dp={plan.size}"
+def data_alone(plan: "Plan", ranks: int | None = None, **options: Any) -> tuple["Plan", str] | None:
+    """The plan with all its ranks (or so many) on the data axis, and in words; None if there is no such plan."""
+    dropped = {option: none for option, none in OTHER_AXES.items() if getattr(plan, option) != none}
+    axes = {**dict.fromkeys(AXES, 1), "dp": ranks or plan.size}
+    try:
+        other = replace(plan, **{**axes, **dropped, **options})
+    except PlanError:
+        return None
+    return other, words(other.axes) + (f" without {' and '.join(dropped)}" if dropped else "")
 
 
 def savings(plan: "Plan") -> str:
@@ -146,7 +128,7 @@ def _check_offload(plan: "Plan") -> None:
     if plan.offload != "none" and plan.composed:
         zero = max(1, plan.zero)
         raise PlanError(f"plan {words({**plan.axes, 'dp': 1})} with offload={plan.offload}: this version offloads on "
-                        f"the data axis alone; use offload=none, or {data_alone(plan, zero=zero)} with zero={zero}")
+                        f"the data axis alone; use offload=none{_or(data_alone(plan, zero=zero))} with zero={zero}")
 
 
 def _check_strategy(plan: "Plan") -> None:
@@ -159,7 +141,7 @@ def _check_strategy(plan: "Plan") -> None:
                         f"strategy ddp; leave them out")
     if plan.strategy == "parameter-server" and plan.composed:
         raise PlanError(f"plan {words({**plan.axes, 'dp': 1})} with strategy={plan.strategy}: it keeps whole models; "
-                        f"use strategy=ddp, or {data_alone(plan)}")
+                        f"use strategy=ddp{_or(data_alone(plan))}")
     if plan.strategy != "data-parallel" and plan.replicas != 1:
         raise PlanError(f"plan replicas={plan.replicas}: devices of one process are for strategy data-parallel")
     if plan.strategy != "parameter-server" and (plan.servers != 1 or plan.asynchronous):
@@ -217,40 +199,40 @@ def _check_sequence(plan: "Plan") -> None:
 def check_model(plan: "Plan", config: GPTConfig) -> None:
     """Raise PlanError unless a model of this shape can be cut so."""
     for wrong, remedy in _misfits(plan, config):
-        other = nearest(plan, plan.size, config)
-        raise PlanError(f"plan {wrong}; use {f'{other}, or ' if other else ''}{remedy}")
-
-
-def nearest(plan: "Plan", ranks: int, config: GPTConfig | None = None) -> str | None:
-    """The axes, in words, of the plan for so many ranks that is most like this one, and by which `config` can be cut.
-
-    The fewest axes but dp have fewer ranks, by the smallest factors; all else stays, but for options that do not go
-    with that, which are named. None if nothing fits so.
-    """
-    cut = [axis for axis in AXES if axis != "dp" and plan.axes[axis] > 1]
-    found = []
-    for sizes in product(*([size for size in divisors(ranks) if size <= plan.axes[axis]] for axis in cut)):
-        dp, rest = divmod(ranks, math.prod(sizes))
-        other = recut(plan, {"dp": dp, **dict(zip(cut, sizes, strict=True))}) if dp and not rest else None
-        if other is not None and (config is None or not any(_misfits(other[0], config))):
-            changed = sum(plan.axes[axis] != other[0].axes[axis] for axis in cut)
-            far = sum(abs(math.log(plan.axes[axis] / other[0].axes[axis])) for axis in AXES)
-            found.append((changed, round(far, 9), other[1]))
-    return min(found)[2] if found else None
+        other = data_alone(plan)
+        fits = other is not None and not any(_misfits(other[0], config))
+        raise PlanError(f"plan {wrong}; use {f'{other[1]}, or ' if other and fits else ''}{remedy}")
 
 
 def check_ranks(plan: "Plan", ranks: int, config: GPTConfig | None) -> None:
-    """Raise PlanError unless the plan is for so many ranks; what is named instead can cut the model, if one is given.
+    """Raise PlanError unless the plan is for so many ranks. A plan that it names can cut the model, if one is given.
+
+    It names the plan with another dp, else all ranks on the data axis, and the number of ranks that this plan takes.
     """
     if plan.size == ranks:
         return
-    ways = [f"use {other}" for other in [nearest(plan, ranks, config)] if other]
+    found = (other for other in (_with_dp(plan, ranks), data_alone(plan, ranks))
+             if other and (config is None or not any(_misfits(other[0], config))))
+    ways = [f"use {name}" for _, name in islice(found, 1)]
     if config is None or not any(_misfits(plan, config)):
         ways.append(f"start {plan.size}")
     if not ways and config is not None:
         check_model(plan, config)       # no number of ranks would help
     raise PlanError(f"plan {words(plan.axes)} is for {plan.size} rank{'s' * (plan.size > 1)}, the job has {ranks}; "
                     f"{', or '.join(ways)}")
+
+
+def _with_dp(plan: "Plan", ranks: int) -> tuple["Plan", str] | None:
+    """The plan for so many ranks that differs in dp alone, and in words; None if there is no such plan."""
+    try:
+        other = replace(plan, dp=ranks * plan.dp // plan.size)
+    except PlanError:
+        return None
+    return (other, words(other.axes)) if other.size == ranks else None
+
+
+def _or(other: tuple["Plan", str] | None) -> str:
+    return f", or {other[1]}" if other else ""
 
 
 Misfit = tuple[str, str]

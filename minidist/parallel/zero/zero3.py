@@ -5,9 +5,9 @@ before a unit runs, its weights are gathered from all ranks, and freed when it h
 gathered again, and when its gradients are final these are reduce-scattered and both freed. While a unit computes, the
 next one's weights are already on their way:
 
-    compute         forward: unit 1 | unit 2   | unit 3   | backward: unit 3 | unit 2            | unit 1
-    communication   gather 1        | gather 2 | gather 3 | gather 3         | gather 2          | gather 1, reduce 3 …
-    units held      1               | 1, 2     | 2, 3     | 3, 2             | 2, 1              | 1
+    compute                | forward 1 | 2        | 3 |          | backward 3 | 2                  | 1        |
+    communicate   gather 1 | gather 2  | gather 3 |   | gather 3 | gather 2   | gather 1, reduce 3 | reduce 2 | reduce 1
+    units held    1        | 1, 2      | 2, 3     | 3 | 3        | 3, 2       | 2, 1               | 1        |
 
 Who holds what, Ψ parameters in float32 with Adam (K = 8) on P ranks:
 

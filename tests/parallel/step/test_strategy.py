@@ -1,6 +1,7 @@
-"""One protocol: every data axis has its signatures, and who composes strategies knows them by it alone."""
+"""One protocol: every data axis has its signatures, and what composes strategies knows them by it alone."""
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -36,11 +37,18 @@ def test_a_strategy_has_the_signatures_of_its_protocol(protocol: Any, strategy: 
 
 
 def test_what_composes_strategies_imports_none_by_name() -> None:
-    """Chapter 17 and the report ask a data axis through the protocol; strategies are loaded when a plan names them."""
+    """Chapter 17 asks a data axis through the protocol; strategies are loaded when a plan names them."""
     strategies = {cls.__module__ for cls in (*AXES, DataParallel, ParameterServer)}
-    composing = [module for module in modules() if module.startswith(("minidist.parallel.hybrid.", "minidist.cli."))]
-    assert len(composing) > 20
+    composing = [module for module in modules() if module.startswith("minidist.parallel.hybrid.")]
+    assert len(composing) > 8
     assert [str(found) for module in composing for found in imports(module) if found.imported in strategies] == []
+
+
+def test_the_command_does_not_branch_by_the_type_of_a_strategy() -> None:
+    names = "|".join(cls.__name__ for cls in (*AXES, DataParallel, ParameterServer, Hybrid, Single))
+    commands = [path for module, path in modules().items() if module.startswith("minidist.cli.")]
+    assert len(commands) > 15
+    assert [path for path in commands if re.search(rf"isinstance\([^)]*\b({names})\b", path.read_text("utf-8"))] == []
 
 
 @pytest.mark.parametrize(("axis", "says"), [(DDP, (False, False, False)), (Zero1, (False, False, True)),
