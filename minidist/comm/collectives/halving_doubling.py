@@ -192,7 +192,7 @@ def double_whole(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> N
             partner = core.place ^ (1 << step)
             peer = core.firsts[partner]
             target = spare if np.may_share_memory(values, out) else out    # never what is being sent
-            call.exchange(peer, values, peer, target, (op.into if partner > core.place else op.behind)(values),
+            call.exchange(peer, values, peer, target, op.into(values, behind=partner < core.place),
                           step=core.folds + step)
             values = target
         op.finish(values, out)
