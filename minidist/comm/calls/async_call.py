@@ -155,10 +155,11 @@ class CallWorker:
             return self._queue.popleft()
 
     def _carry_out(self, pending: PendingCall) -> None:
+        call = pending.call
         try:
-            with pending.program:
-                pending.result = pending.call.run()
+            with pending.program, call:
+                pending.result = call.deliver(call.work(call), call.device)
         except BaseException as error:  # raised by wait()
             pending.error = self.error = error
             self.transport.abort(error if isinstance(error, CommError) else CommError(
-                f"{pending.call.signature.describe()} failed: {type(error).__name__}: {error}"))
+                f"{call.signature.describe()} failed: {type(error).__name__}: {error}"))

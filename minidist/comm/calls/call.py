@@ -26,16 +26,7 @@ from minidist.comm.handle import Handle, ReportedSend
 from minidist.comm.health.running_call import RunningCall
 from minidist.comm.ledger import Event
 from minidist.comm.native import Native
-from minidist.comm.signature import (
-    BlockHeader,
-    Shape,
-    Signature,
-    block_behind,
-    dtype_code,
-    mismatch,
-    pack_block,
-    unpack,
-)
+from minidist.comm.signature import BlockHeader, Signature, block_behind, dtype_code, mismatch, pack_block, unpack
 from minidist.comm.transport import Reduce
 from minidist.device import account
 from minidist.errors import MismatchError
@@ -76,7 +67,8 @@ class Call(RunningCall):
 
     def __init__(self, group: Members, verb: str, algorithm: str, work: Work, deliver: Deliver = _as_returned, *,
                  op: str | None = None, root: int | None = None, dtype: np.dtype | None = None,
-                 shape: Shape | None = None, device: str | None = "cpu", side: SideStream | None = None) -> None:
+                 shape: tuple[int | None, ...] | None = None, device: str | None = "cpu",
+                 side: SideStream | None = None) -> None:
         self.rank, self.size, self.nodes, self.world_ranks = group.rank, group.size, group.nodes, group.world_ranks
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.verb, self.algorithm, self.work, self.deliver = verb, algorithm, work, deliver
@@ -106,11 +98,6 @@ class Call(RunningCall):
             self._publish("call", self._start, {
                 "op": self.signature.op, "nbytes": self._nbytes, "size": self.size,
                 "sequence": self.signature.sequence, "where": self.signature.where})
-
-    def run(self) -> Any:
-        """Carry the call out; its result."""
-        with self:
-            return self.deliver(self.work(self), self.device)
 
     def settle(self, result: Any) -> Any:
         """`result`, in the thread that gets it: on a GPU its stream goes on when the side's work is done."""
@@ -210,10 +197,8 @@ class Call(RunningCall):
     def exchange_blocks(self, dst: int, outgoing: np.ndarray, src: int, place: Place, *, step: int | None = None,
                         chunk: int | None = None) -> np.ndarray:
         """Send a block to `dst` and receive one from `src` at once; returns the one received."""
-        handle, arrived = self.start_recv_block(src, place)
-        sent = self.start_send_block(dst, outgoing, step=step, chunk=chunk)
-        handle.wait()
-        sent.wait()
+        received, arrived = self.start_recv_block(src, place)
+        self.wait([received, self.start_send_block(dst, outgoing, step=step, chunk=chunk)])
         return arrived[0]
 
     # ------------------------------------------------------------------------------------------------------- the rest
@@ -225,11 +210,9 @@ class Call(RunningCall):
         first receive is not from prev_rank, begin with this: wherever two ranks of the group disagree, some two
         neighbours on the circle do, and both of them learn it from their first message. Not counted: no payload.
         """
-        if self.size > 1:
-            received = self.start_recv(self.prev_rank, _NOTHING)
-            sent = self._transport.start_send(self.world_ranks[self.next_rank], self._tag, _NOTHING, self._meta)
-            received.wait()
-            sent.wait()
+        received = self.start_recv(self.prev_rank, _NOTHING)
+        sent = self._transport.start_send(self.world_ranks[self.next_rank], self._tag, _NOTHING, self._meta)
+        self.wait([received, sent])
 
     @property
     def lends(self) -> bool:
@@ -246,9 +229,8 @@ class Call(RunningCall):
                  the next show(); what was lent may change after that.
         Raises:  MismatchError if a rank is in another call.
         """
-        dtype = arrays[0].dtype
         meta = b"" if self._messages else self._meta
-        return [shown.view(dtype) for _, shown in self._show(meta, arrays, lent)]
+        return [shown.view(arrays[0].dtype) for _, shown in self._show(meta, arrays, lent)]
 
     def show_block(self, block: np.ndarray | None, *arrays: np.ndarray,
                    lent: Arrays = ()) -> list[tuple[BlockHeader | None, np.ndarray]]:
@@ -302,8 +284,8 @@ class Call(RunningCall):
             raise self._mismatch(meta, src)
 
     def _mismatch(self, meta: bytes, src: int) -> MismatchError:
-        mine, theirs = self.world_ranks[self.rank], self.world_ranks[src]
-        return self._refusal(mismatch(self.signature, mine, unpack(meta)[0], theirs))
+        ranks = self.world_ranks
+        return self._refusal(mismatch(self.signature, ranks[self.rank], unpack(meta)[0], ranks[src]))
 
     def _refusal(self, error: MismatchError) -> MismatchError:
         """`error`; all ranks of the group are told, because one may receive from no rank that disagrees."""

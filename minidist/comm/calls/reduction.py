@@ -56,24 +56,18 @@ class Reduction(NamedTuple):
             _apply(ufunc, total, value, out, self.loop)
             total = out
 
-    def into(self, source: np.ndarray) -> Reduce:
-        """The Reduce that writes target = source (op) what arrives; `source` may be the target itself."""
+    def into(self, source: np.ndarray, *, behind: bool = False) -> Reduce:
+        """The Reduce that writes target = source (op) what arrives; `source` may be the target itself.
+
+        `behind`: what arrives (op) source. Of two ranks that add the same two values one asks for it: only so do both
+        get the same bits (of a NaN, or of -0 against 0).
+        """
         ufunc, loop = UFUNCS[self.op], self.loop
 
         def reduce(target: np.ndarray, start: int, piece: np.ndarray) -> None:
             stop = start + len(piece)
-            _apply(ufunc, source[start:stop], piece, target[start:stop], loop)
-
-        return reduce
-
-    def behind(self, source: np.ndarray) -> Reduce:
-        """The Reduce that writes target = what arrives (op) source: for two ranks that add the same two values, and
-        must get the same bits (of a NaN, or of -0 against 0), though the one's own is what arrives at the other."""
-        ufunc, loop = UFUNCS[self.op], self.loop
-
-        def reduce(target: np.ndarray, start: int, piece: np.ndarray) -> None:
-            stop = start + len(piece)
-            _apply(ufunc, piece, source[start:stop], target[start:stop], loop)
+            first, second = (piece, source[start:stop]) if behind else (source[start:stop], piece)
+            _apply(ufunc, first, second, target[start:stop], loop)
 
         return reduce
 

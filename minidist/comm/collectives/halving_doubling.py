@@ -65,14 +65,14 @@ class Core(NamedTuple):
     surplus: bool
 
     @property
-    def size(self) -> int:
-        """Q."""
-        return len(self.firsts) - 1
+    def steps(self) -> int:
+        """log2 Q."""
+        return (len(self.firsts) - 1).bit_length() - 1
 
     @property
     def folds(self) -> int:
         """Steps of a fold: 1, or 0 if P is a power of two."""
-        return int(self.firsts[-1] > self.size)
+        return int(self.firsts[-1] > 1 << self.steps)
 
     def stretch(self, place: int, distance: int) -> tuple[int, int]:
         """The ranks (first, behind the last) that the `distance` places around `place` speak for: aligned at 2^k."""
@@ -103,8 +103,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
         halve(call, core, values, out, cut, op)
         own = out[_elements(core, core.place, 1, cut)]
         op.finish(own, own)
-        double(call, core, out, cut, first_step=core.folds + _log(core.size))
-    unfold(call, core, out, step=1 + 2 * _log(core.size))
+        double(call, core, out, cut, first_step=core.folds + core.steps)
+    unfold(call, core, out, step=1 + 2 * core.steps)
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
@@ -130,7 +130,7 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
     if not core.alone:
         theirs = partial[cut[call.rank + 1]:cut[call.rank + 2]]
         op.finish(theirs, theirs)
-        call.send(call.next_rank, theirs, step=1 + _log(core.size), chunk=call.next_rank)
+        call.send(call.next_rank, theirs, step=1 + core.steps, chunk=call.next_rank)
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
@@ -155,7 +155,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     if not core.alone:
         theirs = call.recv_block(call.next_rank, rows.place(call.next_rank))
         have = rows.merge(call.rank, [own, theirs])
-    for step in range(_log(core.size)):
+    for step in range(core.steps):
         distance = 1 << step
         partner = core.place ^ distance
         first, behind = core.stretch(partner, distance)
@@ -165,7 +165,7 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
         have = rows.merge(first, [have, theirs] if partner > core.place else [theirs, have])
     whole = rows.complete(have)
     if not core.alone:
-        call.send_block(call.next_rank, whole, step=1 + _log(core.size))
+        call.send_block(call.next_rank, whole, step=1 + core.steps)
     return whole
 
 
@@ -188,15 +188,15 @@ def double_whole(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> N
     values = fold(call, core, x, out, op)
     if not core.surplus:
         spare = call.workspace(len(x), x.dtype)
-        for step in range(_log(core.size)):
+        for step in range(core.steps):
             partner = core.place ^ (1 << step)
             peer = core.firsts[partner]
             target = spare if np.may_share_memory(values, out) else out    # never what is being sent
-            call.exchange(peer, values, peer, target, (op.into if partner > core.place else op.behind)(values),
+            call.exchange(peer, values, peer, target, op.into(values, behind=partner < core.place),
                           step=core.folds + step)
             values = target
         op.finish(values, out)
-    unfold(call, core, out, step=1 + _log(core.size))
+    unfold(call, core, out, step=1 + core.steps)
 
 
 # ----------------------------------------------------------------------------------------------------------- the parts
@@ -238,8 +238,8 @@ def halve(call: Call, core: Core, values: np.ndarray, partial: np.ndarray, cut: 
                       be `values`.
     Cost:    log2(Q) messages per core rank; (Q-1)*nbytes over all ranks, exactly: no copy, no allocation.
     """
-    for step in range(_log(core.size)):
-        distance = core.size >> (step + 1)
+    for step in range(core.steps):
+        distance = 1 << (core.steps - 1 - step)
         partner = core.place ^ distance
         peer = core.firsts[partner]
         give, keep = _elements(core, partner, distance, cut), _elements(core, core.place, distance, cut)
@@ -257,7 +257,7 @@ def double(call: Call, core: Core, sums: np.ndarray, cut: Sequence[int], first_s
     Args:    sums (n,): full where this rank speaks; the rest is filled.
     Cost:    log2(Q) messages per core rank; (Q-1)*nbytes over all ranks, exactly; no copy.
     """
-    for step in range(_log(core.size)):
+    for step in range(core.steps):
         partner = core.place ^ (1 << step)
         peer = core.firsts[partner]
         mine, theirs = _elements(core, core.place, 1 << step, cut), _elements(core, partner, 1 << step, cut)
@@ -274,8 +274,3 @@ def _agree(call: Call) -> None:
     """Partners are not always neighbours; two ranks always are."""
     if call.size > 2:
         call.agree()
-
-
-def _log(size: int) -> int:
-    """log2 of a power of two."""
-    return size.bit_length() - 1
