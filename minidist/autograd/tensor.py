@@ -162,10 +162,7 @@ class Tensor:
         return lambda: hooks.remove(hook) if hook in hooks else None
 
     def accumulate(self, gradient: Array, *, own: bool = False) -> None:
-        """Add to the gradient of a leaf.
-
-        Args:    gradient: shape and dtype of data; own: whether the array has no other user, so that it may be kept.
-        """
+        """Add to the gradient of a leaf; `own`: the array `gradient` has no other user, so it may be kept."""
         if self.grad is None:
             self.grad = account.current().hold(gradient if own else gradient.copy(), "gradients")
         else:
